@@ -40,10 +40,7 @@ def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> l
 
 
 def class_rows(labels: Tensor, classes: Sequence[int], columns: int) -> tuple[list[int], list[int], int]:
-    """Choose the images of a grid with one class a row, given each image's class: `labels` [N].
-
-    Returns (class of each row that has images, image numbers row by row, number of columns).
-    """
+    """Return (class of each row that has images, image numbers row by row, columns) of a grid, given `labels` [N]."""
     drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
     rows = [c for c in classes if drawn[c]]
     columns = min([columns, *(len(drawn[c]) for c in rows)])

@@ -18,10 +18,9 @@ IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
 
 
 class ImageParts:
-    """Batches of uint8 images, one file each, in a hidden folder named after their `settings`.
+    """Batches of `batch_size` uint8 images, one file each, in a hidden folder named after their `settings`.
 
-    Batch k holds images k * batch_size to (k + 1) * batch_size - 1, whatever process makes it. With
-    `counted`, a batch also needs sums over its images, as of a `HeadLoad`.
+    If `counted`, a batch also has sums over its images, as of a `HeadLoad`.
     """
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):

@@ -1,7 +1,6 @@
-"""The DiT pipeline: class labels in, images out.
+"""The DiT pipeline: class labels in, images out. Saved pipelines name this path.
 
-diffusers' DiTPipeline does not fit: it takes 1000 for "no class", drops the learned variance and draws the noise
-of the steps without a generator. Saved pipelines name the path of this class: keep it.
+diffusers' DiTPipeline takes 1000 for "no class", drops the learned variance, and draws noise without a generator.
 """
 
 from pathlib import Path
@@ -64,17 +63,15 @@ class MoHDiTPipeline(DiffusionPipeline):
         super().__init__()
         if type(transformer).__name__ == "DiTTransformer2DModel":  # importing the class takes a second
             transformer = from_diffusers(transformer)
+        kind = type(transformer).__name__
         if not isinstance(transformer, MoHDiTTransformer2DModel):
-            raise ValueError(
-                f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
-            )
+            raise ValueError(f"the transformer is a {kind}, expected a DiT of moh_vision or diffusers")
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}
         self.register_to_config(id2label=names, label_drop=label_drop, objective=objective or objective_of(scheduler))
         self.register_to_config(downsampling=downsampling)
-        self._check_vae()
-        self._check_scheduler()
+        self._check_parts()
         self.image_processor = VaeImageProcessor()
 
     @classmethod
@@ -139,8 +136,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
-        self._check_vae()
-        self._check_scheduler()
+        self._check_parts()
         generators = _one_per_image(generator, len(labels))
         scheduler = fit_scheduler(self.scheduler, learned_variance=config.out_channels == 2 * config.in_channels)
         set_steps(scheduler, num_inference_steps)
@@ -167,7 +163,8 @@ class MoHDiTPipeline(DiffusionPipeline):
                 inputs = {name: x for name in callback_on_step_end_tensor_inputs}
                 return (callback_on_step_end(self, step, t, inputs) or {}).get("latents")
 
-            x = denoise(predict, scheduler, x, labels, generators, config.num_classes, guidance, on_step)
+            guided = guidance.around(predict, labels, config.num_classes)
+            x = denoise(guided, scheduler, x, generators, on_step)
         if output_type != "latent":
             x = self.decode(x)
             refuse_not_finite(x, "after decoding")
@@ -180,42 +177,35 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay."""
         return latents if self.vae is None else decode(self.vae, latents)
 
-    def _check_vae(self) -> None:
+    def _check_parts(self) -> None:
+        """Raise ValueError for a scheduler or a VAE, either of which can be replaced, that the model does not fit."""
+        needed, given, name = self.config.objective, objective_of(self.scheduler), type(self.scheduler).__name__
+        if given != needed:
+            trained = f"the transformer was trained with objective {needed}"
+            fitting = ", ".join(name for name, of in SAMPLERS.items() if of == needed)
+            raise ValueError(f"scheduler {name} is for objective {given}, {trained}; make_scheduler has {fitting}")
         if self.vae is None:
             return
         try:
             space = LatentSpace.of(self.vae)
         except ValueError as error:
             raise ValueError(f"the VAE: {error}") from None
-        channels, needed = self.transformer.config.in_channels, self.config.downsampling
-        if space.latent_channels != channels:
-            raise ValueError(
-                f"the VAE has latents of {space.latent_channels} channels, the transformer works on {channels}"
-            )
-        if needed is None:
-            self.register_to_config(downsampling=space.downsampling)
-        elif space.downsampling != needed:
-            raise ValueError(
-                f"the VAE has {space.downsampling} pixels to the side of a latent, the transformer was trained with {needed}"
-            )
-
-    def _check_scheduler(self) -> None:
-        needed, given = self.config.objective, objective_of(self.scheduler)
-        if given != needed:
-            fitting = ", ".join(name for name, of in SAMPLERS.items() if of == needed)
-            raise ValueError(
-                f"scheduler {type(self.scheduler).__name__} is for objective {given}, the transformer was trained with "
-                f"objective {needed}; make_scheduler has {fitting}"
-            )
+        has, channels = space.latent_channels, self.transformer.config.in_channels
+        if has != channels:
+            raise ValueError(f"the VAE has latents of {has} channels, the transformer works on {channels}")
+        has, side = space.downsampling, self.config.downsampling
+        if has != (side or has):
+            trained = f"the transformer was trained with {side}"
+            raise ValueError(f"the VAE has {has} pixels to the side of a latent, {trained}")
+        self.register_to_config(downsampling=has)
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
         channels = self.transformer.config.in_channels
         if self.vae is None and channels not in (1, 3) and output_type != "latent":
-            raise ValueError(
-                f"{channels} channels are no image and there is no VAE; give the pipeline one, or take output_type 'latent'"
-            )
+            otherwise = "give the pipeline one, or take output_type 'latent'"
+            raise ValueError(f"{channels} channels are no image and there is no VAE; {otherwise}")
         unknown = set(callback_inputs) - set(self._callback_tensor_inputs)
         if unknown:
             raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
@@ -227,18 +217,14 @@ class MoHDiTPipeline(DiffusionPipeline):
             several = [self.get_label_ids(label)[0] if isinstance(label, str) else label for label in several]
         labels = torch.as_tensor(several).reshape(-1)
         if labels.numel() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise ValueError(
-                f"class_labels {class_labels!r}: expected whole numbers or names of classes, one per image"
-            )
+            expected = "whole numbers or names of classes, one per image"
+            raise ValueError(f"class_labels {class_labels!r}: expected {expected}")
+        scale = f"guidance_scale {guidance.scale:g}"
         if guidance.scale != 1 and self.config.label_drop == 0:
-            raise ValueError(
-                f"guidance_scale {guidance.scale:g} needs a model that was trained without some labels too; this one was "
-                "trained with label_drop 0: pass guidance_scale=1"
-            )
+            this = "this one was trained with label_drop 0: pass guidance_scale=1"
+            raise ValueError(f"{scale} needs a model that was trained without some labels too; {this}")
         if guidance.scale != 1 and (labels == null).any():
-            raise ValueError(
-                f"class_labels {null} means no class, which guidance_scale {guidance.scale:g} cannot guide to"
-            )
+            raise ValueError(f"class_labels {null} means no class, which {scale} cannot guide to")
         return labels.long()
 
 
@@ -249,9 +235,7 @@ def _checked_latents(latents: Tensor, shape: Tuple[int, ...]) -> Tensor:
     return latents.float()
 
 
-def _one_per_image(
-    generator: Optional[Union[torch.Generator, List[torch.Generator]]], images: int
-) -> List[torch.Generator]:
+def _one_per_image(generator: Any, images: int) -> List[torch.Generator]:
     if isinstance(generator, (list, tuple)):
         if len(generator) != images:
             raise ValueError(f"generator lists {len(generator)} generators for {images} images: one per image, or one")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import time
 from functools import partial
-from pathlib import Path
 from typing import Callable
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -16,6 +16,7 @@ from moh_vision.diffusion.class_rows import chosen_classes, class_rows
 from moh_vision.diffusion.image_grid import draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
+from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.commands import message_of
 from moh_vision.engine.ranks import attempt, by_main
 
@@ -24,29 +25,38 @@ LONG = 10  # seconds that drawing may take before it is said how long it takes
 ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row
 
 
+def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list[Samples]:
+    """Open the previews and the scores of a run, of its EMA weights if any."""
+    config, accelerator = run.config, run.accelerator
+    sections, last = (config.preview, config.score), config.max_steps
+    for c in sections:
+        if c.every > last:
+            hint = f"--{c.section}.every {last} asks for it"
+            accelerator.print(f"{c.section}.every {c.every}: none in {last} steps; {hint}")
+    draws = any(0 < c.every <= last for c in sections)
+    if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
+    with accelerator.main_process_first():
+        decode = inputs.decoder(accelerator.device) if draws else None
+        previews, scores = (kind(c, inputs, model, objective, decode) for kind, c in zip((Previews, Scores), sections))
+        if 0 < config.score.every <= last:
+            judged = config.score.sampled(config.output, config.data.root, objective.name)
+            channels = (inputs.vae or model).config.in_channels
+            scores.scorer = make_scorer(judged, channels, run.index_dir, **config.score.reads)
+    return [previews, scores]
+
+
 class Samples:
-    """Samples of the same noise and labels at every training step, with any number of processes.
+    """Samples of the same noise and labels at every training step, with any number of processes; `failed` counts."""
 
-    `clip` predicted pixels; `decode` samples to images in [-1, 1], None: they are images; `failed` counts.
-    """
-
-    def __init__(
-        self,
-        config,
-        names: list[str],
-        learned_variance: bool,
-        clip: bool,
-        objective: nn.Module,
-        decode: Callable[[Tensor], Tensor] | None = None,
-    ):
-        self.config, self.names = config, names
-        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, names))
-        self.decode = decode or (lambda x: x)
-        self.failed = 0
+    def __init__(self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None):
+        self.config, self.names, self.failed = config, inputs.source.classes, 0
+        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, self.names))
+        self.decode = decode or (lambda x: x)  # to images in [-1, 1]
+        self.sampler = sampler_for(objective.name, config.sampler, config.default_sampler, f"{config.section}.sampler")
+        how = (model.config.learn_sigma, inputs.space is None, getattr(objective, "shift", 1.0))
         try:
-            self.sampler = sampler_for(objective.name, config.sampler, config.default_sampler, "sampler")
-            shift = getattr(objective, "shift", 1.0)
-            self.scheduler = make_scheduler(self.sampler, config.steps, learned_variance, clip, shift)
+            self.scheduler = make_scheduler(self.sampler, config.steps, *how)
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
 
@@ -55,22 +65,14 @@ class Samples:
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
     def sample(self, model: nn.Module, numbers: range, on_step: Callable | None = None) -> Tensor:
-        """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
-
-        The model's mode is restored, and no global random number is drawn.
-        """
-        c, device, mode = self.config, next(model.parameters()).device, model.training
-        labels = self.labels(numbers).to(device)
-        shape = (model.config.in_channels, model.config.sample_size, model.config.sample_size)
-        seeds = [c.seed + number for number in numbers]
-
-        def predict(x, t, y):
-            return model(x, t, y).sample
-
+        """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU. The model's mode is restored."""
+        c, m, mode = self.config, model.config, model.training
+        labels = self.labels(numbers).to(next(model.parameters()).device)
+        shape, seeds = (m.in_channels, m.sample_size, m.sample_size), [c.seed + number for number in numbers]
+        how = (labels, shape, seeds, len(self.names), Guidance(c.cfg_scale), on_step)
         model.eval()
         try:
-            null, guidance = len(self.names), Guidance(c.cfg_scale)
-            x = sample_images(predict, self.scheduler, labels, shape, seeds, null, guidance, on_step)
+            x = sample_images(lambda x, t, y: model(x, t, y).sample, self.scheduler, *how)
             return to_uint8(self.decode(x)).cpu()
         finally:
             model.train(mode)
@@ -89,10 +91,14 @@ class Samples:
 
         return on_step
 
-    def draw(self, model: nn.Module, path: Path, run) -> None:
-        """Write a PNG grid on the log's process, and log its images; a failure is counted, not raised."""
+
+class Previews(Samples):
+    """Pictures, RUN/previews/step_N.png."""
+
+    def draw(self, model: nn.Module, run) -> None:
+        """Write a grid on the log's process, and log its images; a failure is counted, not raised."""
         c, log, every = self.config, run.log, range(self.config.images)
-        starts = every[::BATCH]
+        path, starts = run.folder / "previews" / f"step_{run.done}.png", every[::BATCH]
         on_step = self.announce(log, len(starts))
         try:
             images = torch.cat([self.sample(model, every[i : i + BATCH], on_step) for i in starts])
@@ -109,12 +115,16 @@ class Samples:
         except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
+        log.pause()
 
-    def score(self, model: nn.Module, scorer: Callable, run) -> None:
-        """Log scores of `images` samples that the processes share, in RUN/.scoring meanwhile; every process calls it.
 
-        A failure is counted and logged as dict(error=...).
-        """
+class Scores(Samples):
+    """Fidelity scores, of samples that are in RUN/.scoring meanwhile."""
+
+    scorer: Callable | None = None
+
+    def draw(self, model: nn.Module, run) -> None:
+        """Log scores of samples that the processes share; a failure is counted and logged as dict(error=...)."""
         c, accelerator, folder = self.config, run.accelerator, run.folder / ".scoring"
         clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
         open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=run.done))
@@ -128,7 +138,7 @@ class Samples:
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
         def score_all() -> None:
-            found.extend(scorer(open_parts(), self.labels(range(c.images)), accelerator.device))
+            found.extend(self.scorer(open_parts(), self.labels(range(c.images)), accelerator.device))
 
         clear()  # a killed run may have left samples of other weights
         problem = attempt(draw_own, Exception) or attempt(score_all, Exception)

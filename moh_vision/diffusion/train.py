@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
 
 from moh_vision.attention import settings
@@ -22,8 +22,7 @@ from moh_vision.diffusion.alignment import Alignment
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.previews import Samples
-from moh_vision.diffusion.scores import make_scorer
+from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
@@ -72,7 +71,7 @@ def train(run: Run) -> None:
     run.take_model(model, mae_routers(model), elastic, alignment)
 
     # ---------------------------------------------------------------- previews, batches, calibration; opens the run
-    drawing = Drawing(run, inputs, model, objective, arguments["learn_sigma"])
+    drawings = open_drawings(run, inputs, model, objective)
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     if config.calibrate_images and not run.checkpoint:
@@ -103,45 +102,12 @@ def train(run: Run) -> None:
         run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
-            run.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **drawing.failed())
+            failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}
+            run.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **failed)
         run.save()
-        drawing.after_step()
-
-
-class Drawing:
-    """The previews and scores of a run, always of the same noise; of the EMA weights if any."""
-
-    def __init__(self, run: Run, inputs, model: nn.Module, objective: nn.Module, learned_variance: bool):
-        config, accelerator, self.run = run.config, run.accelerator, run
-        sections = (config.preview, config.score)
-        for section, every in ((c.section, c.every) for c in sections if c.every > config.max_steps):
-            hint = f"--{section}.every {config.max_steps} asks for it"
-            accelerator.print(f"{section}.every {every}: none in {config.max_steps} steps; {hint}")
-        draws, scores = (any(0 < c.every <= config.max_steps for c in some) for some in (sections, sections[1:]))
-        if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
-        with accelerator.main_process_first():
-            decode = inputs.decoder(accelerator.device) if draws else None
-            how = (inputs.source.classes, learned_variance, inputs.space is None, objective, decode)
-            self.previews, self.scored = (Samples(c, *how) for c in sections)
-            if scores:
-                judged = config.score.sampled(config.output, config.data.root, objective.name)
-                channels = (inputs.vae or model).config.in_channels
-                self.scorer = make_scorer(judged, channels, run.index_dir, **config.score.reads)
-
-    def failed(self) -> dict[str, int]:
-        """Count what could not be drawn or scored."""
-        return dict(failed_previews=self.previews.failed, failed_scores=self.scored.failed)
-
-    def after_step(self) -> None:
-        """Draw and score where it is time."""
-        run, config = self.run, self.run.config
-        drawn = run.ema.module if run.ema else run.model
-        if run.due(config.preview.every, at_end=True):
-            self.previews.draw(drawn, run.folder / "previews" / f"step_{run.done}.png", run)
-            run.log.pause()
-        if run.due(config.score.every, at_end=True):
-            self.scored.score(drawn, self.scorer, run)
+        for drawn in drawings:
+            if run.due(drawn.config.every, at_end=True):
+                drawn.draw(run.ema.module if run.ema else run.model, run)
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
