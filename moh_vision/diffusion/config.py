@@ -7,14 +7,7 @@ from pathlib import Path
 from typing import List, Literal, Optional, Tuple, Union
 
 from moh_vision.diffusion.sampling import sampler_for
-from moh_vision.engine.config import (
-    MAX_SEED,
-    HeadBudgets,
-    ImageRunConfig,
-    ImagesConfig,
-    ModelConfig,
-    OpenedConfig,
-)
+from moh_vision.engine.config import MAX_SEED, HeadBudgets, ImageRunConfig, ImagesConfig, ModelConfig, OpenedConfig
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
@@ -152,9 +145,8 @@ class DitConfig(ImageRunConfig):
                 continue
             sampler_for(self.objective, draw.sampler, draw.default_sampler, f"{draw.section}.sampler")
             if draw.cfg_scale != 1 and not self.label_drop:
-                raise ValueError(
-                    f"{draw.section}.cfg_scale {draw.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
-                )
+                said = f"{draw.section}.cfg_scale {draw.cfg_scale:g}"
+                raise ValueError(f"{said} needs label_drop above 0, or 1 for no guidance")
 
 
 @dataclass(kw_only=True)
@@ -237,14 +229,12 @@ class SampleConfig(Section):
     def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():
             if getattr(self, name) not in (None, value):
-                raise ValueError(
-                    f"{name} {getattr(self, name)}: protocol {self.protocol} stands for {'all' if value is None else value}"
-                )
+                meant = f"protocol {self.protocol} stands for {'all' if value is None else value}"
+                raise ValueError(f"{name} {getattr(self, name)}: {meant}")
             setattr(self, name, value)  # where it was left out
         self.num_images = 100 if self.num_images is None else self.num_images
-        least = 0 if self.save_pipeline else 1
-        if self.num_images < least:
-            raise ValueError(f"num_images {self.num_images} is out of range: at least {least}")
+        if not self.num_images and not self.save_pipeline:
+            raise ValueError("num_images 0 is out of range: at least 1")
         out = Path(self.out or "")
         is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
         if not is_folder and out.suffix != ".npz":
@@ -256,10 +246,8 @@ class SampleConfig(Section):
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
         if self.num_images and not written:
-            raise ValueError(
-                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-load or --score, or "
-                "--save-pipeline with --num-images 0"
-            )
+            outputs = "--out, --grid, --denoising, --head-load or --score, or --save-pipeline with --num-images 0"
+            raise ValueError(f"num_images {self.num_images}: nothing would be written; give {outputs}")
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,7 @@ import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Iterable, Sequence
+from typing import BinaryIO, Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -28,10 +28,7 @@ FRAME_MS, LAST_FRAME_MS = 120, 2000
 
 
 def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
-    """Write batches of images: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
-
-    Batches are uint8 [B, C, h, w], labels [N]. Earlier images are replaced once all are written.
-    """
+    """Write batches uint8 [B, C, h, w] to a folder, as 000000.png ..., or to one .npz as ADM's evaluator reads it."""
     if out.suffix == ".npz":
         with whole_file(out) as file:
             _write_npz(batches, labels, file)
@@ -44,7 +41,7 @@ def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
         for batch in batches:
             list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
             number += len(batch)
-    if out.exists():
+    if out.exists():  # earlier images stay until all are written
         for stale in out.glob("*.png"):
             stale.unlink()
         for file in hidden.iterdir():
@@ -74,6 +71,16 @@ def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
     image_grid(images, columns, **look).save(path, format="PNG")
 
 
+def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names) -> int:
+    """Draw `images(numbers)` of each class in a row, `columns` at most; return the number of rows. `labels`: [N]."""
+    drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
+    rows = [c for c in classes if drawn[c]]
+    columns = min([columns, *(len(drawn[c]) for c in rows)])
+    numbers = [i for c in rows for i in drawn[c][:columns]]
+    draw_image_grid(images(numbers), columns, path, names=[names[c] for c in rows])
+    return len(rows)
+
+
 def image_grid(
     images: Tensor,
     columns: int,
@@ -82,10 +89,7 @@ def image_grid(
     names: Sequence[str] = (),
     above: Sequence[str] = (),
 ) -> Image.Image:
-    """Lay images uint8 [N, 1 or 3, h, w] out row by row, small ones enlarged to about `cell` pixels (bicubic).
-
-    `names`, long ones wrapped, stand left of the rows; `above` stand over the columns.
-    """
+    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about `cell` pixels; `names` are of the rows."""
     n, channels, height, width = images.shape
     factor = max(1, round(cell / height))
     rows = -(-n // columns)
@@ -118,10 +122,7 @@ def _in_lines(texts: list[str], most: int) -> list[str]:
 
 
 class Denoising:
-    """Collects what a sampler holds after some of its steps; latents are decoded.
-
-    A .png has a row per image with its timesteps; a .gif shows the images side by side.
-    """
+    """Shows what a sampler holds after some of its steps: an image a row in a .png, images side by side in a .gif."""
 
     def __init__(self, path: str, steps: int):
         self.path, self.frames, self.times = path, [], []
@@ -136,7 +137,7 @@ class Denoising:
             self.times.append(f"t={after[0]:.0f}" if after else "image")
 
     def save(self, names: Sequence[str]) -> None:
-        """Write the file; `names` of the images label the rows of a .png."""
+        """Write the file, whose rows have the `names` of the images if it is a .png."""
         if self.path.endswith(".png"):
             strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
             return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)

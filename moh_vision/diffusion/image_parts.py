@@ -33,10 +33,11 @@ class ImageParts:
         except OSError as error:
             raise ValueError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
-    def missing(self, rank: int = 0, world: int = 1) -> list[int]:
+    def missing(self, accelerator) -> list[int]:
         """Return the numbers of the batches that this process still has to make."""
         kept = [IMAGES, SUMS] if self.counted else [IMAGES]
-        return [k for k in range(rank, self.count, world) if not all(self._path(k, kind).exists() for kind in kept)]
+        own = range(accelerator.process_index, self.count, accelerator.num_processes)
+        return [k for k in own if not all(self._path(k, kind).exists() for kind in kept)]
 
     def numbers(self, batch: int) -> range:
         """Return the numbers of the images of a batch."""

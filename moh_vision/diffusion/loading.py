@@ -157,23 +157,24 @@ def _fitting(name: str, path: str, sizes: dict) -> list[str]:
 
 
 def _sizes(file: Path, weights: str) -> dict:
-    """Read what `create` needs from official or diffusers' weights: side, channels, classes, variance.
-
-    The table of positions gives the side; diffusers' DiT saves none, but a config.json beside it.
-    """
+    """Read what `create` needs from official or diffusers' weights: side, channels, classes, variance."""
     state, sizes = read_tensors(file, weights), {}
-    kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in, p, p]
-    last = state.get("final_layer.linear.weight", state.get("proj_out_2.weight"))  # [p * p * out, C]
-    labels = next((t for name, t in state.items() if name.endswith("embedding_table.weight")), None)  # [classes, C]
-    positions = state.get("pos_embed")  # [1, N, C]
-    if labels is not None and labels.ndim == 2:
-        sizes["num_classes"] = len(labels) - 1
-    if kernel is not None and kernel.ndim == 4:
-        sizes["in_chans"] = kernel.shape[1]
-        if last is not None and last.ndim == 2:
-            sizes["learn_sigma"] = len(last) == 2 * kernel[0].numel()
-        if positions is not None and positions.ndim == 3:
-            sizes["img_size"] = math.isqrt(positions.shape[1]) * kernel.shape[-1]
+
+    def shape(ndim: int, *names: str) -> tuple | None:
+        return next((tuple(t.shape) for name, t in state.items() if name.endswith(names) and t.ndim == ndim), None)
+
+    kernel = shape(4, "x_embedder.proj.weight", "pos_embed.proj.weight")  # [C, in, p, p]
+    last = shape(2, "final_layer.linear.weight", "proj_out_2.weight")  # [p * p * out, C]
+    labels, positions = shape(2, "embedding_table.weight"), shape(3, "pos_embed")  # [classes, C], [1, N, C]
+    if labels:
+        sizes["num_classes"] = labels[0] - 1
+    if kernel:
+        sizes["in_chans"] = kernel[1]
+    if kernel and last:
+        sizes["learn_sigma"] = last[0] == 2 * math.prod(kernel[1:])
+    if kernel and positions:
+        sizes["img_size"] = math.isqrt(positions[1]) * kernel[-1]
+    # diffusers' DiT saves no table of positions, but a config.json.
     about, beside = file, file.with_name("config.json")
     if "transformer_blocks.0.attn1.to_q.weight" in state and beside.is_file():
         about = beside

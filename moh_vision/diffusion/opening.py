@@ -17,7 +17,7 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.inputs import PixelInputs, open_inputs
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.diffusion.loading import make_pipeline, open_model, open_pipeline
-from moh_vision.diffusion.objectives import NUM_TIMESTEPS, make_objective
+from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sample import Drawing
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
@@ -36,9 +36,8 @@ class OpenedDiffusion(Opened):
     @cached_property
     def objective(self) -> nn.Module:
         if "config" not in self.metadata:
-            raise ValueError(
-                f"{self.metadata['weights']}: of no run, whose configuration says how the model was trained"
-            )
+            said = "of no run, whose configuration says how the model was trained"
+            raise ValueError(f"{self.metadata['weights']}: {said}")
         return make_objective(self.metadata["config"])
 
     def opened_inputs(self, split: str) -> PixelInputs:
@@ -51,9 +50,8 @@ class OpenedDiffusion(Opened):
         sizes = [self.metadata["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
         given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
         if sizes != given:
-            raise ValueError(
-                f"data.root {d.root} has side, channels and classes {given}, the model of {path} takes {sizes}"
-            )
+            takes = f"the model of {path} takes {sizes}"
+            raise ValueError(f"data.root {d.root} has side, channels and classes {given}, {takes}")
         trained, made = self.metadata["vae"] and LatentSpace(**self.metadata["vae"]), inputs.space
         if (trained and trained.sha256) != (made and made.sha256):
             raise ValueError(f"data.root {d.root}: latents of the VAE {made}, {path} was trained on those of {trained}")
@@ -110,18 +108,8 @@ class OpenedDiffusion(Opened):
         return found
 
     def forward(self) -> tuple[Callable[[], Any], int]:
-        config, labels = self.drawing.config, self.drawing.labels
-        generator = torch.Generator().manual_seed(config.seed)
-        count = min(config.batch_size, config.num_images)
-        noise = torch.randn(count, *self.example()[0][0].shape[1:], generator=generator)
-        timesteps = torch.randint(NUM_TIMESTEPS, (count,), generator=generator)
-        inputs = send_to_device((noise, timesteps, labels[:count]), self.accelerator.device)
-
-        def forward() -> Any:
-            with self.accelerator.autocast():
-                return self.model(*inputs)
-
-        return forward, count
+        count = min(self.drawing.config.batch_size, self.drawing.config.num_images)
+        return self.drawing.one_pass(count), count
 
     def example(self) -> tuple[list[Tensor], dict]:
         m = self.model.config
@@ -130,15 +118,7 @@ class OpenedDiffusion(Opened):
 
 
 def open_run(
-    path: str,
-    weights: str | None = None,
-    device: torch.device | None = None,
-    options: Sequence[str] = (),
-    *,
-    name: str | None = None,
-    scores: bool = False,
-    command: str = "open_run",
-    **_,
+    path: str, weights: str | None, device, options: Sequence[str], *, name: str | None, scores: bool, command: str, **_
 ) -> OpenedDiffusion:
     """See `moh_vision.open_run`. Options: of `OpenedDitConfig`, or with `scores` of sample.py."""
     opened = {}

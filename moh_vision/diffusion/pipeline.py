@@ -4,14 +4,14 @@ diffusers' DiTPipeline takes 1000 for "no class", drops the learned variance, an
 """
 
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Self, Sequence, Tuple, Union
+from typing import Any, Callable, Optional, Self, Sequence
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.diffusion.class_rows import class_numbers
+from moh_vision.diffusion.class_numbers import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import (
     SAMPLERS,
@@ -75,22 +75,22 @@ class MoHDiTPipeline(DiffusionPipeline):
         self.image_processor = VaeImageProcessor()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Union[str, Path], **kwargs: Any) -> Self:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
         """As diffusers' own, from safetensors only."""
         return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
 
-    def save_pretrained(self, save_directory: Union[str, Path], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As in diffusers, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
         code = "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n"
         write_whole(Path(save_directory, "pipeline.py"), code)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
-    def labels(self) -> Dict[str, int]:
+    def labels(self) -> dict[str, int]:
         """Class numbers by name."""
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
-    def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
+    def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
         """Return numbers of one or several classes: by name, by a word of ImageNet's names, or by number as text."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
@@ -100,19 +100,19 @@ class MoHDiTPipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Union[int, str, Sequence[Union[int, str]], Tensor],
+        class_labels: int | str | Sequence[int | str] | Tensor,
         guidance_scale: float = 4.0,
-        guide_channels: Union[int, str, None] = None,
-        guidance_interval: Optional[Tuple[float, float]] = None,
+        guide_channels: int | str | None = None,
+        guidance_interval: tuple[float, float] | None = None,
         num_inference_steps: int = 250,
-        generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
-        latents: Optional[Tensor] = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Optional[Callable[..., Optional[dict]]] = None,
+        callback_on_step_end: Callable[..., dict | None] | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
-        on_routing: Optional[Callable[[list, Tensor, Tensor], None]] = None,
-    ) -> Union[ImagePipelineOutput, Tuple]:
+        on_routing: Callable[[list, Tensor, Tensor], None] | None = None,
+    ) -> ImagePipelineOutput | tuple:
         """Draw one image per label.
 
         Args:
@@ -156,7 +156,7 @@ class MoHDiTPipeline(DiffusionPipeline):
             x = _checked_latents(latents, (len(labels), *shape)).to(labels.device)
         with self.progress_bar(total=len(scheduler.timesteps)) as bar:
 
-            def on_step(step: int, t: Tensor, x: Tensor) -> Optional[Tensor]:
+            def on_step(step: int, t: Tensor, x: Tensor) -> Tensor | None:
                 bar.update()
                 if callback_on_step_end is None:
                     return None
@@ -228,14 +228,14 @@ class MoHDiTPipeline(DiffusionPipeline):
         return labels.long()
 
 
-def _checked_latents(latents: Tensor, shape: Tuple[int, ...]) -> Tensor:
+def _checked_latents(latents: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.is_floating_point():
         what = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
         raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*what, list(shape)))
     return latents.float()
 
 
-def _one_per_image(generator: Any, images: int) -> List[torch.Generator]:
+def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:
     if isinstance(generator, (list, tuple)):
         if len(generator) != images:
             raise ValueError(f"generator lists {len(generator)} generators for {images} images: one per image, or one")

@@ -12,8 +12,8 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moh_vision.diffusion.class_rows import chosen_classes, class_rows
-from moh_vision.diffusion.image_grid import draw_image_grid
+from moh_vision.diffusion.class_numbers import chosen_classes
+from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.diffusion.scores import make_scorer
@@ -105,8 +105,8 @@ class Previews(Samples):
             if log.enabled:
                 narrow = len(self.names) <= ROWS and c.images <= COLUMNS * len(self.names)
                 if c.classes or (c.columns is None and narrow):
-                    rows, shown, columns = class_rows(self.labels(every), self.classes.tolist(), c.images)
-                    draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
+                    how = (self.labels(every), self.classes.tolist(), c.images, str(path), self.names)
+                    draw_class_rows(images.__getitem__, *how)
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
                 log.pictures(run.done, "samples", images)
@@ -132,7 +132,7 @@ class Scores(Samples):
 
         def draw_own() -> None:
             parts = open_parts()
-            own = parts.missing(accelerator.process_index, accelerator.num_processes)
+            own = parts.missing(accelerator)
             on_step = self.announce(run.log, len(own))
             for batch in own:
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))

@@ -10,19 +10,22 @@ from __future__ import annotations
 import contextlib
 import shlex
 from pathlib import Path
+from typing import Any, Callable
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.class_rows import chosen_classes, class_rows
+from moh_vision.diffusion.class_numbers import chosen_classes
 from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.image_grid import Denoising, draw_image_grid, write_images
+from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, write_images
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import vae_fingerprint
 from moh_vision.diffusion.loading import open_pipeline
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
@@ -153,24 +156,17 @@ class Drawing:
     """
 
     def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
-        self.config, self.accelerator, self.names, self.file = (
-            config,
-            accelerator,
-            metadata["classes"],
-            metadata["file"],
-        )
-        self.pipe = pipe.to(accelerator.device)
-        self.pipe.set_progress_bar_config(disable=True)
+        self.config, self.pipe, self.accelerator = config, pipe.to(accelerator.device), accelerator
+        self.names, self.file = metadata["classes"], metadata["file"]
+        pipe.set_progress_bar_config(disable=True)
         kind = self.file.stem if metadata["run"] else kind_in(self.file, config.weights)
         self.ema = {"ema": True, "model": False}.get(kind)  # None: the file does not tell
         against_adm = bool(config.score) and is_adm(config.score)
         if config.protocol and self.ema is False:
             raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {self.file} holds none")
         if config.protocol and config.score and not against_adm:
-            raise ValueError(
-                f"--score {config.score}: protocol {config.protocol} compares with ADM's statistics (an .npz with mu and "
-                "sigma, such as VIRTUAL_imagenet256_labeled.npz)"
-            )
+            statistics = "ADM's statistics (an .npz with mu and sigma, such as VIRTUAL_imagenet256_labeled.npz)"
+            raise ValueError(f"--score {config.score}: protocol {config.protocol} compares with {statistics}")
         config.labels = config.labels or ("random" if against_adm else "balanced")
         self.classes = chosen_classes("--classes", config.classes, self.names)
         draws = range(config.num_images)
@@ -203,31 +199,28 @@ class Drawing:
         how.update(weights_sha256=sha256_of(self.file), vae_sha256=vae and vae_fingerprint(vae))
         return dict(protocol=c.protocol, sampling=how, versions=versions())
 
-    def latents(self, numbers: range, **callbacks) -> Tensor:
-        """Draw images, not decoded, [len(numbers), C, h, w]."""
-        c, labels = self.config, self.labels[numbers.start : numbers.stop]
-        noise = [torch.Generator().manual_seed(derive_seed(c.seed, i)) for i in numbers]
-        how = (c.cfg_scale, c.guide_channels, c.cfg_interval, c.steps)
-        with self.accelerator.autocast():
-            return self.pipe(labels, *how, noise, output_type="latent", **callbacks).images
+    def one_pass(self, size: int) -> Callable[[], Any]:
+        """Return a function that makes a pass of the model over `size` images, of any noise and timesteps."""
+        model, generator = self.pipe.transformer, torch.Generator().manual_seed(self.config.seed)
+        m = model.config
+        noise = torch.randn(size, m.in_channels, m.sample_size, m.sample_size, generator=generator)
+        timesteps = torch.randint(NUM_TIMESTEPS, (size,), generator=generator)
+        labels = self.labels[torch.arange(size) % len(self.labels)]
+        inputs = send_to_device((noise, timesteps, labels), self.accelerator.device)
+
+        def forward() -> Any:
+            with self.accelerator.autocast():
+                return model(*inputs)
+
+        return forward
 
     def measure(self, parts: ImageParts, kept) -> None:
         """Measure where skipping heads pays if drawing takes over a minute; `kept`: an `AttentionRecord`."""
         calls: dict = {}
-        todo = len(parts.missing(self.accelerator.process_index, self.accelerator.num_processes))
-
-        class OneStep(Exception):
-            pass
-
-        def stop(*_):
-            raise OneStep
-
-        def step() -> None:
-            with contextlib.suppress(OneStep):
-                self.latents(parts.numbers(0), callback_on_step_end=stop)
-
+        todo, guided = len(parts.missing(self.accelerator)), self.config.cfg_scale != 1
+        one_pass = self.one_pass(len(parts.numbers(0)) * (2 if guided else 1)) if todo else None
         for _ in range(2 if todo else 0):  # the first one also warms up
-            forward = attention.collect(calls, self.pipe.transformer, step, training=False)
+            forward = attention.collect(calls, self.pipe.transformer, one_pass, training=False)
         short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
         found = ({}, "") if short else None
         kept.measure(lambda: found or attention.measured_table(calls, forward), parts.folder, self.accelerator)
@@ -238,23 +231,22 @@ class Drawing:
         names = [*self.names, "none"] if c.cfg_scale != 1 else self.names
         # Heun's has most of them twice.
         places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
-        load = HeadLoad(
-            head_budget(pipe.transformer)["layers"], {"class": names, "timestep": [f"{t:g}" for t in places]}
-        )
+        groups = {"class": names, "timestep": [f"{t:g}" for t in places]}
+        load = HeadLoad(head_budget(pipe.transformer)["layers"], groups)
 
         def count(stats: list, labels: Tensor, t: Tensor) -> None:
             load.add(stats, labels, places[t[0].item()])
 
-        todo = parts.missing(accelerator.process_index, accelerator.num_processes)
+        todo = parts.missing(accelerator)
         here = len(range(accelerator.process_index, parts.count, accelerator.num_processes))
         if len(todo) < here:
             say(f"{here - len(todo)} of {here} batches of this process are there already")
         if denoising and accelerator.is_main_process and 0 not in todo:
             todo = [0, *todo]  # nobody kept how its images came about
-        steps, main = len(todo) * len(pipe.scheduler.timesteps), accelerator.is_main_process
+        steps = len(todo) * len(pipe.scheduler.timesteps)
         with (
             user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
-            Progress("sampling", steps, "step", enabled=main) as progress,
+            Progress("sampling", steps, "step", enabled=accelerator.is_main_process) as progress,
         ):
 
             def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
@@ -262,13 +254,16 @@ class Drawing:
                 if denoising and numbers.start == 0:
                     denoising.add(pipe, step, t, inputs)
 
+            how = (c.cfg_scale, c.guide_channels, c.cfg_interval, c.steps)
+            more = dict(callback_on_step_end=after_step, on_routing=count if c.head_load else None)
             for number in todo:
                 numbers = parts.numbers(number)
                 progress.note(f"images {numbers.start + 1} to {numbers.stop} of {c.num_images}")
                 load.sums.zero_()
-                counted = dict(on_routing=count) if c.head_load else {}
-                latents = self.latents(numbers, callback_on_step_end=after_step, **counted)
+                labels = self.labels[numbers.start : numbers.stop]
+                noise = [torch.Generator().manual_seed(derive_seed(c.seed, i)) for i in numbers]
                 with accelerator.autocast():
+                    latents = pipe(labels, *how, noise, output_type="latent", **more).images
                     parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
                 progress.note(f"{numbers.stop} of {c.num_images} images, peak {peak_memory_mib():.0f} MiB")
         return load
@@ -281,10 +276,9 @@ class Drawing:
             say(f"images: {c.out}")
         if c.grid:
             wanted = self.classes if c.classes else sorted(set(labels.tolist()))[:10]
-            rows, numbers, columns = class_rows(labels, wanted, c.grid_columns)
-            draw_image_grid(parts.images(numbers), columns, c.grid, names=[self.names[row] for row in rows])
+            rows = draw_class_rows(parts.images, labels, wanted, c.grid_columns, c.grid, self.names)
             every = len(self.classes)
-            of = "" if len(rows) == every else f" ({len(rows)} of {every} classes; --classes chooses)"
+            of = "" if rows == every else f" ({rows} of {every} classes; --classes chooses)"
             say(f"grid, one class a row{of}: {c.grid}")
 
 

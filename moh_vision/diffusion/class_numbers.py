@@ -1,11 +1,8 @@
-"""Which classes are drawn, and which of their images a grid shows, one class a row."""
+"""Numbers of the classes that are drawn, by name or number."""
 
 from __future__ import annotations
 
 from typing import Mapping, Sequence
-
-import torch
-from torch import Tensor
 
 from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.engine.commands import nearest
@@ -21,9 +18,8 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
             raise ValueError(f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number")
         if not numbers:
             near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(names)[:5]
-            raise ValueError(
-                f"{key} {text}: no such class; there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
-            )
+            allowed = f"there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
+            raise ValueError(f"{key} {text}: no such class; {allowed}")
         found += numbers
     return found
 
@@ -37,11 +33,3 @@ def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> l
         if number in found[:place]:
             raise ValueError(f"{key} {asked[place]}: class {number} ({names[number]}) is named twice")
     return found
-
-
-def class_rows(labels: Tensor, classes: Sequence[int], columns: int) -> tuple[list[int], list[int], int]:
-    """Return (class of each row that has images, image numbers row by row, columns) of a grid, given `labels` [N]."""
-    drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
-    rows = [c for c in classes if drawn[c]]
-    columns = min([columns, *(len(drawn[c]) for c in rows)])
-    return rows, [i for c in rows for i in drawn[c][:columns]], columns
