@@ -9,7 +9,7 @@ import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterable, Sequence
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.io import hidden_path, whole_file
 
+CELL, GAP = 48, 2  # pixels of an image and between images
 NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
 LINE_GAP = 2  # pixels between the lines of a name
 SHOWN = 8  # images whose denoising is shown
@@ -27,20 +28,26 @@ MOMENTS = {".png": 8, ".gif": 25}  # by the file's ending, at most
 FRAME_MS, LAST_FRAME_MS = 120, 2000
 
 
-def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
-    """Write batches uint8 [B, C, h, w] to a folder, as 000000.png ..., or to one .npz as ADM's evaluator reads it."""
-    if out.suffix == ".npz":
-        with whole_file(out) as file:
-            _write_npz(batches, labels, file)
+def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
+    """Write (number of the first, uint8 [B, C, h, w]) to PNGs in a folder, or to one .npz as ADM's evaluator reads it."""
+    if out.suffix == ".npz":  # as numpy.savez, without all images in memory
+        with whole_file(out) as place, zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as archive:
+            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+                for first, batch in batches:
+                    array = batch.permute(0, 2, 3, 1).numpy()
+                    if first == 0:
+                        about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
+                        np.lib.format.write_array_header_1_0(file, about)
+                    file.write(array.tobytes())
+            with archive.open("arr_1.npy", "w") as file:
+                np.lib.format.write_array(file, labels.numpy())
         return
     hidden = hidden_path(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
-    number = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for batch in batches:
-            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
-            number += len(batch)
+        for first, batch in batches:
+            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(first), batch))
     if out.exists():  # earlier images stay until all are written
         for stale in out.glob("*.png"):
             stale.unlink()
@@ -49,20 +56,6 @@ def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
         hidden.rmdir()
     else:
         hidden.rename(out)
-
-
-def _write_npz(batches: Iterable[Tensor], labels: Tensor, out: BinaryIO) -> None:
-    """As numpy.savez, without all images in memory."""
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-            for number, batch in enumerate(batches):
-                array = batch.permute(0, 2, 3, 1).numpy()
-                if number == 0:
-                    about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
-                    np.lib.format.write_array_header_1_0(file, about)
-                file.write(array.tobytes())
-        with archive.open("arr_1.npy", "w") as file:
-            np.lib.format.write_array(file, labels.numpy())
 
 
 def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
@@ -81,35 +74,28 @@ def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], co
     return len(rows)
 
 
-def image_grid(
-    images: Tensor,
-    columns: int,
-    cell: int = 48,
-    gap: int = 2,
-    names: Sequence[str] = (),
-    above: Sequence[str] = (),
-) -> Image.Image:
-    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about `cell` pixels; `names` are of the rows."""
+def image_grid(images: Tensor, columns: int, names: Sequence[str] = (), above: Sequence[str] = ()) -> Image.Image:
+    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about CELL pixels; `names` are of the rows."""
     n, channels, height, width = images.shape
-    factor = max(1, round(cell / height))
+    factor = max(1, round(CELL / height))
     rows = -(-n // columns)
     height, width = height * factor, width * factor
     font = ImageFont.load_default(max(12, min(height // 5, 24)))
     texts = _in_lines([str(name) for name in names], height // (sum(font.getmetrics()) + LINE_GAP))
-    margin = max((int(font.getlength(line)) + 4 * gap for text in texts for line in text.splitlines()), default=0)
-    top = sum(font.getmetrics()) + gap if above else 0
-    size = (margin + columns * (width + gap) + gap, top + rows * (height + gap) + gap)
+    margin = max((int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()), default=0)
+    top = sum(font.getmetrics()) + GAP if above else 0
+    size = (margin + columns * (width + GAP) + GAP, top + rows * (height + GAP) + GAP)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
         enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
-        place = (margin + gap + (i % columns) * (width + gap), top + gap + (i // columns) * (height + gap))
+        place = (margin + GAP + (i % columns) * (width + GAP), top + GAP + (i // columns) * (height + GAP))
         canvas.paste(enlarged, place)
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
-        middle = (margin - 2 * gap, top + gap + row * (height + gap) + height // 2)
+        middle = (margin - 2 * GAP, top + GAP + row * (height + GAP) + height // 2)
         draw.multiline_text(middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right")
     for column, text in enumerate(above):
-        draw.text((margin + gap + column * (width + gap) + width // 2, gap), text, "black", font, anchor="mt")
+        draw.text((margin + GAP + column * (width + GAP) + width // 2, GAP), text, "black", font, anchor="mt")
     return canvas
 
 

@@ -26,7 +26,7 @@ class ImageParts:
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
         self.folder = parent / f".samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self.total, self.batch_size, self.counted = total, batch_size, counted
+        self.total, self.batch_size, self.kinds = total, batch_size, (IMAGES, SUMS) if counted else (IMAGES,)
         self.count = -(-total // batch_size)
         try:
             write_whole(self.folder / "settings.json", text + "\n", shared=True)
@@ -35,9 +35,8 @@ class ImageParts:
 
     def missing(self, accelerator) -> list[int]:
         """Return the numbers of the batches that this process still has to make."""
-        kept = [IMAGES, SUMS] if self.counted else [IMAGES]
         own = range(accelerator.process_index, self.count, accelerator.num_processes)
-        return [k for k in own if not all(self._path(k, kind).exists() for kind in kept)]
+        return [k for k in own if not all(self._path(k, kind).exists() for kind in self.kinds)]
 
     def numbers(self, batch: int) -> range:
         """Return the numbers of the images of a batch."""
@@ -45,7 +44,7 @@ class ImageParts:
 
     def add(self, batch: int, images: Tensor, sums: Tensor | None = None) -> None:
         """Write a batch, whole or not at all: images uint8 [B, C, h, w], and their sums if counted."""
-        if self.counted:
+        if SUMS in self.kinds:
             with whole_file(self._path(batch, SUMS), shared=True) as file:
                 np.savez_compressed(file, sums.cpu().numpy())
         with whole_file(self._path(batch, IMAGES), shared=True) as file:  # processes of a killed run may still write

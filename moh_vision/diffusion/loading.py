@@ -21,7 +21,7 @@ from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
-from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
+from moh_vision.models.weights import FAMILIES, create, from_run, load_checkpoint
 
 # Sizes come from files that strangers write; these limits bound the memory that a model takes.
 LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
@@ -58,14 +58,15 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
 
 def open_vae(config: SampleConfig, channels: int, trained):
     """Open the VAE that --vae names, else the one of the training (see `open_model`); None on pixels."""
-    if trained is None and config.vae and not config.model:
-        raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
-    if trained is None and channels not in (1, 3) and config.model and not config.vae:
-        raise ValueError(
-            f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {config.model} works on latents of {channels} channels"
-        )
+    if trained is None and config.vae:
+        if not config.model:
+            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
+        return load_vae(config.vae)
+    if trained is None and config.model and channels not in (1, 3):
+        needed = f"{config.model} works on latents of {channels} channels"
+        raise ValueError(f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {needed}")
     if trained is None:
-        return load_vae(config.vae) if config.vae else None
+        return None
     if isinstance(trained, nn.Module):
         if not config.vae:
             return trained
@@ -93,32 +94,23 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
         file = weights_file(path, weights)
         metadata.update(architecture=name, classes=unnamed_classes(model.config.num_classes))
     elif (Path(path) / "model_index.json").is_file():
-        pipe = read_pipeline(path)
-        model, names, scheduled = pipe.transformer.eval(), pipe.config.id2label or {}, pipe.scheduler.config
-        file = weights_file(path)
-        metadata.update(
-            architecture=Path(path).name,
-            classes=[str(names.get(str(i), i)) for i in range(model.config.num_classes)],
-            objective=pipe.config.objective,
-            shift=scheduled.get("shift", scheduled.get("flow_shift", 1.0)),  # UniPC's and DPM-Solver's name
-            label_drop=pipe.config.label_drop,
-            vae=pipe.vae,
-        )
+        logging.disable_progress_bar()  # three parts are there at once
+        try:
+            pipe = MoHDiTPipeline.from_pretrained(path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path}: not a pipeline that can be read ({reason_of(error)})") from None
+        model, file, scheduled = pipe.transformer.eval(), weights_file(path), pipe.scheduler.config
+        names = pipe.config.id2label or {}
+        classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
+        metadata.update(architecture=Path(path).name, classes=classes, vae=pipe.vae, objective=pipe.config.objective)
+        metadata["label_drop"] = pipe.config.label_drop
+        metadata["shift"] = scheduled.get("shift", scheduled.get("flow_shift", 1.0))  # UniPC's and DPM-Solver's name
     else:
         model, own = from_run(path, "diffusion", weights)
         file, objective = Path(own["weights"]), make_objective(own["config"])
         metadata.update(own, objective=objective.name, shift=getattr(objective, "shift", 1.0), run=run_of(file))
         metadata["label_drop"] = own["config"].get("label_drop")
     return model, dict(metadata, file=file, weights=weights_said(file, weights))
-
-
-def read_pipeline(folder: str) -> MoHDiTPipeline:
-    """Read a saved pipeline, or diffusers' DiTPipeline."""
-    logging.disable_progress_bar()  # three parts are there at once
-    try:
-        return MoHDiTPipeline.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: not a pipeline that can be read ({reason_of(error)})") from None
 
 
 def published_model(path: str, name: str, weights: str) -> nn.Module:
@@ -129,10 +121,6 @@ def published_model(path: str, name: str, weights: str) -> nn.Module:
         except (RuntimeError, OSError) as error:  # none are published, or the fetch failed
             raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
     refuse_missing("--checkpoint", path)
-    try:
-        check_name(name, "diffusion")
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name", "--model", 1)) from None
     file = weights_file(path, weights)
     if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
         raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
@@ -141,8 +129,8 @@ def published_model(path: str, name: str, weights: str) -> nn.Module:
         model = create(name, "diffusion", **sizes).eval()
         load_checkpoint(model, path, weights)
     except ValueError as error:
-        fitting = _fitting(name, path, sizes)
-        raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
+        fits = "".join(f"; --model {other} fits" for other in _fitting(name, path, sizes)[:1])
+        raise ValueError(str(error).replace("model.name", "--model", 1) + fits) from None
     return model
 
 

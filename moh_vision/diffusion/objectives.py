@@ -35,12 +35,7 @@ def draw_step(rng: np.random.Generator) -> int:
 def draw_time(rng: np.random.Generator, sampling: str, shift: float) -> np.float32:
     """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
     t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-rng.standard_normal()))
-    return np.float32(NUM_TIMESTEPS * shifted(t, shift))
-
-
-def shifted(t: float, shift: float) -> float:
-    """Move t in 0 .. 1 towards the noise, t = 1, for shift > 1 (Esser 2024, eq. 23, shift = sqrt(m / n))."""
-    return shift * t / (1 + (shift - 1) * t)
+    return np.float32(NUM_TIMESTEPS * (shift * t / (1 + (shift - 1) * t)))  # Esser 2024, eq. 23
 
 
 class FlowMatchingLoss(nn.Module):
@@ -51,7 +46,7 @@ class FlowMatchingLoss(nn.Module):
 
     Args:
         timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(0, 1) (Esser 2024, section 3.1).
-        shift: moves the drawn t towards the noise; see `shifted`.
+        shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
     """
 
     name = "flow"
@@ -107,9 +102,8 @@ class HybridLoss(nn.Module):
             mean_x0=beta * previous.sqrt() / (1 - alpha_bar),  # Ho 2020 eq. 7
             mean_xt=(1 - previous) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
-        if min_snr_gamma is not None:
-            tables["weight"] = (min_snr_gamma * (1 - alpha_bar) / alpha_bar).clamp(max=1)
-        self.weighs = min_snr_gamma is not None
+        gamma = math.inf if min_snr_gamma is None else min_snr_gamma
+        tables["weight"] = (gamma * (1 - alpha_bar) / alpha_bar).clamp(max=1)
         for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
 
@@ -120,14 +114,11 @@ class HybridLoss(nn.Module):
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
     def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
-        """Return [B] tensors: loss, mse (not weighted), and vb if the variance is learned.
-
-        `output` is the predicted noise [B, C, h, w], or with the variance's interpolation [B, 2C, h, w].
-        """
+        """Return [B] tensors: loss, mse (not weighted), and vb if output [B, C or 2C, h, w] holds the variance too."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
-        simple = self.weight[t] * mse if self.weighs else mse
+        simple = self.weight[t] * mse
         if output.shape[1] == x0.shape[1]:
             return dict(loss=simple, mse=mse)
         vb = self.variational_bound(eps.detach(), output[:, x0.shape[1] :], x0, xt, t)

@@ -38,10 +38,12 @@ def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list[S
         raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
     with accelerator.main_process_first():
         decode = inputs.decoder(accelerator.device) if draws else None
-        previews, scores = (kind(c, inputs, model, objective, decode) for kind, c in zip((Previews, Scores), sections))
-        if 0 < config.score.every <= last:
-            judged = config.score.sampled(config.output, config.data.root, objective.name)
-            channels = (inputs.vae or model).config.in_channels
+    how = (inputs, model, objective, decode)
+    previews, scores = Previews(config.preview, *how), Scores(config.score, *how)
+    if 0 < config.score.every <= last:
+        judged = config.score.sampled(config.output, config.data.root, objective.name)
+        channels = (inputs.vae or model).config.in_channels
+        with accelerator.main_process_first():
             scores.scorer = make_scorer(judged, channels, run.index_dir, **config.score.reads)
     return [previews, scores]
 
@@ -138,16 +140,15 @@ class Scores(Samples):
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
         def score_all() -> None:
-            found.extend(self.scorer(open_parts(), self.labels(range(c.images)), accelerator.device))
+            scores, text = self.scorer(open_parts(), self.labels(range(c.images)), accelerator.device)
+            guided = Guidance().guided(model.config.in_channels)
+            how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
+            how.update(labels="balanced", num_images=c.images, batch_size=BATCH)
+            found.extend([dict(scores, sampling=how), text])
 
         clear()  # a killed run may have left samples of other weights
         problem = attempt(draw_own, Exception) or attempt(score_all, Exception)
         clear()
-        if problem:
-            self.failed += 1
-            found = [dict(error=problem), f"no scores: {problem}"]
-        else:
-            guided = Guidance().guided(model.config.in_channels)
-            how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
-            found[0] = dict(found[0], sampling=dict(how, labels="balanced", num_images=c.images, batch_size=BATCH))
-        run.event({"scores": found[0]}, f"scores after {run.done} steps:\n{found[1]}")
+        self.failed += bool(problem)
+        scores, text = (dict(error=problem), f"no scores: {problem}") if problem else found
+        run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")

@@ -122,16 +122,16 @@ def claim_outputs(config: SampleConfig, metadata: dict) -> None:
         raise ValueError(f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores")
     own = "scores.json" if step is None else f"scores_step_{step}.json"
     config.score_file = str(Path(config.score_file or run / own)) if config.score else None
-    files, folders = ["grid", "denoising", "head_load", "score_file"], ["save_pipeline"]
-    (files if str(config.out).endswith(".npz") else folders).append("out")
-    paths = {name: Path(getattr(config, name)) for name in [*files, *folders] if getattr(config, name)}
+    outputs = ("grid", "denoising", "head_load", "score_file", "out", "save_pipeline")
+    paths = {name: Path(getattr(config, name)) for name in outputs if getattr(config, name)}
     for name, path in paths.items():
+        is_folder = name == "save_pipeline" or name == "out" and path.suffix != ".npz"
         option = f"--{name.replace('_', '-')}"
         if list(paths.values()).count(path) > 1:
             raise ValueError(f"{option} {path} is given for two outputs")
-        if path.is_dir() and name in files:
+        if path.is_dir() and not is_folder:
             raise ValueError(f"{option} {path} is a folder, expected a file")
-        if path.is_file() and name in folders:
+        if path.is_file() and is_folder:
             raise ValueError(f"{option} {path} is a file, expected a folder")
         if not config.overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
             use = f"; {fidelity_command(config)} scores what is there" if config.score and name == "out" else ""
@@ -150,10 +150,7 @@ def fidelity_command(config: SampleConfig) -> str:
 
 
 class Drawing:
-    """The images that a `SampleConfig` asks for. Image i has its own class and noise, whatever process draws it.
-
-    Labels that --labels leaves open are settled, and weights and reference checked against --protocol.
-    """
+    """The images that a `SampleConfig` asks for. Image i has its own class and noise, whatever process draws it."""
 
     def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
         self.config, self.pipe, self.accelerator = config, pipe.to(accelerator.device), accelerator
@@ -183,11 +180,10 @@ class Drawing:
     @property
     def how(self) -> str:
         """Sampler and guidance, in words."""
-        c = self.config
-        between = " between {:g} and {:g} of the timesteps".format(*c.cfg_interval)
-        partly = c.cfg_scale != 1 and c.cfg_interval != (0, 1)
-        steps = self.pipe.scheduler.num_inference_steps
-        return f"{c.sampler} {steps} steps, guidance {c.cfg_scale:g}{between * partly}"
+        c, (low, high) = self.config, self.config.cfg_interval
+        partly = c.cfg_scale != 1 and (low, high) != (0, 1)
+        between = f" between {low:g} and {high:g} of the timesteps" if partly else ""
+        return f"{c.sampler} {self.pipe.scheduler.num_inference_steps} steps, guidance {c.cfg_scale:g}{between}"
 
     def record(self) -> dict:
         """Return what scores.json says of the images: protocol, sampling and versions."""
@@ -272,7 +268,7 @@ class Drawing:
         """Write --out and --grid."""
         c, labels = self.config, self.labels
         if c.out:
-            write_images((batch for _, batch in parts.batches()), labels, Path(c.out))
+            write_images(parts.batches(), labels, Path(c.out))
             say(f"images: {c.out}")
         if c.grid:
             wanted = self.classes if c.classes else sorted(set(labels.tolist()))[:10]

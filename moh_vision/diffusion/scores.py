@@ -57,9 +57,9 @@ class ClassifierScores:
 def make_scorer(
     config: SampleConfig, channels: int, index_dir: str, classes: list | None = None, key="--score", default_split="val"
 ) -> Callable[..., tuple[dict, str]]:
-    """Open all that scores of images with `channels` need; return a function of (parts, labels, device) for all ranks.
+    """Return a function of (parts, labels, device) for all ranks, with all that it needs opened.
 
-    With `classes`, a classifier and a data set: a `ClassifierScores`; else `fidelity.score`. `key` is for messages.
+    It is a `ClassifierScores` for a run as extractor, a data set and `classes`, else it is `fidelity.score`.
     """
     source = open_set(key, config.score, config.score_split, default_split, index_dir)
     extractor, weights, biased = config.extractor or "inception", config.inception_weights, config.allow_biased

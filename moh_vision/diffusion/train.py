@@ -61,8 +61,8 @@ def train(run: Run) -> None:
         return inputs.describe_vae() and say(inputs.describe_vae().rstrip())
     model, elastic = made
     origin = config.model.pretrained or config.init_from
-    if origin and not run.checkpoint and trained_objective(origin) != objective.name:
-        before = trained_objective(origin)
+    before = trained_objective(origin) if origin and not run.checkpoint else objective.name
+    if before != objective.name:
         say(f"{origin} was trained with objective {before}, this run with {objective.name}")
     teacher, alignment = None, None
     if config.repa.teacher:
@@ -75,9 +75,8 @@ def train(run: Run) -> None:
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     if config.calibrate_images and not run.checkpoint:
-        share_strongest_heads(
-            model, inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
-        )
+        seen = inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
+        share_strongest_heads(model, seen)
     run.open(DataRecord(d.root, config.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
@@ -114,9 +113,8 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
     """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and the `Alignment`."""
     r, depth, m = config.repa, len(model.blocks), model.config
     if inputs.colours is None:
-        raise ValueError(
-            f"repa.teacher {r.teacher} needs images: data.root {config.data.root} holds stored latents; give the images, and vae"
-        )
+        stored = f"data.root {config.data.root} holds stored latents; give the images, and vae"
+        raise ValueError(f"repa.teacher {r.teacher} needs images: {stored}")
     if r.block > depth:
         raise ValueError(f"repa.block {r.block} is out of range: 1 to {depth}, the blocks of the model")
     half = [0.5] * inputs.colours  # images are in -1 .. 1
