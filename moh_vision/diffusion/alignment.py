@@ -1,4 +1,4 @@
-"""REPA (Yu 2024, arXiv 2410.06940): align a diffusion model's tokens with a frozen model's features."""
+"""REPA (Yu 2024): align a diffusion model's tokens with a frozen model's features."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -7,7 +7,7 @@ WIDEST = 2048  # as released
 
 
 class Alignment(nn.Module):
-    """The projector, no part of the model, and the loss of REPA for the tokens after a `block`, counted from 1."""
+    """The loss of the tokens after a `block`, counted from 1, and its projector, no part of the model."""
 
     def __init__(self, block: int, weight: float, width: int, teacher_width: int):
         super().__init__()
@@ -18,6 +18,6 @@ class Alignment(nn.Module):
 
     def forward(self, tokens: list[Tensor], teacher_tokens: Tensor) -> Tensor:
         """Return one minus the mean cosine similarity of patches: the loss of Yu 2024 plus one."""
-        projected = self.projector(tokens[self.block - 1])  # of noisy images [B, N, C] -> [B, N, teacher_width]
+        projected = self.projector(tokens[self.block - 1])  # [B, N, teacher_width]
         # fp16 would square beyond its range.
         return 1 - F.cosine_similarity(projected.float(), teacher_tokens.float(), dim=-1).mean()

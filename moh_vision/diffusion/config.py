@@ -86,7 +86,7 @@ class ScoreConfig(DrawConfig, section="score"):
         """Return the keys of sample.py for these scores; `root` is the default reference."""
         same = ("steps", "cfg_scale", "seed", "extractor", "inception_weights", "allow_biased")
         return SampleConfig(
-            checkpoint=checkpoint, num_images=self.images, sampler=self.sampler or self.default_sampler[objective],
+            checkpoint=checkpoint, num_images=self.images, sampler=sampler_for(objective, self, "score.sampler"),
             score=self.reference or root, score_split=self.split, **{name: getattr(self, name) for name in same},
         )  # fmt: skip
 
@@ -143,7 +143,7 @@ class DitConfig(ImageRunConfig):
         for draw in (self.preview, self.score):
             if not draw.every:
                 continue
-            sampler_for(self.objective, draw.sampler, draw.default_sampler, f"{draw.section}.sampler")
+            sampler_for(self.objective, draw, f"{draw.section}.sampler")
             if draw.cfg_scale != 1 and not self.label_drop:
                 said = f"{draw.section}.cfg_scale {draw.cfg_scale:g}"
                 raise ValueError(f"{said} needs label_drop above 0, or 1 for no guidance")

@@ -29,7 +29,7 @@ FRAME_MS, LAST_FRAME_MS = 120, 2000
 
 
 def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
-    """Write (number of the first, uint8 [B, C, h, w]) to PNGs in a folder, or to one .npz as ADM's evaluator reads it."""
+    """Write batches (first number, uint8 [B, C, h, w]) as PNGs in a folder, or as the .npz of ADM's evaluator."""
     if out.suffix == ".npz":  # as numpy.savez, without all images in memory
         with whole_file(out) as place, zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
@@ -65,7 +65,7 @@ def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
 
 
 def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names) -> int:
-    """Draw `images(numbers)` of each class in a row, `columns` at most; return the number of rows. `labels`: [N]."""
+    """Draw a grid of `images(numbers)`, one class a row; return the number of rows. `labels`: [N]."""
     drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
     rows = [c for c in classes if drawn[c]]
     columns = min([columns, *(len(drawn[c]) for c in rows)])
@@ -75,7 +75,7 @@ def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], co
 
 
 def image_grid(images: Tensor, columns: int, names: Sequence[str] = (), above: Sequence[str] = ()) -> Image.Image:
-    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about CELL pixels; `names` are of the rows."""
+    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about CELL pixels."""
     n, channels, height, width = images.shape
     factor = max(1, round(CELL / height))
     rows = -(-n // columns)
@@ -108,7 +108,7 @@ def _in_lines(texts: list[str], most: int) -> list[str]:
 
 
 class Denoising:
-    """Shows what a sampler holds after some of its steps: an image a row in a .png, images side by side in a .gif."""
+    """Shows what a sampler holds after some steps: .png, an image a row; .gif, images side by side."""
 
     def __init__(self, path: str, steps: int):
         self.path, self.frames, self.times = path, [], []
@@ -123,7 +123,7 @@ class Denoising:
             self.times.append(f"t={after[0]:.0f}" if after else "image")
 
     def save(self, names: Sequence[str]) -> None:
-        """Write the file, whose rows have the `names` of the images if it is a .png."""
+        """Write the file; `names` of the images are for a .png."""
         if self.path.endswith(".png"):
             strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
             return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)

@@ -18,7 +18,7 @@ IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
 
 
 class ImageParts:
-    """Batches of `batch_size` uint8 images, one file each, in a hidden folder named after their `settings`.
+    """Batches of uint8 images, a file each, in a hidden folder named after their `settings`.
 
     If `counted`, a batch also has sums over its images, as of a `HeadLoad`.
     """

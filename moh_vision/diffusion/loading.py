@@ -1,4 +1,4 @@
-"""Opens a diffusion model, a run's, a saved pipeline's or a published one, and puts sample.py's pipeline around it."""
+"""Opens a diffusion model: of a run, of a saved pipeline, or published weights; and a pipeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
 
 
 def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
-    """Open the model that --checkpoint means in a pipeline; also return its metadata, see `open_model`."""
+    """Open the pipeline of --checkpoint; also return the metadata of `open_model`."""
     path = Path(config.checkpoint)
     there = {name for name in ("model_index.json", "config.json", "config.yaml") if (path / name).is_file()}
     if not config.model and "model_index.json" in there and config.weights != "ema":
@@ -40,13 +40,13 @@ def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
 
 
 def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoHDiTPipeline:
-    """Give an opened model the VAE, the scheduler and the head budget of sample.py's keys; settle keys left out."""
+    """Put the VAE and scheduler of sample.py's keys around a model; settle keys that are left out."""
     vae = open_vae(config, model.config.in_channels, metadata["vae"])
     if vae is not None:
         vae.enable_slicing()  # one image at a time: memory does not grow with the batch
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
-    config.sampler = sampler_for(metadata["objective"], config.sampler, config.default_sampler, "--sampler")
+    config.sampler = sampler_for(metadata["objective"], config, "--sampler")
     config.guide_channels = Guidance(channels=config.guide_channels).guided(model.config.in_channels)
     # A prediction is clipped to the range of pixels; latents have none.
     scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"])
@@ -57,7 +57,7 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
 
 
 def open_vae(config: SampleConfig, channels: int, trained):
-    """Open the VAE that --vae names, else the one of the training (see `open_model`); None on pixels."""
+    """Open the VAE of --vae, else the one of the training; None on pixels."""
     if trained is None and config.vae:
         if not config.model:
             raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
@@ -84,9 +84,8 @@ def open_vae(config: SampleConfig, channels: int, trained):
 def open_model(path: str, name: str | None = None, weights: str = "ema") -> tuple[nn.Module, dict]:
     """Open a model in eval mode, without a VAE; also return its metadata.
 
-    `path`: a run, a saved pipeline or, with a model's `name`, published weights; the `name` itself fetches them.
-    The metadata has architecture, classes, file, weights (as printed), objective, shift, label_drop, run: its folder
-    or None, and vae: of a run the `LatentSpace` as a dict, of a pipeline the VAE itself, or None.
+    `path`: a run, a saved pipeline or, with a `name`, published weights; the name itself fetches them. Of the
+    metadata, `run` is its folder or None, and `vae` the dict of a `LatentSpace`, a pipeline's VAE, or None.
     """
     metadata = dict(objective="noise", shift=1.0, label_drop=None, run=None, vae=None)
     if name:
@@ -114,7 +113,7 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
 
 
 def published_model(path: str, name: str, weights: str) -> nn.Module:
-    """Open the diffusion model `name` in eval mode, with weights from a file or folder, or fetched for its name."""
+    """Open the model `name` in eval mode, with weights of a file or folder, or fetched for its name."""
     if path == name and not Path(path).exists():
         try:
             return create(name, "diffusion", pretrained=True).eval()
@@ -145,7 +144,7 @@ def _fitting(name: str, path: str, sizes: dict) -> list[str]:
 
 
 def _sizes(file: Path, weights: str) -> dict:
-    """Read what `create` needs from official or diffusers' weights: side, channels, classes, variance."""
+    """Read what `create` needs from official or diffusers' weights."""
     state, sizes = read_tensors(file, weights), {}
 
     def shape(ndim: int, *names: str) -> tuple | None:

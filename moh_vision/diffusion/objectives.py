@@ -114,7 +114,7 @@ class HybridLoss(nn.Module):
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
     def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
-        """Return [B] tensors: loss, mse (not weighted), and vb if output [B, C or 2C, h, w] holds the variance too."""
+        """Return loss, mse (not weighted), and vb if the output [B, C or 2C, h, w] has the variance; all [B]."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]

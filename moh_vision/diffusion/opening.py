@@ -84,7 +84,7 @@ class OpenedDiffusion(Opened):
 
     @cached_property
     def drawing(self) -> Drawing:
-        """Samples and their scores: as options of sample.py say, or else the section score of the run."""
+        """Samples and scores, as options of sample.py say, else the run's section score."""
         config, by = self.config, {}
         if isinstance(config, OpenedDitConfig):
             section = ScoreConfig(**self.metadata["config"]["score"])

@@ -178,7 +178,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return latents if self.vae is None else decode(self.vae, latents)
 
     def _check_parts(self) -> None:
-        """Raise ValueError for a scheduler or a VAE, either of which can be replaced, that the model does not fit."""
+        """Refuse a scheduler or a VAE, which users may replace, that does not fit the model."""
         needed, given, name = self.config.objective, objective_of(self.scheduler), type(self.scheduler).__name__
         if given != needed:
             trained = f"the transformer was trained with objective {needed}"

@@ -49,13 +49,13 @@ def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list[S
 
 
 class Samples:
-    """Samples of the same noise and labels at every training step, with any number of processes; `failed` counts."""
+    """Samples of the same noise and labels at every training step; `failed` counts."""
 
     def __init__(self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None):
         self.config, self.names, self.failed = config, inputs.source.classes, 0
         self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, self.names))
         self.decode = decode or (lambda x: x)  # to images in [-1, 1]
-        self.sampler = sampler_for(objective.name, config.sampler, config.default_sampler, f"{config.section}.sampler")
+        self.sampler = sampler_for(objective.name, config, f"{config.section}.sampler")
         how = (model.config.learn_sigma, inputs.space is None, getattr(objective, "shift", 1.0))
         try:
             self.scheduler = make_scheduler(self.sampler, config.steps, *how)
@@ -67,7 +67,7 @@ class Samples:
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
     def sample(self, model: nn.Module, numbers: range, on_step: Callable | None = None) -> Tensor:
-        """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU. The model's mode is restored."""
+        """Return images uint8 [len(numbers), 1 or 3, h, w], on the CPU. The model's mode is restored."""
         c, m, mode = self.config, model.config, model.training
         labels = self.labels(numbers).to(next(model.parameters()).device)
         shape, seeds = (m.in_channels, m.sample_size, m.sample_size), [c.seed + number for number in numbers]
@@ -126,7 +126,7 @@ class Scores(Samples):
     scorer: Callable | None = None
 
     def draw(self, model: nn.Module, run) -> None:
-        """Log scores of samples that the processes share; a failure is counted and logged as dict(error=...)."""
+        """Log scores of samples that the processes share; a failure is counted and logged."""
         c, accelerator, folder = self.config, run.accelerator, run.folder / ".scoring"
         clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
         open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=run.done))

@@ -49,7 +49,6 @@ SAMPLING = (
 
 
 def main(argv: list[str] | None = None) -> None:
-    # ---------------------------------------------------------------- set-up
     held = contextlib.ExitStack()
     with user_errors(NAME):
         config = parse_config(SampleConfig, argv, NAME)
@@ -78,7 +77,6 @@ def main(argv: list[str] | None = None) -> None:
     if config.protocol and not config.score:
         say(record_text(record))
 
-    # ---------------------------------------------------------------- sample
     if config.num_images:
         say(f"{config.num_images} images, {drawing.how}, {config.labels} labels, {metadata['weights']}")
     denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
@@ -87,7 +85,6 @@ def main(argv: list[str] | None = None) -> None:
     load = drawing.draw(parts, denoising)
     accelerator.wait_for_everyone()
 
-    # ---------------------------------------------------------------- write and score
     if accelerator.is_main_process:
         drawing.write(parts)
         if denoising:
@@ -107,7 +104,6 @@ def main(argv: list[str] | None = None) -> None:
         load.save(Path(config.head_load))
         say(f"head load: {config.head_load}")
 
-    # ---------------------------------------------------------------- the end
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         held.close()  # before its file is removed, which NFS does not do to an open one
@@ -116,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def claim_outputs(config: SampleConfig, metadata: dict) -> None:
-    """Say where the scores go, make the parents of all output paths, and refuse paths that cannot be written."""
+    """Settle --score-file, make the parents of all outputs, and refuse what cannot be written."""
     run, step = metadata["run"], step_of(metadata["file"].parent)
     if config.score and not run and not config.score_file:
         raise ValueError(f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores")
@@ -150,7 +146,7 @@ def fidelity_command(config: SampleConfig) -> str:
 
 
 class Drawing:
-    """The images that a `SampleConfig` asks for. Image i has its own class and noise, whatever process draws it."""
+    """The images that a `SampleConfig` asks for; image i has its own class and noise."""
 
     def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
         self.config, self.pipe, self.accelerator = config, pipe.to(accelerator.device), accelerator
@@ -172,7 +168,7 @@ class Drawing:
         self.labels = torch.tensor([self.classes[i % len(self.classes)] for i in draws], dtype=torch.long)
 
     def open_scorer(self, output, **reads) -> None:
-        """Open what --score compares with, if anything. `output`: indices of archives are kept beside it."""
+        """Open what --score compares with, if anything; indices of archives are kept beside `output`."""
         if self.config.score:
             channels = (self.pipe.vae or self.pipe.transformer).config.in_channels
             self.scorer = make_scorer(self.config, channels, index_dir(str(output)), self.names, **reads)
@@ -196,7 +192,7 @@ class Drawing:
         return dict(protocol=c.protocol, sampling=how, versions=versions())
 
     def one_pass(self, size: int) -> Callable[[], Any]:
-        """Return a function that makes a pass of the model over `size` images, of any noise and timesteps."""
+        """Return a function that makes a pass of the model over so many images."""
         model, generator = self.pipe.transformer, torch.Generator().manual_seed(self.config.seed)
         m = model.config
         noise = torch.randn(size, m.in_channels, m.sample_size, m.sample_size, generator=generator)
@@ -211,7 +207,7 @@ class Drawing:
         return forward
 
     def measure(self, parts: ImageParts, kept) -> None:
-        """Measure where skipping heads pays if drawing takes over a minute; `kept`: an `AttentionRecord`."""
+        """Measure where skipping heads pays, if drawing takes over a minute, for an `AttentionRecord`."""
         calls: dict = {}
         todo, guided = len(parts.missing(self.accelerator)), self.config.cfg_scale != 1
         one_pass = self.one_pass(len(parts.numbers(0)) * (2 if guided else 1)) if todo else None
@@ -222,7 +218,7 @@ class Drawing:
         kept.measure(lambda: found or attention.measured_table(calls, forward), parts.folder, self.accelerator)
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
-        """Draw this process's missing images; return an empty count of heads, since `parts` keeps the sums."""
+        """Draw this process's missing images; return a `HeadLoad` whose sums are in `parts`."""
         c, pipe, accelerator = self.config, self.pipe, self.accelerator
         names = [*self.names, "none"] if c.cfg_scale != 1 else self.names
         # Heun's has most of them twice.

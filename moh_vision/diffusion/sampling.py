@@ -48,8 +48,8 @@ class Guidance:
         if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
             raise ValueError(f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1")
 
-    def around(self, predict: Callable, labels: Tensor, null_label: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return a function from x [B, C, h, w] and a timestep to the guided prediction for `labels` [B], float32."""
+    def around(self, predict: Callable, labels: Tensor, null_label: int) -> Callable:
+        """Return a function of x [B, C, h, w] and a timestep: the guided prediction for `labels`."""
         wrong = labels[(labels < 0) | (labels > null_label)].tolist()
         if wrong:
             allowed = f"0 to {null_label - 1}, or {null_label} for no class"
@@ -77,12 +77,13 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
-def sampler_for(objective: str, sampler: str | None, default: dict[str, str], key: str) -> str:
-    """Return `sampler` if it fits the objective; None: the objective's entry of `default`."""
+def sampler_for(objective: str, config, key: str) -> str:
+    """Return the sampler of a configuration, or its default one, for a model trained with `objective`."""
     fitting = [name for name, of in SAMPLERS.items() if of == objective]
-    if sampler and sampler not in fitting:
-        raise ValueError(f"{key} {sampler}: a model trained with objective {objective} takes {', '.join(fitting)}")
-    return sampler or default[objective]
+    if config.sampler and config.sampler not in fitting:
+        takes = f"a model trained with objective {objective} takes {', '.join(fitting)}"
+        raise ValueError(f"{key} {config.sampler}: {takes}")
+    return config.sampler or config.default_sampler[objective]
 
 
 def objective_of(scheduler: SchedulerMixin) -> str:
@@ -144,10 +145,8 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
         scheduler.set_timesteps(num_steps)
     first, second = [*scheduler.timesteps.tolist(), -1][:2]
     if len(scheduler.timesteps) > 1 and first + (first - second) < 0.9 * total:
-        raise ValueError(
-            f"steps {num_steps}: the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}; "
-            f"take a divisor of {total}"
-        )
+        begin = f"the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}"
+        raise ValueError(f"steps {num_steps}: {begin}; take a divisor of {total}")
 
 
 def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
@@ -176,7 +175,7 @@ def initial_noise(shape: Sequence[int], generators: Sequence[torch.Generator], d
 def denoise(
     predict: Callable, scheduler: SchedulerMixin, x: Tensor, generators: list[torch.Generator], on_step: OnStep = None
 ) -> Tensor:
-    """Denoise x [B, C, h, w], float32, with `predict` of x and a timestep, and noise of one generator per image."""
+    """Denoise x [B, C, h, w], float32, with `predict(x, timestep)` and one generator per image."""
     from diffusers import DDPMScheduler
 
     set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers have state
@@ -222,7 +221,7 @@ def sample_images(
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:
-    """Raise FloatingPointError if images [B, ...] hold NaN or infinity, which would become black or white."""
+    """Raise FloatingPointError if images [B, ...] hold NaN or infinity."""
     bad = len(images) - int(images.isfinite().reshape(len(images), -1).all(1).sum())
     if bad:
         raise FloatingPointError(f"{when}: {bad} of {len(images)} images hold NaN or infinity")

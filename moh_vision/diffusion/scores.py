@@ -22,7 +22,7 @@ from moh_vision.models.weights import from_run
 
 
 class ClassifierScores:
-    """The share of samples recognised as their class, and the Frechet distance of a classifier's features."""
+    """Share of samples recognised as their class, and Frechet distance of a classifier's features."""
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source, self.reference = reference.source, reference.name
@@ -84,7 +84,7 @@ def make_scorer(
 
 
 def record_text(record: dict) -> str:
-    """Return how images were drawn: a line each for protocol, sampling and versions, with shortened hashes."""
+    """Return how images were drawn in lines, with shortened hashes."""
     lines = []
     for name, part in record.items():
         if isinstance(part, dict):

@@ -27,7 +27,7 @@ class DiffusionTask(RoutedTask):
         noise: Tensor,
         teacher_tokens: Tensor | None = None,
     ) -> dict:
-        """Return the losses, mean mse and vb; with teacher_tokens [B, N, width] also repa_loss, weighted in task_loss."""
+        """Return the losses, mean mse and vb; with teacher_tokens [B, N, width] also repa_loss."""
         xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
         taken = {} if teacher_tokens is None else dict(tokens=[])
         output, stats = self.model.forward_routed(xt, timesteps, labels, **taken)  # [B, C or 2C, ...]
