@@ -11,18 +11,10 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, Schedu
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.diffusion.class_numbers import class_numbers
+from moh_vision.diffusion import sampling
+from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
-from moh_vision.diffusion.sampling import (
-    SAMPLERS,
-    Guidance,
-    denoise,
-    fit_scheduler,
-    initial_noise,
-    objective_of,
-    refuse_not_finite,
-    set_steps,
-)
+from moh_vision.diffusion.sampling import Guidance
 from moh_vision.engine.io import write_whole
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
@@ -69,8 +61,8 @@ class MoHDiTPipeline(DiffusionPipeline):
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}
-        self.register_to_config(id2label=names, label_drop=label_drop, objective=objective or objective_of(scheduler))
-        self.register_to_config(downsampling=downsampling)
+        self.register_to_config(id2label=names, label_drop=label_drop, downsampling=downsampling)
+        self.register_to_config(objective=objective or sampling.objective_of(scheduler))
         self._check_parts()
         self.image_processor = VaeImageProcessor()
 
@@ -91,7 +83,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
     def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
-        """Return numbers of one or several classes: by name, by a word of ImageNet's names, or by number as text."""
+        """Return numbers of classes by name, by a word of ImageNet's names, or by number as text."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
             raise ValueError(f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers")
@@ -138,8 +130,9 @@ class MoHDiTPipeline(DiffusionPipeline):
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
         generators = _one_per_image(generator, len(labels))
-        scheduler = fit_scheduler(self.scheduler, learned_variance=config.out_channels == 2 * config.in_channels)
-        set_steps(scheduler, num_inference_steps)
+        learned = config.out_channels == 2 * config.in_channels
+        scheduler = sampling.fit_scheduler(self.scheduler, learned)
+        sampling.set_steps(scheduler, num_inference_steps)
 
         def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
             x = x.to(transformer.dtype)
@@ -151,7 +144,7 @@ class MoHDiTPipeline(DiffusionPipeline):
 
         shape = (config.in_channels, config.sample_size, config.sample_size)
         if latents is None:
-            x = initial_noise(shape, generators, labels.device)
+            x = sampling.initial_noise(shape, generators, labels.device)
         else:
             x = _checked_latents(latents, (len(labels), *shape)).to(labels.device)
         with self.progress_bar(total=len(scheduler.timesteps)) as bar:
@@ -164,10 +157,10 @@ class MoHDiTPipeline(DiffusionPipeline):
                 return (callback_on_step_end(self, step, t, inputs) or {}).get("latents")
 
             guided = guidance.around(predict, labels, config.num_classes)
-            x = denoise(guided, scheduler, x, generators, on_step)
+            x = sampling.denoise(guided, scheduler, x, generators, on_step)
         if output_type != "latent":
             x = self.decode(x)
-            refuse_not_finite(x, "after decoding")
+            sampling.refuse_not_finite(x, "after decoding")
             x = self.image_processor.postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=x) if return_dict else (x,)
@@ -179,11 +172,12 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     def _check_parts(self) -> None:
         """Refuse a scheduler or a VAE, which users may replace, that does not fit the model."""
-        needed, given, name = self.config.objective, objective_of(self.scheduler), type(self.scheduler).__name__
+        needed, given = self.config.objective, sampling.objective_of(self.scheduler)
         if given != needed:
+            name = f"scheduler {type(self.scheduler).__name__}"
             trained = f"the transformer was trained with objective {needed}"
-            fitting = ", ".join(name for name, of in SAMPLERS.items() if of == needed)
-            raise ValueError(f"scheduler {name} is for objective {given}, {trained}; make_scheduler has {fitting}")
+            fitting = ", ".join(name for name, of in sampling.SAMPLERS.items() if of == needed)
+            raise ValueError(f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}")
         if self.vae is None:
             return
         try:

@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moh_vision.diffusion.class_numbers import chosen_classes
+from moh_vision.diffusion.config import chosen_classes
 from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8

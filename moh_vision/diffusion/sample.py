@@ -19,8 +19,7 @@ from torch import Tensor
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.class_numbers import chosen_classes
-from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, write_images
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import vae_fingerprint
@@ -99,8 +98,8 @@ def main(argv: list[str] | None = None) -> None:
             say(f"{text}\n{record_text(record)}\nscores: {config.score_file}")
     if config.head_load and accelerator.is_main_process:
         load.sums = parts.sums()
-        of = dict(model=metadata["architecture"], data=f"{config.num_images} samples", split=drawing.how)
-        load.of = dict(of, weights=metadata["weights"])
+        model, weights = metadata["architecture"], metadata["weights"]
+        load.of = dict(model=model, data=f"{config.num_images} samples", split=drawing.how, weights=weights)
         load.save(Path(config.head_load))
         say(f"head load: {config.head_load}")
 
