@@ -81,8 +81,8 @@ def sampler_for(objective: str, config, key: str) -> str:
     """Return the sampler of a configuration, or its default one, for a model trained with `objective`."""
     fitting = [name for name, of in SAMPLERS.items() if of == objective]
     if config.sampler and config.sampler not in fitting:
-        takes = f"a model trained with objective {objective} takes {', '.join(fitting)}"
-        raise ValueError(f"{key} {config.sampler}: {takes}")
+        takes = ", ".join(fitting)
+        raise ValueError(f"{key} {config.sampler}: a model trained with objective {objective} takes {takes}")
     return config.sampler or config.default_sampler[objective]
 
 
