@@ -102,7 +102,6 @@ def main(argv: list[str] | None = None) -> None:
         load.of = dict(model=model, data=f"{config.num_images} samples", split=drawing.how, weights=weights)
         load.save(Path(config.head_load))
         say(f"head load: {config.head_load}")
-
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         held.close()  # before its file is removed, which NFS does not do to an open one

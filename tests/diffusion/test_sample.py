@@ -480,20 +480,8 @@ def test_classes_that_are_asked_for(tmp_path, capsys):
     assert labels.tolist() == [2, 0, 2, 0, 2] and "grid, one class a row: " in capsys.readouterr().out
     with Image.open(tmp_path / "g.png") as grid:
         assert grid.height == 2 * 50 + 2 and 2 * 50 + 2 < grid.width < 3 * 50
-    call(
-        run,
-        "--classes",
-        "c",
-        "0",
-        "--num-images",
-        "50",
-        "--labels",
-        "random",
-        "--steps",
-        "1",
-        "--out",
-        tmp_path / "r.npz",
-    )
+    more = "--classes c 0 --num-images 50 --labels random --steps 1 --out".split()
+    call(run, *more, tmp_path / "r.npz")
     assert set(drawn(tmp_path / "r.npz")[1].tolist()) == {0, 2}
     call(run, "--num-images", "1", "--grid", tmp_path / "c.png")
     assert f"grid, one class a row (1 of 3 classes; --classes chooses): {tmp_path}/c.png" in capsys.readouterr().out
