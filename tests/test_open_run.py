@@ -88,9 +88,10 @@ def test_samples_are_scored_as_asked(runs):
     asked = f"--score digits --extractor {runs}/cls --num-images 20 --steps 2 --batch-size 10".split()
     opened = moh_vision.open_run(runs / "dit", options=asked, scores=True)
     assert opened.forward()[1] == 10
-    own = moh_vision.open_run(runs / "dit")
-    own.metadata["config"]["score"].update(images=20, steps=3, extractor=f"{runs}/cls")
-    assert own.scores()["num_reference"] == 1442  # the training images
+    for reference in (None, "digits"):  # the training images, as while training
+        own = moh_vision.open_run(runs / "dit")
+        own.metadata["config"]["score"].update(images=20, steps=3, extractor=f"{runs}/cls", reference=reference)
+        assert own.scores()["num_reference"] == 1442
     assert opened.scores() == opened.scores() and 0 <= opened.scores()["recognised"] <= 100
 
 

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import List, Literal, Optional, Tuple, Union
+from typing import List, Literal, Mapping, Optional, Sequence, Tuple, Union
 
+from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.sampling import sampler_for
-from moh_vision.engine.config import (
-    MAX_SEED,
-    HeadBudgets,
-    ImageRunConfig,
-    ImagesConfig,
-    ModelConfig,
-    OpenedConfig,
-)
+from moh_vision.engine.commands import nearest
+from moh_vision.engine.config import MAX_SEED, HeadBudgets, ImageRunConfig, ImagesConfig, ModelConfig, OpenedConfig
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
@@ -28,6 +23,33 @@ PROTOCOLS = dict(
         mixed_precision="no", extractor="inception", classes=None,
     ),
 )  # fmt: skip
+
+
+def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], count: int) -> list[int]:
+    """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
+    by_name, found = numbers_by_name(names), []
+    for text in asked:
+        by_number = [int(text)] if text.isdecimal() and int(text) < count else []
+        numbers = by_name.get(text, by_number)
+        if len(numbers) > 1:
+            raise ValueError(f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number")
+        if not numbers:
+            near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(names)[:5]
+            allowed = f"there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
+            raise ValueError(f"{key} {text}: no such class; {allowed}")
+        found += numbers
+    return found
+
+
+def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> list[int]:
+    """Return the numbers of the classes asked for, each once; None: all of `names`."""
+    if asked is None:
+        return list(range(len(names)))
+    found = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
+    for place, number in enumerate(found):
+        if number in found[:place]:
+            raise ValueError(f"{key} {asked[place]}: class {number} ({names[number]}) is named twice")
+    return found
 
 
 def check_classes(name: str, classes: Classes, images: int) -> None:
@@ -74,6 +96,7 @@ class ScoreConfig(DrawConfig, section="score"):
     """Fidelity scores while training, into metrics.jsonl; see docs/guides/scores.md."""
 
     classes = None  # all
+    reads = dict(key="score.reference", default_split="train")  # of `make_scorer`
 
     images: int = key(5000)
     cfg_scale: float = key(1.0)
@@ -88,12 +111,12 @@ class ScoreConfig(DrawConfig, section="score"):
     allow_biased: bool = key(False)
     """Also with no more images than features, labelled FID@N."""
 
-    def scoring(self, root: str) -> dict:
-        """Return arguments of `scores.make_scorer`; `root` is the default reference."""
-        return dict(
-            key="score.reference", reference=self.reference or root, split=self.split, default_split="train",
-            extractor=self.extractor, inception_weights=self.inception_weights, allow_biased=self.allow_biased,
-            num_images=self.images,
+    def sampled(self, checkpoint: str, root: str, objective: str) -> SampleConfig:
+        """Return the keys of sample.py for these scores; `root` is the default reference."""
+        same = ("steps", "cfg_scale", "seed", "extractor", "inception_weights", "allow_biased")
+        return SampleConfig(
+            checkpoint=checkpoint, num_images=self.images, sampler=sampler_for(objective, self, "score.sampler"),
+            score=self.reference or root, score_split=self.split, **{name: getattr(self, name) for name in same},
         )  # fmt: skip
 
 
@@ -149,11 +172,10 @@ class DitConfig(ImageRunConfig):
         for draw in (self.preview, self.score):
             if not draw.every:
                 continue
-            sampler_for(self.objective, draw.sampler, draw.default_sampler, f"{draw.section}.sampler")
+            sampler_for(self.objective, draw, f"{draw.section}.sampler")
             if draw.cfg_scale != 1 and not self.label_drop:
-                raise ValueError(
-                    f"{draw.section}.cfg_scale {draw.cfg_scale:g} needs label_drop above 0, or 1 for no guidance"
-                )
+                said = f"{draw.section}.cfg_scale {draw.cfg_scale:g}"
+                raise ValueError(f"{said} needs label_drop above 0, or 1 for no guidance")
 
 
 @dataclass(kw_only=True)
@@ -236,14 +258,12 @@ class SampleConfig(Section):
     def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():
             if getattr(self, name) not in (None, value):
-                raise ValueError(
-                    f"{name} {getattr(self, name)}: protocol {self.protocol} stands for {'all' if value is None else value}"
-                )
+                meant = f"protocol {self.protocol} stands for {'all' if value is None else value}"
+                raise ValueError(f"{name} {getattr(self, name)}: {meant}")
             setattr(self, name, value)  # where it was left out
         self.num_images = 100 if self.num_images is None else self.num_images
-        least = 0 if self.save_pipeline else 1
-        if self.num_images < least:
-            raise ValueError(f"num_images {self.num_images} is out of range: at least {least}")
+        if not self.num_images and not self.save_pipeline:
+            raise ValueError("num_images 0 is out of range: at least 1")
         out = Path(self.out or "")
         is_folder = out.is_dir() or not out.suffix[1:2].isalpha()  # "cfg1.25" is one too
         if not is_folder and out.suffix != ".npz":
@@ -255,18 +275,8 @@ class SampleConfig(Section):
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
         if self.num_images and not written:
-            raise ValueError(
-                f"num_images {self.num_images}: nothing would be written; give --out, --grid, --denoising, --head-load or --score, or "
-                "--save-pipeline with --num-images 0"
-            )
-
-    def scoring(self) -> dict:
-        """Keyword arguments of `scores.make_scorer`."""
-        return dict(
-            key="--score", reference=self.score, split=self.score_split, default_split="val",
-            extractor=self.extractor or "inception", inception_weights=self.inception_weights,
-            allow_biased=self.allow_biased, num_images=self.num_images,
-        )  # fmt: skip
+            outputs = "--out, --grid, --denoising, --head-load or --score, or --save-pipeline with --num-images 0"
+            raise ValueError(f"num_images {self.num_images}: nothing would be written; give {outputs}")
 
 
 @dataclass(kw_only=True)

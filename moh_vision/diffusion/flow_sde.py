@@ -1,7 +1,5 @@
 """The stochastic sampler of SiT (Ma 2024), missing in diffusers. Saved pipelines name this path."""
 
-from typing import List, Optional, Tuple, Union
-
 import torch
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
@@ -25,9 +23,9 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         model_output: Tensor,
         timestep: Tensor,
         sample: Tensor,
-        generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
         return_dict: bool = True,
-    ) -> Union[FlowMatchEulerDiscreteSchedulerOutput, Tuple[Tensor]]:
+    ) -> FlowMatchEulerDiscreteSchedulerOutput | tuple[Tensor]:
         """Make a step, as diffusers' schedulers do: `model_output` is the velocity [B, C, h, w] at `sample`."""
         if self.step_index is None:
             self._init_step_index(timestep)

@@ -1,4 +1,4 @@
-"""Images in files: grids, folders of PNGs, and .npz."""
+"""Images in files: grids, folders of PNGs, .npz, and how noise becomes images."""
 
 from __future__ import annotations
 
@@ -9,37 +9,46 @@ import textwrap
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Iterable, List, Optional, Sequence
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.io import hidden_path, whole_file
 
+CELL, GAP = 48, 2  # pixels of an image and between images
 NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
 LINE_GAP = 2  # pixels between the lines of a name
+SHOWN = 8  # images whose denoising is shown
+MOMENTS = {".png": 8, ".gif": 25}  # by the file's ending, at most
+FRAME_MS, LAST_FRAME_MS = 120, 2000
 
 
-def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
-    """Write batches of images: PNGs 000000.png ... in a folder, or one .npz as ADM's evaluator reads it.
-
-    Batches are uint8 [B, C, h, w], labels [N]. Earlier images are replaced once all are written.
-    """
-    if out.suffix == ".npz":
-        with whole_file(out) as file:
-            _write_npz(batches, labels, file)
+def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
+    """Write batches (first number, uint8 [B, C, h, w]) as PNGs in a folder, or as the .npz of ADM's evaluator."""
+    if out.suffix == ".npz":  # as numpy.savez, without all images in memory
+        with whole_file(out) as place, zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as archive:
+            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+                for first, batch in batches:
+                    array = batch.permute(0, 2, 3, 1).numpy()
+                    if first == 0:
+                        about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
+                        np.lib.format.write_array_header_1_0(file, about)
+                    file.write(array.tobytes())
+            with archive.open("arr_1.npy", "w") as file:
+                np.lib.format.write_array(file, labels.numpy())
         return
     hidden = hidden_path(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
-    number = 0
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for batch in batches:
-            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(number), batch))
-            number += len(batch)
-    if out.exists():
+        for first, batch in batches:
+            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(first), batch))
+    if out.exists():  # earlier images stay until all are written
         for stale in out.glob("*.png"):
             stale.unlink()
         for file in hidden.iterdir():
@@ -49,66 +58,76 @@ def write_images(batches: Iterable[Tensor], labels: Tensor, out: Path) -> None:
         hidden.rename(out)
 
 
-def _write_npz(batches: Iterable[Tensor], labels: Tensor, out: BinaryIO) -> None:
-    """As numpy.savez, without all images in memory."""
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
-        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-            started = False
-            for batch in batches:
-                array = np.ascontiguousarray(batch.permute(0, 2, 3, 1).numpy())
-                if not started:
-                    about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
-                    np.lib.format.write_array_header_1_0(file, about)
-                    started = True
-                file.write(array.tobytes())
-        with archive.open("arr_1.npy", "w") as file:
-            np.lib.format.write_array(file, labels.numpy())
-
-
 def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
     """Write `image_grid` as a PNG, and make its folder."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     image_grid(images, columns, **look).save(path, format="PNG")
 
 
-def image_grid(
-    images: Tensor,
-    columns: int,
-    cell: int = 48,
-    gap: int = 2,
-    names: Optional[Sequence[str]] = None,
-    above: Optional[Sequence[str]] = None,
-) -> Image.Image:
-    """Lay images uint8 [N, 1 or 3, h, w] out row by row, small ones enlarged to about `cell` pixels (bicubic).
+def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names) -> int:
+    """Draw a grid of `images(numbers)`, one class a row; return the number of rows. `labels`: [N]."""
+    drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
+    rows = [c for c in classes if drawn[c]]
+    columns = min([columns, *(len(drawn[c]) for c in rows)])
+    numbers = [i for c in rows for i in drawn[c][:columns]]
+    draw_image_grid(images(numbers), columns, path, names=[names[c] for c in rows])
+    return len(rows)
 
-    `names`, long ones wrapped, stand left of the rows; `above` stand over the columns.
-    """
+
+def image_grid(images: Tensor, columns: int, names: Sequence[str] = (), above: Sequence[str] = ()) -> Image.Image:
+    """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about CELL pixels."""
     n, channels, height, width = images.shape
-    factor = max(1, round(cell / height))
+    factor = max(1, round(CELL / height))
     rows = -(-n // columns)
     height, width = height * factor, width * factor
     font = ImageFont.load_default(max(12, min(height // 5, 24)))
-    texts = _in_lines([str(name) for name in names or []], height // (sum(font.getmetrics()) + LINE_GAP))
-    margin = max((int(font.getlength(line)) + 4 * gap for text in texts for line in text.splitlines()), default=0)
-    top = sum(font.getmetrics()) + gap if above else 0
-    size = (margin + columns * (width + gap) + gap, top + rows * (height + gap) + gap)
+    texts = _in_lines([str(name) for name in names], height // (sum(font.getmetrics()) + LINE_GAP))
+    margin = max((int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()), default=0)
+    top = sum(font.getmetrics()) + GAP if above else 0
+    size = (margin + columns * (width + GAP) + GAP, top + rows * (height + GAP) + GAP)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
         enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
-        place = (margin + gap + (i % columns) * (width + gap), top + gap + (i // columns) * (height + gap))
+        place = (margin + GAP + (i % columns) * (width + GAP), top + GAP + (i // columns) * (height + GAP))
         canvas.paste(enlarged, place)
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
-        middle = (margin - 2 * gap, top + gap + row * (height + gap) + height // 2)
+        middle = (margin - 2 * GAP, top + GAP + row * (height + GAP) + height // 2)
         draw.multiline_text(middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right")
-    for column, text in enumerate(above or []):
-        draw.text((margin + gap + column * (width + gap) + width // 2, gap), text, "black", font, anchor="mt")
+    for column, text in enumerate(above):
+        draw.text((margin + GAP + column * (width + GAP) + width // 2, GAP), text, "black", font, anchor="mt")
     return canvas
 
 
-def _in_lines(texts: List[str], most: int) -> List[str]:
+def _in_lines(texts: list[str], most: int) -> list[str]:
     """Wrap each text into at most `most` lines, at the least width from NAME_WIDTH on."""
     widths = range(NAME_WIDTH, max(map(len, texts), default=0) + NAME_WIDTH)
     broken = ([textwrap.wrap(text, width) for text in texts] for width in widths)
     fitting = next((lines for lines in broken if max(map(len, lines)) <= max(1, most)), [])
     return ["\n".join(lines) for lines in fitting]
+
+
+class Denoising:
+    """Shows what a sampler holds after some steps: .png, an image a row; .gif, images side by side."""
+
+    def __init__(self, path: str, steps: int):
+        self.path, self.frames, self.times = path, [], []
+        count = min(steps, MOMENTS[path[-4:]])
+        self.moments = torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
+
+    def add(self, pipe, step: int, timestep: Tensor, inputs: dict) -> None:
+        """Keep the images if `step` is one to show; for `callback_on_step_end`."""
+        if step in self.moments:
+            self.frames.append(to_uint8(pipe.decode(inputs["latents"][:SHOWN])).cpu())
+            after = pipe.scheduler.timesteps[step + 1 : step + 2].tolist()
+            self.times.append(f"t={after[0]:.0f}" if after else "image")
+
+    def save(self, names: Sequence[str]) -> None:
+        """Write the file; `names` of the images are for a .png."""
+        if self.path.endswith(".png"):
+            strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
+            return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)
+        pictures = [image_grid(frame, min(4, len(frame))) for frame in self.frames]
+        times = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
+        Path(self.path).parent.mkdir(parents=True, exist_ok=True)
+        pictures[0].save(self.path, save_all=True, append_images=pictures[1:], duration=times, loop=0)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple
+from typing import Iterator
 
 import numpy as np
 import torch
@@ -14,69 +14,60 @@ from torch import Tensor
 
 from moh_vision.engine.io import whole_file, write_whole
 
+IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
+
 
 class ImageParts:
-    """Batches of uint8 images, one file each, in a hidden folder named after their `settings`.
+    """Batches of uint8 images, a file each, in a hidden folder named after their `settings`.
 
-    Batch k holds images k * batch_size to (k + 1) * batch_size - 1, whatever process makes it. With
-    `counted`, a batch also needs sums over its images, as of a `HeadLoad`.
+    If `counted`, a batch also has sums over its images, as of a `HeadLoad`.
     """
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
         self.folder = parent / f".samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self.total, self.batch_size, self.counted = total, batch_size, counted
+        self.total, self.batch_size, self.kinds = total, batch_size, (IMAGES, SUMS) if counted else (IMAGES,)
         self.count = -(-total // batch_size)
         try:
             write_whole(self.folder / "settings.json", text + "\n", shared=True)
         except OSError as error:
             raise ValueError(f"{self.folder}: cannot be written ({error.strerror})") from None
 
-    def missing(self, rank: int = 0, world: int = 1) -> List[int]:
+    def missing(self, accelerator) -> list[int]:
         """Return the numbers of the batches that this process still has to make."""
-        kept = [self._path, self._sums] if self.counted else [self._path]
-        return [k for k in range(rank, self.count, world) if not all(path(k).exists() for path in kept)]
+        own = range(accelerator.process_index, self.count, accelerator.num_processes)
+        return [k for k in own if not all(self._path(k, kind).exists() for kind in self.kinds)]
 
     def numbers(self, batch: int) -> range:
         """Return the numbers of the images of a batch."""
         return range(batch * self.batch_size, min((batch + 1) * self.batch_size, self.total))
 
-    def add(self, batch: int, images: Tensor, sums: Optional[Tensor] = None) -> None:
+    def add(self, batch: int, images: Tensor, sums: Tensor | None = None) -> None:
         """Write a batch, whole or not at all: images uint8 [B, C, h, w], and their sums if counted."""
-        if self.counted:
-            self._write(self._sums(batch), sums)
-        self._write(self._path(batch), images)
+        if SUMS in self.kinds:
+            with whole_file(self._path(batch, SUMS), shared=True) as file:
+                np.savez_compressed(file, sums.cpu().numpy())
+        with whole_file(self._path(batch, IMAGES), shared=True) as file:  # processes of a killed run may still write
+            np.save(file, images.cpu().numpy())
 
-    def _write(self, path: Path, values: Tensor) -> None:
-        with whole_file(path, shared=True) as file:  # processes of a killed run may still write
-            save = np.save if path.suffix == ".npy" else np.savez_compressed
-            save(file, values.cpu().numpy())
-
-    def batches(self) -> Iterator[Tuple[int, Tensor]]:
+    def batches(self) -> Iterator[tuple[int, Tensor]]:
         """Yield (number of the first image, uint8 [B, C, h, w]) of each batch in order."""
         for k in range(self.count):
-            yield k * self.batch_size, torch.from_numpy(np.load(self._path(k)))
+            yield k * self.batch_size, torch.from_numpy(np.load(self._path(k, IMAGES)))
 
-    def images(self, numbers: List[int]) -> Tensor:
+    def images(self, numbers: list[int]) -> Tensor:
         """Return the images of these numbers, [len(numbers), C, h, w]."""
-        loaded = {}
-        for number in numbers:
-            k = number // self.batch_size
-            if k not in loaded:
-                loaded[k] = np.load(self._path(k), mmap_mode="r")
+        places = [divmod(number, self.batch_size) for number in numbers]
         return torch.stack(
-            [torch.from_numpy(loaded[n // self.batch_size][n % self.batch_size].copy()) for n in numbers]
+            [torch.from_numpy(np.load(self._path(k, IMAGES), mmap_mode="r")[i].copy()) for k, i in places]
         )
 
     def sums(self) -> Tensor:
         """Return the sums over all batches."""
-        return sum(torch.from_numpy(np.load(self._sums(k))["arr_0"]) for k in range(self.count))
+        return sum(torch.from_numpy(np.load(self._path(k, SUMS))["arr_0"]) for k in range(self.count))
 
     def remove(self) -> None:
         shutil.rmtree(self.folder)
 
-    def _path(self, batch: int) -> Path:
-        return self.folder / f"{batch:08d}.npy"
-
-    def _sums(self, batch: int) -> Path:
-        return self.folder / f"{batch:08d}.loads.npz"  # compressed: a batch has few classes
+    def _path(self, batch: int, kind: str) -> Path:
+        return self.folder / f"{batch:08d}{kind}"

@@ -1,11 +1,11 @@
-"""Opens what `sample.py --checkpoint` takes: runs, saved pipelines, and published weights."""
+"""Opens a diffusion model: of a run, of a saved pipeline, or published weights; and a pipeline."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
-from typing import List, Optional, Tuple
 
 import timm
 from diffusers.utils import logging
@@ -20,75 +20,106 @@ from moh_vision.diffusion.sampling import Guidance, sampler_for
 from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import set_head_budget
-from moh_vision.models.weight_files import read_tensors, weights_file
-from moh_vision.models.weights import FAMILIES, check_name, create, from_run, load_checkpoint
+from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
+from moh_vision.models.weights import FAMILIES, create, from_run, load_checkpoint
 
 # Sizes come from files that strangers write; these limits bound the memory that a model takes.
 LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
 
 
-def open_pipeline(config: SampleConfig) -> Tuple[MoHDiTPipeline, dict]:
-    """Open the pipeline around the model that --checkpoint means.
+def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
+    """Open the pipeline of --checkpoint; also return the metadata of `open_model`."""
+    path = Path(config.checkpoint)
+    there = {name for name in ("model_index.json", "config.json", "config.yaml") if (path / name).is_file()}
+    if not config.model and "model_index.json" in there and config.weights != "ema":
+        raise ValueError(f"--weights {config.weights} has no effect: {path} is a saved pipeline, which holds one kind")
+    if not config.model and (there == {"config.json"} or path.suffix in (".pt", ".pth", ".bin")):
+        raise ValueError(f"{path} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90")
+    model, metadata = open_model(config.checkpoint, config.model, config.weights)
+    return make_pipeline(config, model, metadata), metadata
 
-    Also return dict(architecture, classes, weights: the file, run: its folder or None).
-    """
-    if config.model:
-        model, vae, about = _published(config)
-    elif (Path(config.checkpoint) / "model_index.json").is_file():
-        model, vae, about = _saved(config)
-    elif Path(config.checkpoint).suffix in (".pt", ".pth", ".bin") or (
-        Path(config.checkpoint, "config.json").is_file() and not Path(config.checkpoint, "config.yaml").is_file()
-    ):
-        raise ValueError(
-            f"{config.checkpoint} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
-        )
-    else:
-        model, about = from_run(config.checkpoint, "diffusion", config.weights)
-        if config.vae and not about.get("vae"):
-            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
-        vae = open_vae(config.vae, about.get("vae"))
-        objective = make_objective(about["config"])
-        about = dict(about, run=run_of(Path(about["weights"])), label_drop=about["config"]["label_drop"])
-        about.update(objective=objective.name, shift=getattr(objective, "shift", 1.0))
+
+def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoHDiTPipeline:
+    """Put the VAE and scheduler of sample.py's keys around a model; settle keys that are left out."""
+    vae = open_vae(config, model.config.in_channels, metadata["vae"])
     if vae is not None:
         vae.enable_slicing()  # one image at a time: memory does not grow with the batch
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
-    # A prediction is clipped to the range of pixels; latents have none.
-    objective, shift = about.pop("objective"), about.pop("shift")
-    config.sampler = sampler_for(objective, config.sampler, config.default_sampler, "--sampler")
+    config.sampler = sampler_for(metadata["objective"], config, "--sampler")
     config.guide_channels = Guidance(channels=config.guide_channels).guided(model.config.in_channels)
-    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, shift)
-    if config.cfg_scale != 1 and about["label_drop"] == 0:
+    # A prediction is clipped to the range of pixels; latents have none.
+    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"])
+    label_drop = metadata["label_drop"]
+    if config.cfg_scale != 1 and label_drop == 0:
         raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
-    return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(about["classes"])), about["label_drop"]), about
+    return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(metadata["classes"])), label_drop)
 
 
-def _published(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
-    """Open --model with weights that `load_checkpoint` reads, and the VAE of --vae."""
-    path, name = config.checkpoint, config.model
-    model = published_model(path, name, config.weights)
-    channels, vae = model.config.in_channels, None
-    if config.vae:
-        vae = load_vae(config.vae)
-    elif channels not in (1, 3):
+def open_vae(config: SampleConfig, channels: int, trained):
+    """Open the VAE of --vae, else the one of the training; None on pixels."""
+    if trained is None and config.vae:
+        if not config.model:
+            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
+        return load_vae(config.vae)
+    if trained is None and config.model and channels not in (1, 3):
+        needed = f"{config.model} works on latents of {channels} channels"
+        raise ValueError(f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {needed}")
+    if trained is None:
+        return None
+    if isinstance(trained, nn.Module):
+        if not config.vae:
+            return trained
+        trained = vars(LatentSpace.of(trained, f"{config.checkpoint}/vae"))
+    space = LatentSpace(**trained)
+    vae = load_vae(config.vae or space.name)
+    if not config.vae and vae_fingerprint(vae) != space.sha256:
         raise ValueError(
-            f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {name} works on latents of {channels} channels"
+            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); --vae takes another on purpose"
         )
-    classes = unnamed_classes(model.config.num_classes)
-    file = weights_file(path, config.weights)
-    about = dict(architecture=name, classes=classes, weights=str(file), run=None, label_drop=None)
-    about.update(objective="noise", shift=1.0)
-    return model, vae, about
+    # Latents were scaled by the factor of the training, whatever this decoder's own is.
+    return fit_vae(vae, config.vae or space.name, space)
 
 
-def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
-    """Open the diffusion model `name` in eval mode, with weights from a file or folder."""
+def open_model(path: str, name: str | None = None, weights: str = "ema") -> tuple[nn.Module, dict]:
+    """Open a model in eval mode, without a VAE; also return its metadata.
+
+    `path`: a run, a saved pipeline or, with a `name`, published weights; the name itself fetches them. Of the
+    metadata, `run` is its folder or None, and `vae` the dict of a `LatentSpace`, a pipeline's VAE, or None.
+    """
+    metadata = dict(objective="noise", shift=1.0, label_drop=None, run=None, vae=None)
+    if name:
+        model = published_model(path, name, weights)
+        file = weights_file(path, weights)
+        metadata.update(architecture=name, classes=unnamed_classes(model.config.num_classes))
+    elif (Path(path) / "model_index.json").is_file():
+        logging.disable_progress_bar()  # three parts are there at once
+        try:
+            pipe = MoHDiTPipeline.from_pretrained(path)
+        except (OSError, ValueError, KeyError) as error:
+            raise ValueError(f"{path}: not a pipeline that can be read ({reason_of(error)})") from None
+        model, file, scheduled = pipe.transformer.eval(), weights_file(path), pipe.scheduler.config
+        names = pipe.config.id2label or {}
+        classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
+        metadata.update(architecture=Path(path).name, classes=classes, vae=pipe.vae, objective=pipe.config.objective)
+        metadata["label_drop"] = pipe.config.label_drop
+        metadata["shift"] = scheduled.get("shift", scheduled.get("flow_shift", 1.0))  # UniPC's and DPM-Solver's name
+    else:
+        model, own = from_run(path, "diffusion", weights)
+        file, objective = Path(own["weights"]), make_objective(own["config"])
+        metadata.update(own, objective=objective.name, shift=getattr(objective, "shift", 1.0), run=run_of(file))
+        metadata["label_drop"] = own["config"].get("label_drop")
+    return model, dict(metadata, file=file, weights=weights_said(file, weights))
+
+
+def published_model(path: str, name: str, weights: str) -> nn.Module:
+    """Open the model `name` in eval mode, with weights of a file or folder, or fetched for its name."""
+    if path == name and not Path(path).exists():
+        try:
+            return create(name, "diffusion", pretrained=True).eval()
+        except (RuntimeError, OSError) as error:  # none are published, or the fetch failed
+            raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
     refuse_missing("--checkpoint", path)
-    try:
-        check_name(name, "diffusion")
-    except ValueError as error:
-        raise ValueError(str(error).replace("model.name", "--model", 1)) from None
     file = weights_file(path, weights)
     if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
         raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
@@ -97,64 +128,40 @@ def published_model(path: str, name: str, weights: str = "ema") -> nn.Module:
         model = create(name, "diffusion", **sizes).eval()
         load_checkpoint(model, path, weights)
     except ValueError as error:
-        fitting = [other for other in _of_the_same_size(name) if _fits(other, path, sizes)]
-        raise ValueError(f"{error}; --model {fitting[0]} fits" if fitting else str(error)) from None
+        fits = "".join(f"; --model {other} fits" for other in _fitting(name, path, sizes)[:1])
+        raise ValueError(str(error).replace("model.name", "--model", 1) + fits) from None
     return model
 
 
-def _saved(config: SampleConfig) -> Tuple[nn.Module, Optional[nn.Module], dict]:
-    """Open the model and the VAE of a saved pipeline, or of diffusers' DiTPipeline."""
-    folder = Path(config.checkpoint)
-    if config.weights != "ema":
-        raise ValueError(
-            f"--weights {config.weights} has no effect: {folder} is a saved pipeline, which holds one kind"
-        )
-    pipe, classes = read_pipeline(folder)
-    if config.vae and pipe.vae is None:
-        raise ValueError(f"--vae {config.vae}: {folder} works on pixels")
-    about = dict(architecture=folder.name, classes=classes, weights=str(weights_file(str(folder))), run=None)
-    vae = pipe.vae
-    if config.vae:
-        vae = fit_vae(load_vae(config.vae), config.vae, LatentSpace.of(vae, f"{folder}/vae"))
-    about.update(label_drop=pipe.config.label_drop, objective=pipe.config.objective)
-    scheduled = pipe.scheduler.config  # UniPC and DPM-Solver have another name for it
-    return pipe.transformer, vae, dict(about, shift=scheduled.get("shift", scheduled.get("flow_shift", 1.0)))
-
-
-def read_pipeline(folder: Path) -> Tuple[MoHDiTPipeline, List[str]]:
-    """Read a saved pipeline; also return the names of its classes."""
-    logging.disable_progress_bar()  # three parts are there at once
-    try:
-        pipe = MoHDiTPipeline.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder}: not a pipeline that can be read ({reason_of(error)})") from None
-    names = pipe.config.id2label or {}
-    return pipe, [str(names.get(str(i), i)) for i in range(pipe.transformer.config.num_classes)]
-
-
-def _of_the_same_size(name: str) -> List[str]:
-    size = name.rpartition("_")[0]
-    return [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module) if n != name]
+def _fitting(name: str, path: str, sizes: dict) -> list[str]:
+    """Return the other models of the same size that take the weights."""
+    size, found = name.rpartition("_")[0], []
+    for other in [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module)]:
+        with contextlib.suppress(ValueError):
+            if other != name and load_checkpoint(create(other, "diffusion", **sizes), path):
+                found.append(other)
+    return found
 
 
 def _sizes(file: Path, weights: str) -> dict:
-    """Read what `create` needs from official or diffusers' weights: side, channels, classes, variance.
-
-    The table of positions gives the side; diffusers' DiT saves none, but a config.json beside it.
-    """
+    """Read what `create` needs from official or diffusers' weights."""
     state, sizes = read_tensors(file, weights), {}
-    kernel = state.get("x_embedder.proj.weight", state.get("pos_embed.proj.weight"))  # [C, in, p, p]
-    last = state.get("final_layer.linear.weight", state.get("proj_out_2.weight"))  # [p * p * out, C]
-    labels = next((t for name, t in state.items() if name.endswith("embedding_table.weight")), None)  # [classes, C]
-    positions = state.get("pos_embed")  # [1, N, C]
-    if labels is not None and labels.ndim == 2:
-        sizes["num_classes"] = len(labels) - 1
-    if kernel is not None and kernel.ndim == 4:
-        sizes["in_chans"] = kernel.shape[1]
-        if last is not None and last.ndim == 2:
-            sizes["learn_sigma"] = len(last) == 2 * kernel[0].numel()
-        if positions is not None and positions.ndim == 3:
-            sizes["img_size"] = math.isqrt(positions.shape[1]) * kernel.shape[-1]
+
+    def shape(ndim: int, *names: str) -> tuple | None:
+        return next((tuple(t.shape) for name, t in state.items() if name.endswith(names) and t.ndim == ndim), None)
+
+    kernel = shape(4, "x_embedder.proj.weight", "pos_embed.proj.weight")  # [C, in, p, p]
+    last = shape(2, "final_layer.linear.weight", "proj_out_2.weight")  # [p * p * out, C]
+    labels, positions = shape(2, "embedding_table.weight"), shape(3, "pos_embed")  # [classes, C], [1, N, C]
+    if labels:
+        sizes["num_classes"] = labels[0] - 1
+    if kernel:
+        sizes["in_chans"] = kernel[1]
+    if kernel and last:
+        sizes["learn_sigma"] = last[0] == 2 * math.prod(kernel[1:])
+    if kernel and positions:
+        sizes["img_size"] = math.isqrt(positions[1]) * kernel[-1]
+    # diffusers' DiT saves no table of positions, but a config.json.
     about, beside = file, file.with_name("config.json")
     if "transformer_blocks.0.attn1.to_q.weight" in state and beside.is_file():
         about = beside
@@ -167,26 +174,3 @@ def _sizes(file: Path, weights: str) -> dict:
         if not isinstance(size, int) or not 1 <= size <= largest:
             raise ValueError(f"{about if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}")
     return sizes
-
-
-def _fits(name: str, path: str, sizes: dict) -> bool:
-    """Return whether the model takes the weights."""
-    try:
-        load_checkpoint(create(name, "diffusion", **sizes), path)
-    except ValueError:
-        return False
-    return True
-
-
-def open_vae(override: Optional[str], recorded: Optional[dict]):
-    """Load the VAE that --vae names, or the one that the run records; None on pixels."""
-    if recorded is None:
-        return None
-    space = LatentSpace(**recorded)
-    vae = load_vae(override or space.name)
-    if not override and vae_fingerprint(vae) != space.sha256:
-        raise ValueError(
-            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); --vae takes another on purpose"
-        )
-    # Latents were scaled by the factor of the training, whatever this decoder's own is.
-    return fit_vae(vae, override or space.name, space)

@@ -2,14 +2,12 @@
 
 Ho 2020; Nichol and Dhariwal 2021 (eq. 15 and 16); Lipman 2023; Ma 2024. diffusers has no such losses.
 
-An objective is a module with `name`, picklable `draw(numpy generator)`, `add_noise(x0, noise, t)` and
-forward (output, x0, xt, noise, t) -> dict of [B] tensors with "loss". Timesteps are from 0 (clean) to
-1000 (noise) everywhere: in batches, models, schedulers and head loads.
+An objective is a module with `name`, picklable `draw(numpy generator)`, `add_noise(x0, noise, t)` and forward (output,
+x0, xt, noise, t) -> dict of [B] tensors with "loss". Timesteps are from 0 (clean) to 1000 (noise) everywhere.
 """
 
 import math
 from functools import partial
-from typing import Dict, Optional
 
 import numpy as np
 import torch
@@ -37,12 +35,7 @@ def draw_step(rng: np.random.Generator) -> int:
 def draw_time(rng: np.random.Generator, sampling: str, shift: float) -> np.float32:
     """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
     t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-rng.standard_normal()))
-    return np.float32(NUM_TIMESTEPS * shifted(t, shift))
-
-
-def shifted(t: float, shift: float) -> float:
-    """Move t in 0 .. 1 towards the noise, t = 1, for shift > 1 (Esser 2024, eq. 23, shift = sqrt(m / n))."""
-    return shift * t / (1 + (shift - 1) * t)
+    return np.float32(NUM_TIMESTEPS * (shift * t / (1 + (shift - 1) * t)))  # Esser 2024, eq. 23
 
 
 class FlowMatchingLoss(nn.Module):
@@ -53,7 +46,7 @@ class FlowMatchingLoss(nn.Module):
 
     Args:
         timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(0, 1) (Esser 2024, section 3.1).
-        shift: moves the drawn t towards the noise; see `shifted`.
+        shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
     """
 
     name = "flow"
@@ -72,7 +65,7 @@ class FlowMatchingLoss(nn.Module):
         t = (t / NUM_TIMESTEPS).to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))  # [B, 1, 1, 1]
         return (1 - t) * x0 + t * noise
 
-    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> Dict[str, Tensor]:
+    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
         """Return the loss of a predicted velocity [B, C, h, w]: loss and mse, equal [B] tensors."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         mse = (output - (noise - x0)).square().flatten(1).mean(1)  # [B]
@@ -92,7 +85,7 @@ class HybridLoss(nn.Module):
     name = "noise"
     draw = staticmethod(draw_step)
 
-    def __init__(self, min_snr_gamma: Optional[float] = None):
+    def __init__(self, min_snr_gamma: float | None = None):
         super().__init__()
         if min_snr_gamma is not None and not (isinstance(min_snr_gamma, (int, float)) and min_snr_gamma > 0):
             raise ValueError(f"min_snr_gamma {min_snr_gamma!r} is out of range: above 0")
@@ -109,37 +102,23 @@ class HybridLoss(nn.Module):
             mean_x0=beta * previous.sqrt() / (1 - alpha_bar),  # Ho 2020 eq. 7
             mean_xt=(1 - previous) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
-        if min_snr_gamma is not None:
-            tables["weight"] = (min_snr_gamma * (1 - alpha_bar) / alpha_bar).clamp(max=1)
-        self.weighs = min_snr_gamma is not None
+        gamma = math.inf if min_snr_gamma is None else min_snr_gamma
+        tables["weight"] = (gamma * (1 - alpha_bar) / alpha_bar).clamp(max=1)
         for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-        """x_t of q(x_t | x_0), Ho 2020 eq. 4. x0, noise [B, C, h, w]; t [B], 0 .. 999.
-
-        Raises:
-            ValueError: for timesteps that are not integers.
-        """
+        """Return x_t of q(x_t | x_0), Ho 2020 eq. 4, for x0 and noise [B, C, h, w] at t [B], 0 .. 999."""
         if t.is_floating_point():
             raise ValueError(f"timesteps are {t.dtype}; expected integers from 0 to {NUM_TIMESTEPS - 1}")
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
-    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> Dict[str, Tensor]:
-        """Return the losses of a model's output.
-
-        Args:
-            output: [B, C, h, w] predicted noise, or [B, 2C, h, w] with the variance's interpolation.
-            x0, xt, noise: [B, C, h, w].
-            t: [B], 0 .. 999.
-
-        Returns:
-            dict of [B] tensors: loss, mse (not weighted), and vb if the variance is learned.
-        """
+    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
+        """Return loss, mse (not weighted), and vb if the output [B, C or 2C, h, w] has the variance; all [B]."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
-        simple = self.weight[t] * mse if self.weighs else mse
+        simple = self.weight[t] * mse
         if output.shape[1] == x0.shape[1]:
             return dict(loss=simple, mse=mse)
         vb = self.variational_bound(eps.detach(), output[:, x0.shape[1] :], x0, xt, t)

@@ -1,29 +1,20 @@
-"""The DiT pipeline: class labels in, images out.
+"""The DiT pipeline: class labels in, images out. Saved pipelines name this path.
 
-diffusers' DiTPipeline does not fit: it takes 1000 for "no class", drops the learned variance and draws the noise
-of the steps without a generator. Saved pipelines name the path of this class: keep it.
+diffusers' DiTPipeline takes 1000 for "no class", drops the learned variance, and draws noise without a generator.
 """
 
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Self, Sequence, Tuple, Union
+from typing import Any, Callable, Optional, Self, Sequence
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.diffusion.class_rows import class_numbers
+from moh_vision.diffusion import sampling
+from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
-from moh_vision.diffusion.sampling import (
-    SAMPLERS,
-    Guidance,
-    denoise,
-    fit_scheduler,
-    initial_noise,
-    objective_of,
-    refuse_not_finite,
-    set_steps,
-)
+from moh_vision.diffusion.sampling import Guidance
 from moh_vision.engine.io import write_whole
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
@@ -64,37 +55,35 @@ class MoHDiTPipeline(DiffusionPipeline):
         super().__init__()
         if type(transformer).__name__ == "DiTTransformer2DModel":  # importing the class takes a second
             transformer = from_diffusers(transformer)
+        kind = type(transformer).__name__
         if not isinstance(transformer, MoHDiTTransformer2DModel):
-            raise ValueError(
-                f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
-            )
+            raise ValueError(f"the transformer is a {kind}, expected a DiT of moh_vision or diffusers")
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}
-        self.register_to_config(id2label=names, label_drop=label_drop, objective=objective or objective_of(scheduler))
-        self.register_to_config(downsampling=downsampling)
-        self._check_vae()
-        self._check_scheduler()
+        self.register_to_config(id2label=names, label_drop=label_drop, downsampling=downsampling)
+        self.register_to_config(objective=objective or sampling.objective_of(scheduler))
+        self._check_parts()
         self.image_processor = VaeImageProcessor()
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: Union[str, Path], **kwargs: Any) -> Self:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
         """As diffusers' own, from safetensors only."""
         return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
 
-    def save_pretrained(self, save_directory: Union[str, Path], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As in diffusers, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
         code = "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n"
         write_whole(Path(save_directory, "pipeline.py"), code)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @property
-    def labels(self) -> Dict[str, int]:
+    def labels(self) -> dict[str, int]:
         """Class numbers by name."""
         return {str(name): int(k) for k, name in (self.config.id2label or {}).items()}
 
-    def get_label_ids(self, label: Union[str, Sequence[str]]) -> List[int]:
-        """Return numbers of one or several classes: by name, by a word of ImageNet's names, or by number as text."""
+    def get_label_ids(self, label: str | Sequence[str]) -> list[int]:
+        """Return numbers of classes by name, by a word of ImageNet's names, or by number as text."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
             raise ValueError(f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers")
@@ -103,19 +92,19 @@ class MoHDiTPipeline(DiffusionPipeline):
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: Union[int, str, Sequence[Union[int, str]], Tensor],
+        class_labels: int | str | Sequence[int | str] | Tensor,
         guidance_scale: float = 4.0,
-        guide_channels: Union[int, str, None] = None,
-        guidance_interval: Optional[Tuple[float, float]] = None,
+        guide_channels: int | str | None = None,
+        guidance_interval: tuple[float, float] | None = None,
         num_inference_steps: int = 250,
-        generator: Optional[Union[torch.Generator, List[torch.Generator]]] = None,
-        latents: Optional[Tensor] = None,
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        latents: Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
-        callback_on_step_end: Optional[Callable[..., Optional[dict]]] = None,
+        callback_on_step_end: Callable[..., dict | None] | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
-        on_routing: Optional[Callable[[list, Tensor, Tensor], None]] = None,
-    ) -> Union[ImagePipelineOutput, Tuple]:
+        on_routing: Callable[[list, Tensor, Tensor], None] | None = None,
+    ) -> ImagePipelineOutput | tuple:
         """Draw one image per label.
 
         Args:
@@ -139,11 +128,11 @@ class MoHDiTPipeline(DiffusionPipeline):
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
-        self._check_vae()
-        self._check_scheduler()
+        self._check_parts()
         generators = _one_per_image(generator, len(labels))
-        scheduler = fit_scheduler(self.scheduler, learned_variance=config.out_channels == 2 * config.in_channels)
-        set_steps(scheduler, num_inference_steps)
+        learned = config.out_channels == 2 * config.in_channels
+        scheduler = sampling.fit_scheduler(self.scheduler, learned)
+        sampling.set_steps(scheduler, num_inference_steps)
 
         def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
             x = x.to(transformer.dtype)
@@ -155,22 +144,23 @@ class MoHDiTPipeline(DiffusionPipeline):
 
         shape = (config.in_channels, config.sample_size, config.sample_size)
         if latents is None:
-            x = initial_noise(shape, generators, labels.device)
+            x = sampling.initial_noise(shape, generators, labels.device)
         else:
             x = _checked_latents(latents, (len(labels), *shape)).to(labels.device)
         with self.progress_bar(total=len(scheduler.timesteps)) as bar:
 
-            def on_step(step: int, t: Tensor, x: Tensor) -> Optional[Tensor]:
+            def on_step(step: int, t: Tensor, x: Tensor) -> Tensor | None:
                 bar.update()
                 if callback_on_step_end is None:
                     return None
                 inputs = {name: x for name in callback_on_step_end_tensor_inputs}
                 return (callback_on_step_end(self, step, t, inputs) or {}).get("latents")
 
-            x = denoise(predict, scheduler, x, labels, generators, config.num_classes, guidance, on_step)
+            guided = guidance.around(predict, labels, config.num_classes)
+            x = sampling.denoise(guided, scheduler, x, generators, on_step)
         if output_type != "latent":
             x = self.decode(x)
-            refuse_not_finite(x, "after decoding")
+            sampling.refuse_not_finite(x, "after decoding")
             x = self.image_processor.postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=x) if return_dict else (x,)
@@ -180,42 +170,36 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay."""
         return latents if self.vae is None else decode(self.vae, latents)
 
-    def _check_vae(self) -> None:
+    def _check_parts(self) -> None:
+        """Refuse a scheduler or a VAE, which users may replace, that does not fit the model."""
+        needed, given = self.config.objective, sampling.objective_of(self.scheduler)
+        if given != needed:
+            name = f"scheduler {type(self.scheduler).__name__}"
+            trained = f"the transformer was trained with objective {needed}"
+            fitting = ", ".join(name for name, of in sampling.SAMPLERS.items() if of == needed)
+            raise ValueError(f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}")
         if self.vae is None:
             return
         try:
             space = LatentSpace.of(self.vae)
         except ValueError as error:
             raise ValueError(f"the VAE: {error}") from None
-        channels, needed = self.transformer.config.in_channels, self.config.downsampling
-        if space.latent_channels != channels:
-            raise ValueError(
-                f"the VAE has latents of {space.latent_channels} channels, the transformer works on {channels}"
-            )
-        if needed is None:
-            self.register_to_config(downsampling=space.downsampling)
-        elif space.downsampling != needed:
-            raise ValueError(
-                f"the VAE has {space.downsampling} pixels to the side of a latent, the transformer was trained with {needed}"
-            )
-
-    def _check_scheduler(self) -> None:
-        needed, given = self.config.objective, objective_of(self.scheduler)
-        if given != needed:
-            fitting = ", ".join(name for name, of in SAMPLERS.items() if of == needed)
-            raise ValueError(
-                f"scheduler {type(self.scheduler).__name__} is for objective {given}, the transformer was trained with "
-                f"objective {needed}; make_scheduler has {fitting}"
-            )
+        has, channels = space.latent_channels, self.transformer.config.in_channels
+        if has != channels:
+            raise ValueError(f"the VAE has latents of {has} channels, the transformer works on {channels}")
+        has, side = space.downsampling, self.config.downsampling
+        if has != (side or has):
+            trained = f"the transformer was trained with {side}"
+            raise ValueError(f"the VAE has {has} pixels to the side of a latent, {trained}")
+        self.register_to_config(downsampling=has)
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
         if output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type {output_type!r} is not one of {', '.join(OUTPUT_TYPES)}")
         channels = self.transformer.config.in_channels
         if self.vae is None and channels not in (1, 3) and output_type != "latent":
-            raise ValueError(
-                f"{channels} channels are no image and there is no VAE; give the pipeline one, or take output_type 'latent'"
-            )
+            otherwise = "give the pipeline one, or take output_type 'latent'"
+            raise ValueError(f"{channels} channels are no image and there is no VAE; {otherwise}")
         unknown = set(callback_inputs) - set(self._callback_tensor_inputs)
         if unknown:
             raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
@@ -227,31 +211,25 @@ class MoHDiTPipeline(DiffusionPipeline):
             several = [self.get_label_ids(label)[0] if isinstance(label, str) else label for label in several]
         labels = torch.as_tensor(several).reshape(-1)
         if labels.numel() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-            raise ValueError(
-                f"class_labels {class_labels!r}: expected whole numbers or names of classes, one per image"
-            )
+            expected = "whole numbers or names of classes, one per image"
+            raise ValueError(f"class_labels {class_labels!r}: expected {expected}")
+        scale = f"guidance_scale {guidance.scale:g}"
         if guidance.scale != 1 and self.config.label_drop == 0:
-            raise ValueError(
-                f"guidance_scale {guidance.scale:g} needs a model that was trained without some labels too; this one was "
-                "trained with label_drop 0: pass guidance_scale=1"
-            )
+            this = "this one was trained with label_drop 0: pass guidance_scale=1"
+            raise ValueError(f"{scale} needs a model that was trained without some labels too; {this}")
         if guidance.scale != 1 and (labels == null).any():
-            raise ValueError(
-                f"class_labels {null} means no class, which guidance_scale {guidance.scale:g} cannot guide to"
-            )
+            raise ValueError(f"class_labels {null} means no class, which {scale} cannot guide to")
         return labels.long()
 
 
-def _checked_latents(latents: Tensor, shape: Tuple[int, ...]) -> Tensor:
+def _checked_latents(latents: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.is_floating_point():
         what = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
         raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*what, list(shape)))
     return latents.float()
 
 
-def _one_per_image(
-    generator: Optional[Union[torch.Generator, List[torch.Generator]]], images: int
-) -> List[torch.Generator]:
+def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:
     if isinstance(generator, (list, tuple)):
         if len(generator) != images:
             raise ValueError(f"generator lists {len(generator)} generators for {images} images: one per image, or one")

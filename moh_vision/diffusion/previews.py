@@ -5,48 +5,60 @@ from __future__ import annotations
 import shutil
 import time
 from functools import partial
-from pathlib import Path
-from typing import Callable, List, Optional, Tuple
+from typing import Callable
 
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from moh_vision.diffusion.class_rows import chosen_classes, class_rows
-from moh_vision.diffusion.image_grid import draw_image_grid
+from moh_vision.diffusion.config import chosen_classes
+from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
+from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.commands import message_of
-from moh_vision.engine.ranks import attempt
+from moh_vision.engine.ranks import attempt, by_main
 
 BATCH = 32  # images at a time
 LONG = 10  # seconds that drawing may take before it is said how long it takes
 ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row
 
 
+def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list[Samples]:
+    """Open the previews and the scores of a run, of its EMA weights if any."""
+    config, accelerator = run.config, run.accelerator
+    sections, last = (config.preview, config.score), config.max_steps
+    for c in sections:
+        if c.every > last:
+            hint = f"--{c.section}.every {last} asks for it"
+            accelerator.print(f"{c.section}.every {c.every}: none in {last} steps; {hint}")
+    draws = any(0 < c.every <= last for c in sections)
+    if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
+        raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
+    with accelerator.main_process_first():
+        decode = inputs.decoder(accelerator.device) if draws else None
+    how = (inputs, model, objective, decode)
+    previews, scores = Previews(config.preview, *how), Scores(config.score, *how)
+    if 0 < config.score.every <= last:
+        judged = config.score.sampled(config.output, config.data.root, objective.name)
+        channels = (inputs.vae or model).config.in_channels
+        with accelerator.main_process_first():
+            scores.scorer = make_scorer(judged, channels, **config.score.reads)
+    return [previews, scores]
+
+
 class Samples:
-    """Samples of the same noise and labels at every training step, with any number of processes.
+    """Samples of the same noise and labels at every training step; `failed` counts."""
 
-    `clip` predicted pixels; `decode` samples to images in [-1, 1], None: they are images; `failed` counts.
-    """
-
-    def __init__(
-        self,
-        config,
-        names: List[str],
-        learned_variance: bool,
-        clip: bool,
-        objective: nn.Module,
-        decode: Optional[Callable[[Tensor], Tensor]] = None,
-    ):
-        self.config, self.names = config, names
-        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, names))
-        self.decode = decode or (lambda x: x)
-        self.failed = 0
+    def __init__(self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None):
+        self.config, self.names, self.failed = config, inputs.source.classes, 0
+        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, self.names))
+        self.decode = decode or (lambda x: x)  # to images in [-1, 1]
+        self.sampler = sampler_for(objective.name, config, f"{config.section}.sampler")
+        how = (model.config.learn_sigma, inputs.space is None, getattr(objective, "shift", 1.0))
         try:
-            self.sampler = sampler_for(objective.name, config.sampler, config.default_sampler, "sampler")
-            shift = getattr(objective, "shift", 1.0)
-            self.scheduler = make_scheduler(self.sampler, config.steps, learned_variance, clip, shift)
+            self.scheduler = make_scheduler(self.sampler, config.steps, *how)
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
 
@@ -54,23 +66,15 @@ class Samples:
         """Return the classes of images, [len(numbers)]."""
         return self.classes[torch.arange(numbers.start, numbers.stop) % len(self.classes)]
 
-    def sample(self, model: nn.Module, numbers: range, on_step: Optional[Callable] = None) -> Tensor:
-        """Return images uint8 [len(numbers), 1 or 3, height, width], on the CPU.
-
-        The model's mode is restored, and no global random number is drawn.
-        """
-        c, device, mode = self.config, next(model.parameters()).device, model.training
-        labels = self.labels(numbers).to(device)
-        shape = (model.config.in_channels, model.config.sample_size, model.config.sample_size)
-        seeds = [c.seed + number for number in numbers]
-
-        def predict(x, t, y):
-            return model(x, t, y).sample
-
+    def sample(self, model: nn.Module, numbers: range, on_step: Callable | None = None) -> Tensor:
+        """Return images uint8 [len(numbers), 1 or 3, h, w], on the CPU. The model's mode is restored."""
+        c, m, mode = self.config, model.config, model.training
+        labels = self.labels(numbers).to(next(model.parameters()).device)
+        shape, seeds = (m.in_channels, m.sample_size, m.sample_size), [c.seed + number for number in numbers]
+        how = (labels, shape, seeds, len(self.names), Guidance(c.cfg_scale), on_step)
         model.eval()
         try:
-            null, guidance = len(self.names), Guidance(c.cfg_scale)
-            x = sample_images(predict, self.scheduler, labels, shape, seeds, null, guidance, on_step)
+            x = sample_images(lambda x, t, y: model(x, t, y).sample, self.scheduler, *how)
             return to_uint8(self.decode(x)).cpu()
         finally:
             model.train(mode)
@@ -89,58 +93,62 @@ class Samples:
 
         return on_step
 
-    def draw(self, model: nn.Module, path: Path, log, step: int, ema: bool = False) -> None:
-        """Write a PNG grid on the log's process, and log its images; a failure is counted, not raised."""
-        c = self.config
-        starts = range(0, c.images, BATCH)
+
+class Previews(Samples):
+    """Pictures, RUN/previews/step_N.png."""
+
+    def draw(self, model: nn.Module, run) -> None:
+        """Write a grid on the log's process, and log its images; a failure is counted, not raised."""
+        c, log, every = self.config, run.log, range(self.config.images)
+        path, starts = run.folder / "previews" / f"step_{run.done}.png", every[::BATCH]
         on_step = self.announce(log, len(starts))
         try:
-            images = torch.cat([self.sample(model, range(i, min(i + BATCH, c.images)), on_step) for i in starts])
+            images = torch.cat([self.sample(model, every[i : i + BATCH], on_step) for i in starts])
             if log.enabled:
                 narrow = len(self.names) <= ROWS and c.images <= COLUMNS * len(self.names)
                 if c.classes or (c.columns is None and narrow):
-                    rows, shown, columns = class_rows(self.labels(range(c.images)), self.classes.tolist(), c.images)
-                    draw_image_grid(images[shown], columns, str(path), names=[self.names[r] for r in rows])
+                    how = (self.labels(every), self.classes.tolist(), c.images, str(path), self.names)
+                    draw_class_rows(images.__getitem__, *how)
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
-                log.pictures(step, "samples", images)
-                how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * ema}"
+                log.pictures(run.done, "samples", images)
+                how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * bool(run.ema)}"
                 log.say(f"preview ({how}): {path}")
         except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
             log.say(f"{path} could not be drawn: {message_of(error)}; training goes on")
+        log.pause()
 
-    def score(self, model: nn.Module, scorer: Callable, run: Path, log, step: int, accelerator) -> Tuple[dict, str]:
-        """Return scores and their text for `images` samples that the processes share; every process calls it.
 
-        A failure is counted and returned as dict(error=...). The samples are in RUN/.scoring meanwhile.
-        """
-        folder, count = run / ".scoring", self.config.images
-        labels, found = self.labels(range(count)), []
-        open_parts = partial(ImageParts, folder, count, BATCH, dict(step=step))
+class Scores(Samples):
+    """Fidelity scores, of samples that are in RUN/.scoring meanwhile."""
 
-        def clear() -> None:
-            if accelerator.is_main_process:
-                shutil.rmtree(folder, ignore_errors=True)
+    scorer: Callable | None = None
 
-        def make_own() -> None:
+    def draw(self, model: nn.Module, run) -> None:
+        """Log scores of samples that the processes share; a failure is counted and logged."""
+        c, accelerator, folder = self.config, run.accelerator, run.folder / ".scoring"
+        clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
+        open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=run.done))
+        found = []
+
+        def draw_own() -> None:
             parts = open_parts()
-            own = parts.missing(accelerator.process_index, accelerator.num_processes)
-            on_step = self.announce(log, len(own))
+            own = parts.missing(accelerator)
+            on_step = self.announce(run.log, len(own))
             for batch in own:
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
         def score_all() -> None:
-            found.append(scorer(open_parts(), labels, accelerator.device, BATCH))
+            scores, text = self.scorer(open_parts(), self.labels(range(c.images)), accelerator.device)
+            guided = Guidance().guided(model.config.in_channels)
+            how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
+            how.update(labels="balanced", num_images=c.images, batch_size=BATCH)
+            found.extend([dict(scores, sampling=how), text])
 
         clear()  # a killed run may have left samples of other weights
-        accelerator.wait_for_everyone()
-        problem = attempt(make_own, Exception) or attempt(score_all, Exception)
+        problem = attempt(draw_own, Exception) or attempt(score_all, Exception)
         clear()
-        if problem:
-            self.failed += 1
-            return dict(error=problem), f"no scores: {problem}"
-        (scores, text), c, guided = found[0], self.config, Guidance().guided(model.config.in_channels)
-        how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided)
-        how.update(seed=c.seed, labels="balanced", num_images=count, batch_size=BATCH)
-        return dict(scores, sampling=how), text
+        self.failed += bool(problem)
+        scores, text = (dict(error=problem), f"no scores: {problem}") if problem else found
+        run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")

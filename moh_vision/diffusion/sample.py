@@ -10,21 +10,21 @@ from __future__ import annotations
 import contextlib
 import shlex
 from pathlib import Path
-from typing import Callable, List, Optional, Tuple
+from typing import Any, Callable
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
-from moh_vision.diffusion.class_rows import chosen_classes, class_rows
-from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.denoising import Denoising
-from moh_vision.diffusion.image_grid import draw_image_grid, write_images
+from moh_vision.diffusion.config import SampleConfig, chosen_classes
+from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, write_images
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import vae_fingerprint
 from moh_vision.diffusion.loading import open_pipeline
+from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
@@ -37,7 +37,7 @@ from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weight_files import kind_in, weights_said
+from moh_vision.models.weight_files import kind_in
 
 NAME = "sample.py"
 WORTH_MEASURING = 60  # seconds of drawing
@@ -47,8 +47,7 @@ SAMPLING = (
 )  # fmt: skip
 
 
-def main(argv: Optional[List[str]] = None) -> None:
-    # ---------------------------------------------------------------- set-up
+def main(argv: list[str] | None = None) -> None:
     held = contextlib.ExitStack()
     with user_errors(NAME):
         config = parse_config(SampleConfig, argv, NAME)
@@ -56,27 +55,14 @@ def main(argv: Optional[List[str]] = None) -> None:
         refuse_missing("--checkpoint", config.checkpoint)
         if accelerator.is_main_process:
             say(f"loading {config.checkpoint}")
-        pipe, about = open_pipeline(config)
-        classes, weights = about["classes"], Path(about["weights"])
-        chosen, ema = settle(config, about)
-        said = weights_said(weights, config.weights)
-        run, step = about["run"], step_of(weights.parent)
-        if config.score and not run and not config.score_file:
-            raise ValueError(
-                f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores"
-            )
-        scores_name = "scores.json" if step is None else f"scores_step_{step}.json"
-        scores_path = Path(config.score_file or run / scores_name) if config.score else None
-        claim_outputs(config, scores_path)
+        pipe, metadata = open_pipeline(config)
+        drawing = Drawing(config, pipe, metadata, accelerator)
+        claim_outputs(config, metadata)
         with accelerator.main_process_first():
-            scorer = open_scorer(config, pipe, about) if config.score else None
-        settings = {name: getattr(config, name) for name in SAMPLING}
-        settings["ema"] = ema
-        if config.classes is not None:
-            settings["classes"] = chosen
-        hashes = dict(weights=sha256_of(weights), vae=pipe.vae and vae_fingerprint(pipe.vae))
-        place = Path(config.out).absolute().parent if config.out else (run or Path()).absolute()
-        parts = ImageParts(place, config.num_images, config.batch_size, {**settings, **hashes}, bool(config.head_load))
+            drawing.open_scorer()
+        record = drawing.record()
+        place = Path(config.out).absolute().parent if config.out else (metadata["run"] or Path()).absolute()
+        parts = ImageParts(place, config.num_images, config.batch_size, record["sampling"], bool(config.head_load))
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
         kept = keep_settings(attention, parts.folder, accelerator, held)
@@ -84,52 +70,38 @@ def main(argv: Optional[List[str]] = None) -> None:
             raise ValueError(f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over")
         if kept:
             by_main(lambda: kept.save(parts.folder), accelerator)
-    pipe.to(accelerator.device).set_progress_bar_config(disable=True)
     if config.save_pipeline and accelerator.is_main_process:
         pipe.save_pretrained(config.save_pipeline)
-        say(f"pipeline: {config.save_pipeline}, weights of {said}")
-
-    record = dict(settings, num_images=config.num_images, batch_size=config.batch_size)
-    record.update(
-        vae=pipe.vae and pipe.vae.config.get("_name_or_path"), **{f"{k}_sha256": v for k, v in hashes.items()}
-    )
-    record = dict(protocol=config.protocol, sampling=record, versions=versions())
+        say(f"pipeline: {config.save_pipeline}, weights of {metadata['weights']}")
     if config.protocol and not config.score:
         say(record_text(record))
 
-    # ---------------------------------------------------------------- sample
-    labels = draw_labels(config, chosen)
-    how = f"{config.sampler} {pipe.scheduler.num_inference_steps} steps, guidance {config.cfg_scale:g}"
-    if config.cfg_scale != 1 and config.cfg_interval != (0, 1):
-        how += " between {:g} and {:g} of the timesteps".format(*config.cfg_interval)
     if config.num_images:
-        say(f"{config.num_images} images, {how}, {config.labels} labels, {said}")
+        say(f"{config.num_images} images, {drawing.how}, {config.labels} labels, {metadata['weights']}")
     denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
     if kept and kept.table is None:
-        measure(config, accelerator, pipe, parts, labels, kept)
-    load = draw(config, accelerator, pipe, parts, labels=labels, classes=classes, denoising=denoising)
+        drawing.measure(parts, kept)
+    load = drawing.draw(parts, denoising)
     accelerator.wait_for_everyone()
 
-    # ---------------------------------------------------------------- write and score
     if accelerator.is_main_process:
-        write(config, parts, labels, classes, chosen)
+        drawing.write(parts)
         if denoising:
-            denoising.save([classes[c] for c in labels[: len(denoising.frames[0])]])
+            denoising.save([drawing.names[c] for c in drawing.labels[: len(denoising.frames[0])]])
             say(f"denoising, from noise to image: {config.denoising}")
-    if scorer:
+    if config.score:
         with user_errors(NAME):  # what fails on one process fails on all
-            scores, text = scorer(parts, labels, accelerator.device, config.batch_size)
+            scores, text = drawing.scorer(parts, drawing.labels, accelerator.device)
         if accelerator.is_main_process:
-            scores.update(weights=said, step=about.get("step"), **record)
-            write_json(scores_path, scores)
-            say(f"{text}\n{record_text(record)}\nscores: {scores_path}")
+            scores.update(weights=metadata["weights"], step=metadata.get("step"), **record)
+            write_json(Path(config.score_file), scores)
+            say(f"{text}\n{record_text(record)}\nscores: {config.score_file}")
     if config.head_load and accelerator.is_main_process:
         load.sums = parts.sums()
-        load.of = dict(model=about["architecture"], data=f"{config.num_images} samples", split=how, weights=said)
+        model, weights = metadata["architecture"], metadata["weights"]
+        load.of = dict(model=model, data=f"{config.num_images} samples", split=drawing.how, weights=weights)
         load.save(Path(config.head_load))
         say(f"head load: {config.head_load}")
-
-    # ---------------------------------------------------------------- the end
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         held.close()  # before its file is removed, which NFS does not do to an open one
@@ -137,52 +109,29 @@ def main(argv: Optional[List[str]] = None) -> None:
     finish(accelerator)
 
 
-def settle(config: SampleConfig, about: dict) -> Tuple[List[int], Optional[bool]]:
-    """Choose the labels that --labels leaves open, and check weights and reference against --protocol.
-
-    Returns (class numbers to draw, whether the weights are an EMA; None: the file does not tell).
-    """
-    chosen = chosen_classes("--classes", config.classes, about["classes"])
-    weights = Path(about["weights"])
-    kind = weights.stem if about["run"] else kind_in(weights, config.weights)
-    ema = {"ema": True, "model": False}.get(kind)
-    against_adm = bool(config.score) and is_adm(config.score)
-    if config.protocol and ema is False:
-        raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {weights} holds none")
-    if config.protocol and config.score and not against_adm:
-        raise ValueError(
-            f"--score {config.score}: protocol {config.protocol} compares with ADM's statistics (an .npz with mu and "
-            "sigma, such as VIRTUAL_imagenet256_labeled.npz)"
-        )
-    config.labels = config.labels or ("random" if against_adm else "balanced")
-    return chosen, ema
-
-
-def claim_outputs(config: SampleConfig, scores_path: Optional[Path]) -> None:
-    """Make the parents of all output paths, and refuse paths that cannot be written."""
-    names = ("grid", "denoising", "head_load")
-    files = {f"--{name.replace('_', '-')}": getattr(config, name) for name in names} | {"--score-file": scores_path}
-    folders = {"--save-pipeline": config.save_pipeline}
-    (files if str(config.out).endswith(".npz") else folders)["--out"] = config.out
-    paths = {option: Path(path) for option, path in {**files, **folders}.items() if path}
-    for option, path in paths.items():
+def claim_outputs(config: SampleConfig, metadata: dict) -> None:
+    """Settle --score-file, make the parents of all outputs, and refuse what cannot be written."""
+    run, step = metadata["run"], step_of(metadata["file"].parent)
+    if config.score and not run and not config.score_file:
+        raise ValueError(f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores")
+    own = "scores.json" if step is None else f"scores_step_{step}.json"
+    config.score_file = str(Path(config.score_file or run / own)) if config.score else None
+    outputs = ("grid", "denoising", "head_load", "score_file", "out", "save_pipeline")
+    paths = {name: Path(getattr(config, name)) for name in outputs if getattr(config, name)}
+    for name, path in paths.items():
+        is_folder = name == "save_pipeline" or name == "out" and path.suffix != ".npz"
+        option = f"--{name.replace('_', '-')}"
         if list(paths.values()).count(path) > 1:
             raise ValueError(f"{option} {path} is given for two outputs")
-        if path.is_dir() and option in files:
+        if path.is_dir() and not is_folder:
             raise ValueError(f"{option} {path} is a folder, expected a file")
-        if path.is_file() and option in folders:
+        if path.is_file() and is_folder:
             raise ValueError(f"{option} {path} is a file, expected a folder")
         if not config.overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
-            use = f"; {fidelity_command(config)} scores what is there" if config.score and option == "--out" else ""
+            use = f"; {fidelity_command(config)} scores what is there" if config.score and name == "out" else ""
             raise ValueError(f"{option} {path} exists; give another path, or --overwrite true{use}")
         refuse_unwritable(option, path)
         path.parent.mkdir(parents=True, exist_ok=True)
-
-
-def open_scorer(config: SampleConfig, pipe: MoHDiTPipeline, about: dict) -> Callable:
-    """Open what --score compares with."""
-    channels = (pipe.vae or pipe.transformer).config.in_channels
-    return make_scorer(**config.scoring(), channels=channels, classes=about["classes"])
 
 
 def fidelity_command(config: SampleConfig) -> str:
@@ -194,108 +143,133 @@ def fidelity_command(config: SampleConfig) -> str:
     return shlex.join([*command, *["--allow-biased"] * config.allow_biased])
 
 
-def draw_labels(config: SampleConfig, chosen: List[int]) -> Tensor:
-    """Draw the class of every image from `chosen`, [num_images]."""
-    if config.labels == "balanced":
+class Drawing:
+    """The images that a `SampleConfig` asks for; image i has its own class and noise."""
+
+    def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
+        self.config, self.pipe, self.accelerator = config, pipe.to(accelerator.device), accelerator
+        self.names, self.file = metadata["classes"], metadata["file"]
+        pipe.set_progress_bar_config(disable=True)
+        kind = self.file.stem if metadata["run"] else kind_in(self.file, config.weights)
+        self.ema = {"ema": True, "model": False}.get(kind)  # None: the file does not tell
+        against_adm = bool(config.score) and is_adm(config.score)
+        if config.protocol and self.ema is False:
+            raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {self.file} holds none")
+        if config.protocol and config.score and not against_adm:
+            statistics = "ADM's statistics (an .npz with mu and sigma, such as VIRTUAL_imagenet256_labeled.npz)"
+            raise ValueError(f"--score {config.score}: protocol {config.protocol} compares with {statistics}")
+        config.labels = config.labels or ("random" if against_adm else "balanced")
+        self.classes = chosen_classes("--classes", config.classes, self.names)
         draws = range(config.num_images)
-    else:
-        draws = (derive_seed(config.seed, i, Stream.DIFFUSION) for i in range(config.num_images))
-    return torch.tensor([chosen[i % len(chosen)] for i in draws], dtype=torch.long)
+        if config.labels == "random":
+            draws = (derive_seed(config.seed, i, Stream.DIFFUSION) for i in draws)
+        self.labels = torch.tensor([self.classes[i % len(self.classes)] for i in draws], dtype=torch.long)
 
+    def open_scorer(self, **reads) -> None:
+        """Open what --score compares with, if anything."""
+        if self.config.score:
+            channels = (self.pipe.vae or self.pipe.transformer).config.in_channels
+            self.scorer = make_scorer(self.config, channels, self.names, **reads)
 
-def measure(config: SampleConfig, accelerator, pipe: MoHDiTPipeline, parts: ImageParts, labels: Tensor, kept) -> None:
-    """Measure where skipping heads pays if drawing takes over a minute; `kept`: an `AttentionRecord`."""
-    calls: dict = {}
-    todo = len(parts.missing(accelerator.process_index, accelerator.num_processes))
+    @property
+    def how(self) -> str:
+        """Sampler and guidance, in words."""
+        c, (low, high) = self.config, self.config.cfg_interval
+        partly = c.cfg_scale != 1 and (low, high) != (0, 1)
+        between = f" between {low:g} and {high:g} of the timesteps" if partly else ""
+        return f"{c.sampler} {self.pipe.scheduler.num_inference_steps} steps, guidance {c.cfg_scale:g}{between}"
 
-    class OneStep(Exception):
-        pass
+    def record(self) -> dict:
+        """Return what scores.json says of the images: protocol, sampling and versions."""
+        c, vae = self.config, self.pipe.vae
+        how = dict({name: getattr(c, name) for name in SAMPLING}, ema=self.ema)
+        if c.classes is not None:
+            how["classes"] = self.classes
+        how.update(num_images=c.num_images, batch_size=c.batch_size, vae=vae and vae.config.get("_name_or_path"))
+        how.update(weights_sha256=sha256_of(self.file), vae_sha256=vae and vae_fingerprint(vae))
+        return dict(protocol=c.protocol, sampling=how, versions=versions())
 
-    def stop(*_):
-        raise OneStep
+    def one_pass(self, size: int) -> Callable[[], Any]:
+        """Return a function that makes a pass of the model over so many images."""
+        model, generator = self.pipe.transformer, torch.Generator().manual_seed(self.config.seed)
+        m = model.config
+        noise = torch.randn(size, m.in_channels, m.sample_size, m.sample_size, generator=generator)
+        timesteps = torch.randint(NUM_TIMESTEPS, (size,), generator=generator)
+        labels = self.labels[torch.arange(size) % len(self.labels)]
+        inputs = send_to_device((noise, timesteps, labels), self.accelerator.device)
 
-    def step() -> None:
-        with accelerator.autocast(), contextlib.suppress(OneStep):
-            noise = [torch.Generator().manual_seed(0) for _ in labels[: config.batch_size]]
-            pipe(
-                labels[: config.batch_size], config.cfg_scale, config.guide_channels, config.cfg_interval, config.steps,
-                noise, output_type="latent", callback_on_step_end=stop,
-            )  # fmt: skip
+        def forward() -> Any:
+            with self.accelerator.autocast():
+                return model(*inputs)
 
-    for _ in range(2 if todo else 0):  # the first one also warms up
-        forward = attention.collect(calls, pipe.transformer, step, training=False)
-    short = not todo or forward * todo * len(pipe.scheduler.timesteps) < WORTH_MEASURING
-    kept.measure(lambda: ({}, "") if short else attention.measured_table(calls, forward), parts.folder, accelerator)
+        return forward
 
+    def measure(self, parts: ImageParts, kept) -> None:
+        """Measure where skipping heads pays, if drawing takes over a minute, for an `AttentionRecord`."""
+        calls: dict = {}
+        todo, guided = len(parts.missing(self.accelerator)), self.config.cfg_scale != 1
+        one_pass = self.one_pass(len(parts.numbers(0)) * (2 if guided else 1)) if todo else None
+        for _ in range(2 if todo else 0):  # the first one also warms up
+            forward = attention.collect(calls, self.pipe.transformer, one_pass, training=False)
+        short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
+        found = ({}, "") if short else None
+        kept.measure(lambda: found or attention.measured_table(calls, forward), parts.folder, self.accelerator)
 
-def draw(
-    config: SampleConfig,
-    accelerator,
-    pipe: MoHDiTPipeline,
-    parts: ImageParts,
-    labels: Tensor,
-    classes: List[str],
-    denoising: Optional[Denoising] = None,
-) -> HeadLoad:
-    """Draw this process's missing images; return an empty count of heads, since `parts` keeps the sums."""
-    names = [*classes, "none"] if config.cfg_scale != 1 else classes
-    # Heun's has most of them twice.
-    places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
-    steps = [f"{t:g}" for t in places]
-    load = HeadLoad(head_budget(pipe.transformer)["layers"], {"class": names, "timestep": steps})
+    def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
+        """Draw this process's missing images; return a `HeadLoad` whose sums are in `parts`."""
+        c, pipe, accelerator = self.config, self.pipe, self.accelerator
+        names = [*self.names, "none"] if c.cfg_scale != 1 else self.names
+        # Heun's has most of them twice.
+        places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
+        groups = {"class": names, "timestep": [f"{t:g}" for t in places]}
+        load = HeadLoad(head_budget(pipe.transformer)["layers"], groups)
 
-    def count(stats: list, labels: Tensor, t: Tensor) -> None:
-        load.add(stats, labels, places[t[0].item()])
+        def count(stats: list, labels: Tensor, t: Tensor) -> None:
+            load.add(stats, labels, places[t[0].item()])
 
-    todo = parts.missing(accelerator.process_index, accelerator.num_processes)
-    here = -(-(parts.count - accelerator.process_index) // accelerator.num_processes)
-    if len(todo) < here:
-        say(f"{here - len(todo)} of {here} batches of this process are there already")
-    if denoising and accelerator.is_main_process and 0 not in todo:
-        todo = [0, *todo]  # nobody kept how its images came about
-    steps, main = len(todo) * len(pipe.scheduler.timesteps), accelerator.is_main_process
-    with (
-        user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
-        Progress("sampling", steps, "step", enabled=main) as progress,
-    ):
+        todo = parts.missing(accelerator)
+        here = len(range(accelerator.process_index, parts.count, accelerator.num_processes))
+        if len(todo) < here:
+            say(f"{here - len(todo)} of {here} batches of this process are there already")
+        if denoising and accelerator.is_main_process and 0 not in todo:
+            todo = [0, *todo]  # nobody kept how its images came about
+        steps = len(todo) * len(pipe.scheduler.timesteps)
+        with (
+            user_errors(NAME, (FloatingPointError, OSError), every_rank=True, code=1),
+            Progress("sampling", steps, "step", enabled=accelerator.is_main_process) as progress,
+        ):
 
-        def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
-            progress.add()
-            if denoising and numbers.start == 0:
-                denoising.add(pipe, step, t, inputs)
+            def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
+                progress.add()
+                if denoising and numbers.start == 0:
+                    denoising.add(pipe, step, t, inputs)
 
-        for number in todo:
-            numbers = parts.numbers(number)
-            progress.note(f"images {numbers.start + 1} to {numbers.stop} of {config.num_images}")
-            load.sums.zero_()
-            with accelerator.autocast():
-                latents = pipe(
-                    labels[numbers.start : numbers.stop],
-                    config.cfg_scale,
-                    config.guide_channels,
-                    config.cfg_interval,
-                    config.steps,
-                    [torch.Generator().manual_seed(derive_seed(config.seed, i)) for i in numbers],
-                    output_type="latent",
-                    callback_on_step_end=after_step,
-                    on_routing=count if config.head_load else None,
-                ).images
-                parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
-            progress.note(f"{numbers.stop} of {config.num_images} images, peak {peak_memory_mib():.0f} MiB")
-    return load
+            how = (c.cfg_scale, c.guide_channels, c.cfg_interval, c.steps)
+            more = dict(callback_on_step_end=after_step, on_routing=count if c.head_load else None)
+            for number in todo:
+                numbers = parts.numbers(number)
+                progress.note(f"images {numbers.start + 1} to {numbers.stop} of {c.num_images}")
+                load.sums.zero_()
+                labels = self.labels[numbers.start : numbers.stop]
+                noise = [torch.Generator().manual_seed(derive_seed(c.seed, i)) for i in numbers]
+                with accelerator.autocast():
+                    latents = pipe(labels, *how, noise, output_type="latent", **more).images
+                    parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
+                progress.note(f"{numbers.stop} of {c.num_images} images, peak {peak_memory_mib():.0f} MiB")
+        return load
 
-
-def write(config: SampleConfig, parts: ImageParts, labels: Tensor, classes: List[str], chosen: List[int]) -> None:
-    """Write --out and --grid."""
-    if config.out:
-        write_images((batch for _, batch in parts.batches()), labels, Path(config.out))
-        say(f"images: {config.out}")
-    if config.grid:
-        wanted = chosen if config.classes else sorted(set(labels.tolist()))[:10]
-        rows, numbers, columns = class_rows(labels, wanted, config.grid_columns)
-        draw_image_grid(parts.images(numbers), columns, config.grid, names=[classes[c] for c in rows])
-        of = "" if len(rows) == len(chosen) else f" ({len(rows)} of {len(chosen)} classes; --classes chooses)"
-        say(f"grid, one class a row{of}: {config.grid}")
+    def write(self, parts: ImageParts) -> None:
+        """Write --out and --grid."""
+        c, labels = self.config, self.labels
+        if c.out:
+            write_images(parts.batches(), labels, Path(c.out))
+            say(f"images: {c.out}")
+        if c.grid:
+            wanted = self.classes if c.classes else sorted(set(labels.tolist()))[:10]
+            rows = draw_class_rows(parts.images, labels, wanted, c.grid_columns, c.grid, self.names)
+            every = len(self.classes)
+            of = "" if rows == every else f" ({rows} of {every} classes; --classes chooses)"
+            say(f"grid, one class a row{of}: {c.grid}")
 
 
 if __name__ == "__main__":

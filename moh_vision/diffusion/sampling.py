@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Callable, Iterable, Optional, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Each with the objective of the models that it samples from.
 SAMPLERS = {"ddpm": "noise", "ddim": "noise", "dpm-solver++": "noise", "euler": "flow", "heun": "flow", "sde": "flow"}
 LEARNED = ("learned", "learned_range")
+OnStep = Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]]  # (step, t, x) -> a replacement of x
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Guidance:
     """
 
     scale: float = 1.0
-    channels: Union[int, str, None] = None
-    interval: Tuple[float, float] = (0.0, 1.0)
+    channels: int | str | None = None
+    interval: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self):
         if not self.scale >= 0:
@@ -47,8 +48,21 @@ class Guidance:
         if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
             raise ValueError(f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1")
 
-    def applies(self, fraction: float) -> bool:
-        return self.scale != 1 and self.interval[0] <= fraction <= self.interval[1]
+    def around(self, predict: Callable, labels: Tensor, null_label: int) -> Callable:
+        """Return a function of x [B, C, h, w] and a timestep: the guided prediction for `labels`."""
+        wrong = labels[(labels < 0) | (labels > null_label)].tolist()
+        if wrong:
+            allowed = f"0 to {null_label - 1}, or {null_label} for no class"
+            raise ValueError(f"class_labels {wrong[:5]} are out of range: {allowed}")
+        both = torch.cat([labels, torch.full_like(labels, null_label)])
+
+        def guided(x: Tensor, t: Tensor) -> Tensor:
+            applies = self.scale != 1 and self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
+            y = both if applies else labels
+            out = predict(torch.cat([x, x]) if applies else x, t.to(x.device).expand(len(y)), y).float()
+            return self.combine(*out.chunk(2), x.shape[1]) if applies else out
+
+        return guided
 
     def guided(self, channels: int) -> int:
         """Return how many of the channels are guided."""
@@ -63,12 +77,13 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
-def sampler_for(objective: str, sampler: Optional[str], default: Dict[str, str], key: str) -> str:
-    """Return `sampler` if it fits the objective; None: the objective's entry of `default`."""
+def sampler_for(objective: str, config, key: str) -> str:
+    """Return the sampler of a configuration, or its default one, for a model trained with `objective`."""
     fitting = [name for name, of in SAMPLERS.items() if of == objective]
-    if sampler and sampler not in fitting:
-        raise ValueError(f"{key} {sampler}: a model trained with objective {objective} takes {', '.join(fitting)}")
-    return sampler or default[objective]
+    if config.sampler and config.sampler not in fitting:
+        takes = ", ".join(fitting)
+        raise ValueError(f"{key} {config.sampler}: a model trained with objective {objective} takes {takes}")
+    return config.sampler or config.default_sampler[objective]
 
 
 def objective_of(scheduler: SchedulerMixin) -> str:
@@ -92,36 +107,26 @@ def make_scheduler(
         clip: clip the predicted image to [-1, 1]; for pixels, not for latents; ignored for flow.
         shift: of flow's steps towards the noise; that of the training.
     """
-    from diffusers import (
-        DDIMScheduler,
-        DDPMScheduler,
-        DPMSolverMultistepScheduler,
-        FlowMatchEulerDiscreteScheduler,
-        FlowMatchHeunDiscreteScheduler,
-    )
+    if sampler not in SAMPLERS:
+        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
+    import diffusers
 
     from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # imports diffusers
 
-    flow = dict(euler=FlowMatchEulerDiscreteScheduler, heun=FlowMatchHeunDiscreteScheduler, sde=FlowMatchSDEScheduler)
-    if sampler not in SAMPLERS:
-        raise ValueError(f"sampler {sampler!r} is not one of {', '.join(SAMPLERS)}")
-    common = dict(num_train_timesteps=NUM_TIMESTEPS, beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
-    if sampler == "ddpm":
-        variance = "learned_range" if learned_variance else "fixed_small"
-        scheduler = DDPMScheduler(**common, clip_sample=clip, variance_type=variance, timestep_spacing="linspace")
-    elif sampler == "ddim":
-        scheduler = DDIMScheduler(**common, clip_sample=clip, timestep_spacing="leading")
-    elif sampler in flow:
-        scheduler = flow[sampler](num_train_timesteps=NUM_TIMESTEPS, shift=shift)
-    else:
-        scheduler = DPMSolverMultistepScheduler(
-            **common,
-            algorithm_type="dpmsolver++",
-            solver_order=2,
-            use_lu_lambdas=True,
-            final_sigmas_type="zero",
-            thresholding=clip,  # by default the largest value is 1: this clips to [-1, 1]
-        )
+    variance = "learned_range" if learned_variance else "fixed_small"
+    dpm = dict(algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True, final_sigmas_type="zero")
+    kind, own = {
+        "ddpm": (diffusers.DDPMScheduler, dict(clip_sample=clip, variance_type=variance, timestep_spacing="linspace")),
+        "ddim": (diffusers.DDIMScheduler, dict(clip_sample=clip, timestep_spacing="leading")),
+        # By default the largest value is 1: this clips to [-1, 1].
+        "dpm-solver++": (diffusers.DPMSolverMultistepScheduler, dict(dpm, thresholding=clip)),
+        "euler": (diffusers.FlowMatchEulerDiscreteScheduler, dict(shift=shift)),
+        "heun": (diffusers.FlowMatchHeunDiscreteScheduler, dict(shift=shift)),
+        "sde": (FlowMatchSDEScheduler, dict(shift=shift)),
+    }[sampler]
+    if SAMPLERS[sampler] == "noise":
+        own.update(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
+    scheduler = kind(num_train_timesteps=NUM_TIMESTEPS, **own)
     set_steps(scheduler, num_steps)
     return scheduler
 
@@ -140,18 +145,12 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
         scheduler.set_timesteps(num_steps)
     first, second = [*scheduler.timesteps.tolist(), -1][:2]
     if len(scheduler.timesteps) > 1 and first + (first - second) < 0.9 * total:
-        raise ValueError(
-            f"steps {num_steps}: the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}; "
-            f"take a divisor of {total}"
-        )
+        begin = f"the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}"
+        raise ValueError(f"steps {num_steps}: {begin}; take a divisor of {total}")
 
 
 def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> SchedulerMixin:
-    """Return the scheduler without settings of another class that break it, taken over by `from_config`.
-
-    From a DDPM with a learned variance, DPM-Solver inherits a variance_type with which diffusers cuts the
-    prediction to three channels; others lose the clipping; DDIM inherits a spacing that does not fit its strides.
-    """
+    """Return the scheduler without settings of another class that break it, taken over by `from_config`."""
     from diffusers import DDIMScheduler, DDPMScheduler
 
     config, own = scheduler.config, inspect.signature(type(scheduler).__init__).parameters
@@ -159,61 +158,36 @@ def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> Schedule
         raise ValueError(f"the scheduler's variance_type {config.variance_type} needs a model with a learned variance")
     change: dict = {}
     if isinstance(scheduler, DDIMScheduler) and config.timestep_spacing == "linspace":
-        change = dict(timestep_spacing="leading")
+        change = dict(timestep_spacing="leading")  # which fits its strides
     if not isinstance(scheduler, DDPMScheduler) and "variance_type" in own and config.variance_type in LEARNED:
-        change.update(variance_type=None)
+        change.update(variance_type=None)  # or diffusers cuts the prediction to three channels
     if "thresholding" in own and "clip_sample" not in own and config.get("clip_sample") and not config.thresholding:
         change.update(thresholding=True, sample_max_value=config.get("clip_sample_range", 1.0))
     return type(scheduler).from_config(config, **change) if change else scheduler
 
 
-def initial_noise(
-    shape: Sequence[int], generators: Sequence[torch.Generator], device: Union[torch.device, str]
-) -> Tensor:
+def initial_noise(shape: Sequence[int], generators: Sequence[torch.Generator], device) -> Tensor:
     """Draw noise [B, *shape], one image from every generator."""
     return torch.stack([torch.randn(tuple(shape), generator=g, device=g.device).to(device) for g in generators])
 
 
 @torch.no_grad()
 def denoise(
-    predict: Callable[[Tensor, Tensor, Tensor], Tensor],
-    scheduler: SchedulerMixin,
-    x: Tensor,
-    labels: Tensor,
-    generators: List[torch.Generator],
-    null_label: int,
-    guidance: Guidance = Guidance(),  # noqa: B008  frozen
-    on_step: Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]] = None,
+    predict: Callable, scheduler: SchedulerMixin, x: Tensor, generators: list[torch.Generator], on_step: OnStep = None
 ) -> Tensor:
-    """Denoise x [B, C, h, w], float32; see `sample_images`.
-
-    The noise of every step comes from the generators, one per image.
-    """
+    """Denoise x [B, C, h, w], float32, with `predict(x, timestep)` and one generator per image."""
     from diffusers import DDPMScheduler
 
-    wrong = labels[(labels < 0) | (labels > null_label)].tolist()
-    if wrong:
-        raise ValueError(
-            f"class_labels {wrong[:5]} are out of range: 0 to {null_label - 1}, or {null_label} for no class"
-        )
     set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers have state
     uses_variance = isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
     # Deterministic solvers such as UniPC's and Heun's take no generator.
     noise_source = dict(generator=generators) if "generator" in inspect.signature(scheduler.step).parameters else {}
     channels = x.shape[1]
-    both = torch.cat([labels, torch.full_like(labels, null_label)])
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's lack this and the next
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
-        guided = guidance.applies(t.item() / scheduler.config.num_train_timesteps)
-        noisy = scale(x, t)
-        y = both if guided else labels
-        out = predict(torch.cat([noisy, noisy]) if guided else noisy, t.to(x.device).expand(len(y)), y).float()
-        if guided:
-            out = guidance.combine(*out.chunk(2), channels)
-        if not uses_variance:
-            out = out[:, :channels]
-        x = scheduler.step(out, t, x, **noise_source).prev_sample
+        out = predict(scale(x, t), t)
+        x = scheduler.step(out if uses_variance else out[:, :channels], t, x, **noise_source).prev_sample
         if on_step is not None:
             changed = on_step(step, t, x)
             x = x if changed is None else changed
@@ -229,7 +203,7 @@ def sample_images(
     seeds: Iterable[int],
     null_label: int,
     guidance: Guidance = Guidance(),  # noqa: B008  frozen
-    on_step: Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]] = None,
+    on_step: OnStep = None,
 ) -> Tensor:
     """Sample one image per label [B, C, h, w], with any function that predicts noise or a velocity.
 
@@ -243,11 +217,11 @@ def sample_images(
     """
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     x = initial_noise(shape, generators, labels.device)
-    return denoise(predict, scheduler, x, labels, generators, null_label, guidance, on_step)
+    return denoise(guidance.around(predict, labels, null_label), scheduler, x, generators, on_step)
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:
-    """Raise FloatingPointError if images [B, ...] hold NaN or infinity, which would become black or white."""
+    """Raise FloatingPointError if images [B, ...] hold NaN or infinity."""
     bad = len(images) - int(images.isfinite().reshape(len(images), -1).all(1).sum())
     if bad:
         raise FloatingPointError(f"{when}: {bad} of {len(images)} images hold NaN or infinity")

@@ -1,7 +1,5 @@
 """The task of diffusion: what accelerate wraps."""
 
-from typing import Dict, List, Optional
-
 from torch import Tensor, nn
 
 from moh_vision.attention.losses import RoutedTask
@@ -15,7 +13,7 @@ class DiffusionTask(RoutedTask):
         model: nn.Module,
         balance_weight: float,
         diffusion: nn.Module,
-        alignment: Optional[nn.Module] = None,
+        alignment: nn.Module | None = None,
         **moa_weights: float,
     ):
         super().__init__(model, balance_weight, **moa_weights)
@@ -27,19 +25,15 @@ class DiffusionTask(RoutedTask):
         labels: Tensor,
         timesteps: Tensor,
         noise: Tensor,
-        teacher_tokens: Optional[Tensor] = None,
-    ) -> Dict:
-        """Return the losses, mean mse and vb for images x_0 and noise [B, C, h, w], labels and timesteps [B].
-
-        With teacher_tokens [B, N, width], task_loss includes a weighted repa_loss, returned too.
-        """
+        teacher_tokens: Tensor | None = None,
+    ) -> dict:
+        """Return the losses, mean mse and vb; with teacher_tokens [B, N, width] also repa_loss."""
         xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
-        tokens: List[Tensor] = []
-        taken = {} if teacher_tokens is None else dict(tokens=tokens)
+        taken = {} if teacher_tokens is None else dict(tokens=[])
         output, stats = self.model.forward_routed(xt, timesteps, labels, **taken)  # [B, C or 2C, ...]
         terms = {name: value.mean() for name, value in self.diffusion(output, images, xt, noise, timesteps).items()}
         task_loss = terms.pop("loss")
         if teacher_tokens is not None:
-            terms["repa_loss"] = self.alignment(tokens, teacher_tokens)
+            terms["repa_loss"] = self.alignment(taken["tokens"], teacher_tokens)
             task_loss = task_loss + self.alignment.weight * terms["repa_loss"]
         return dict(self.losses(task_loss, stats), **{name: value.detach() for name, value in terms.items()})

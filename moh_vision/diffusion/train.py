@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
 
-from accelerate.utils import DistributedType, send_to_device
+from accelerate.utils import send_to_device
 from torch import nn
 
 from moh_vision.attention import settings
@@ -23,8 +22,7 @@ from moh_vision.diffusion.alignment import Alignment
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.previews import Samples
-from moh_vision.diffusion.scores import make_scorer
+from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
@@ -63,8 +61,8 @@ def train(run: Run) -> None:
         return inputs.describe_vae() and say(inputs.describe_vae().rstrip())
     model, elastic = made
     origin = config.model.pretrained or config.init_from
-    if origin and not run.checkpoint and trained_objective(origin) != objective.name:
-        before = trained_objective(origin)
+    before = trained_objective(origin) if origin and not run.checkpoint else objective.name
+    if before != objective.name:
         say(f"{origin} was trained with objective {before}, this run with {objective.name}")
     teacher, alignment = None, None
     if config.repa.teacher:
@@ -73,13 +71,12 @@ def train(run: Run) -> None:
     run.take_model(model, mae_routers(model), elastic, alignment)
 
     # ---------------------------------------------------------------- previews, batches, calibration; opens the run
-    drawing = Drawing(run, inputs, model, objective, arguments["learn_sigma"])
+    drawings = open_drawings(run, inputs, model, objective)
     batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     if config.calibrate_images and not run.checkpoint:
-        share_strongest_heads(
-            model, inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
-        )
+        seen = inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
+        share_strongest_heads(model, seen)
     run.open(DataRecord(d.root, config.allow_change, train=source))
 
     # ---------------------------------------------------------------- task and optimiser
@@ -104,58 +101,20 @@ def train(run: Run) -> None:
         run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
-            run.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **drawing.failed())
+            failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}
+            run.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **failed)
         run.save()
-        drawing.after_step()
+        for drawn in drawings:
+            if run.due(drawn.config.every, at_end=True):
+                drawn.draw(run.ema.module if run.ema else run.model, run)
 
 
-class Drawing:
-    """The previews and scores of a run, always of the same noise; of the EMA weights if any."""
-
-    def __init__(self, run: Run, inputs, model: nn.Module, objective: nn.Module, learned_variance: bool):
-        config, accelerator = run.config, run.accelerator
-        self.run, every = run, {c.section: c.every for c in (config.preview, config.score)}
-        for section, steps in every.items():
-            if steps > config.max_steps:
-                hint = f"--{section}.every {config.max_steps} asks for it"
-                accelerator.print(f"{section}.every {steps}: none in {config.max_steps} steps; {hint}")
-        draws = any(0 < steps <= config.max_steps for steps in every.values())
-        if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
-            raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
-        with accelerator.main_process_first():
-            decode = inputs.decoder(accelerator.device) if draws else None
-        how = (inputs.source.classes, learned_variance, inputs.space is None, objective, decode)
-        self.previews, self.scored = Samples(config.preview, *how), Samples(config.score, *how)
-        self.scorer = None
-        if 0 < config.score.every <= config.max_steps:
-            channels = (inputs.vae or model).config.in_channels
-            with accelerator.main_process_first():
-                self.scorer = make_scorer(**config.score.scoring(config.data.root), channels=channels)
-
-    def failed(self) -> Dict[str, int]:
-        """Count what could not be drawn or scored."""
-        return dict(failed_previews=self.previews.failed, failed_scores=self.scored.failed)
-
-    def after_step(self) -> None:
-        """Draw and score where it is time."""
-        run, config = self.run, self.run.config
-        drawn = run.ema.module if run.ema else run.model
-        if run.due(config.preview.every, at_end=True):
-            picture = run.folder / "previews" / f"step_{run.done}.png"
-            self.previews.draw(drawn, picture, run.log, run.done, ema=bool(run.ema))
-            run.log.pause()
-        if run.due(config.score.every, at_end=True):
-            scores, text = self.scored.score(drawn, self.scorer, run.folder, run.log, run.done, run.accelerator)
-            run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
-
-
-def open_teacher(config: DitConfig, model: nn.Module, inputs) -> Tuple[Teacher, Alignment]:
+def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
     """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and the `Alignment`."""
     r, depth, m = config.repa, len(model.blocks), model.config
     if inputs.colours is None:
-        raise ValueError(
-            f"repa.teacher {r.teacher} needs images: data.root {config.data.root} holds stored latents; give the images, and vae"
-        )
+        stored = f"data.root {config.data.root} holds stored latents; give the images, and vae"
+        raise ValueError(f"repa.teacher {r.teacher} needs images: {stored}")
     if r.block > depth:
         raise ValueError(f"repa.block {r.block} is out of range: 1 to {depth}, the blocks of the model")
     half = [0.5] * inputs.colours  # images are in -1 .. 1
@@ -174,7 +133,7 @@ def trained_objective(source: str) -> str:
     return config.get("objective", "noise") if isinstance(config, dict) else "noise"
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     with Run("train_dit.py", DitConfig, argv, settings) as run:
         train(run)
 

@@ -9,10 +9,10 @@ from moh_vision.diffusion.image_grid import _in_lines, draw_image_grid, image_gr
 def test_grid_places_images_row_by_row(tmp_path):
     images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
     images[2] = 255  # second row, first column
-    draw_image_grid(images, 2, str(tmp_path / "sub" / "grid.png"), cell=16, gap=2)
+    draw_image_grid(images, 2, str(tmp_path / "sub" / "grid.png"))
     pixels = np.asarray(Image.open(tmp_path / "sub" / "grid.png"))
-    assert pixels.shape == (38, 38)
-    assert (pixels[20:36, 2:18] == 255).all() and (pixels[2:18, 2:18] == 0).all() and (pixels[20:36, 20:36] == 0).all()
+    assert pixels.shape == (102, 102)
+    assert (pixels[52:100, 2:50] == 255).all() and not pixels[2:50, 2:50].any() and not pixels[52:100, 52:100].any()
     draw_image_grid(torch.zeros(3, 3, 64, 64, dtype=torch.uint8), 2, str(tmp_path / "rgb.png"))
     assert Image.open(tmp_path / "rgb.png").size == (134, 134)
 

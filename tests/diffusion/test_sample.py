@@ -480,8 +480,9 @@ def test_classes_that_are_asked_for(tmp_path, capsys):
     assert labels.tolist() == [2, 0, 2, 0, 2] and "grid, one class a row: " in capsys.readouterr().out
     with Image.open(tmp_path / "g.png") as grid:
         assert grid.height == 2 * 50 + 2 and 2 * 50 + 2 < grid.width < 3 * 50
-    config = SampleConfig(checkpoint=str(run), out="x", num_images=50, labels="random")
-    assert set(sample.draw_labels(config, [2, 0]).tolist()) == {0, 2}
+    more = "--classes c 0 --num-images 50 --labels random --steps 1 --out".split()
+    call(run, *more, tmp_path / "r.npz")
+    assert set(drawn(tmp_path / "r.npz")[1].tolist()) == {0, 2}
     call(run, "--num-images", "1", "--grid", tmp_path / "c.png")
     assert f"grid, one class a row (1 of 3 classes; --classes chooses): {tmp_path}/c.png" in capsys.readouterr().out
     for asked, words in (
@@ -638,7 +639,7 @@ def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channe
     exported(tmp_path, JUDGE, classes, img_size=8, patch_size=4, in_chans=channels, **JUDGE_SIZES)
     parts.add(0, torch.randint(0, 256, (30, samples, 8, 8), dtype=torch.uint8))
     judge = ClassifierScores(SourceImages(Digits("val"), "digits"), str(tmp_path), classes)
-    scores, text = judge(parts, torch.arange(30) % 10, "cpu", 30)
+    scores, text = judge(parts, torch.arange(30) % 10, "cpu")
     assert text.endswith("misses most of the real images: a weak judge, whose numbers say little")  # nobody trained it
     assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
 

@@ -22,12 +22,13 @@ from small_runs import entries, logged, results, same
 
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
+from moh_vision.data.sources import Digits
 from moh_vision.diffusion import sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.config import PreviewConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.objectives import HybridLoss
-from moh_vision.diffusion.previews import Samples
+from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.manifest import damage
 from moh_vision.models.head_load import HeadLoad
@@ -397,13 +398,15 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     model, _ = from_run(str(tmp_path / "drawn"), "diffusion")
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
     logged = []
-    log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what))
-    previews = Samples(config, list("0123456789"), learned_variance=True, clip=True, objective=HybridLoss())
-    previews.draw(model, tmp_path / "again.png", log, step=4)
+    log = SimpleNamespace(enabled=True, say=logged.append, pictures=lambda *what: logged.append(what), pause=int)
+    run = SimpleNamespace(log=log, done=4, ema=None, folder=tmp_path / "again")
+    again, inputs = run.folder / "previews" / "step_4.png", SimpleNamespace(source=Digits("train"), space=None)
+    previews = Previews(config, inputs, model, HybridLoss())
+    previews.draw(model, run)
     (step, _, images), said = logged
-    assert said == f"preview (ddim, 3 steps, guidance 1.5): {tmp_path / 'again.png'}"
+    assert said == f"preview (ddim, 3 steps, guidance 1.5): {again}"
     assert step == 4 and images.shape == (12, 1, 8, 8) and images.dtype == torch.uint8
-    assert (np.asarray(Image.open(tmp_path / "again.png")) == pictures[1]).all()
+    assert (np.asarray(Image.open(again)) == pictures[1]).all()
     # Pictures are no part of what a run is: others resume it.
     more = "--max-steps 5 --preview.every 5 --preview.steps 1 --preview.classes 7 2 --preview.images 7".split()
     capsys.readouterr()
@@ -415,18 +418,18 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
         assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
     config.columns, config.images = None, 20  # ten classes, which is what has rows without `classes`, too
-    previews.draw(model, tmp_path / "rows.png", log, step=4)
-    with Image.open(tmp_path / "rows.png") as picture:
+    previews.draw(model, run)
+    with Image.open(again) as picture:
         assert picture.height == 10 * 50 + 2 and 2 * 50 + 2 < picture.width < 3 * 50
     previews.names, previews.classes = ["all"], torch.zeros(1, dtype=torch.long)
-    previews.draw(model, tmp_path / "one.png", log, step=4)
-    with Image.open(tmp_path / "one.png") as picture:  # one class is no strip of all images
+    previews.draw(model, run)
+    with Image.open(again) as picture:  # one class is no strip of all images
         assert picture.size == (10 * 50 + 2, 2 * 50 + 2)
 
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("moh_vision.diffusion.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan))
-    monkeypatch.setattr(train_dit, "make_scorer", lambda **_: None)  # there is nothing to score
+    monkeypatch.setattr("moh_vision.diffusion.previews.make_scorer", lambda *_, **__: None)  # there is nothing to score
     output = tmp_path / "run"
     argv = "--max-steps 3 --log-every 1 --preview.every 1 --score.every 3"
     train_dit.main(["--config", "configs/quickstart/dit.yaml", *argv.split(), *SMALL, "--output", str(output)])
@@ -516,7 +519,7 @@ def test_a_score_that_fails_does_not_end_the_training(tmp_path, capsys, monkeypa
             raise RuntimeError("out of memory")
         return {}, ""
 
-    monkeypatch.setattr(train_dit, "make_scorer", lambda *_, **__: scorer)
+    monkeypatch.setattr("moh_vision.diffusion.previews.make_scorer", lambda *_, **__: scorer)
     argv = ["--config", "configs/quickstart/dit.yaml", *SMALL, "--output", str(run)]
     argv += "--score.every 1 --score.steps 2 --score.images 3 --score.reference digits --max-steps".split()
     train_dit.main([*argv, "2"])
