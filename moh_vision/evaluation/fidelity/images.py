@@ -21,7 +21,7 @@ from moh_vision.data.decode import MAX_PIXELS, open_image, upright, upright_size
 from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
-from moh_vision.engine.commands import refuse_missing
+from moh_vision.engine.commands import reason_of, refuse_missing
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
@@ -115,7 +115,7 @@ def _opened(file: Path) -> Iterator[Image.Image]:
         with open_image(file, FORMATS) as image:
             yield image
     except Exception as error:  # decoders raise many kinds
-        raise ValueError(f"{file}: not a readable image ({error})") from None
+        raise ValueError(f"{file}: not a readable image ({reason_of(error)})") from None
 
 
 class SourceImages(ImageSet):
@@ -157,7 +157,7 @@ class ImageArchive(ImageSet):
             self.file.read((first - self.next) * image)
             data = self.file.read(count * image)
         except Exception as error:  # damaged compression makes many kinds
-            raise ValueError(f"{self.name}: arr_0 is damaged in image {first} or behind ({error})") from None
+            raise ValueError(f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})") from None
         if len(data) != count * image:
             raise ValueError(f"{self.name}: ends within image {first + len(data) // image} of {len(self)}")
         self.next = stop
@@ -234,7 +234,7 @@ def archive_members(path: Path) -> list[str]:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
     except Exception as error:  # damaged directories make many kinds
-        raise ValueError(f"{path}: not a readable .npz file ({error})") from None
+        raise ValueError(f"{path}: not a readable .npz file ({reason_of(error)})") from None
 
 
 def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple, bool, np.dtype]:
@@ -248,4 +248,4 @@ def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple, bool, 
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         return file, *read(file)
     except Exception as error:  # encryption, unknown compression, a wrong header
-        raise ValueError(f"{path}: {name} is not an array ({error})") from None
+        raise ValueError(f"{path}: {name} is not an array ({reason_of(error)})") from None

@@ -224,4 +224,4 @@ def _array(path: Path, name: str, kind: str, expected: list[int | None]) -> np.n
             file.seek(0)
             return np.lib.format.read_array(file, allow_pickle=False)
         except Exception as error:  # damaged compression makes many kinds
-            raise ValueError(f"{path}: {name} is damaged ({error})") from None
+            raise ValueError(f"{path}: {name} is damaged ({reason_of(error)})") from None
