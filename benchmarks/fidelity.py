@@ -29,8 +29,8 @@ from timing import machine, write_report
 from torch import nn
 
 from moh_vision.data.splits import open_source
-from moh_vision.evaluation.fidelity import score
-from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor
+from moh_vision.evaluation.fidelity import Extracted, Extractor, score, statistics_of
+from moh_vision.evaluation.fidelity.images import SourceImages
 
 HERE = Path(__file__).parent
 SETS = ("generated", "reference")
@@ -83,11 +83,8 @@ class Projection(Extractor):
 
 def projected(data, saved, batch_size):
     """Scores of the training set against the test set, or against saved statistics without features."""
-    from moh_vision.diffusion.scores import source_batches
-    from moh_vision.evaluation.fidelity import statistics_of
-
-    train = source_batches(open_source(data, "train"), 32, batch_size)
-    reference = source_batches(open_source(data, "val"), 32, batch_size)
+    train, reference = (SourceImages(open_source(data, split), split) for split in ("train", "val"))
+    train.size = reference.size = 32
     if saved:
         reference = statistics_of(reference, Projection(), batch_size, "cpu", "test images")
         reference.features = None

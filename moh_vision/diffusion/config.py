@@ -239,8 +239,8 @@ class SampleConfig(Section):
     head_load: Optional[str] = key(None)
     """JSON of which heads the tokens of each class and timestep ran, for `python -m moh_vision head-load`."""
     score: Optional[str] = key(None)
-    """The reference: a folder of images, a .npz (images, or ADM's statistics), saved statistics (.safetensors), or a data
-    set as in data.root."""
+    """The reference: a folder of images, a .npz (images, or ADM's or saved statistics), or a data set as in
+    data.root."""
     score_split: Optional[Literal["train", "val"]] = key(None, needs="score")
     """Split of a data set: "val" (the default) or "train"."""
     extractor: Optional[str] = key(None, needs="score")

@@ -17,7 +17,7 @@ from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
 from moh_vision.evaluation.fidelity.images import SourceImages, open_set
-from moh_vision.evaluation.fidelity.table import table
+from moh_vision.evaluation.fidelity.scoring import table
 from moh_vision.models.weights import from_run
 
 

@@ -1,6 +1,6 @@
 """Accuracy and loss, exact over processes: every sample counts once."""
 
-from typing import Callable, Dict, Iterable, Tuple
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -9,21 +9,15 @@ from torch.nn import functional as F
 
 @torch.no_grad()
 def evaluate(
-    predict: Callable[[Tensor, Tensor], Tuple[Tensor, Tensor]],
+    predict: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
     batches: Iterable[dict],
     device,
     reduce: Callable[[Tensor], Tensor],
-) -> Dict[str, float]:
-    """Top-1, top-5 and cross-entropy.
+) -> dict[str, float]:
+    """Return dict(top1 and top5 in percent, loss: cross-entropy, images) of all processes' batches.
 
-    Args:
-        predict: (images [B, C, h, w], labels of the batch) -> logits [B, classes], labels [B]; see `likeliest`.
-        batches: dicts with images and labels, this process's share.
-        device: where to compute.
-        reduce: sums a tensor over processes.
-
-    Returns:
-        dict(top1, top5, loss, images): the first two in percent.
+    `predict` turns images [B, C, h, w] and the batch's labels into logits [B, classes] and labels [B], see `likeliest`;
+    `batches` are dicts of both, this process's share; `reduce` sums a tensor over processes.
     """
     totals = torch.zeros(4, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
@@ -41,23 +35,16 @@ def evaluate(
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the most likely of each image's labels, of which several may be right.
+    """Return the likeliest of each image's labels [B] or [B, L], by logits [B, classes].
 
     Some label is among the best k classes if and only if this one is.
-
-    Args:
-        logits: [B, classes].
-        labels: [B], or [B, L].
-
-    Returns:
-        labels [B].
     """
     labels = labels.view(len(labels), -1)  # [B, L]
     return labels.gather(1, logits.gather(1, labels).argmax(1, keepdim=True))[:, 0]
 
 
-def summary(scores: Dict) -> str:
-    """One line of what validation found."""
+def summary(scores: dict) -> str:
+    """Return one line of what validation found."""
     bad = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
     return (
         f"top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %, loss {scores['loss']:.4f}, "

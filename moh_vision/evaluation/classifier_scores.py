@@ -3,7 +3,7 @@
 They are no FID: the features are the classifier's, and they are named after it.
 """
 
-from typing import Iterable
+from collections.abc import Iterable
 
 import torch
 
@@ -14,19 +14,10 @@ from moh_vision.evaluation.fidelity.statistics import Moments
 
 @torch.no_grad()
 def score_with_classifier(classifier, generated: Iterable[dict], reference: Iterable[dict], device) -> dict:
-    """Score samples batch by batch, keeping F x F moments of their features.
+    """Return the shares of images classified as their class, and the distance of Gaussians fitted to the features.
 
-    Args:
-        classifier: a timm model in eval mode, trained on the same classes.
-        generated: batches of samples, dicts with images [B, C, h, w], normalised for the classifier, and
-            labels [B], the requested classes.
-        reference: batches of real images and their labels.
-        device: where to compute.
-
-    Returns:
-        dict(recognised, recognised_real, frechet_distance, num_generated, num_reference, num_features): shares of
-        images classified as their class; the distance between Gaussians fitted to the features, or None
-        with no more images than features.
+    The distance is None with no more images than features. `classifier` is a timm model in eval mode; batches are dicts
+    of images [B, C, h, w], normalised for it, and labels [B], for samples the requested classes.
     """
 
     def run(batches: Iterable[dict]):

@@ -202,11 +202,11 @@ def test_parts_merge_to_the_whole():
     whole, parts = kept.SetStatistics(True), [kept.SetStatistics(True) for _ in range(2)]
     for number, batch in enumerate(x.split(8)):
         for target in (whole, parts[number % 2]):
-            target.add(8 * number, *tiny(batch))
+            target.add(8 * number, tiny(batch))
     parts[0].merge(parts[1])
     assert torch.equal(parts[0].all_features(), whole.all_features())
-    assert torch.allclose(parts[0].pooled.result()[1], whole.pooled.result()[1], rtol=1e-12)
-    assert parts[0].classes.result() == pytest.approx(whole.classes.result(), rel=1e-12)
+    assert torch.allclose(parts[0].parts["pooled"].result()[1], whole.parts["pooled"].result()[1], rtol=1e-12)
+    assert parts[0].parts["logits"].result() == pytest.approx(whole.parts["logits"].result(), rel=1e-12)
 
 
 def test_adms_reference_files(tmp_path):
@@ -231,7 +231,7 @@ def test_adms_reference_files(tmp_path):
 def test_saved_statistics(tmp_path, monkeypatch, capsys):
     a, b = images(60), write_folder(tmp_path / "b", images(50, 1))
     monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
-    file = tmp_path / "b.safetensors"
+    file = tmp_path / "b.saved.npz"
     assert main([str(b), "--save-statistics", str(file)]) == 0
     sha = hashlib.sha256(file.read_bytes()).hexdigest()  # a folder has none
     assert score(a, file, extractor=Tiny()) == score(a, b, extractor=Tiny()) | dict(reference_sha256=sha)
@@ -324,7 +324,7 @@ def test_grey_images_are_not_compared_with_coloured_ones(tmp_path, monkeypatch, 
             with one_line(f"the generated images are {kinds[0]}, those of {reference} {kinds[1]}; convert one"):
                 score(generated, reference, extractor=tiny, batch_size=8)
     assert sum(seen) <= 8  # the number of features is asked for, no more
-    statistics = str(tmp_path / "grey.safetensors")
+    statistics = str(tmp_path / "grey.saved.npz")
     assert main([str(tmp_path / "grey"), "--save-statistics", statistics]) == 0
     assert main([str(colour), statistics]) == 2 and "the generated images are in colour" in capsys.readouterr().err
     assert main([str(tmp_path / "grey.npz"), "digits"]) == 0  # they are grey
@@ -340,7 +340,7 @@ def test_images_of_another_size_are_said(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Pooled())
     small, large = images(40), images(40, 1).repeat_interleave(2, 2)
-    folder, file, statistics = (tmp_path / name for name in ("small", "large.npz", "large.safetensors"))
+    folder, file, statistics = (tmp_path / name for name in ("small", "large.npz", "large.saved.npz"))
     write_folder(folder, small), np.savez(file, arr_0=large.permute(0, 2, 3, 1).numpy())
     assert main([str(file), "--save-statistics", str(statistics)]) == 0
     for source, reference, name in (
@@ -422,7 +422,7 @@ def test_what_cannot_be_compared_is_refused_before_the_work(tmp_path, count, wor
         (dict(arr_0=np.zeros((4, 3, 8, 8), np.uint8)), r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height"),
         (dict(arr_0=np.zeros((0, 8, 8, 3), np.uint8)), "arr_0 holds no images"),
         (dict(images=np.zeros((4, 8, 8, 3), np.uint8)), "holds no arr_0, only images"),
-        (dict(mu=np.zeros(12)), "holds mu, but no sigma"),
+        (dict(mu=np.zeros(12)), "holds no sigma, only mu"),
         (dict(mu=np.full(12, np.nan), sigma=np.eye(12)), "mu holds numbers that are not finite"),
         (dict(mu=np.zeros(13), sigma=np.eye(13)), "has 13 features, tiny gives 12"),
     ],
@@ -483,8 +483,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         ([str(a), str(b), "--gpu", "1"], "unknown argument --gpu\n"),
         ([str(a), str(b), "--batch-size", "0"], "--batch-size 0: expected 1 or more"),
         ([str(a), str(b), "--batches", "3"], "unknown argument --batches, did you mean --batch-size?"),
-        ([str(a), "--save-statistics", "s.safetensors", "--out", "x"], "--out has no effect with --save-statistics"),
-        ([str(a), "--save-statistics", "s.safetensors", "--allow-biased"], "--allow-biased has no effect with"),
+        ([str(a), "--save-statistics", "s.npz", "--out", "x"], "--out has no effect with --save-statistics"),
+        ([str(a), "--save-statistics", "s.npz", "--allow-biased"], "--allow-biased has no effect with"),
         ([str(a), str(b), "--device", "abacus"], "--device abacus: Expected one of cpu"),
     ):
         assert main(argv) == 2
@@ -514,7 +514,7 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, monkeyp
         assert {k: result[k] for k in want} == want
         assert result["generated"] == (f"{data}, train split" if argv[0] == data else folder)
     assert f"40 images of {data}, train split against 40 of {data}, val split" in capsys.readouterr().out
-    statistics = str(tmp_path / "s.safetensors")
+    statistics = str(tmp_path / "s.npz")
     assert main([data, "--save-statistics", statistics, "--size", "8"]) == 0 == main([folder, statistics])
     for argv, words in (
         ([data, data], f"{data}, train split: its images have no one size; --size PIXELS crops them"),

@@ -115,7 +115,7 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
     sizes = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=0)
     model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
     own = dict(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", input_size=(3, 32, 32))
-    folder, file = tmp_path / "vit", tmp_path / "b.safetensors"
+    folder, file = tmp_path / "vit", tmp_path / "b.saved.npz"
     model.pretrained_cfg = {**model.pretrained_cfg, **own}
     timm.models.save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
     x = images(30)[:, :, :24, :24]

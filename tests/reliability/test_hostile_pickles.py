@@ -114,7 +114,7 @@ def doors(tmp_path) -> dict:
         lambda f: ClassifierScores(open_set("--score", "digits", None, "val"), str(f.parent), []),
     )
     found["Inception"] = tmp_path / "inception.pth", Inception
-    found["saved statistics"] = tmp_path / "s.safetensors", load_statistics
+    found["saved statistics"] = tmp_path / "s.npz", load_statistics
     found["reference"] = tmp_path / "r.npz", lambda f: score(stats, f, extractor=module)
     found["generated"] = tmp_path / "g.npz", lambda f: score(f, stats, extractor=module)
     for kind in (ClsConfig, DitConfig):

@@ -16,8 +16,7 @@ from safetensors.torch import save, save_file
 from small_runs import same
 
 import moh_vision
-from moh_vision.evaluation.fidelity import load_statistics, score
-from moh_vision.evaluation.fidelity.reference import open_reference
+from moh_vision.evaluation.fidelity import Reference, load_statistics, score
 from moh_vision.models.weights import create, from_run, init_from, to_validate
 
 NAME = "moh_vit_small_patch16_224"
@@ -50,18 +49,14 @@ def pickled(state, legacy=False) -> bytes:
     return out.getvalue()
 
 
-def statistics() -> dict:
-    g = torch.Generator().manual_seed(0)
-    x = torch.randn(20, 4, generator=g, dtype=torch.float64)
-    return {"pooled.mean": x.mean(0), "pooled.covariance": x.T.cov(), "features": x.float()}
+STATISTICS = dict(count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4])
 
 
-STATISTICS = dict(format=1, count=20, extractor="x", weights_sha256="0" * 64, source="s")
-
-
-def statistics_file(about=STATISTICS, **changes) -> bytes:
-    tensors = {k: v for k, v in {**statistics(), **changes}.items() if v is not None}
-    return save(tensors, {"statistics": json.dumps(about)})
+def statistics_file(says=STATISTICS, **changes) -> bytes:
+    x = np.random.default_rng(0).standard_normal((20, 4))
+    arrays = dict(mu=x.mean(0), sigma=np.cov(x.T), features=x.astype(np.float32), record=json.dumps(says))
+    np.savez(file := io.BytesIO(), **{k: v for k, v in {**arrays, **changes}.items() if v is not None})
+    return file.getvalue()
 
 
 def with_header(data: bytes, change) -> bytes:
@@ -143,7 +138,7 @@ def readers(vit, dit):
         "to_validate": (save(state, metadata()), ".safetensors", lambda f: to_validate(str(f), NAME, SMALL)),
         "init_from": (save(state, metadata()), ".safetensors", lambda f: init_from(copy.deepcopy(vit), str(f), lambda text: None)),
         "init_from of .pth": (pickled(half), ".pth", lambda f: init_from(copy.deepcopy(vit), str(f), lambda text: None)),
-        "load_statistics": (statistics_file(), ".safetensors", load_statistics),
+        "load_statistics": (statistics_file(), ".npz", load_statistics),
     }  # fmt: skip
 
 
@@ -313,7 +308,7 @@ def test_files_that_are_not_there(tmp_path, vit):
         lambda: moh_vision.load_checkpoint(vit, tmp_path),
         lambda: from_run(str(tmp_path), "classifier"),
         lambda: init_from(vit, str(tmp_path / "w.pth")),
-        lambda: load_statistics(tmp_path / "s.safetensors"),
+        lambda: load_statistics(tmp_path / "s.npz"),
     ):
         with one_line(str(tmp_path), FileNotFoundError):
             read()
@@ -323,32 +318,31 @@ def test_files_that_are_not_there(tmp_path, vit):
 
 
 STATS = {
-    "no mean": statistics_file(**{"pooled.mean": None}),
-    "no covariance": statistics_file(**{"pooled.covariance": None}),
-    "a covariance that is no square": statistics_file(**{"pooled.covariance": torch.zeros(4, 5, dtype=torch.float64)}),
-    "a mean of rank 0": statistics_file(**{"pooled.mean": torch.zeros((), dtype=torch.float64)}),
-    "other features": statistics_file(features=torch.zeros(20, 7)),
-    "fewer features than images": statistics_file(features=torch.zeros(3, 4)),
-    "whole numbers": statistics_file(**{"pooled.mean": torch.zeros(4, dtype=torch.int64)}),
-    "NaN": statistics_file(**{"pooled.mean": torch.full((4,), torch.nan, dtype=torch.float64)}),
-    "half of the spatial ones": statistics_file(**{"spatial.mean": torch.zeros(4)}),
-    "another tensor": statistics_file(**{"x": torch.zeros(4)}),
+    "no mean": statistics_file(mu=None),
+    "no covariance": statistics_file(sigma=None),
+    "a covariance that is no square": statistics_file(sigma=np.zeros((4, 5))),
+    "a mean of rank 0": statistics_file(mu=np.zeros(())),
+    "other features": statistics_file(features=np.zeros((20, 7))),
+    "fewer features than images": statistics_file(features=np.zeros((3, 4))),
+    "whole numbers": statistics_file(mu=np.zeros(4, int)),
+    "NaN": statistics_file(mu=np.full(4, np.nan)),
+    "half of the spatial ones of another size": statistics_file(mu_s=np.zeros(4), sigma_s=np.zeros((3, 3))),
     "a list": statistics_file([1]),
     "no count": statistics_file({k: v for k, v in STATISTICS.items() if k != "count"}),
     "a count of text": statistics_file(dict(STATISTICS, count="many")),
     "a negative count": statistics_file(dict(STATISTICS, count=-20)),
     "an extractor that is none": statistics_file(dict(STATISTICS, extractor=[1])),
-    "another format": statistics_file(dict(STATISTICS, format=2)),
-    "deep JSON": save(statistics(), {"statistics": "[" * 10**5}),
-    "no metadata": save(statistics()),
+    "deep JSON": statistics_file(record="[" * 4000),
+    "long text": statistics_file(record=" " * 10**6),
+    "a record of numbers": statistics_file(record=np.zeros(3)),
 }
 
 
 @pytest.mark.parametrize("case", STATS)
 def test_statistics_that_are_wrong(tmp_path, case):
-    file = tmp_path / "s.safetensors"
+    file = tmp_path / "s.npz"
     file.write_bytes(STATS[case])
-    with one_line("s.safetensors: (not a file of statistics|statistics of format|.*expected floats|.*not finite)"):
+    with one_line("s.npz: (not a file of statistics|holds no (mu|sigma)|.*expected floats|.*not finite)"):
         load_statistics(file)
 
 
@@ -358,14 +352,17 @@ def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
 
 
 NPZ = {
-    "a mean of terabytes": ({"mu": raw_npy((2**40,)), "sigma": raw_npy((4, 4))}, "mu has shape"),
+    "a mean of terabytes": (
+        {"mu": raw_npy((2**40,)), "sigma": raw_npy((4, 4))},
+        r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]",
+    ),
     "a covariance of terabytes": (
         {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((2**20, 2**20))},
-        "sigma has shape",
+        r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]",
     ),
     "other features": (
         {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((3, 3), data=bytes(72))},
-        "mu has 4 features, sigma 3",
+        r"sigma is float64 \[3, 3\]; expected floats \[4, 4\]",
     ),
     "too few bytes": ({"mu": raw_npy((4,)), "sigma": raw_npy((4, 4))}, "mu is damaged"),
     "objects": ({"mu": raw_npy((4,), "|O"), "sigma": raw_npy((4, 4), "|O")}, "mu is object"),
@@ -393,7 +390,7 @@ def test_archives_that_are_wrong(tmp_path, case):
         if "arr_0" in members:
             score(images, file, extractor=torch.nn.Flatten(), allow_biased=True)
         else:
-            open_reference(file)
+            Reference(file)
 
 
 def test_random_damage_to_an_archive(tmp_path):
@@ -406,7 +403,7 @@ def test_random_damage_to_an_archive(tmp_path):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         file.write_bytes(damaged[: rng.choice((len(data), rng.randrange(len(data))))])
         try:
-            statistics, images = open_reference(file)
+            images = Reference(file).images
             if images is not None:
                 list(images.batches(2))
         except ValueError as error:

@@ -6,8 +6,9 @@ and recall on Inception's features).
 """
 
 from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor, Inception, TimmExtractor, make_extractor
-from moh_vision.evaluation.fidelity.reference import Statistics, load_statistics
-from moh_vision.evaluation.fidelity.scoring import Reference, score, statistics_of
+from moh_vision.evaluation.fidelity.reference import Reference, statistics_of
+from moh_vision.evaluation.fidelity.scoring import score
+from moh_vision.evaluation.fidelity.statistics import Statistics, load_statistics
 
 __all__ = [
     "Extracted",

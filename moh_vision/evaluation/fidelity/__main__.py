@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import List, Optional
 
 import torch
 
@@ -17,31 +16,23 @@ from moh_vision.engine.logging import versions, write_json
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.extractors import make_extractor
-from moh_vision.evaluation.fidelity.images import SourceImages, open_set
-from moh_vision.evaluation.fidelity.reference import open_reference
-from moh_vision.evaluation.fidelity.scoring import score, statistics_of
-from moh_vision.evaluation.fidelity.table import table
+from moh_vision.evaluation.fidelity.images import SourceImages, open_images, open_set
+from moh_vision.evaluation.fidelity.reference import Reference, statistics_of
+from moh_vision.evaluation.fidelity.scoring import score, table
 
 SPLITS = dict(generated="train", reference="val")  # of data sets
 
 
-def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("python -m moh_vision.evaluation.fidelity", fidelity.__doc__)
     add = parser.add_argument
-    add(
-        "generated",
-        metavar="GENERATED",
-        help="folder of images, .npz with arr_0 (uint8 NHWC), or a data set as data.root",
-    )
+    held = "folder of images, .npz with arr_0 (uint8 NHWC), or a data set as data.root"
+    add("generated", metavar="GENERATED", help=held)
     add("reference", metavar="REFERENCE", nargs="?", help="the same, ADM's .npz of statistics, or saved statistics")
     for name, split in SPLITS.items():
         add(f"--{name}-split", choices=("train", "val"), help=f"of {name.upper()}, if it is a data set ({split})")
-    add(
-        "--size",
-        type=int,
-        metavar="PIXELS",
-        help="a data set is center-cropped to it (to the size of the other images)",
-    )
+    size = "a data set is center-cropped to it (to the size of the other images)"
+    add("--size", type=int, metavar="PIXELS", help=size)
     add("--extractor", default="inception", help="inception, timm:NAME, timm:local-dir:FOLDER or a run (inception)")
     add("--inception-weights", metavar="FILE", help="torch-fidelity's .pth; without it, it is fetched once")
     add("--batch-size", type=int, default=64, help="images at a time (64)")
@@ -66,71 +57,55 @@ def _parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise ValueError(f"--device {options.device}: {reason_of(error)}") from None
     refuse_output("--out", options.out)
     refuse_output("--save-statistics", options.save_statistics)
-    if options.save_statistics and not options.save_statistics.endswith(".safetensors"):
-        raise ValueError(f"--save-statistics {options.save_statistics}: expected a path that ends in .safetensors")
+    if options.save_statistics and not options.save_statistics.endswith(".npz"):
+        raise ValueError(f"--save-statistics {options.save_statistics}: expected a path that ends in .npz")
     return options
 
 
 def _open_sets(options: argparse.Namespace) -> list:
     """Open GENERATED and, if given, REFERENCE; data sets get a size."""
-    sets = []
-    for name, default in SPLITS.items():
-        path, split = (getattr(options, key) for key in (name, f"{name}_split"))
-        if path is not None:
-            sets.append(open_set(name.upper(), path, split, default))
-    data_sets = [one for one in sets if isinstance(one, SourceImages)]
+    given = [(name, getattr(options, name)) for name in SPLITS if getattr(options, name) is not None]
+    opened = [open_set(name.upper(), path, getattr(options, f"{name}_split"), SPLITS[name]) for name, path in given]
+    data_sets = [one for one in opened if isinstance(one, SourceImages)]
     if options.size and not data_sets:
         raise ValueError(f"--size {options.size} has no effect: there is no data set")
+    sets = [open_images(opened[0], "generated"), *map(Reference, opened[1:])]
+    others = [one for one in (sets[0], *(reference.images for reference in sets[1:])) if one not in (None, *data_sets)]
+    square = [one.size[0] for one in others if one.size[0] == one.size[1]]
     for one in data_sets:
-        one.size = options.size or next(filter(None, map(_side, sets)), one.size)
+        one.size = options.size or (square[0] if square else one.size)
         if one.size is None:
             raise ValueError(f"{one.name}: its images have no one size; --size PIXELS crops them")
     return sets
 
 
-def _side(images) -> Optional[int]:
-    """Return the side of square images; None for a data set, which is cropped, and for statistics."""
-    if isinstance(images, SourceImages):
-        return None
-    images = open_reference(images)[1]
-    height, width = next(images.batches(1))[1].shape[2:] if images else (0, None)
-    return width if height == width else None
-
-
-def _work(options: argparse.Namespace, accelerator) -> None:
+def _work(options: argparse.Namespace) -> None:
+    accelerator = make_accelerator("no")  # one process, or those that accelerate started
     with accelerator.main_process_first():
         generated, *reference = _open_sets(options)
     network = make_extractor(options.extractor, options.inception_weights)
+    how = dict(batch_size=options.batch_size, device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if options.save_statistics:
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        statistics = statistics_of(generated, network, options.batch_size, device, "images")
+        statistics = statistics_of(generated, network, title="images", **how)
         if accelerator.is_main_process:
             statistics.save(Path(options.save_statistics))
             say(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
-        return
-    names = ("batch_size", "device", "allow_biased")
-    how = {name: getattr(options, name) for name in names}
-    result = score(generated, *reference, extractor=network, **how)
-    if not accelerator.is_main_process:
-        return
-    sets = {name: getattr(one, "name", one) for name, one in zip(SPLITS, (generated, *reference))}
-    if options.out:
-        write_json(Path(options.out), dict(result, **sets, versions=versions()))
-    say(table(result, **sets))
-    if options.out:
-        say(f"scores: {options.out}")
+        return finish(accelerator)
+    result = score(generated, *reference, extractor=network, allow_biased=options.allow_biased, **how)
+    if accelerator.is_main_process:
+        source = reference[0].source
+        names = dict(generated=generated.name, reference=getattr(source, "name", source))
+        if options.out:
+            write_json(Path(options.out), dict(result, **names, versions=versions()))
+        say(table(result, **names))
+        if options.out:
+            say(f"scores: {options.out}")
+    finish(accelerator)
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
-
-    def work() -> None:
-        options = _parse(argv)
-        accelerator = make_accelerator("no")  # one process, or those that accelerate started
-        _work(options, accelerator)
-        finish(accelerator)
-
-    return exit_code("fidelity", work)
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 for a user's mistake."""
+    return exit_code("fidelity", lambda: _work(_parse(argv)))
 
 
 if __name__ == "__main__":

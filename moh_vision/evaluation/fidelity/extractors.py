@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional, Sequence, Union
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,26 +21,19 @@ SPATIAL_CHANNELS = 7
 
 
 class Extracted(NamedTuple):
-    """What a batch of B images gives."""
+    """What an extractor gives for a batch of B images."""
 
     pooled: Tensor  # [B, F]
-    spatial: Optional[Tensor] = None  # [B, F']
-    logits: Optional[Tensor] = None  # [B, classes]
+    spatial: Tensor | None = None  # [B, F']
+    logits: Tensor | None = None  # [B, classes]
 
 
 class Extractor(nn.Module):
-    """uint8 images [B, 3, H, W] -> Extracted.
+    """uint8 images [B, 3, H, W] -> Extracted."""
 
-    Attributes:
-        name: in results.
-        published: whether it is FID's Inception with the published weights, for scores called FID, sFID,
-            IS and KID.
-        weights_sha256: of the file or the parameters.
-    """
-
-    name: str
-    published = False
-    weights_sha256: Optional[str] = None
+    name: str  # in results
+    published = False  # whether it is FID's Inception with its weights: scores are called FID, sFID, IS and KID
+    weights_sha256: str | None = None  # of the file or the parameters
 
 
 class Inception(Extractor):
@@ -48,24 +42,18 @@ class Inception(Extractor):
     pooled: pool 2048. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17, flattened by position,
     2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
 
-    Args:
-        weights: path of the .pth file; None: torch-fidelity's own, fetched once.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file and where to put it.
+    `weights` is the path of the .pth file; None: torch-fidelity's own, fetched once.
     """
 
-    def __init__(self, weights: Optional[Union[str, Path]] = None):
+    def __init__(self, weights: str | Path | None = None):
         super().__init__()
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
         file = _inception_file(weights)
-        # Read once: what is hashed, checked and used are the same bytes.
-        data = file.read_bytes()
+        data = file.read_bytes()  # once: what is hashed, checked and used are the same bytes
         self.weights_sha256 = hashlib.sha256(data).hexdigest()
         try:
-            outputs = ["2048", "logits_unbiased"]
-            network = FeatureExtractorInceptionV3("inception", outputs, _only_tensors(data))
+            network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], _only_tensors(data))
         except Exception as error:  # damaged files make many kinds
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
@@ -74,52 +62,36 @@ class Inception(Extractor):
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
         self.name = "inception-v3-compat" if self.published else f"Inception with unknown weights {file.name}"
-        self._spatial: Optional[Tensor] = None
-        network.Mixed_6d.branch1x1.register_forward_hook(self._keep)
-
-    def _keep(self, module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        self._spatial = output[:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1).float()
 
     def forward(self, images: Tensor) -> Extracted:
-        pooled, logits = self.network(images)
-        spatial, self._spatial = self._spatial, None
-        return Extracted(pooled, spatial, logits)
+        maps: list[Tensor] = []
+        with self.network.Mixed_6d.branch1x1.register_forward_hook(lambda *call: maps.append(call[2])):
+            pooled, logits = self.network(images)
+        spatial = maps[0][:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+        return Extracted(pooled, spatial.float(), logits)
 
 
 class TimmExtractor(Extractor):
     """The penultimate features of a timm model, and its logits if it has classes.
 
-    Whole images are resized, without a crop, and normalised as its pretrained_cfg says.
-
-    Args:
-        model: a classifier of timm's, or of ours.
-        name: of the model.
-        weights_sha256: of its weights; None: hashed from the parameters.
-        img_size: height and width that images are resized to, a number or a pair; None: from patch_embed or
-            pretrained_cfg.
+    Whole images are resized to `img_size` (None: the model's own), without a crop, and normalised as its
+    pretrained_cfg says.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        name: str,
-        weights_sha256: Optional[str] = None,
-        img_size: Optional[Union[int, Sequence[int]]] = None,
-    ):
+    def __init__(self, model: nn.Module, name: str, img_size: int | Sequence[int] | None = None):
         super().__init__()
         self.model, self.name = model.eval(), name
         cfg = getattr(model, "pretrained_cfg", None) or {}
         shape = cfg.get("input_size", (3, 224, 224))
-        own = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        size = img_size or own or shape[1:]
+        size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
         self.classifies = bool(getattr(model, "num_classes", 0))
         self.interpolation = cfg.get("interpolation") or "bicubic"
-        for key, default in (("mean", 0.5), ("std", 0.5)):
-            values = tuple(cfg.get(key) or (default,) * self.channels)[: self.channels]
+        for key in ("mean", "std"):
+            values = tuple(cfg.get(key) or (0.5,) * self.channels)[: self.channels]
             self.register_buffer(key, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
-        self.weights_sha256 = weights_sha256 or parameters_sha256(model)
+        self.weights_sha256 = parameters_sha256(model)
 
     def forward(self, images: Tensor) -> Extracted:
         x = images.float() / 255
@@ -144,22 +116,17 @@ class ModuleExtractor(Extractor):
     def forward(self, images: Tensor) -> Extracted:
         features = self.module(images)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
-            what = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-            raise ValueError(f"extractor {self.name} gives {what} for {len(images)} images; expected [B, features]")
+            given = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            raise ValueError(f"extractor {self.name} gives {given} for {len(images)} images; expected [B, features]")
         return Extracted(features.float())
 
 
-def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional[Union[str, Path]] = None) -> Extractor:
-    """Make the extractor for `score`.
+def make_extractor(extractor: str | nn.Module, inception_weights: str | Path | None = None) -> Extractor:
+    """Make the extractor of `score`; `inception_weights`: see `Inception`.
 
-    Args:
-        extractor: "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves for the
-            hub), either with "@SIZE" for another image size; a classification run, an `Extractor`, or any
-            module from uint8 images to features.
-        inception_weights: path; see `Inception`.
-
-    Raises:
-        ValueError, FileNotFoundError: for an unknown name, or weights that cannot be had.
+    `extractor` is "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves for the
+    hub), either with "@SIZE" for another image size; a classification run, an `Extractor`, or any module from uint8
+    images to features.
     """
     if isinstance(extractor, nn.Module):
         return extractor if isinstance(extractor, Extractor) else ModuleExtractor(extractor)
@@ -170,17 +137,16 @@ def make_extractor(extractor: Union[str, nn.Module], inception_weights: Optional
             f"inception_weights {inception_weights} has no effect with extractor {extractor}, only with inception"
         )
     if Path(extractor).exists():
-        model, about = from_run(extractor, "classifier")
-        name = f"{about['architecture']} of {about['weights']}"
-        img_size = about["arguments"].get("img_size")
-        return TimmExtractor(model, name, img_size=img_size)
+        model, metadata = from_run(extractor, "classifier")
+        name = f"{metadata['architecture']} of {metadata['weights']}"
+        return TimmExtractor(model, name, img_size=metadata["arguments"].get("img_size"))
     if not extractor.startswith("timm:"):
         raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")
     return _from_timm(extractor.removeprefix("timm:"))
 
 
 def _from_timm(spec: str) -> TimmExtractor:
-    """The extractor of "NAME", "local-dir:FOLDER", or one of them with "@SIZE"."""
+    """Make the extractor of "NAME", "local-dir:FOLDER", or one of them with "@SIZE"."""
     import timm
 
     name, _, size = spec.rpartition("@")
@@ -204,22 +170,18 @@ def _from_timm(spec: str) -> TimmExtractor:
 
 @torch.no_grad()
 def num_features(network: Extractor) -> int:
-    """Features of an image, counted on two black ones.
-
-    Raises:
-        ValueError: if the network fails on them, or gives no vector for each.
-    """
+    """Count the features of an image on two black ones; a network that fails on them is refused."""
     try:
         pooled = network.eval()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).pooled
+        if pooled.ndim != 2:
+            raise ValueError(f"it gives {list(pooled.shape)} for 2 images; expected [2, features]")
     except Exception as error:  # models fail in many ways
         raise ValueError(f"extractor {network.name} cannot take images: {reason_of(error)}") from None
-    if pooled.ndim != 2:
-        raise ValueError(f"extractor {network.name} gives {list(pooled.shape)} for 2 images; expected [2, features]")
     return pooled.shape[1]
 
 
 def parameters_sha256(module: nn.Module) -> str:
-    """Of all tensors of a module, by name."""
+    """Hash all tensors of a module, by name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -228,40 +190,31 @@ def parameters_sha256(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def _inception_file(weights: Optional[Union[str, Path]]) -> Path:
-    cached = Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
+def _inception_file(weights: str | Path | None) -> Path:
+    file = Path(weights) if weights is not None else Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
+    if file.is_file():
+        return file
     if weights is not None:
-        if not Path(weights).is_file():
-            raise FileNotFoundError(
-                f"inception_weights {weights}: no such file ({PUBLISHED} of torch-fidelity's release)"
-            )
-        return Path(weights)
-    if cached.is_file():
-        return cached
+        raise FileNotFoundError(f"inception_weights {file}: no such file ({PUBLISHED} of torch-fidelity's release)")
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(URL_INCEPTION_V3, str(cached), hash_prefix=PUBLISHED_SHA256, progress=False)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        torch.hub.download_url_to_file(URL_INCEPTION_V3, str(file), hash_prefix=PUBLISHED_SHA256, progress=False)
     except (OSError, RuntimeError) as error:  # the latter: another sha256
         raise FileNotFoundError(
-            f"the weights of Inception, {PUBLISHED}, are neither at {cached} nor could they be fetched from "
+            f"the weights of Inception, {PUBLISHED}, are neither at {file} nor could they be fetched from "
             f"{URL_INCEPTION_V3} ({reason_of(error)}); put the file there, or give its path: "
             "--inception-weights FILE (train_dit.py: --score.inception_weights); or other features: --extractor RUN (a "
             "classifier of train_cls.py) or timm:NAME"
         ) from None
-    return cached
+    return file
 
 
 def _only_tensors(data: bytes) -> io.BytesIO:
-    """Copy a .pth file's bytes, keeping only its tensors.
-
-    torch-fidelity unpickles freely, so it gets a copy that was read safely here.
-    """
+    """Copy a .pth file's bytes, if it holds only tensors: torch-fidelity would unpickle freely."""
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     if not isinstance(state, dict) or not all(type(v) is Tensor for v in state.values()):
         raise ValueError("expected names and tensors")
-    checked = io.BytesIO()
-    torch.save({str(name): tensor for name, tensor in state.items()}, checked)
-    checked.seek(0)
-    return checked
+    torch.save(dict(state), checked := io.BytesIO())
+    return io.BytesIO(checked.getvalue())

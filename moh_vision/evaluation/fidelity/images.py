@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import zipfile
+from collections import deque
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Iterable, Iterator, List, Optional, Tuple, Union
 
 import numpy as np
 import torch
@@ -14,73 +16,77 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from moh_vision.data.decode import MAX_PIXELS, center_crop, open_image, upright, upright_size
+from moh_vision.data.crop import center_crop
+from moh_vision.data.decode import MAX_PIXELS, open_image, upright, upright_size
 from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
-from moh_vision.engine.commands import refuse_missing
+from moh_vision.engine.commands import reason_of, refuse_missing
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
 FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
-Batch = Tuple[int, Tensor]  # number of the first image in the set, images
+Batch = tuple[int, Tensor]  # number of the first image in the set, images
 
 
-class ScoredFolder:
+class ImageSet:
+    """A number of images of one size; `read(first, stop)` returns uint8 [B, H, W, 3 or 1].
+
+    `name` is for messages and results; `channels` of the files are 1 or 3 (None: not known), what is scored has 3.
+    """
+
+    size: tuple[int, int] | None = None  # width and height; None: not known
+
+    def __init__(self, name: str, count: int, channels: int):
+        self.name, self.count, self.channels = name, count, channels
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """Yield every world-th batch from `rank` on, and read the next meanwhile. The batches are the same for any `world`."""
+
+        def read(first: int) -> Batch:
+            images = torch.from_numpy(self.read(first, min(first + batch_size, len(self))))
+            return first, images.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+
+        with ThreadPoolExecutor(1) as reader:
+            coming: deque = deque()
+            for first in range(rank * batch_size, len(self), world * batch_size):
+                coming.append(reader.submit(read, first))
+                if len(coming) == 2:
+                    yield coming.popleft().result()
+            if coming:
+                yield coming.popleft().result()
+
+
+class ScoredFolder(ImageSet):
     """The images directly in a folder, in order of name; without any, those of its subfolders.
 
-    Args:
-        folder: PNG files of one size, all RGB or all grey. JPEG and WebP are read too; then compression is
-            part of the score. EXIF rotation is applied, as in data sets.
-
-    Attributes:
-        channels: of the files, 1 or 3; what is scored has 3.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the folder or file, also for transparency and for another size or mode
-            than the first; while reading for a damaged file.
+    PNG files of one size, all RGB or all grey. JPEG and WebP are read too; then compression is part of the score. EXIF
+    rotation is applied, as in data sets.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder or .npz file")
         found = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
-        self.files: List[Path] = next(filter(None, found), [])
+        self.files: list[Path] = next(filter(None, found), [])
         if not self.files:
             raise ValueError(
                 f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
             )
-        self.name = str(folder)
-        self.size: Optional[Tuple[int, int]] = None  # width, height
-        self.mode: Optional[str] = None
+        self.mode = ""
         for file in self.files:
-            with self._open(file) as image:
-                self._check(file, image.mode, upright_size(image))
-        self.channels = 1 if self.mode == "L" else 3
+            with _opened(file) as image:
+                mode, size = image.mode, upright_size(image)
+            self._check(file, mode, size)
+        super().__init__(str(folder), len(self.files), 1 if self.mode == "L" else 3)
 
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield every world-th batch from `rank` on; batches are the same for any `world`."""
+    def read(self, first: int, stop: int) -> np.ndarray:
         with ThreadPoolExecutor(4) as pool:
-            waiting = None
-            for first in range(rank * batch_size, len(self.files), world * batch_size):
-                files = self.files[first : first + batch_size]
-                coming = first, [pool.submit(self._read, file) for file in files]
-                if waiting is not None:
-                    yield _collect(*waiting)
-                waiting = coming
-            if waiting is not None:
-                yield _collect(*waiting)
+            return np.stack(list(pool.map(self._pixels, self.files[first:stop])))
 
-    def _open(self, file: Path) -> Image.Image:
-        """An image whose pixels are not read."""
-        try:
-            return open_image(file, FORMATS)
-        except Exception as error:  # decoders raise many kinds
-            raise ValueError(f"{file}: not a readable image ({error})") from None
-
-    def _check(self, file: Path, mode: str, size: Tuple[int, int]) -> None:
+    def _check(self, file: Path, mode: str, size: tuple[int, int]) -> None:
         """Raise ValueError unless an image has the first one's mode and upright size."""
         self.mode, self.size = self.mode or mode, self.size or size
         if mode not in ("RGB", "L"):
@@ -94,131 +100,102 @@ class ScoredFolder:
                 "cropped to one)"
             )
 
-    def _read(self, file: Path) -> np.ndarray:
-        with self._open(file) as image:
-            try:
-                image.load()
-                turned = upright(image)
-                pixels = np.asarray(turned.convert("RGB"))
-            except Exception as error:
-                raise ValueError(f"{file}: not a readable image ({error})") from None
-            self._check(file, turned.mode, turned.size)
+    def _pixels(self, file: Path) -> np.ndarray:
+        with _opened(file) as image:
+            image.load()
+            turned = upright(image)
+            pixels = np.asarray(turned.convert("RGB"))
+        self._check(file, turned.mode, turned.size)
         return pixels
 
 
-def _collect(first: int, pending: list) -> Batch:
-    images = np.stack([future.result() for future in pending])
-    return first, torch.from_numpy(images).permute(0, 3, 1, 2)
+@contextmanager
+def _opened(file: Path) -> Iterator[Image.Image]:
+    try:
+        with open_image(file, FORMATS) as image:
+            yield image
+    except Exception as error:  # decoders raise many kinds
+        raise ValueError(f"{file}: not a readable image ({reason_of(error)})") from None
 
 
-class SourceImages:
-    """Images of a data set, center-cropped to `size` x `size` pixels; see `ScoredFolder`.
+class SourceImages(ImageSet):
+    """Images of a data set (`splits.open_source`), center-cropped to `size` x `size` pixels.
 
-    Args:
-        source: see `splits.open_source`.
-        name: of the set, for messages and results.
-
-    Attributes:
-        size: of the images, or None if they differ: set it before reading.
-        channels: see `ScoredFolder`.
+    Its `size` is None if they differ: set it before reading.
     """
 
     def __init__(self, source, name: str):
-        self.source, self.name = source, name
-        self.size, self.channels = source.img_size, source.channels
+        super().__init__(name, len(source), source.channels)
+        self.source, self.size = source, source.img_size
 
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """As `ScoredFolder.batches`."""
+    def read(self, first: int, stop: int) -> np.ndarray:
         rgb = v2.RGB()
-        for first in range(rank * batch_size, len(self), world * batch_size):
-            numbers = range(first, min(first + batch_size, len(self)))
-            crops = [np.asarray(center_crop(rgb(self.source.image(i)), self.size)) for i in numbers]
-            yield first, torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2)
+        return np.stack([center_crop(rgb(self.source.image(i)), self.size) for i in range(first, stop)])
 
 
-class ImageArchive:
-    """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read by batches: it may exceed memory.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file, and what it holds instead.
-    """
+class ImageArchive(ImageSet):
+    """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read by batches: it may exceed memory."""
 
     def __init__(self, path: Path):
-        self.path, self.name = path, str(path)
-        shape, order, dtype = array_header(path, "arr_0")
+        self.file, shape, order, dtype = open_array(path, "arr_0")
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or order:
             raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3 or 1]")
         if shape[0] < 1:
             raise ValueError(f"{path}: arr_0 holds no images")
         if not 0 < math.prod(shape[1:3]) <= MAX_PIXELS:
-            raise ValueError(
-                f"{path}: arr_0 has images of {shape[2]} x {shape[1]} pixels, at most {MAX_PIXELS} are read"
-            )
-        self.shape, self.channels = shape, shape[3]
+            size = f"{shape[2]} x {shape[1]} pixels"
+            raise ValueError(f"{path}: arr_0 has images of {size}, at most {MAX_PIXELS} are read")
+        super().__init__(str(path), shape[0], shape[3])
+        self.shape, self.size = shape[1:], (shape[2], shape[1])
+        self.next = 0  # image at which the file stands
 
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """As `ScoredFolder.batches`."""
-        image = math.prod(self.shape[1:])
-        with _member(self.path, "arr_0") as file:
-            _header(file)
-            for number, first in enumerate(range(0, len(self), batch_size)):
-                count = min(batch_size, len(self) - first)
-                try:
-                    data = file.read(count * image)
-                except Exception as error:  # damaged compression makes many kinds
-                    raise ValueError(f"{self.path}: arr_0 is damaged in image {first} or behind ({error})") from None
-                if len(data) != count * image:
-                    raise ValueError(f"{self.path}: ends within image {first + len(data) // image} of {len(self)}")
-                if number % world == rank:
-                    array = np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape[1:])
-                    yield first, torch.from_numpy(array).permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
+    def read(self, first: int, stop: int) -> np.ndarray:
+        image, count = math.prod(self.shape), stop - first
+        if first < self.next:  # anew: after a seek zipfile does not check the sum any more
+            self.file, self.next = open_array(Path(self.name), "arr_0")[0], 0
+        try:
+            self.file.read((first - self.next) * image)
+            data = self.file.read(count * image)
+        except Exception as error:  # damaged compression makes many kinds
+            raise ValueError(f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})") from None
+        if len(data) != count * image:
+            raise ValueError(f"{self.name}: ends within image {first + len(data) // image} of {len(self)}")
+        self.next = stop
+        return np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape)
 
 
 class ImageTensors:
-    """A tensor of images, or an iterator of batches, uint8 [B, 3, H, W].
+    """A tensor of images, or an iterator of batches, uint8 [B, 3, H, W]; see `ImageSet`.
 
     Every process iterates over all batches and computes its own; an iterator can be read once.
     """
 
-    channels = None  # those of the files that they come from are not known
+    channels = None
 
-    def __init__(self, images: Union[Tensor, Iterable[Tensor]], name: str):
+    def __init__(self, images: Tensor | Iterable[Tensor], name: str):
         self.images, self.name = images, name
-        self.size: Optional[Tuple[int, int]] = None
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """As `ScoredFolder.batches`; the batches of an iterator stay as they come."""
+        """Do as `ImageSet.batches`; the batches of an iterator stay as they come."""
+        first, size = 0, None
         parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
-        first = 0
         for number, batch in enumerate(parts):
-            if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or batch.ndim != 4 or batch.shape[1] != 3:
-                what = f"{batch.dtype} {list(batch.shape)}" if isinstance(batch, Tensor) else type(batch).__name__
-                raise ValueError(
-                    f"{self.name}: batch {number} is {what}; expected a uint8 tensor [B, 3, height, width]"
-                )
-            self.size = self.size or tuple(batch.shape[2:])
-            if tuple(batch.shape[2:]) != self.size:
-                raise ValueError(
-                    f"{self.name}: batch {number} has images of {list(batch.shape[2:])}, the first of {list(self.size)}"
-                )
+            told, shape = f"{self.name}: batch {number}", list(getattr(batch, "shape", ()))
+            if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
+                given = f"{batch.dtype} {shape}" if isinstance(batch, Tensor) else type(batch).__name__
+                raise ValueError(f"{told} is {given}; expected a uint8 tensor [B, 3, height, width]")
+            size = size or shape[2:]
+            if shape[2:] != size:
+                raise ValueError(f"{told} has images of {shape[2:]}, the first of {size}")
             if number % world == rank:
                 yield first, batch
             first += len(batch)
 
 
 def open_images(source, name: str):
-    """Wrap a path, tensor or iterator in its class; return such an object as it is.
+    """Wrap a path, tensor or iterator in its class; return an object that has `batches` unchanged.
 
-    Args:
-        source: path of a folder or .npz file, a uint8 tensor [N, 3, H, W], an iterator of such batches, or an object
-            with `name`, `batches` and length, as `ScoredFolder`.
-        name: for a tensor or iterator in messages.
+    `name` stands for a tensor or iterator in messages.
     """
     if isinstance(source, (str, Path)):
         path = Path(source)
@@ -228,21 +205,14 @@ def open_images(source, name: str):
 
 def is_data_set(path: str) -> bool:
     """Whether a path means a data set or stored latents, as in data.root."""
-    place = Path(path)
     splits = (split_folder(path, split) or is_latent_cache(path, split) for split in ("train", "val"))
-    return path == "digits" or path.startswith(PREFIX) or any(splits) or any(place.glob("*.tar"))
+    return path == "digits" or path.startswith(PREFIX) or any(splits) or any(Path(path).glob("*.tar"))
 
 
-def open_set(key: str, path: str, split: Optional[str], default_split: str):
-    """The `SourceImages` of a data set; any other path as it is.
+def open_set(key: str, path: str, split: str | None, default_split: str):
+    """Return the `SourceImages` of a data set; any other path, which must exist, unchanged.
 
-    Args:
-        key: option that named the path, for messages.
-        split: of a data set; None: `default_split`.
-
-    Raises:
-        ValueError, FileNotFoundError: for a missing path, a data set that cannot be opened, or a split of
-            something else.
+    `key` is the option that named the path; a `split` of anything but a data set is refused.
     """
     if not is_data_set(path):
         refuse_missing(key, path)
@@ -256,45 +226,26 @@ def open_set(key: str, path: str, split: Optional[str], default_split: str):
         raise ValueError(str(error).replace("data.root", key, 1)) from None
 
 
-def archive_members(path: Path) -> List[str]:
-    """Names of the arrays in an .npz file.
-
-    Raises:
-        ValueError, FileNotFoundError: naming the file.
-    """
+def archive_members(path: Path) -> list[str]:
+    """Return the names of the arrays in an .npz file."""
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
     except Exception as error:  # damaged directories make many kinds
-        raise ValueError(f"{path}: not a readable .npz file ({error})") from None
+        raise ValueError(f"{path}: not a readable .npz file ({reason_of(error)})") from None
 
 
-def array_header(path: Path, name: str) -> Tuple[tuple, bool, np.dtype]:
-    """Read (shape, Fortran order, dtype) of an array in an .npz file.
-
-    Raises:
-        ValueError: naming the file and the array.
-    """
-    with _member(path, name) as file:
-        try:
-            return _header(file)
-        except Exception as error:  # damaged headers make many kinds
-            raise ValueError(f"{path}: {name} is not an array ({error})") from None
-
-
-def _member(path: Path, name: str):
+def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple, bool, np.dtype]:
+    """Open an array of an .npz file behind its header; return file, shape, whether in Fortran order, dtype."""
     members = archive_members(path)
     if name not in members:
         raise ValueError(f"{path}: holds no {name}, only {', '.join(members) or 'nothing'}")
     try:
-        return zipfile.ZipFile(path).open(f"{name}.npy")
-    except Exception as error:  # a wrong header, encryption, unknown compression
-        raise ValueError(f"{path}: {name} is not an array ({error})") from None
-
-
-def _header(file):
-    version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    return read(file)
+        file = zipfile.ZipFile(path).open(f"{name}.npy")
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return file, *read(file)
+    except Exception as error:  # encryption, unknown compression, a wrong header
+        raise ValueError(f"{path}: {name} is not an array ({reason_of(error)})") from None

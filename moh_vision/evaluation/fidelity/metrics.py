@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Tuple
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,26 +14,18 @@ def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -
     """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
-    one = {"mu": mean1.double().numpy(), "sigma": cov1.double().numpy()}
-    two = {"mu": mean2.double().numpy(), "sigma": cov2.double().numpy()}
-    found = fid_statistics_to_metric(one, two, verbose=False)
+    sets = [dict(mu=m.double().numpy(), sigma=c.double().numpy()) for m, c in ((mean1, cov1), (mean2, cov2))]
+    found = fid_statistics_to_metric(*sets, verbose=False)
     return float(np.real(found["frechet_inception_distance"]))
 
 
-def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000) -> Tuple[float, float]:
+def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000) -> tuple[float, float]:
     """Improved precision and recall (Kynkaanniemi 2019) with the 3rd nearest neighbour.
 
     A set covers a point inside a ball around one of its points that reaches to that point's 3rd nearest other
     point. Precision: share of generated covered by reference; recall: the reverse. Distances are taken after
-    subtracting the reference's mean, because a large common offset would cost digits.
-
-    Args:
-        generated, reference: features [N, F] and [M, F]; more than 3 each.
-        device: where distances are computed.
-        chunk: rows and columns of distances in memory at a time: chunk^2 x 4 bytes (100 MB).
-
-    Raises:
-        ValueError: for sets of 3 or fewer.
+    subtracting the reference's mean, because a large common offset would cost digits. Of features [N, F] and [M, F],
+    chunk x chunk distances are in memory at a time, 4 bytes each (100 MB).
     """
     for name, features in (("generated", generated), ("reference", reference)):
         if len(features) <= NEIGHBOURS:
@@ -53,7 +43,7 @@ def _distances(x: Tensor, y: Tensor, mean: Tensor) -> Tensor:
 
 
 def _radii(x: Tensor, mean: Tensor, chunk: int) -> Tensor:
-    """Distance of each point to its 3rd nearest other point, [N]."""
+    """Return the distance of each point to its 3rd nearest other point, [N]."""
     result = []
     for rows in x.split(chunk):
         nearest = torch.empty(len(rows), 0, device=mean.device)
@@ -65,6 +55,7 @@ def _radii(x: Tensor, mean: Tensor, chunk: int) -> Tensor:
 
 
 def _covered(points: Tensor, centres: Tensor, radius: Tensor, mean: Tensor, chunk: int) -> float:
+    """Return the share of the points that are inside a ball around a centre."""
     count = 0
     for rows in points.split(chunk):
         inside = torch.zeros(len(rows), dtype=torch.bool, device=mean.device)
@@ -82,10 +73,8 @@ def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     from torch_fidelity.metric_kid import kernel_mmd
 
     size = min(KID_SUBSET, len(generated), len(reference))
-    rng = np.random.RandomState(2020)
-
-    def subset(features: Tensor) -> np.ndarray:
-        chosen = rng.choice(len(features), size, replace=False)
-        return features[torch.from_numpy(chosen)].double().numpy()
-
-    return float(np.mean([kernel_mmd(subset(generated), subset(reference)) for _ in range(KID_SUBSETS)]))
+    rng, found = np.random.RandomState(2020), []
+    for _ in range(KID_SUBSETS):
+        chosen = (x[rng.choice(len(x), size, replace=False)].double().numpy() for x in (generated, reference))
+        found.append(kernel_mmd(*chosen))
+    return float(np.mean(found))

@@ -1,175 +1,227 @@
-"""Statistics of images: moments of features, class probabilities, optional features."""
+"""Statistics of a set of images: collected batch by batch, and saved."""
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Tuple
+import json
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import whole_file
+from moh_vision.evaluation.fidelity.extractors import Extracted
+from moh_vision.evaluation.fidelity.images import archive_members, open_array
+
 ROWS = 512  # features that are gathered before they enter the second moments
 SPLIT = 5000  # images per split of the inception score, in file order, as in ADM's evaluator
+MAX_FEATURES = 16_384  # whose covariance takes 2 GiB
+ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))  # its names of means and covariances; the second pair may be missing
+# What a saved file says -> whether a value is possible; None: not known.
+RECORDED = dict(
+    count=lambda value: value is None or type(value) is int and value > 0,
+    extractor=lambda value: value is None or isinstance(value, str),
+    weights_sha256=lambda value: value is None or isinstance(value, str),
+    source=lambda value: isinstance(value, str),
+    channels=lambda value: value in (None, 1, 3),
+    size=lambda value: value is None or isinstance(value, list) and list(map(type, value)) == [int] * 2,
+)
 
 
 class Moments:
-    """Mean and covariance of features, in float64, batch by batch.
-
-    Args:
-        dim: F, number of features.
-    """
+    """Mean and covariance of features [B, F], in float64, batch by batch (Chan, Golub, LeVeque 1979)."""
 
     def __init__(self, dim: int):
-        self.dim, self.count = dim, 0
+        self.count = 0
         self.mean = torch.zeros(dim, dtype=torch.float64)
         self.scatter = torch.zeros(dim, dim, dtype=torch.float64)  # sum of (x - mean)(x - mean)^T
-        self._waiting: List[Tensor] = []
+        self.waiting: list[Tensor] = []
 
-    def add(self, features: Tensor) -> None:
-        """features [B, F]."""
-        self._waiting.append(features.detach().to("cpu", torch.float64))
-        if sum(map(len, self._waiting)) >= ROWS:
+    def add(self, features: Tensor, first: int = 0) -> None:
+        """Add the images first, first + 1, ..., whose order does not matter here."""
+        self.waiting.append(features.detach().to("cpu", torch.float64))
+        if sum(map(len, self.waiting)) >= ROWS:
             self._flush()
 
     def merge(self, other: Moments) -> None:
-        """Add what another has seen (Chan, Golub, LeVeque 1979)."""
-        self._flush()
-        other._flush()
+        """Add what another has seen."""
+        for moments in (self, other):
+            moments._flush()
         self._merge(other.count, other.mean, other.scatter)
 
-    def result(self) -> Tuple[Tensor, Tensor]:
-        """Mean [F] and unbiased covariance [F, F]."""
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return mean [F] and unbiased covariance [F, F]."""
         self._flush()
         return self.mean, self.scatter / max(self.count - 1, 1)
 
     def _flush(self) -> None:
-        if self._waiting:
-            x = torch.cat(self._waiting)  # [ROWS or more, F]
-            self._waiting = []
-            mean = x.mean(0)
-            x = x - mean
+        if self.waiting:
+            x = torch.cat(self.waiting)  # [ROWS or more, F]
+            self.waiting, mean = [], x.mean(0)
+            x -= mean
             self._merge(len(x), mean, x.T @ x)
 
     def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
-        if count == 0:
-            return
-        total, delta = self.count + count, mean - self.mean
-        self.scatter += scatter + torch.outer(delta, delta) * (self.count * count / total)
-        self.mean += delta * (count / total)
-        self.count = total
+        if count > 0:
+            total, delta = self.count + count, mean - self.mean
+            self.scatter += scatter + torch.outer(delta, delta) * (self.count * count / total)
+            self.mean += delta * (count / total)
+            self.count = total
 
 
 class ClassScore:
-    """Inception score of logits, batch by batch, in ordered splits of `SPLIT` images."""
+    """Inception score of logits [B, classes], batch by batch, in ordered splits of `SPLIT` images."""
 
-    def __init__(self, classes: int):
-        self.classes = classes
-        self.splits: Dict[int, list] = {}  # number -> [images, sum of p log p, sum of p [classes]]
+    def __init__(self):
+        self.splits: dict[int, Tensor] = {}  # number -> [2 + classes]: images, sum of p log p, sums of p
 
     def add(self, logits: Tensor, first: int) -> None:
-        """logits [B, classes] of images first, first + 1, ..."""
-        logits = logits.detach().to("cpu", torch.float64)
-        log_p = logits.log_softmax(1)
+        """Add the images first, first + 1, ..."""
+        log_p = logits.detach().to("cpu", torch.float64).log_softmax(1)
         p = log_p.exp()
+        rows = torch.cat([torch.ones(len(p), 1), (p * log_p).sum(1, keepdim=True), p], 1)  # [B, 2 + classes]
         numbers = torch.arange(first, first + len(p)) // SPLIT
-        for number in numbers.unique().tolist():
-            rows = numbers == number
-            self._add(number, int(rows.sum()), (p * log_p)[rows].sum().item(), p[rows].sum(0))
+        self._add({number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()})
 
     def merge(self, other: ClassScore) -> None:
-        for number, (count, entropy, sums) in other.splits.items():
-            self._add(number, count, entropy, sums)
+        self._add(other.splits)
 
-    def _add(self, number: int, count: int, entropy: float, sums: Tensor) -> None:
-        split = self.splits.setdefault(number, [0, 0.0, torch.zeros(self.classes, dtype=torch.float64)])
-        split[0] += count
-        split[1] += entropy
-        split[2] += sums
+    def _add(self, splits: dict[int, Tensor]) -> None:
+        for number, sums in splits.items():
+            self.splits[number] = self.splits.get(number, 0) + sums
 
     @property
-    def short(self) -> Optional[str]:
+    def short(self) -> str | None:
         """Return a note on a last split that is smaller than the others, or None."""
         number = max(self.splits)
-        count = self.splits[number][0]
+        count = int(self.splits[number][0])
         if not number or count == SPLIT:
             return None
         return f"the last of its {number + 1} splits has {count} of {SPLIT} images; the fewer, the lower is its score"
 
     def result(self) -> tuple[float, float]:
-        """Mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))), Salimans 2016."""
-        scores = []
-        for count, entropy, sums in self.splits.values():
-            q = sums / count
-            scores.append(np.exp(entropy / count - torch.special.xlogy(q, q).sum().item()))
+        """Return mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))), Salimans 2016."""
+        means = [sums / sums[0] for sums in self.splits.values()]  # 1, E p log p, p(y)
+        scores = [np.exp((m[1] - torch.special.xlogy(m[2:], m[2:]).sum()).item()) for m in means]
         return float(np.mean(scores)), float(np.std(scores))
 
 
 class SetStatistics:
-    """All that the scores need of one set of images.
+    """All that the scores need of one set of images, batch by batch.
 
-    Args:
-        keep_features: keep them for precision, recall and KID: N x F x 4 bytes (50,000 x 2048: 410 MB).
+    `keep_features` keeps them for precision, recall and KID: N x F x 4 bytes (50,000 x 2048: 410 MB).
     """
 
     def __init__(self, keep_features: bool):
         self.keep_features = keep_features
-        self.size: Optional[Tuple[int, int]] = None  # height and width of the images
-        self.pooled: Optional[Moments] = None
-        self.spatial: Optional[Moments] = None
-        self.classes: Optional[ClassScore] = None
-        self.features: Dict[int, Tensor] = {}  # number of the first image -> [B, F]
+        self.size: tuple[int, int] | None = None  # height and width of the images
+        self.parts: dict[str, Moments | ClassScore] = {}  # by the names of `Extracted`
+        self.features: dict[int, Tensor] = {}  # number of the first image -> [B, F]
 
-    @property
-    def count(self) -> int:
-        if self.pooled is None:
-            return 0
-        return self.pooled.count + sum(map(len, self.pooled._waiting))
-
-    def add(
-        self, first: int, pooled: Tensor, spatial: Optional[Tensor] = None, logits: Optional[Tensor] = None
-    ) -> None:
-        """Features [B, F], [B, F'] or None, and [B, classes] or None, of images first, first + 1, ...
-
-        Raises:
-            ValueError: for features that are not finite.
-        """
-        for what, x in (("features", pooled), ("spatial features", spatial), ("logits", logits)):
-            if x is not None and not torch.isfinite(x).all():
+    def add(self, first: int, out: Extracted) -> None:
+        """Add the images first, first + 1, ..."""
+        for name, x in out._asdict().items():
+            if x is None:
+                continue
+            if not torch.isfinite(x).all():
                 row = first + int((~torch.isfinite(x)).any(1).nonzero()[0])
+                what = dict(pooled="features", spatial="spatial features").get(name, name)
                 raise ValueError(
                     f"the {what} of image {row} are not finite numbers; the extractor or its weights are broken"
                 )
-        if self.pooled is None:
-            self.pooled = Moments(pooled.shape[1])
-            self.spatial = None if spatial is None else Moments(spatial.shape[1])
-            self.classes = None if logits is None else ClassScore(logits.shape[1])
-        self.pooled.add(pooled)
-        if spatial is not None:
-            self.spatial.add(spatial)
-        if logits is not None:
-            self.classes.add(logits, first)
+            if name not in self.parts:
+                self.parts[name] = ClassScore() if name == "logits" else Moments(x.shape[1])
+            self.parts[name].add(x, first)
         if self.keep_features:
             # A part of a larger tensor would keep all of it in memory.
-            self.features[first] = pooled.detach().float().cpu().contiguous()
+            self.features[first] = out.pooled.detach().float().cpu().contiguous()
 
     def merge(self, other: SetStatistics) -> None:
         """Add what another process has seen of the same set."""
-        if other.pooled is None:
-            return
-        self.size = other.size
-        if self.pooled is None:
-            self.pooled, self.spatial, self.classes = other.pooled, other.spatial, other.classes
-        else:
-            for name in ("pooled", "spatial", "classes"):
-                if getattr(self, name) is not None:
-                    getattr(self, name).merge(getattr(other, name))
+        self.size = other.size or self.size
         self.features.update(other.features)
+        for name, part in other.parts.items():
+            if name in self.parts:
+                self.parts[name].merge(part)
+            else:
+                self.parts[name] = part
 
-    def all_features(self) -> Optional[Tensor]:
-        """[N, F] in the order of the images; None if they were not kept."""
-        if not self.features:
-            return None
-        if len(self.features) > 1:  # kept as one from now on, not twice
-            features = [self.features[first] for first in sorted(self.features)]
-            self.features = {0: torch.cat(features)}
-        return next(iter(self.features.values()))
+    def all_features(self) -> Tensor | None:
+        """Return [N, F] in the order of the images; None if they were not kept."""
+        parts = [self.features[first] for first in sorted(self.features)]
+        return torch.cat(parts) if parts else None
+
+
+@dataclass
+class Statistics:
+    """Statistics of one set of images under one extractor."""
+
+    pooled: tuple[Tensor, Tensor]  # mean [F] and covariance [F, F], float64
+    spatial: tuple[Tensor, Tensor] | None
+    source: str  # what was read
+    count: int | None = None  # images; None: the file does not say, as below
+    features: Tensor | None = None  # [N, F], for precision, recall and KID
+    extractor: str | None = None
+    weights_sha256: str | None = None  # of the extractor
+    channels: int | None = None  # of the image files, 1 or 3
+    size: tuple[int, int] | None = None  # height and width of the images
+    classes: ClassScore | None = None  # not saved
+
+    def save(self, path: Path) -> None:
+        """Write an .npz file with ADM's names of the moments, features if any, and their origin as JSON."""
+        arrays = dict(features=self.features)
+        for names, moments in zip(ADM, (self.pooled, self.spatial)):
+            arrays.update(zip(names, moments or (None, None)))
+        present = {name: tensor.numpy() for name, tensor in arrays.items() if tensor is not None}
+        with whole_file(path) as file:
+            np.savez(file, record=json.dumps({name: getattr(self, name) for name in RECORDED}), **present)
+
+
+def load_statistics(path: Path) -> Statistics:
+    """Read what `Statistics.save` wrote, or ADM's statistics, which do not say where they come from."""
+    members, moments = archive_members(path), []
+    record = _record(path) if "record" in members else {}
+    for mean, matrix in ADM:
+        if not moments or {mean, matrix} <= set(members):
+            vector = _floats(path, mean, [None])
+            moments.append((vector, _floats(path, matrix, [len(vector)] * 2)))
+    shape = [record.get("count"), len(moments[0][0])]
+    features = _floats(path, "features", shape).float() if "features" in members else None
+    source = f"{path} ({record.pop('source')})" if record else str(path)
+    return Statistics(moments[0], moments[1] if moments[1:] else None, source, features=features, **record)
+
+
+def _record(path: Path) -> dict:
+    try:
+        record = json.loads(str(_array(path, "record", "U", [])))
+        for name, possible in RECORDED.items():
+            if not possible(record[name]):
+                raise ValueError(f"{name} is {record[name]!r}")
+    except Exception as error:  # damaged files make many kinds
+        raise ValueError(f"{path}: not a file of statistics ({reason_of(error)})") from None
+    return {name: record[name] for name in RECORDED}
+
+
+def _floats(path: Path, name: str, expected: list[int | None]) -> Tensor:
+    array = _array(path, name, "f", expected)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{path}: {name} holds numbers that are not finite")
+    return torch.from_numpy(array.astype(np.float64))
+
+
+def _array(path: Path, name: str, kind: str, expected: list[int | None]) -> np.ndarray:
+    """Read an array of a kind and shape, where None stands for 1 to `MAX_FEATURES`."""
+    file, shape, _, dtype = open_array(path, name)
+    with file:  # it can unpack to any size
+        fits = [0 < n <= MAX_FEATURES if m is None else n == m for n, m in zip(shape, expected)]
+        if dtype.kind != kind or dtype.itemsize > MAX_FEATURES or len(shape) != len(expected) or not all(fits):
+            allowed = str(expected).replace("None", f"1 to {MAX_FEATURES}")
+            kinds = dict(f="floats", U="text")
+            raise ValueError(f"{path}: {name} is {dtype} {list(shape)}; expected {kinds[kind]} {allowed}")
+        try:
+            file.seek(0)
+            return np.lib.format.read_array(file, allow_pickle=False)
+        except Exception as error:  # damaged compression makes many kinds
+            raise ValueError(f"{path}: {name} is damaged ({reason_of(error)})") from None

@@ -4,7 +4,7 @@ The two differ by more than a point, so every result records how it was counted.
 """
 
 import re
-from typing import Dict, List, Sequence
+from collections.abc import Sequence
 
 from sacrebleu.metrics import BLEU
 from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
@@ -12,42 +12,25 @@ from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 TOKENIZERS = ("13a", "given")
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
-    """BLEU of plain (detokenised) text, by sacrebleu's default, tokenizer 13a.
-
-    Args:
-        hypotheses, references: one sentence each, in the same order.
-
-    Returns:
-        dict(bleu in 0..100, precisions of 1 to 4 tokens in percent, brevity_penalty, hypothesis_length, reference_length
-        in tokens, sentences, signature).
-    """
+def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
+    """Return BLEU of plain (detokenised) sentences, by sacrebleu's default, tokenizer 13a; see `_score`."""
     return _score(BLEU(tokenize="13a"), hypotheses, references)
 
 
 def tokenised_bleu(
     hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = "13a", compound_split: bool = False
-) -> Dict:
-    """BLEU of tokenised text without smoothing, as in multi-bleu.perl and the papers (Zhang 2022, 5.1).
+) -> dict:
+    """Return BLEU of tokenised text without smoothing, as in multi-bleu.perl and the papers (Zhang 2022, 5.1).
 
-    The papers tokenised with Moses. Text in the papers' form (also otherwise preprocessed as theirs, such as
-    replaced unicode punctuation) is scored with tokenizer "given". "13a", sacrebleu's own, is near to
-    Moses' but not the same; the signature names the tokenizer.
-
-    Args:
-        hypotheses, references: as for `bleu`.
-        tokenizer: "13a", or "given": the text is tokenised, with spaces between tokens.
-        compound_split: then write "rich-text" as "rich ##AT##-##AT## text" on both sides. For EN-DE only, as in
-            both papers (Vaswani et al. 2017); worth up to about a point.
-
-    Returns:
-        as `bleu`; the signature ends with the tokenizer and the compounds.
+    The papers tokenised with Moses. Text in their form is scored with tokenizer "given"; "13a", sacrebleu's own, is near
+    to Moses' but not the same. `compound_split` then writes "rich-text" as "rich ##AT##-##AT## text" on both sides: for
+    EN-DE only, as in both papers (Vaswani et al. 2017); worth up to about a point. The signature names both.
     """
     if tokenizer not in TOKENIZERS:
         raise ValueError(f"tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
     tokenise = Tokenizer13a() if tokenizer == "13a" else str
 
-    def tokens(lines: Sequence[str]) -> List[str]:
+    def tokens(lines: Sequence[str]) -> list[str]:
         lines = [tokenise(line.rstrip()) for line in lines]
         return [split_compounds(line) for line in lines] if compound_split else lines
 
@@ -65,14 +48,15 @@ def split_compounds(line: str) -> str:
     return re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line)
 
 
-def summary(scores: Dict) -> str:
+def summary(scores: dict) -> str:
     """Format a result of `bleu` or `tokenised_bleu` with its signature."""
     precisions = "/".join(f"{p:.1f}" for p in scores["precisions"])
     ratio = f"{scores['hypothesis_length']} of {scores['reference_length']} tokens"
     return f"BLEU {scores['bleu']:.2f} ({precisions}, {ratio}) {scores['signature']}"
 
 
-def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str]) -> Dict:
+def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str]) -> dict:
+    """Return BLEU in 0..100, precisions of 1 to 4 tokens in percent, and lengths in tokens."""
     if len(hypotheses) != len(references):
         raise ValueError(f"{len(hypotheses)} hypotheses for {len(references)} references: expected one for each")
     if not hypotheses:

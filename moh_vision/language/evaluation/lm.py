@@ -12,9 +12,11 @@ questions or windows.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
 
 import torch
 
@@ -29,15 +31,16 @@ from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, p
 from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+OF_TASKS, OF_TEXTS = ("num_fewshot", "include_path", "limit", "head_load"), ("context", "stride")
+LEAST = dict(num_fewshot=0, context=1, stride=1)
 
 
-def parse(argv: Optional[List[str]]) -> argparse.Namespace:
-    """The options in `argv`; None: those of this process."""
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Return the options in `argv`; None: those of this process."""
     parser = Parser("python -m moh_vision lm", __doc__)
     add = parser.add_argument
-    add(
-        "--model", metavar="RUN", help="folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"
-    )
+    model = "folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"
+    add("--model", metavar="RUN", help=model)
     add("--tokenizer", metavar="FOLDER", help="where its tokenizer is (the model's folder)")
     add("--moh-llama3", action="store_true", help="RUN is the released MoH-LLaMA3-8B, or laid out as it")
     add("--tasks", metavar="A,B", help="suites (see --list), or tasks, groups and tags of the harness")
@@ -60,9 +63,7 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
     if options.model is None:
         raise ValueError("--model RUN is missing")
-    of_tasks = ("num_fewshot", "include_path", "limit", "head_load")
-    of_texts = ("context", "stride")
-    for name in of_tasks if options.perplexity else of_texts:
+    for name in OF_TASKS if options.perplexity else OF_TEXTS:
         if getattr(options, name) is not None:
             other = "--tasks" if options.perplexity else "--perplexity"
             raise ValueError(f"--{name.replace('_', '-')} belongs to {other}")
@@ -73,9 +74,8 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
         options.batch_size = int(options.batch_size)
     if options.limit is not None and not (0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0):
         raise ValueError(f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1")
-    for name in ("num_fewshot", "context", "stride"):
+    for name, least in LEAST.items():
         value = getattr(options, name)
-        least = 0 if name == "num_fewshot" else 1
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
     if options.include_path and not Path(options.include_path).is_dir():
@@ -83,15 +83,14 @@ def parse(argv: Optional[List[str]]) -> argparse.Namespace:
     if options.perplexity and not Path(options.perplexity).is_file():
         raise ValueError(f"--perplexity {options.perplexity}: no such file")
     if options.head_load and options.batch_size != 1:
-        raise ValueError(
-            f"--head-load counts padding too where there is some; --batch-size {options.batch_size}: expected 1"
-        )
+        padded = "--head-load counts padding too where there is some"
+        raise ValueError(f"{padded}; --batch-size {options.batch_size}: expected 1")
     refuse_output("--out", options.out)
     refuse_output("--head-load", options.head_load)
     return options
 
 
-def _device(asked: Optional[str], accelerator) -> torch.device:
+def _device(asked: str | None, accelerator) -> torch.device:
     if accelerator.num_processes > 1:
         if asked:
             raise ValueError(f"--device {asked}: processes of accelerate launch have their own; leave it out")
@@ -104,57 +103,54 @@ def _device(asked: Optional[str], accelerator) -> torch.device:
     return device
 
 
-def _tasks(options: argparse.Namespace, accelerator) -> Optional[Tuple[dict, List[str]]]:
-    """(what --out gets, lines to print) on the main process."""
+def _tasks(options: argparse.Namespace, accelerator) -> tuple[dict, list[str]]:
+    """Return (what --out gets, lines to print) on the main process."""
     from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
     rows = lm_harness.plan(items, options.num_fewshot)
-    version = lm_harness.require_harness()
     device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
     with accelerator.main_process_first():  # the others find the data sets fetched
-        tasks = lm_harness.load_tasks(rows, options.include_path)
+        tasks, manager = lm_harness.load_tasks(rows, options.include_path)
+    if 1 <= (options.limit or math.inf) < accelerator.num_processes:
+        processes = f"fewer questions than processes ({accelerator.num_processes})"
+        raise ValueError(f"--limit {options.limit:g}: {processes}")
     model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
-    ways: dict = dict(batch_size=options.batch_size, limit=options.limit, accelerator=accelerator)
-    load = None
+    load, counting = None, lambda row: contextlib.nullcontext()
     if options.head_load:
         load = HeadLoad(head_budget(model)["layers"], {"task": [row.title for row in rows]})
         if not load.choosing():
             raise ValueError(f"--head-load: every head of {options.model} runs for every token")
-        ways["counting"] = partial(counted, model, load)
-    scored = lm_harness.evaluate_rows(tasks, model, tokenizer, **ways)
+        counting = partial(counted, model, load)
+    harness = lm_harness.harness_model(model, tokenizer, options.batch_size, accelerator)
+    ways = dict(task_manager=manager, batch_size=options.batch_size, limit=options.limit)
+    scored = lm_harness.evaluate_rows(tasks, harness, counting, **ways)
     if load:
         load.reduce(total_over_processes(accelerator))
         load.of = dict(model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit)
         if accelerator.is_main_process:
             load.save(Path(options.head_load))
-    if scored is None:
-        return None
-    found, task_versions = scored
     lines = [f"head load: {options.head_load}"] if load else []
-    values = {(row["title"], *row["tasks"]): row["value"] for row in found}
-    suites: Dict[str, dict] = {}
     if options.limit is not None:
-        lines.append(
-            f"--limit {options.limit:g}: these are scores of a part of each task, not to be compared with the paper's"
-        )
-    for name in (item for item in dict.fromkeys(items) if item in SUITES):
+        part = "these are scores of a part of each task, not to be compared with the paper's"
+        lines.append(f"--limit {options.limit:g}: {part}")
+    values = {(row["title"], *row["tasks"]): row["value"] for row, _ in scored}
+    suites: dict[str, dict] = {}
+    for name in dict.fromkeys(item for item in items if item in SUITES and scored):
         own = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
         suites[name] = dict(average=average(own), values=own)
         lines.append(suite_table(name, own) + "\n")
-    others = [row for row in found if row["metric"] is None]
-    if others:
-        lines.append(lm_harness.metrics_table(others))
-    how = dict(
-        num_fewshot=options.num_fewshot, include_path=options.include_path, limit=options.limit, seeds=lm_harness.SEEDS
-    )
-    about["versions"].update(lm_eval=version, tasks=task_versions)
-    return dict(suites=suites, rows=found, tasks=items, **how, **about), lines
+    lines += [lm_harness.table(result) for row, result in scored if row["metric"] is None]
+    named = ("num_fewshot", "include_path", "limit")
+    how = dict({name: getattr(options, name) for name in named}, seeds=lm_harness.SEEDS)
+    versions = {task: version for _, result in scored for task, version in result["versions"].items()}
+    about["versions"].update(lm_eval=metadata.version("lm_eval"), tasks=versions)
+    return dict(suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **about), lines
 
 
-def _perplexity(options: argparse.Namespace, accelerator) -> Tuple[dict, List[str]]:
-    """See `_tasks`."""
+def _perplexity(options: argparse.Namespace, accelerator) -> tuple[dict, list[str]]:
+    """Do as `_tasks`, for a text."""
     from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, read_text, sliding_windows
 
     device = _device(options.device, accelerator)
@@ -175,30 +171,26 @@ def _perplexity(options: argparse.Namespace, accelerator) -> Tuple[dict, List[st
         scores = perplexity(causal_losses(model), windows, device, total_over_processes(accelerator))
     except ValueError as error:
         raise ValueError(f"{options.perplexity}: {error}") from None
-    scores = dict(scores, **per_unit(scores, text.words, text.bytes))
+    scores.update(per_unit(scores, text.words, text.bytes))
     lines = [
         f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)",
         f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)",
         f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes",
     ]
     file = str(Path(options.perplexity).resolve())
-    source = dict(file=file, sha256=text.sha256, context=context, stride=stride)
-    return dict(scores, **source, **about), lines
+    return dict(scores, file=file, sha256=text.sha256, context=context, stride=stride, **about), lines
 
 
 def score(options: argparse.Namespace, accelerator) -> None:
     """Score a model, write --out and print the scores; every process calls it."""
-    result = (_tasks if options.tasks else _perplexity)(options, accelerator)
+    scores, lines = (_tasks if options.tasks else _perplexity)(options, accelerator)
     if not accelerator.is_main_process:
         return
-    assert result is not None
-    scores, lines = result
     if options.out:
         circumstances = dict(batch_size=options.batch_size, processes=accelerator.num_processes)
         write_json(Path(options.out), dict(scores, **circumstances))
         lines.append(f"scores: {options.out}")
-    for line in lines:
-        say(line)
+    say("\n".join(lines))
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -210,8 +202,8 @@ def _work(options: argparse.Namespace) -> None:
     finish(accelerator)
 
 
-def main(argv: Optional[List[str]] = None) -> int:
-    """The command; returns the exit code: 0, or 2 for a user's mistake."""
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; return the exit code: 0, or 2 for a user's mistake."""
     return exit_code("lm", lambda: _work(parse(argv)))
 
 

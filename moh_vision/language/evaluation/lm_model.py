@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Dict, Iterator, Tuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -37,26 +37,19 @@ MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a sm
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
-@dataclass
-class Text:
-    """An encoded text.
+class Text(NamedTuple):
+    """An encoded text."""
 
-    Attributes:
-        ids: int64 [tokens + 1]; the first stands for what is before the text.
-        words: separated by blanks, and one for each line's end, as WikiText counts.
-        bytes: of it in UTF-8.
-        sha256: of those bytes.
-    """
-
-    ids: Tensor
-    words: int
-    bytes: int
-    sha256: str
+    ids: Tensor  # int64 [tokens + 1]; the first stands for what is before the text
+    words: int  # separated by blanks, and one for each line's end, as WikiText counts
+    bytes: int  # in UTF-8
+    sha256: str  # of those bytes
 
 
 def load_tokenizer(folder: str, text: bool):
-    """Load the transformers tokenizer of a folder, or of a run of train_text.py: a `Vocabulary` for a running
-    `text`, else transformers' form with eos as bos too, because training puts eos first.
+    """Load the transformers tokenizer of a folder, or of a run of train_text.py.
+
+    The latter is a `Vocabulary` for a running `text`, else has eos as bos too, because training puts eos first.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -82,15 +75,15 @@ def load_tokenizer(folder: str, text: bool):
     return tokenizer
 
 
-def load_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> Tuple[nn.Module, dict]:
-    """Load a causal language model in eval mode, and the facts needed to repeat its scores. It must have the
-    tokens of `tokenizer`. `released`: laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
+def load_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> tuple[nn.Module, dict]:
+    """Load a causal language model in eval mode, and the facts needed to repeat its scores.
+
+    It must have the tokens of `tokenizer`. `released`: laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
     """
     place = Path(folder)
     if not (place / "config.json").is_file():
-        raise ValueError(
-            f"--model {folder}: no config.json; expected a folder that save_pretrained or train_text.py wrote"
-        )
+        expected = "expected a folder that save_pretrained or train_text.py wrote"
+        raise ValueError(f"--model {folder}: no config.json; {expected}")
     try:
         code = PreTrainedConfig.get_config_dict(folder)[0].get("auto_map", {})
         if "AutoModelForCausalLM" in code and not released:  # would run all heads
@@ -104,9 +97,8 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         raise ValueError(f"--model {folder}: not read as a causal language model: {reason_of(error)}") from None
     size = model.config.get_text_config().vocab_size
     if len(tokenizer) > size:
-        raise ValueError(
-            f"--model {folder}: {size} tokens, its tokenizer has {len(tokenizer)}: they do not belong together"
-        )
+        told = f"{size} tokens, its tokenizer has {len(tokenizer)}"
+        raise ValueError(f"--model {folder}: {told}: they do not belong together")
     weights = sorted([*place.glob("*.safetensors"), *place.glob("pytorch_model*.bin")])
     cheap = sum(file.stat().st_size for file in weights) <= MOST_HASHED
     about = dict(
@@ -151,8 +143,7 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
 
 
 def read_text(path: Path, tokenizer) -> Text:
-    """Read and encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each
-    with eos."""
+    """Encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each with eos."""
     lines = list(TextFile(path))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if isinstance(tokenizer, Vocabulary):
@@ -168,22 +159,11 @@ def read_text(path: Path, tokenizer) -> Text:
 
 def sliding_windows(
     ids: Tensor, context: int, stride: int, batch_size: int = 1, process: int = 0, processes: int = 1
-) -> Iterator[Dict[str, Tensor]]:
-    """Yield windows of a text for `perplexity`, see `CausalWindows`: every token but the first is a label once.
+) -> Iterator[dict[str, Tensor]]:
+    """Yield this process's batches of windows of a text for `perplexity`, see `CausalWindows`.
 
-    Labels of all windows but the first have context - stride + 1 or more tokens before them in the window
-    (Baevski and Auli 2019, section 4.3).
-
-    Args:
-        ids: int64 [n + 1]; the first precedes the text, such as bos.
-        context: tokens that the model sees at a time, C.
-        stride: from window to window, 1 <= S <= C; S = C: separate blocks, S = 1: the most costly.
-        batch_size: windows at a time.
-        process, processes: which share of the batches.
-
-    Returns:
-        batches, dict(input_ids, labels), int64 [B, min(C, n)]; labels are aligned with outputs, -100 if in
-        an earlier window.
+    Every token of ids [n + 1] but the first is a label once; labels of all windows but the first have at least
+    context - stride + 1 tokens before them in the window (Baevski and Auli 2019, section 4.3).
     """
     n = len(ids) - 1
     if not n:

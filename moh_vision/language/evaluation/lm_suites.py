@@ -15,42 +15,32 @@ The paper's averages are plain means of a table's columns: all 13 rows of tables
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Dict, Optional, Sequence, Tuple
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Row:
-    """A column of the paper's table.
+class Row(NamedTuple):
+    """A column of the paper's table; of several tasks the mean counts."""
 
-    Attributes:
-        title: the paper's name of it.
-        shots: examples before each question.
-        metric: of the harness, "acc,none" (its filter behind the comma).
-        tasks: of the harness; of several, the mean counts.
-    """
-
-    title: str
-    shots: int
-    metric: str
-    tasks: Tuple[str, ...]
+    title: str  # the paper's
+    shots: int  # examples before each question; -1: the task's own number
+    metric: str  # of the harness, "acc,none" (its filter behind the comma)
+    tasks: tuple[str, ...]  # of the harness
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A table of the paper.
-
-    Attributes:
-        source: where it stands.
-        rows: its tasks.
-        paper: name of a model -> its numbers in percent, in the order of rows.
-        averages: name of a model -> the average that the paper prints.
-    """
+    """A table of the paper."""
 
     source: str
-    rows: Tuple[Row, ...]
-    paper: Dict[str, Tuple[float, ...]]
-    averages: Dict[str, float]
+    rows: tuple[Row, ...]
+    paper: dict[str, tuple[float, ...]]  # name of a model -> percent, in the order of rows
+
+    @property
+    def averages(self) -> dict[str, float]:
+        """Name of a model -> the average that the paper prints, which rounds halves up."""
+        return {name: round(sum(values) / len(values) + 1e-9, 1) for name, values in self.paper.items()}
 
 
 SCIQ = Row("SciQ", 0, "acc_norm,none", ("sciq",))
@@ -70,7 +60,7 @@ NQ = Row("NQ", 32, "exact_match,remove_whitespace", ("nq_open",))
 ARC_E = Row("ARC-E", 0, "acc_norm,none", ("arc_easy",))
 ARC_C = Row("ARC-C", 25, "acc_norm,none", ("arc_challenge",))
 
-SUITES: Dict[str, Suite] = {
+SUITES: dict[str, Suite] = {
     "moh-llm": Suite(
         source="MoH, table 4",
         rows=(SCIQ, PIQA, WINOGRANDE, OPENBOOKQA, LOGIQA, TRUTHFULQA),
@@ -85,10 +75,6 @@ SUITES: Dict[str, Suite] = {
             "B75 200B": (76.0, 69.2, 52.7, 30.4, 29.8, 32.6),
             "B50 200B": (75.6, 66.9, 53.5, 29.4, 26.7, 32.7),
         },
-        averages={
-            "S 100B": 43.9, "S75 100B": 44.6, "S50 100B": 45.4, "B 100B": 47.4, "B75 100B": 47.8, "B50 100B": 47.2,
-            "B 200B": 47.9, "B75 200B": 48.5, "B50 200B": 47.5,
-        },
     ),
     "moh-llama3": Suite(
         source="MoH, table 5",
@@ -97,7 +83,6 @@ SUITES: Dict[str, Suite] = {
             "LLaMA3-8B": (65.2, 52.3, 50.7, 49.5, 35.4, 81.9, 30.0, 83.9, 75.5, 94.0, 81.0, 72.5, 31.5, 59.0),
             "MoH-LLaMA3": (65.8, 61.5, 64.4, 56.9, 44.0, 80.1, 30.3, 84.0, 76.4, 92.2, 78.8, 72.9, 28.3, 60.1),
         },
-        averages={"LLaMA3-8B": 61.6, "MoH-LLaMA3": 64.0},
     ),
     "moh-llama3-stage1": Suite(
         source="MoH, table E",
@@ -106,38 +91,36 @@ SUITES: Dict[str, Suite] = {
             "stage1": (66.2, 66.0, 28.1, 58.6, 41.9, 79.4, 30.4, 85.1, 75.8, 92.2, 79.1, 73.0, 70.9, 59.6),
             "MoH-LLaMA3": (65.8, 64.4, 28.3, 56.9, 44.0, 80.1, 30.3, 84.0, 76.4, 92.2, 78.8, 72.9, 72.5, 60.1),
         },
-        averages={"stage1": 64.7, "MoH-LLaMA3": 64.8},
     ),
 }  # fmt: skip
 
 
-def average(values: Sequence[Optional[float]]) -> Optional[float]:
-    """The plain mean, as the paper's; None if a number is missing."""
+def average(values: Sequence[float | None]) -> float | None:
+    """Return the plain mean, as the paper does; None if a number is missing."""
     return None if not values or None in values else sum(values) / len(values)
 
 
-def suite_table(name: str, values: Optional[Sequence[Optional[float]]] = None) -> str:
-    """Format a suite: one line a task, then the average, beside the paper's numbers. `values` are percent in the
-    order of its rows; None: no model was scored.
+def suite_table(name: str, values: Sequence[float | None] | None = None) -> str:
+    """Format a suite beside the paper's numbers: a line a task, then the average.
+
+    `values` are percent in the order of its rows; None: no model was scored.
     """
     suite = SUITES[name]
-    head = ["task", "shots", "metric", *([] if values is None else ["here"]), *suite.paper]
-    lines = [head]
+    lines = [["task", "shots", "metric", *(["here"] if values else []), *suite.paper]]
     for i, row in enumerate(suite.rows):
         metric = row.metric.removesuffix(",none") + (" of mc1 and mc2" if len(row.tasks) > 1 else "")
-        here = [] if values is None else [_number(values[i], 2)]
-        printed = [_number(v[i], 1) for v in suite.paper.values()]
-        lines.append([row.title, str(row.shots), metric, *here, *printed])
-    here = [] if values is None else [_number(average(values), 2)]
-    lines.append(["average", "", "", *here, *(_number(suite.averages[m], 1) for m in suite.paper)])
-    widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-    left = 3  # the first columns are words
-    text = [
-        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths)))
-        for line in lines
-    ]
-    return "\n".join([f"{name} ({suite.source})", *(line.rstrip() for line in text)])
+        here = [_number(values[i], 2)] if values else []
+        lines.append([row.title, str(row.shots), metric, *here, *(_number(v[i], 1) for v in suite.paper.values())])
+    here = [_number(average(values), 2)] if values else []
+    lines.append(["average", "", "", *here, *(_number(mean, 1) for mean in suite.averages.values())])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    text = [f"{name} ({suite.source})"]
+    for line in lines:
+        words = [cell.ljust(width) for cell, width in zip(line[:3], widths)]
+        numbers = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:])]
+        text.append("  ".join(words + numbers).rstrip())
+    return "\n".join(text)
 
 
-def _number(value: Optional[float], digits: int) -> str:
+def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"

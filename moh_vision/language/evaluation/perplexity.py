@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from typing import Callable, Dict, Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,21 +12,11 @@ from torch.nn import functional as F
 @torch.no_grad()
 def perplexity(
     losses: Callable[[dict], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]
-) -> Dict[str, float]:
-    """exp of the mean negative log-likelihood of the labelled tokens.
+) -> dict[str, float]:
+    """Return dict(perplexity (inf if it overflows), loss in nats per token, tokens) of all processes' labelled tokens.
 
-    Labels alone decide which tokens count: context in overlapping windows, like padding, has
-    label -100.
-
-    Args:
-        losses: batch on the device -> negative log-likelihood in nats [B, T], aligned with labels; for our
-            models `lambda batch: model.routed_loss(**batch)[1]`, in eval mode.
-        batches: dicts of tensors with labels [B, T], -100 where nothing counts; this process's share.
-        device: where to compute.
-        reduce: sums a tensor over processes.
-
-    Returns:
-        dict(perplexity (inf if it overflows), loss in nats per token, tokens).
+    `losses` turns a batch on the device into negative log-likelihoods [B, T], aligned with its labels [B, T]; those of
+    context and padding are -100. `batches` are this process's share; `reduce` sums a tensor over processes.
     """
     total = torch.zeros(3, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
@@ -43,25 +33,23 @@ def perplexity(
     return dict(perplexity=exp(loss), loss=loss, tokens=int(tokens))
 
 
-def summary(scores: Dict) -> str:
-    """One line of what `perplexity` found."""
+def summary(scores: dict) -> str:
+    """Return one line of what `perplexity` found."""
     return f"perplexity {scores['perplexity']:.2f}, loss {scores['loss']:.4f}, {scores['tokens']} tokens"
 
 
 def exp(nats: float) -> float:
-    """e to this power, inf where it is too large for a float."""
+    """Like `math.exp`, but return inf instead of raising OverflowError."""
     return math.exp(nats) if nats < 700 else math.inf
 
 
 def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
-    """Make `losses` of `perplexity` for any causal model of transformers in eval mode.
-
-    Logits are float32, and computed from the first label on if the model knows `logits_to_keep`.
-    """
+    """Make `losses` of `perplexity` for a causal model of transformers in eval mode, in float32."""
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def losses(batch: dict) -> Tensor:
         ids, labels = batch["input_ids"], batch["labels"]  # [B, T] each
+        # From the first label on, if the model knows `logits_to_keep`.
         kept = labels.shape[1] - int((labels != -100).any(0).int().argmax())
         options = dict(logits_to_keep=kept) if keeps else {}
         logits = model(input_ids=ids, use_cache=False, **options).logits[:, -kept:]  # [B, kept, V]
@@ -73,10 +61,8 @@ def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
     return losses
 
 
-def per_unit(scores: Dict, words: int, size: int) -> Dict[str, float]:
-    """Return tokenizer-independent perplexities and bits_per_byte, from `perplexity` scores of a whole text
-    with these words and bytes (`size`).
-    """
+def per_unit(scores: dict, words: int, size: int) -> dict[str, float]:
+    """Return perplexities that need no tokenizer, of `perplexity` scores of a text with so many words and bytes (`size`)."""
     nats = scores["loss"] * scores["tokens"]
     return dict(
         word_perplexity=exp(nats / words) if words else math.inf,

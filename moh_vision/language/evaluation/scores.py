@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import statistics
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 from safetensors import safe_open
@@ -24,7 +23,7 @@ from moh_vision.engine.step_folders import by_age
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
 from moh_vision.language.evaluation.gates import report_gates
-from moh_vision.language.evaluation.perplexity import perplexity, summary
+from moh_vision.language.evaluation.perplexity import exp, perplexity, summary
 from moh_vision.language.evaluation.translation import gate_mode, score_translations, translate
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.head_load import FILE, HeadLoad
@@ -37,11 +36,12 @@ RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
 def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[..., dict]:
-    """Return a function (data set, title, on_routing) -> exact loss and perplexity of the present weights over all
-    processes. on_routing, if given, gets the routing statistics of every batch of this process.
+    """Return a function (data set, title, on_routing) -> loss and perplexity of the present weights over all processes.
+
+    on_routing, if given, gets the routing statistics of every batch of this process.
     """
 
-    def evaluate(dataset, title: str, on_routing: Optional[Callable[[List[RoutingStats]], None]] = None) -> dict:
+    def evaluate(dataset, title: str, on_routing: Callable[[list[RoutingStats]], None] | None = None) -> dict:
         # Unwrapped: what wraps the model would wait for processes with fewer batches.
         plain = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
         own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
@@ -62,9 +62,10 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
     return evaluate
 
 
-def final_weights(run: Run) -> Dict:
-    """Load the weights scored at the end: the average of the last checkpoints (written here), with patience the
-    best, or the last. Return their file's name and averaged_steps. Every process calls it.
+def final_weights(run: Run) -> dict:
+    """Load the weights that are scored at the end; return their file's name and averaged_steps. Every process calls it.
+
+    They are the average of the last checkpoints, which is written here, with patience the best, or the last.
     """
     config = run.config
     if config.average > 1:
@@ -82,16 +83,13 @@ def final_weights(run: Run) -> Dict:
     return dict(weights="model.safetensors")
 
 
-def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str, Tensor], List[int]]:
-    """Average the weights of a run's newest `count` whole checkpoints (Vaswani 2017, section 6.1), in float64.
+def average_checkpoints(run: Path, count: int, every: int = 1) -> tuple[dict[str, Tensor], list[int]]:
+    """Average a run's newest `count` whole checkpoints (Vaswani 2017, section 6.1) in float64; return state and steps.
 
     Older ones count only at multiples of `every` steps, so a run that was stopped between two saves gives the same
     weights as one that was not. Counters, such as batch norm's, are the newest's.
-
-    Returns:
-        (state dict of the model, steps of the checkpoints, newest first).
     """
-    whole: Dict[int, Path] = {}
+    whole: dict[int, Path] = {}
     for step, folder in by_age(run / "checkpoints"):
         regular = not whole or step % every == 0
         if regular and len(whole) < count and step not in whole and damage(folder, step) is None:
@@ -103,89 +101,84 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> Tuple[Dict[str
     if missing:
         raise ValueError(f"{missing}: no such file; the weights of sharded runs are not averaged")
     averages = {}
-    opened = [safe_open(file, "pt") for file in files]
-    for name in opened[0].keys():
+    newest, *others = (safe_open(file, "pt") for file in files)
+    for name in newest.keys():
         if name.startswith(PREFIX):  # one tensor at a time in memory
-            values = [file.get_tensor(name) for file in opened]
-            newest = values[0]
-            mean = newest
-            if newest.is_floating_point():
-                mean = torch.stack(values).double().mean(0).to(newest.dtype)
+            mean = newest.get_tensor(name)
+            if mean.is_floating_point():
+                values = torch.stack([mean, *(file.get_tensor(name) for file in others)])
+                mean = values.double().mean(0).to(mean.dtype)
             averages[name.removeprefix(PREFIX)] = mean
     return averages, list(whole)
 
 
-def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> Dict:
-    """Score the model's present weights, which are whole; every process calls it.
+def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> dict:
+    """Score the model's present weights, which are whole, with `evaluate` of `evaluation_of`; every process calls it.
 
-    Writes the output of `report_gates`, OUTPUT/head_load.json if tokens choose among heads, and
-    OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
-
-    Args:
-        evaluate: of `evaluation_of`.
-
-    Returns:
-        dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
-        bleu: gate mode of the encoder -> scores; "random": mean over RANDOM_DRAWS draws, std and draws).
+    Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
+    the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
     """
-    config, model = run.config, run.model
-    accelerator, log = run.accelerator, run.log
-    results: Dict = {}
+    config, log, total = run.config, run.log, total_over_processes(run.accelerator)
     texts = text.texts()
-    load = HeadLoad(head_budget(model)["layers"], {"text": [name for name, _ in texts]})
+    load = HeadLoad(head_budget(run.model)["layers"], {"text": [name for name, _ in texts]})
     texts = texts if load.choosing() else []
-    splits = dict(validation=text.val, **({"test": text.test} if text.test is not None else {}))
-    for title, dataset in splits.items():
+    results = {}
+    for title, dataset in dict(validation=text.val, test=text.test).items():
+        if dataset is None:
+            continue
         counts = texts and dataset is text.val
-        on_routing = (lambda stats: load.add(stats, 0)) if counts else None
-        results[title] = evaluate(dataset, title, on_routing)
+        results[title] = found = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
         # To compare byte-pair vocabularies; text that comes as ids may not say its words.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
-            nats_a_word = results[title]["loss"] * results[title]["tokens"] / dataset.tokens.words
-            results[title]["word_perplexity"] = math.exp(min(nats_a_word, 700))
-        log.say(f"{title}: {summary(results[title])}")
+            found["word_perplexity"] = exp(found["loss"] * found["tokens"] / dataset.tokens.words)
+        log.say(f"{title}: {summary(found)}")
     for number, (name, dataset) in enumerate(texts[1:], 1):
         evaluate(dataset, f"head load, {name}", lambda stats, number=number: load.add(stats, number))
     if texts:
-        load.reduce(total_over_processes(accelerator))
+        load.reduce(total)
         load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
-        if accelerator.is_main_process:
+        if run.accelerator.is_main_process:
             load.save(run.folder / FILE)
-    batches = text.eval_batches(text.val, accelerator.process_index, accelerator.num_processes)
-    results.update(report_gates(model, batches, text.vocabularies, run.folder, accelerator, config.data.val))
+    batches = text.eval_batches(text.val, run.accelerator.process_index, run.accelerator.num_processes)
+    results |= report_gates(run.model, batches, text.vocabularies, run.folder, run.accelerator, config.data.val)
     for part, mean in results.get("mean_gate_entropy", {}).items():
         log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
-    if not isinstance(text, TranslationInputs):
-        return results
+    return results | (_translations(run, text) if isinstance(text, TranslationInputs) else {})
+
+
+def _translations(run: Run, text: TranslationInputs) -> dict:
+    """Return the scores of translations in each gate mode, and what they are of; "random" is a mean over draws.
+
+    Writes OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
+    """
+    config, log = run.config, run.log
     pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     references = text.references(split, pairs)
     lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
-    results.update(bleu={}, bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase)
-    results.update(left_out=pairs.left_out)
-    case = ", lower-cased data" if lowercase else ""
+    scores: dict[str, dict] = {}
     for mode in config.generate.gate_modes:
         title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
-        draws = []
-        for draw in range(RANDOM_DRAWS if mode == "random" else 1):
-            with gate_mode(model, mode):
-                number = f", draw {draw + 1} of {RANDOM_DRAWS}" if mode == "random" else ""
+        draws, count = [], RANDOM_DRAWS if mode == "random" else 1
+        for draw in range(count):
+            with gate_mode(run.model, mode):
+                number = f", draw {draw + 1} of {count}" if mode == "random" else ""
                 log.say(f"{title}: translating {len(references)} sentences{number}")
-                found = translate(model, pairs, text.vocabularies[1], config.generate, accelerator, log.progress, draw)
+                how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
+                found = translate(run.model, pairs, *how)
             draws.append(score_translations(found, references, config.generate))
-            if accelerator.is_main_process and draw == 0:
+            if run.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in found))
-        if mode == "random":
-            results["bleu"][mode] = {form: over_draws(draws, form) for form in draws[0]}
-        else:
-            results["bleu"][mode] = draws[0]
-        for name, form in results["bleu"][mode].items():
-            spread = f", mean of {len(draws)} draws, std {form['std']:.2f}" if len(draws) > 1 else ""
+        scores[mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        for name, form in scores[mode].items():
+            case = ", lower-cased data" if lowercase else ""
+            spread = f", mean of {count} draws, std {form['std']:.2f}" if count > 1 else ""
             log.say(f"{title}, {FORMS[name]}{case}: {bleu.summary(form)}{spread}")
-    return results
+    of = dict(bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase, left_out=pairs.left_out)
+    return dict(bleu=scores, **of)
 
 
-def over_draws(draws: List[Dict], form: str) -> Dict:
+def over_draws(draws: list[dict], form: str) -> dict:
     """Merge a form of BLEU over draws: the first entry with mean, deviation and all values."""
     values = [draw[form]["bleu"] for draw in draws]
     return dict(draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Callable, Dict, Iterable, Iterator, List
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ def translate(
     accelerator,
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
     draw: int = 0,
-) -> List[str]:
-    """Translate the source of every pair; all processes return the same list. `draw` seeds experts that are
-    drawn at random. The model is left in eval mode.
+) -> list[str]:
+    """Translate the source of every pair; all processes return the same list.
+
+    `draw` seeds experts that are drawn at random. The model is left in eval mode.
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")
@@ -52,15 +53,15 @@ def translate(
     return [text for _, text in sorted(gather_object(found))]
 
 
-def score_translations(hypotheses: List[str], references: List[str], options) -> Dict:
-    """dict(bleu, tokenised_bleu), see `evaluation.bleu`; options: a `GenerationConfig`."""
+def score_translations(hypotheses: list[str], references: list[str], options) -> dict:
+    """Return dict(bleu, tokenised_bleu); options: a `GenerationConfig`."""
     return dict(
         bleu=bleu(hypotheses, references),
         tokenised_bleu=tokenised_bleu(hypotheses, references, options.tokenizer, options.compound_split),
     )
 
 
-def check_gate_modes(model: nn.Module, modes: List[str]) -> None:
+def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
     """Raise ValueError for a mode that the encoder's gates of MAE lack."""
     routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:

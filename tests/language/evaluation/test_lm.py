@@ -52,15 +52,19 @@ def mistake(capsys, *arguments):
 # Suites
 
 
+PRINTED = {  # by the paper
+    "moh-llm": [43.9, 44.6, 45.4, 47.4, 47.8, 47.2, 47.9, 48.5, 47.5],
+    "moh-llama3": [61.6, 64.0],
+    "moh-llama3-stage1": [64.7, 64.8],
+}
+
+
 @pytest.mark.parametrize("name", SUITES)
 def test_the_papers_averages_are_means_of_its_columns(name):
     suite = SUITES[name]
-    assert {*suite.paper} == {*suite.averages}
+    assert [*suite.averages.values()] == PRINTED[name] and [*suite.averages] == [*suite.paper]
     assert len({row.title for row in suite.rows}) == len(suite.rows)
-    for label, values in suite.paper.items():
-        assert len(values) == len(suite.rows)
-        # Half a digit of the average, and a little for rounding 43.85 up.
-        assert abs(average(values) - suite.averages[label]) <= 0.05 + 1e-9, label
+    assert all(len(values) == len(suite.rows) for values in suite.paper.values())
 
 
 def test_shots_are_the_papers():
@@ -78,7 +82,7 @@ def test_averages_and_tables():
     assert lines[0] == "moh-llm (MoH, table 4)" and len(lines) == 9
     assert lines[2].split()[:4] == ["SciQ", "0", "acc_norm", "10.00"]
     assert lines[7].split()[:7] == ["TruthfulQA", "0", "acc", "of", "mc1", "and", "mc2"]
-    assert lines[8].split() == ["average", "35.17", *(f"{v:.1f}" for v in SUITES["moh-llm"].averages.values())]
+    assert lines[8].split() == ["average", "35.17", *map(str, PRINTED["moh-llm"])]
     assert suite_table("moh-llm", [10.0, None, 1.0, 1.0, 1.0, 1.0]).splitlines()[8].split()[1] == "-"
 
 
@@ -237,7 +241,7 @@ def test_a_suite_takes_its_metric_and_the_mean_of_two_tasks(model, tmp_path, cap
         Row("AB", 0, "acc,none", ("tiny_a", "tiny_b")),
         Row("A", 1, "acc_norm,none", ("tiny_a",)),  # the same task with other shots
     )
-    monkeypatch.setitem(SUITES, "moh-tiny", Suite("nowhere", rows, dict(X=(1.0, 2.0)), dict(X=1.5)))
+    monkeypatch.setitem(SUITES, "moh-tiny", Suite("nowhere", rows, dict(X=(1.0, 2.0))))
     out = tmp_path / "scores.json"
     assert run("--model", model, "--tasks", "moh-tiny", "--include-path", tasks, "--out", out) == 0
     record = json.loads(out.read_text())
@@ -462,7 +466,7 @@ def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
     assert "line 1: not UTF-8" in mistake(capsys, *read)
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert mistake(capsys, *ask) == "the package lm_eval is needed: pip install 'moh_vision[lm]'"
+    assert mistake(capsys, *ask) == "the package lm_eval is missing: pip install 'moh_vision[lm]'"
 
 
 def test_models_that_do_not_fit(tmp_path, capsys):
