@@ -75,7 +75,7 @@ class ScoredFolder(ImageSet):
             raise ValueError(
                 f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
             )
-        self.mode = ""
+        self.mode, self.pool = "", ThreadPoolExecutor(4)
         for file in self.files:
             with _opened(file) as image:
                 mode, size = image.mode, upright_size(image)
@@ -83,8 +83,7 @@ class ScoredFolder(ImageSet):
         super().__init__(str(folder), len(self.files), 1 if self.mode == "L" else 3)
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        with ThreadPoolExecutor(4) as pool:
-            return np.stack(list(pool.map(self._pixels, self.files[first:stop])))
+        return np.stack(list(self.pool.map(self._pixels, self.files[first:stop])))
 
     def _check(self, file: Path, mode: str, size: tuple[int, int]) -> None:
         """Raise ValueError unless an image has the first one's mode and upright size."""
