@@ -64,10 +64,11 @@ def writer(request, tmp_path, vae):
     return Writer("latents", root, argv, opened, (write_latents, "encode_moments"), "train.meta.json", "npy")
 
 
-def told(capfd):
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and ": error: " in lines[0], lines
-    return lines[0]
+def told(capfd, command=""):
+    """The one line of an error."""
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert f"{command}: error: " in line, line
+    return line
 
 
 def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path, writer):
@@ -192,6 +193,7 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
     "change, words",
     [
         (("--seed", 5), "--seed was 0, now 5"),
+        (("--size", 4), "--size was (None|16), now 4"),
         (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
         ("more", r"class dog was 10 images \(sha256 [0-9a-f]{16}\), now 11 images"),
         ("touched", r"class cat was 10 images \(sha256 [0-9a-f]{16}\), now 10 images"),
