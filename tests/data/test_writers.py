@@ -208,11 +208,11 @@ def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd,
         Image.new("RGB", (4, 4)).save(root / "train" / "dog" / "new.png")
     if change == "touched":
         os.utime(root / "train" / "cat" / "3.png", ns=(1, 1))
-    for split in ("train", "val"):
+    for folder in (root / "train", root / "val"):
         if change == "class":
-            shutil.copytree(root / split / "cat", root / split / "ant")
+            shutil.copytree(folder / "cat", folder / "ant")
         if change == "gone":
-            shutil.rmtree(root / split / "dog")
+            shutil.rmtree(folder / "dog")
     before = contents(out)
     assert writer.run(out, *writer.shards(2), *(change if isinstance(change, tuple) else ())) == 2
     line = told(capfd)
