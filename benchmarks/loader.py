@@ -7,7 +7,8 @@ apply timm's transform of the ImageNet recipe (random resized crop to 224 pixels
 32 and shuffle. timm's prefetcher makes the floats in the process that trains, here on the CPU; it is timed with that.
 
 Every round runs each loader once, in another order, with 1 and with 2 worker processes. The clock starts when the first batch is there, so
-that the start of the workers does not count, and stops with the last but one: timm's prefetcher holds a batch back until the next is there.
+that the start of the workers does not count (the last column has it), and stops with the last but one: timm's prefetcher holds a batch
+back until the next is there.
 Reported are medians and quartiles of images per second, and of the time over that of the best loader that is not ours, round by round.
 Results go to benchmarks/results/loader.json and docs/results/loader.md.
 """
@@ -17,6 +18,7 @@ import os
 import random
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -39,6 +41,7 @@ BATCH, SIDE, CLASSES = 32, 224, 10
 MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
 AUGMENTATION = dict(is_training=True, color_jitter=None, interpolation="bicubic", mean=MEAN, std=STD)
 TITLE = "# Loaders of training images\n"
+COLUMNS = ("images / s", "time over the best", "seconds to the first batch")
 
 
 def write_images(folder, count):
@@ -96,18 +99,19 @@ def loaders(folder):
     }
 
 
-def timed_pass(batches, clock=time.perf_counter):
-    """Seconds for an image, from the first batch to the last but one."""
-    times, counts = [], []
-    for images in batches:
+def timed_pass(make, stalls, clock=time.perf_counter):
+    """Seconds for an image, from the first batch to the last but one; those until the first batch go into `stalls`."""
+    times, counts = [clock()], [0]
+    for images in make():
         assert images.shape[1:] == (3, SIDE, SIDE) and images.is_floating_point()
         times.append(clock())
         counts.append(len(images))
-    return (times[-2] - times[0]) / sum(counts[1:-1])
+    stalls.append(times[1] - times[0])
+    return (times[-2] - times[1]) / sum(counts[2:-1])
 
 
-def judge(times, workers):
-    """[dict of a loader] with so many workers: images per second, and the time over the others' best."""
+def judge(times, stalls, workers):
+    """[dict of a loader] with so many workers: images per second, the time over the others' best, and until the first batch."""
     own = {name: seconds for (name, count), seconds in times.items() if count == workers}
     best = min((name for name in own if not name.startswith("ours")), key=lambda name: own[name].median().item())
     return [
@@ -116,6 +120,7 @@ def judge(times, workers):
             workers=workers,
             images_per_second=spread(1 / seconds, 1),
             time_to_best=spread(seconds / own[best]),
+            seconds_to_first_batch=spread(torch.tensor(stalls[name, workers])),
             best=best,
         )
         for name, seconds in own.items()
@@ -125,7 +130,7 @@ def judge(times, workers):
 def page(report):
     """docs/results/loader.md."""
     counts = sorted({row["workers"] for row in report["rows"]})
-    columns = [f"{what}, {n} worker{'s' * (n > 1)}" for n in counts for what in ("images / s", "time over the best")]
+    columns = [f"{what}, {n} worker{'s' * (n > 1)}" for n in counts for what in COLUMNS]
     lines = [TITLE, __doc__.split("\n\n", 2)[2].split("Reported are")[0].strip() + "\n", about_machine(report) + "\n"]
     lines += [
         f"{report['images']} JPEGs, {report['kilobytes']} KB on average; {report['rounds']} rounds. Medians [quartiles].\n"
@@ -134,9 +139,9 @@ def page(report):
     for name in dict.fromkeys(row["loader"] for row in report["rows"]):
         cells = []
         for row in (row for row in report["rows"] if row["loader"] == name):
-            speed, ratio = row["images_per_second"], row["time_to_best"]
+            speed, ratio, first = row["images_per_second"], row["time_to_best"], row["seconds_to_first_batch"]
             cells += [f"{speed['median']:.0f} [{speed['quartiles'][0]:.0f} {speed['quartiles'][1]:.0f}]"]
-            cells += [cell(ratio["median"], ratio["quartiles"])]
+            cells += [cell(each["median"], each["quartiles"]) for each in (ratio, first)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, "", "    python benchmarks/loader.py"]) + "\n"
 
@@ -153,14 +158,12 @@ def main():
     report = dict(machine=machine(), load_before=os.getloadavg(), images=args.images)
     with tempfile.TemporaryDirectory(prefix="loader-") as folder:
         report["kilobytes"] = write_images(Path(folder), args.images)
-        steps = {
-            (name, workers): lambda make=make, workers=workers: timed_pass(make(workers))
-            for name, make in loaders(Path(folder)).items()
-            for workers in args.workers
-        }
+        made = {(name, n): partial(make, n) for name, make in loaders(Path(folder)).items() for n in args.workers}
+        stalls = {key: [] for key in made}
+        steps = {key: partial(timed_pass, make, stalls[key]) for key, make in made.items()}
         times = interleaved(steps, (1, 99), args.seconds, warm_up=0, clock=lambda step: step())
     report["rounds"] = len(next(iter(times.values())))
-    report["rows"] = [row for workers in args.workers for row in judge(times, workers)]
+    report["rows"] = [row for workers in args.workers for row in judge(times, stalls, workers)]
     write_report(args.output, report)
     args.page.write_text(page(report))
     print(page(report))

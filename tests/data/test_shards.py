@@ -37,10 +37,7 @@ def run(source, out, *more, workers=1):
     return main(["--in", str(source), "--out", str(out), "--workers", str(workers), *map(str, more)])
 
 
-def error_line(capfd):
-    line = told(capfd)
-    assert line.startswith("shards: error: ")
-    return line
+error_line = partial(told, command="shards")
 
 
 def test_a_folder_of_classes_is_divided(tmp_path, capfd):
@@ -105,12 +102,6 @@ def test_members_have_no_time_and_owner(tmp_path):
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
     with tarfile.open(tmp_path / "out" / "train-000000.tar") as tar:
         assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {(0, 0, 0, "", "")}
-
-
-def test_other_sizes_are_refused_and_named(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
-    assert run(root, out) == 0 and run(root, out, "--size", 4) == 2
-    assert "--size was None, now 4; --quality was None, now 95" in error_line(capfd)
 
 
 def test_webdataset_streams_them(tmp_path):

@@ -9,7 +9,7 @@ import torch
 import webdataset
 from PIL import Image
 
-from moh_vision.data.batches import LabelledImages, image_transform
+from moh_vision.data.batches import LabelledImages, image_transform, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
@@ -166,8 +166,6 @@ def test_augmentation_depends_on_seed_and_position_alone(augment):
 
 
 def test_order_does_not_depend_on_workers(tmp_path):
-    from moh_vision.data.batches import training_batches
-
     source = Shards(str(write_shards(tmp_path / "d")), "train")
     data = LabelledImages(source, image_transform("crop_flip", 4, 3, (0.5,) * 3, (0.5,) * 3), seed=0)
 

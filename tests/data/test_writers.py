@@ -64,10 +64,11 @@ def writer(request, tmp_path, vae):
     return Writer("latents", root, argv, opened, (write_latents, "encode_moments"), "train.meta.json", "npy")
 
 
-def told(capfd):
-    lines = capfd.readouterr().err.strip().splitlines()
-    assert len(lines) == 1 and ": error: " in lines[0], lines
-    return lines[0]
+def told(capfd, command=""):
+    """The one line of an error."""
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert f"{command}: error: " in line, line
+    return line
 
 
 def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path, writer):
@@ -192,6 +193,7 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
     "change, words",
     [
         (("--seed", 5), "--seed was 0, now 5"),
+        (("--size", 4), "--size was (None|16), now 4"),
         (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
         ("more", r"class dog was 10 images \(sha256 [0-9a-f]{16}\), now 11 images"),
         ("touched", r"class cat was 10 images \(sha256 [0-9a-f]{16}\), now 10 images"),
@@ -206,11 +208,11 @@ def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd,
         Image.new("RGB", (4, 4)).save(root / "train" / "dog" / "new.png")
     if change == "touched":
         os.utime(root / "train" / "cat" / "3.png", ns=(1, 1))
-    for split in ("train", "val"):
+    for folder in (root / "train", root / "val"):
         if change == "class":
-            shutil.copytree(root / split / "cat", root / split / "ant")
+            shutil.copytree(folder / "cat", folder / "ant")
         if change == "gone":
-            shutil.rmtree(root / split / "dog")
+            shutil.rmtree(folder / "dog")
     before = contents(out)
     assert writer.run(out, *writer.shards(2), *(change if isinstance(change, tuple) else ())) == 2
     line = told(capfd)

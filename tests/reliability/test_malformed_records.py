@@ -80,16 +80,6 @@ def test_every_value_of_a_record(world):
     assert refused > tried // 2
 
 
-@pytest.mark.parametrize("text", [b"", b"null", b"5", b"[]", b"{}", b"\xff\xfe", b"[" * 100_000, b'{"format": 1}'])
-def test_records_that_are_none(world, text):
-    file = world / "latents" / "train.meta.json"
-    whole = file.read_text()
-    try:
-        assert check(file, lambda: LatentCache(str(world / "latents"), "train"), text)
-    finally:
-        file.write_text(whole)
-
-
 @pytest.mark.parametrize("what", ["latents", "shards"])
 def test_records_that_are_damaged_are_not_written_on(world, capsys, what):
     file = world / what / dict(latents="train.meta.json", shards="train.shards.json")[what]

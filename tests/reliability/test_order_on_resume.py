@@ -1,5 +1,7 @@
 """A run that goes on in the middle of an epoch sees the samples it would have seen, in their order."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -59,8 +61,6 @@ def test_in_order_and_each_once(roots, kind):
 
 
 def test_a_shard_that_changed_is_refused(roots, tmp_path):
-    import shutil
-
     root = tmp_path / "shards"
     shutil.copytree(roots["shards"], root)
     assert seen(root, 0, 0, stop=2)
