@@ -81,7 +81,7 @@ def test_a_pipeline() -> None:
     scheduler = make_scheduler("ddim", 2, learned_variance=True, clip=False)
     pipeline = MoHDiTPipeline(transformer, scheduler, id2label={0: "cat", 1: "dog", 2: "owl"})
     assert_type(pipeline.labels, dict[str, int])
-    assert_type(Guidance(1.5).applies(0.5), bool)
+    assert_type(Guidance(1.5).guided(4), int)
     (latents,) = pipeline(["cat", "owl"], num_inference_steps=2, output_type="latent", return_dict=False)
     assert len(latents) == 2
 
