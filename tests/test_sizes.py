@@ -12,17 +12,17 @@ from conftest import ROOT
 # Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 50; it
 # is lowered whenever the part gets smaller, and never raised (models took what a model's numbers are from the commands).
 LIMITS = {
-    "attention": (5300, 5600),
+    "attention": (5250, 5600),
     "attention, C++": (2065, 2065),
     "models": (4000, 4000),
-    "data": (3300, 2050),
+    "data": (2500, 2050),
     "engine": (3700, 3450),
-    "evaluation": (1650, 1250),
+    "evaluation": (1350, 1250),
     "classification": (1000, 1000),
-    "diffusion": (3650, 3000),
-    "language": (6650, 5000),
+    "diffusion": (3200, 3000),
+    "language": (5900, 5000),
     "commands": (3500, 3000),
-    "all of moh_vision": (32650, 28300),
+    "all of moh_vision": (30300, 28300),
     "tests": (31450, 24000),
     "benchmarks": (3300, 2400),
     "words of docs": (51050, 30000),

@@ -120,8 +120,7 @@ def image_names(root: str, source) -> List[str]:
     if isinstance(source, Relabelled):
         names = image_names(root, source.source)
         return [names[n] for n in source.numbers]
-    where = getattr(source, "where", str)
-    return file_names(root, source) or [where(n) for n in range(len(source))]
+    return file_names(root, source) or [source.where(n) for n in range(len(source))]
 
 
 def file_names(root: str, source) -> Optional[List[str]]:

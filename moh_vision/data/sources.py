@@ -43,7 +43,7 @@ class ImageSource:
 
     def where(self, index: int) -> str:
         """Name a sample in errors."""
-        raise NotImplementedError
+        return str(index)
 
     def image(self, index: int) -> Image.Image:
         """Decode a sample; raise UnreadableImage, naming it."""

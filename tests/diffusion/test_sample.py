@@ -27,7 +27,7 @@ from moh_vision.attention import measure
 from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
 from moh_vision.data.sources import Digits
-from moh_vision.data.splits import manifest_path
+from moh_vision.data.splits import latents_path
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
@@ -735,7 +735,7 @@ def references(folder):
             mode, size = "L" if (name, i) == ("colours", 8) else "RGB", (5, 4) if (name, i) == ("sizes", 8) else (4, 4)
             Image.new(mode, size).save(folder / name / f"{i}.png")
     (folder / "latents").mkdir()
-    manifest_path(folder / "latents", "val").write_text("{}")
+    latents_path(folder / "latents", "val").write_text("{}")
     said = {
         "pairs.npz": "arr_0 is uint8 [20, 4, 4, 2]; expected uint8 [N, height, width, 3 or 1]",
         "grey.npz": "the generated images are in colour, those of {} grey; convert one of the sets",

@@ -16,8 +16,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from moh_vision.data.crop import center_crop
-from moh_vision.data.decode import MAX_PIXELS, open_image, upright, upright_size
+from moh_vision.data.decode import MAX_PIXELS, center_crop, open_image, upright, upright_size
 from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
