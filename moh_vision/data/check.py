@@ -7,6 +7,7 @@ what it takes but may surprise. Exit code 0: training takes all of it; 1: it doe
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import warnings
@@ -62,8 +63,9 @@ def oddities(image: Image.Image) -> Iterator[str]:
         yield "palette with transparency, which is dropped"
     if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
         yield "transparency, which is dropped"
-    if getattr(image, "n_frames", 1) > 1:
-        yield "several pictures, of which the first is taken"
+    with contextlib.suppress(Exception):  # damage behind the first picture makes many kinds
+        if image.n_frames > 1:
+            yield "several pictures, of which the first is taken"
     if min(image.size) < SMALL:
         yield f"under {SMALL} pixels"
     if max(image.size) > LONG * min(image.size):

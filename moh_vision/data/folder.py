@@ -91,6 +91,7 @@ class ImageFolder(ImageSource):
         """Return these images alone, with the same classes; `keep` is a mask [N]."""
         some = copy.copy(self)
         some.files, some.labels = self.files[keep], self.labels[keep]
+        some.shard_sizes = (len(some),)
         return some
 
     def read(self, index: int) -> bytes:

@@ -50,7 +50,7 @@ class Shards(ImageSource):
         record = record_path(folder, split)
         entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
         self._stats = [_size_and_time(path.stat()) for path in self.paths]
-        folders = _index_folders(folder)
+        folders = index_folders(folder)
         names = {index_name(path.name) for path in self.paths}
         for file in (file for place in folders for file in place.glob(index_name(f"{split}-*.tar"))):
             if file.name not in names:
@@ -90,7 +90,8 @@ class Shards(ImageSource):
 
     def _pread(self, index: int, size: int, offset: int) -> bytes:
         shard = self._shard(index)
-        return os.pread(_opened(self.paths[shard], self._stats[shard]).fileno(), size, offset)
+        file = _opened(self.paths[shard], self._stats[shard])  # held, or another thread could close it
+        return os.pread(file.fileno(), size, offset)
 
     def read(self, index: int) -> bytes:
         size = int(self.bytes[index])
@@ -117,8 +118,8 @@ class Shards(ImageSource):
         yield self.bytes.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        for index, (offset, size) in enumerate(zip(self.offset.tolist(), self.bytes.tolist())):
-            shard = self._shard(index)
+        shards = np.repeat(range(len(self.paths)), self.shard_sizes).tolist()
+        for shard, offset, size in zip(shards, self.offset.tolist(), self.bytes.tolist()):
             yield repr(((self.paths[shard].name, *self._stats[shard]), offset, size)).encode()
 
 
@@ -172,7 +173,7 @@ def index_name(shard: str) -> str:
     return f".{shard}.index.npy"
 
 
-def _index_folders(folder: Path) -> tuple[Path, Path]:
+def index_folders(folder: Path) -> tuple[Path, Path]:
     """Return where indices may be: beside the shards, or in the user's cache if their folder is read-only."""
     which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
     return folder, cache_folder() / "index" / f"{folder.name}-{which}"

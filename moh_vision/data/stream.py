@@ -207,10 +207,11 @@ class StreamedFile:
 
     def read(self, size: int) -> bytes:
         """Return at most `size` bytes; none at the end."""
-        waited, pause = 0.0, 0.5
+        failed_at, pause = None, 0.5
         while True:
             try:
-                self._file = self._file or self._open()
+                if self._file is None:
+                    self._open()
                 data = self._file.read(size)
                 if not data:
                     self._refuse_early_end()
@@ -218,13 +219,15 @@ class StreamedFile:
                 return data
             except (OSError, HTTPException) as error:
                 why, absent = self._failure(error)
-            if absent or waited >= self.patience:
-                raise UnreadableImage(f"{self.url}: {why}" + (f", and so for {self.patience:g} s" if waited else ""))
-            if not waited:
+            if absent or not self.patience:
+                raise UnreadableImage(f"{self.url}: {why}")
+            if failed_at is None:
+                failed_at = time.monotonic()
                 print(f"{self.url}: {why}; tried again for {self.patience:g} s", file=sys.stderr, flush=True)
-            pause = min(pause, self.patience - waited)
-            time.sleep(pause)
-            waited, pause = waited + pause, min(2 * pause, 10)
+            if time.monotonic() - failed_at > self.patience:
+                raise UnreadableImage(f"{self.url}: {why}, and so for {self.patience:g} s")
+            time.sleep(min(pause, self.patience))
+            pause = min(2 * pause, 10)
 
     def close(self) -> None:
         file, self._file = self._file, None
@@ -234,20 +237,19 @@ class StreamedFile:
         except OSError:  # of a command that this ends
             pass
 
-    def _open(self):
+    def _open(self) -> None:
         # Not by webdataset's curl, which waits for a silent server forever, and starts at byte 0.
         if re.match("https?:", self.url):
             wanted = {"Range": f"bytes={self.offset}-"} if self.offset else {}
-            file = urlopen(Request(self.url, headers=wanted), timeout=SILENCE)
-            there = self.offset if file.status == 206 else 0
+            self._file = urlopen(Request(self.url, headers=wanted), timeout=SILENCE)
+            there = self.offset if self._file.status == 206 else 0
         else:
-            file, there = gopen(self.url), 0
+            self._file, there = gopen(self.url), 0
         while there < self.offset:
-            data = file.read(min(2**20, self.offset - there))
+            data = self._file.read(min(2**20, self.offset - there))
             if not data:
                 raise OSError(f"ended at byte {there}, {self.offset} were there before")
             there += len(data)
-        return file
 
     def _refuse_early_end(self) -> None:
         """Raise OSError if the end of the file is the end of the connection, or of a command that failed."""

@@ -48,7 +48,7 @@ from moh_vision.data.shard_writer import (
     one_line,
     plan_shards,
 )
-from moh_vision.data.shards import Shards, index_name
+from moh_vision.data.shards import Shards, index_folders, index_name
 from moh_vision.data.splits import check_same_classes
 from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
@@ -204,11 +204,11 @@ def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: 
     bad = [b for entry in writer.entries.values() for b in entry["bad"]]
     limit.check(bad, images.folder)
     done, written = sum(len(writer.plan[name]) for name in writer.entries), []
-    task = partial(_write_shard, writer.parts, images.folder, o.size, o.quality, limit)
-    tasks = [(name, [(i, images.path(i), int(images.labels[i])) for i in writer.plan[name]]) for name in todo]
+    task = partial(_write_shard, writer.parts, o.size, o.quality, limit)
+    tasks = [(name, writer.plan[name]) for name in todo]
     with (
         Progress(split, len(images), "image", done) as progress,
-        closing(_in_processes(task, tasks, workers, writer.out)) as finished,
+        closing(_in_processes(images, task, tasks, workers, writer.out)) as finished,
     ):
         for entry in finished:
             written.append(entry)
@@ -230,12 +230,14 @@ def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: 
     return len(bad)
 
 
-def _in_processes(task: Callable, tasks: list[tuple[str, list]], workers: int, out: Path) -> Iterator[dict]:
+def _in_processes(
+    images: ImageFolder, task: Callable, tasks: list[tuple[str, list[int]]], workers: int, out: Path
+) -> Iterator[dict]:
     """Yield what a task returns for each shard; what is unfinished when it ends is ended and removed."""
     if not tasks:
         return
     count = min(workers, len(tasks))
-    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker) as pool:
+    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(images,)) as pool:
         try:
             yield from pool.map(task, tasks)
         except BaseException as error:  # also GeneratorExit, when there are too many bad images
@@ -252,8 +254,10 @@ def _in_processes(task: Callable, tasks: list[tuple[str, list]], workers: int, o
             raise
 
 
-def _start_worker() -> None:
+def _start_worker(images: ImageFolder) -> None:
     """Leave interrupts to the parent, and end with it: an orphan would keep the folder's lock."""
+    global _images  # a forked worker has them without a copy
+    _images = images
 
     def end_with_parent() -> None:
         multiprocessing.parent_process().join()
@@ -263,24 +267,24 @@ def _start_worker() -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def _write_shard(
-    parts: Path, folder: Path, size: int | None, quality: int, limit: BadLimit, shard: tuple[str, list]
-) -> dict:
-    """Write a shard of samples (number, path below `folder`, label); return its entry."""
-    (name, samples), bad, out = shard, [], parts.parent
-    (out / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
+def _write_shard(parts: Path, size: int | None, quality: int, limit: BadLimit, shard: tuple[str, list[int]]) -> dict:
+    """Write a shard, (name, numbers of the images), in a worker; return its entry."""
+    (name, numbers), bad, out = shard, [], parts.parent
+    for folder in index_folders(out):
+        (folder / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
     with whole_file(out / name) as file:
         # Headers without time and owner, or every run would have other sums.
         with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
-            for number, path, label in samples:
+            for number in numbers:
                 try:
-                    extension, data = encode_sample((folder / path).read_bytes(), size, quality)
+                    extension, data = encode_sample(Path(_images.where(number)).read_bytes(), size, quality)
                 except BadImage as error:
-                    bad.append([path, str(error)])
-                    limit.check(bad, folder)
+                    bad.append([_images.path(number), str(error)])
+                    limit.check(bad, _images.folder)
                 else:
-                    tar.write({"__key__": f"{number:08d}", extension: data, "cls": str(label).encode()})
-        return finish_shard(parts, name, file, len(samples) - len(bad), bad)
+                    label = str(_images.labels[number]).encode()
+                    tar.write({"__key__": f"{number:08d}", extension: data, "cls": label})
+        return finish_shard(parts, name, file, len(numbers) - len(bad), bad)
 
 
 # ---------------------------------------------------------------- an image

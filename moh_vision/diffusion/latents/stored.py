@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from functools import lru_cache
+from io import FileIO
 from pathlib import Path
 from typing import Iterator
 
@@ -19,7 +22,7 @@ from moh_vision.engine.commands import reason_of
 
 # How latents are stored; numpy has no bfloat16, so that its bits are stored.
 DTYPES = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4")}
-MAX_OPEN_SHARDS = 16  # a memory map holds a file open
+MAX_OPEN_SHARDS = 16
 
 
 def labels_path(folder: Path, split: str) -> Path:
@@ -73,17 +76,20 @@ class LatentCache:
     def moments(self, index: int) -> Tensor:
         """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
         shard = int(np.searchsorted(self._ends, index, "right"))
-        found, samples = self._stats[shard], self.shard_sizes[shard]
-        path = self.paths[shard]
+        found, samples, kind = self._stats[shard], self.shard_sizes[shard], DTYPES[self.dtype]
+        path, row = self.paths[shard], index - int(self._ends[shard]) + self.shard_sizes[shard]
+        size = kind.itemsize * math.prod(self.shape)
         try:
-            array = _mapped(path, found.st_size, found.st_mtime_ns)
-            if array.shape != (samples, *self.shape) or array.dtype != DTYPES[self.dtype]:
-                raise ValueError(
-                    f"{array.dtype} of shape {array.shape}, expected {self.dtype} of {(samples, *self.shape)}"
-                )
+            file, start, shape, dtype = _opened(path, found.st_size, found.st_mtime_ns)
+            if shape != (samples, *self.shape) or dtype != kind:
+                raise ValueError(f"{dtype} of shape {shape}, expected {self.dtype} of {(samples, *self.shape)}")
+            # Not by a map of the file: one that is cut off, or a bad disk, would kill the process.
+            data = os.pread(file.fileno(), size, start + row * size)
+            if len(data) != size:
+                raise ValueError(f"latents {row}: {len(data)} bytes of {size} are there")
         except Exception as error:  # damaged headers make many kinds
             raise UnreadableImage(f"{path}: {reason_of(error)}") from None
-        bits = torch.from_numpy(array[index - int(self._ends[shard])].copy())  # counted from the end of the shard
+        bits = torch.from_numpy(np.frombuffer(data, kind).reshape(self.shape).copy())
         return (bits.view(torch.bfloat16) if self.dtype == "bfloat16" else bits).float()
 
     def listing(self) -> Iterator[bytes]:
@@ -92,12 +98,16 @@ class LatentCache:
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _mapped(path: Path, size: int, mtime_ns: int) -> np.ndarray:
-    """Map a shard into memory; raise ValueError if it has changed since it was opened."""
-    found = path.stat()
+def _opened(path: Path, size: int, mtime_ns: int) -> tuple[FileIO, int, tuple, np.dtype]:
+    """Open a shard; return file, start, shape and dtype of its array. Raise ValueError if it has changed."""
+    file = open(path, "rb", buffering=0)
+    found = os.fstat(file.fileno())
     if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
         raise ValueError("the shard has changed since the run began")
-    return np.lib.format.open_memmap(path, "r")
+    version = np.lib.format.read_magic(file)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(file)
+    return file, file.tell(), shape, dtype
 
 
 def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:

@@ -23,6 +23,7 @@ import dataclasses
 import datetime
 import io
 import os
+import threading
 import time
 import warnings
 from argparse import Namespace
@@ -79,6 +80,8 @@ def launched_ranks() -> Iterator[None]:
     """Connect the ranks that the environment names, if there are several (accelerate's PartialState)."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
+        # An orphan would write on beside the run that is started next.
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         # A rank waits until the slowest has written its last shard.
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
@@ -86,6 +89,12 @@ def launched_ranks() -> Iterator[None]:
     finally:
         if several:
             PartialState().destroy_process_group()
+
+
+def _end_with(launcher: int) -> None:
+    while os.getppid() == launcher:
+        time.sleep(0.2)
+    os._exit(1)
 
 
 def write_latents(o: Namespace) -> None:
@@ -102,13 +111,13 @@ def write_latents(o: Namespace) -> None:
     kept = {f"--{name.replace('_', '-')}": getattr(o, name) for name in ("size", "dtype", "samples_per_shard", "seed")}
 
     with contextlib.ExitStack() as stack:
-        made_from = {"--vae": str(space), **kept, **fingerprint(source)}
         said = dict(source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape)
         limit = BadLimit(o.max_bad_fraction, len(source))
 
         def begin() -> tuple[ShardWriter, list[str]]:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
+            made_from = {"--vae": str(space), **kept, **fingerprint(source)}
             writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
             todo = writer.begin(max(1, o.workers))
             limit.check([b for entry in writer.entries.values() for b in entry["bad"]])
