@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,3 +183,14 @@ def check_out(out: str) -> None:
     if Path(out).exists() and not Path(out).is_dir():
         raise ValueError(f"--out {out} is a file, expected a folder")
     refuse_unwritable("--out", out)
+
+
+def end_with(parent: int) -> None:
+    """End this process when its parent is gone: it would write on, or wait forever, and keep the folder's lock."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

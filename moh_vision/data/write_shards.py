@@ -22,7 +22,6 @@ import io
 import multiprocessing
 import os
 import signal
-import threading
 import warnings
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
@@ -43,6 +42,7 @@ from moh_vision.data.shard_writer import (
     BadLimit,
     ShardWriter,
     check_out,
+    end_with,
     fingerprint,
     finish_shard,
     one_line,
@@ -237,7 +237,7 @@ def _in_processes(
     if not tasks:
         return
     count = min(workers, len(tasks))
-    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(images,)) as pool:
+    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(images, os.getpid())) as pool:
         try:
             yield from pool.map(task, tasks)
         except BaseException as error:  # also GeneratorExit, when there are too many bad images
@@ -254,17 +254,12 @@ def _in_processes(
             raise
 
 
-def _start_worker(images: ImageFolder) -> None:
-    """Leave interrupts to the parent, and end with it: an orphan would keep the folder's lock."""
+def _start_worker(images: ImageFolder, parent: int) -> None:
+    """Leave interrupts to the parent, and end with it."""
     global _images  # a forked worker has them without a copy
     _images = images
-
-    def end_with_parent() -> None:
-        multiprocessing.parent_process().join()
-        os._exit(1)
-
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    end_with(parent)
 
 
 def _write_shard(parts: Path, size: int | None, quality: int, limit: BadLimit, shard: tuple[str, list[int]]) -> dict:

@@ -23,7 +23,6 @@ import dataclasses
 import datetime
 import io
 import os
-import threading
 import time
 import warnings
 from argparse import Namespace
@@ -41,6 +40,7 @@ from moh_vision.data.shard_writer import (
     BadLimit,
     ShardWriter,
     check_out,
+    end_with,
     fingerprint,
     finish_shard,
     plan_shards,
@@ -81,7 +81,7 @@ def launched_ranks() -> Iterator[None]:
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
         # An orphan would write on beside the run that is started next.
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        end_with(os.getppid())
         # A rank waits until the slowest has written its last shard.
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
@@ -89,12 +89,6 @@ def launched_ranks() -> Iterator[None]:
     finally:
         if several:
             PartialState().destroy_process_group()
-
-
-def _end_with(launcher: int) -> None:
-    while os.getppid() == launcher:
-        time.sleep(0.2)
-    os._exit(1)
 
 
 def write_latents(o: Namespace) -> None:
