@@ -113,7 +113,6 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, writer, m
 
 @pytest.mark.reliability
 def test_killed_at_50_instants(tmp_path, writer, monkeypatch):
-    """Again and again, until it is done: every file as in an undisturbed run."""
     more, kills = (*writer.shards(10), "--workers", 2), 0
     assert writer.run(tmp_path / "whole", *more) == 0
     encode = getattr(*writer.encoder)
