@@ -7,7 +7,7 @@
     DIR/train.bad.txt          bad files and what is wrong with them, if any were left out
 
 The same input, arguments and Pillow give the same bytes, whatever the number of workers. A shard is written under a
-hidden name, flushed, recorded and only then renamed, so the same command goes on after a kill at any moment.
+hidden name, recorded, flushed and only then renamed, so the same command goes on after a kill at any moment.
 
 Every image is decoded, so that training meets no bad one. Without --size the bytes are stored unchanged, EXIF
 included. With --size an image is turned upright, converted to RGB (transparency and colour profile are dropped),

@@ -12,7 +12,7 @@ draws from the posterior and flips without the VAE. A VAE without posteriors (Au
 
 Many processes share the work: `torchrun --nproc_per_node N -m moh_vision latents ...`, or `accelerate launch -m`;
 DIR is then on a disk that all see. A batch never reaches into the next shard, so the result does not depend on their
-number. A shard is written under a hidden name, flushed, recorded and only then renamed, so the same command goes on
+number. A shard is written under a hidden name, recorded, flushed and only then renamed, so the same command goes on
 after a kill at any moment. Another VAE, other arguments or changed images are refused.
 """
 
