@@ -50,7 +50,7 @@ class LatentCache:
         try:
             self.space, self.size, self.classes = LatentSpace(**about["vae"]), about["size"], about["classes"]
             self.shape, self.dtype = stored_shape(self.space, self.size), about["dtype"]
-            _refuse_other_kinds(about)
+            _refuse_other_kinds(about, self.shape)
         except ValueError as error:
             raise ValueError(f"{record}: {error}") from None
         except Exception as error:  # what is missing or of another kind fails anywhere
@@ -70,15 +70,19 @@ class LatentCache:
 
     def where(self, index: int) -> str:
         """Name a sample in errors."""
+        shard, row = self._place(index)
+        return f"{self.paths[shard]}, latents {row}"
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Return the number of a sample's shard, and its row there."""
         shard = int(np.searchsorted(self._ends, index, "right"))
-        return f"{self.paths[shard]}, latents {index - int(self._ends[shard]) + self.shard_sizes[shard]}"
+        return shard, index - int(self._ends[shard]) + self.shard_sizes[shard]
 
     def moments(self, index: int) -> Tensor:
         """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
-        shard = int(np.searchsorted(self._ends, index, "right"))
+        shard, row = self._place(index)
         found, samples, kind = self._stats[shard], self.shard_sizes[shard], DTYPES[self.dtype]
-        path, row = self.paths[shard], index - int(self._ends[shard]) + self.shard_sizes[shard]
-        size = kind.itemsize * math.prod(self.shape)
+        path, size = self.paths[shard], kind.itemsize * math.prod(self.shape)
         try:
             file, start, shape, dtype = _opened(path, found.st_size, found.st_mtime_ns)
             if shape != (samples, *self.shape) or dtype != kind:
@@ -124,9 +128,9 @@ def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
     return labels
 
 
-def _refuse_other_kinds(about: dict) -> None:
+def _refuse_other_kinds(about: dict, shape: tuple) -> None:
     vae, classes = about["vae"], about["classes"]
-    if about["dtype"] not in DTYPES or about["shape"] != list(stored_shape(LatentSpace(**vae), about["size"])):
+    if about["dtype"] not in DTYPES or about["shape"] != list(shape):
         raise ValueError(f"dtype {about['dtype']}, shape {about['shape']} are not those of its VAE and size")
     if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
         raise ValueError("name and sha256 of its VAE are not texts")
