@@ -42,15 +42,19 @@ def losses(folder, kind):
 
 
 def outcome(run):
-    """Hashes of all that a run ends with: tensors of weights and EMA, and every file of its newest checkpoint."""
+    """Hashes of all that a run ends with: tensors of every file of weights and of its newest checkpoint, and plain values."""
     newest = max((run / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
-    digests = {str(p.relative_to(run)): hashlib.sha256(p.read_bytes()) for p in newest.rglob("*") if p.is_file()}
-    exported = [name for name in ("model.safetensors", "ema.safetensors") if (run / name).exists()]
-    for name in exported:  # their metadata name the folder of the run
-        digest = digests[name] = hashlib.sha256()
-        for key, value in sorted(load_file(run / name).items()):
+    record = json.loads((newest / "step.json").read_text())
+    digests = {}
+    for path in (
+        *newest.glob("*.safetensors"),
+        *run.glob("[me]*.safetensors"),
+    ):  # their metadata name the folder of the run
+        digests[str(path.relative_to(run))] = digest = hashlib.sha256()
+        for key, value in sorted(load_file(path).items()):
             digest.update(f"{key} {value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes())
-    return {name: digest.hexdigest() for name, digest in digests.items()}
+    found = {name: digest.hexdigest() for name, digest in digests.items()}
+    return found | {key: record[key] for key in ("step", "optimizers", "scaler")}
 
 
 def checkpoint_steps(run):

@@ -94,7 +94,7 @@ class BlockDescent:
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
-        """Let accelerate prepare both, and after them the gates' optimiser, saved and restored in this order.
+        """Let accelerate prepare both, and after them the gates' optimiser: `optimizers`, saved and restored in this order.
 
         With gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
         In joint training the gates are its last group, for the gradient scaler and FSDP, but `_step_gates`
@@ -113,8 +113,10 @@ class BlockDescent:
         else:  # DistributedDataParallel refuses a model without trainable weights
             self.task = self.accelerator.prepare_model(task, evaluation_mode=True)
             self.optimizer = self.accelerator.prepare(optimizer)
+        self.optimizers = [self.optimizer]
         if self.in_turns:
             self.gate_optimizer = self.accelerator.prepare(self.gate_optimizer)
+            self.optimizers.append(self.gate_optimizer)
         return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:

@@ -1,243 +1,184 @@
-"""Checkpoints that are whole or not there.
+"""The state of a training run as tensors and plain values: nothing is pickled.
 
-    RUN/checkpoints/step_200/        accelerate's state of model and optimiser, what the script adds
-                             manifest.json    step, format, sha256 of every file and of itself
-    RUN/model.safetensors, ema.safetensors    the newest weights, with the configuration as metadata
-
-A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one
-whose files have the sums of its manifest is loaded.
+A tensor that FSDP2 shards stays in its parts: every process writes the rows that it has, and reads those that it needs.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
-import logging
-import shutil
+import re
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.api import CheckpointException
+from accelerate import PartialState
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.ema import gathered
-from moh_vision.engine.io import give_name, hidden_path, write_aside, write_tensors
-from moh_vision.engine.manifest import MANIFEST, Seal, damage, other_version
-from moh_vision.engine.ranks import attempt
-from moh_vision.engine.sharded_files import foreign_objects
-from moh_vision.engine.step_folders import by_age, hidden_folder, put_in_place, rotate, tidy
+from moh_vision.engine.ema import ModelEma, gathered
+from moh_vision.engine.io import TensorFiles, write_tensors
+from moh_vision.engine.step_folders import read_record
 
-WEIGHTS, EMA = "model.safetensors", "ema.safetensors"
-RANDOM_STATES = "random_states_*.pkl"  # accelerate's, one of every process
+WEIGHTS, BESIDE, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
+MODEL = "model."  # prefix of the model's tensors in the task
+WRAPPED = re.compile(r"^module\.|_orig_mod\.")  # what DDP and torch.compile put into names
 
 
-def _nothing(point: str = "") -> None:
-    pass
+class Snapshot(NamedTuple):
+    """A run after a step, in main memory: training does not change it any more."""
+
+    files: Dict[str, Dict[str, Tensor]]  # what this process writes, by the name of the file
+    plain: Dict[str, Any]  # for JSON
 
 
-def save_training(
-    accelerator, run: Path, step: int, model, ema, metadata: Dict[str, object], keep: int, at=_nothing, every: int = 1
-) -> Optional[str]:
-    """Save a checkpoint after `step` steps, and weights for users; all processes call it together.
+@dataclass(frozen=True)
+class TrainingState:
+    """What a run goes on from; every process calls its methods.
 
-    Args:
-        accelerator: holds the wrapped model and optimiser.
-        run: folder of the run.
-        step: steps done.
-        model, ema: the unwrapped model, and a `ModelEma` or None.
-        metadata: what is needed to build the model again; the step is added.
-        keep, every: checkpoints that stay, and steps between saves, see `rotate`.
-        at: called after every write, flush and rename; a test may end the process there, or raise OSError.
-
-    Returns:
-        None if everything was saved, else what went wrong, the same on every process: earlier checkpoints
-        stay, and what was half written is removed.
+    `task` is what accelerate wraps, or its wrapper: its `model`, and what is trained beside it. `scaler` is that of
+    fp16, or None.
     """
-    parent, main = run / "checkpoints", accelerator.is_main_process
-    hidden = hidden_folder(parent, step)
-    about = dict(metadata, step=step)
 
-    def begin():
-        tidy(parent)
-        hidden.mkdir(parents=True)
-        at(f"made {hidden.name}")
-        if ema:
-            save_file(_whole(ema.module, True), hidden / EMA)
-            at(f"wrote {EMA} of the state")
-            seal.add(hidden / EMA)
+    task: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+    ema: Optional[ModelEma] = None
+    scaler: Optional[torch.amp.GradScaler] = None
 
-    def write_state():
+    def snapshot(self) -> Snapshot:
+        """Copy the state. The main process has what is not sharded; on a GPU the copies go through pinned memory."""
+        tied = _tied(self.task)
+        weights = {WRAPPED.sub("", n): t for n, t in self.task.state_dict().items() if n not in tied}
+        files = {
+            WEIGHTS: {n.removeprefix(MODEL): t for n, t in weights.items() if n.startswith(MODEL)},
+            BESIDE: {n: t for n, t in weights.items() if not n.startswith(MODEL)},
+            OPTIMIZER: {},
+        }
+        optimizers = []
+        for number, optimizer in enumerate(self.optimizers):
+            state = optimizer.state_dict()
+            items = [*state["state"].items(), *((f"group{i}", group) for i, group in enumerate(state["param_groups"]))]
+            flat = {f"{number}/{index}/{key}": value for index, values in items for key, value in values.items()}
+            files[OPTIMIZER] |= {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+            plain = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+            optimizers.append(dict(parameters=self._parameters(optimizer), plain=plain))
+        sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
+        if sharded:
+            files = {f"{name}-{PartialState().process_index:05}": tensors for name, tensors in files.items()}
+        if self.ema:
+            files[EMA] = {n: t for n, t in self.ema.module.state_dict().items() if n not in _tied(self.ema.module)}
+        copies = {file: {name: _own(tensor) for name, tensor in tensors.items()} for file, tensors in files.items()}
+        taken = {file: {n: t for n, t in tensors.items() if t is not None} for file, tensors in copies.items()}
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # copies to pinned memory have only been begun
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return Snapshot({f: t for f, t in taken.items() if t}, dict(optimizers=optimizers, scaler=scaler))
+
+    def restore(self, folder: Path, say: Callable[[str], None] = print) -> None:
+        """Load a checkpoint, of any number of processes.
+
+        That of another model, or of other optimisers, is a ValueError of one line.
+        """
+        record = read_record(folder)
         try:
-            with _without_crc32(), _without_a_word_on_tied_weights():
-                accelerator.save_state(str(hidden))
-        except (RuntimeError, CheckpointException) as error:  # torch.save's and FSDP's, for a full disk
-            raise OSError(_why_not_written(error, hidden)) from error
-        at("wrote the state")
-        if main:  # random numbers follow from the step; other processes may be writing theirs still
-            written = (p for p in hidden.rglob("*") if p.is_file() and not p.match(RANDOM_STATES))
-            seal.add(*(p for p in written if p != hidden / EMA))
+            files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
+            stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}
+            _load(self.task, stored | {name: (files[BESIDE], name) for name in files[BESIDE].shapes})
+            for number, (optimizer, about) in enumerate(zip(self.optimizers, record["optimizers"], strict=True)):
+                if about["parameters"] != self._parameters(optimizer):
+                    raise ValueError(f"optimiser {number} has other parameters, or the same in another order")
+                optimizer.load_state_dict(_optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", about["plain"]))
+            if self.scaler and record["scaler"]:
+                self.scaler.load_state_dict(record["scaler"])
+            if self.ema and files[EMA].shapes:
+                _load(self.ema.module, {name: (files[EMA], name) for name in files[EMA].shapes})
+            elif self.ema:
+                say(f"{folder} has no EMA; it starts from the weights of that step")
+                self.ema.set(getattr(self.task, "module", self.task).model)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+            version, reason = record.get("version"), reason_of(error)
+            told = f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
+            raise ValueError(told) from error
 
-    def finish():
-        for file in hidden.glob(RANDOM_STATES):
-            file.unlink()
-        seal.close(step)
-        put_in_place(hidden, step, at)
-        seal.meanwhile(rotate, parent, step, keep, every, at)
-
-    def export():
-        tensors = _whole(model, main)
-        if main:
-            _export(run, tensors, ema, about, seal, at)
-
-    with Seal(hidden, at) as seal:
-        for part, by_all in ((begin, False), (write_state, True), (finish, False), (export, True)):
-            problem = attempt(part if main or by_all else _nothing)
-            if problem:
-                break
-    if problem and main:
-        with contextlib.suppress(OSError):
-            tidy(parent)
-            for name in (WEIGHTS, EMA):
-                shutil.rmtree(hidden_path(run / name), ignore_errors=True)
-    return problem
+    def _parameters(self, optimizer) -> List[str]:
+        names = {p: WRAPPED.sub("", name) for name, p in self.task.named_parameters()}
+        return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def _export(run: Path, tensors: Dict[str, torch.Tensor], ema, about: dict, seal: Seal, at) -> None:
-    """Write the weights for users."""
-    exports = {WEIGHTS: tensors}
-    if ema:
-        exports[EMA] = _whole(ema.module, True)
-    elif (run / EMA).exists():
-        (run / EMA).rename(run / f"old_{EMA}")  # of an earlier setting: it is not the newest
-        at(f"moved {EMA} aside")
-    written = {}
-    for name in exports:
-        written[name] = write_aside(run / name, exports[name], about)
-        at(f"wrote {name}")
-        seal.flush(written[name])
-    seal.wait()
-    for name, file in written.items():
-        give_name(file, run / name)
-        at(f"renamed {name}")
-        file.parent.rmdir()
-
-
-def load_training(accelerator, folder: Path, model, ema, say: Callable[[str], None] = print) -> None:
-    """Restore what `save_training` saved into the prepared `model`, optimiser and `ema`."""
-    try:
-        accelerator.load_state(str(folder))
-        if ema and not (folder / EMA).exists():
-            say(f"{folder} has no EMA; it starts from the weights of that step")
-            ema.set(model)
-        elif ema:
-            ema.module.load_state_dict(load_file(folder / EMA))
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError, KeyError) as error:
-        version = json.loads((folder / MANIFEST).read_text())["version"]
-        reason = reason_of(error)
-        raise ValueError(f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})") from error
-
-
-def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
-    """Return (step, folder) of the newest whole checkpoint, or None if there is none.
-
-    Refuse checkpoints of which none can be read, and weights that only a checkpoint can have left: starting over
-    would lose the run.
-    """
-    candidates = by_age(run / "checkpoints")
-    others = [other_version(folder) for _, folder in candidates]
-    if others and all(others):
-        raise ValueError(f"{candidates[0][1]}: {others[0]}; take that version, or --fresh to start over")
-    for step, folder in candidates:
-        reason = damage(folder, step) or foreign_objects(folder)
-        if reason is None:
-            return step, folder
-        say(f"checkpoint {folder} is skipped: {reason}")
-    if candidates:
-        raise ValueError(
-            f"every checkpoint in {run / 'checkpoints'} is damaged; --fresh moves the run aside and starts over"
-        )
-    if (run / WEIGHTS).exists():
-        raise ValueError(
-            f"{run} holds model.safetensors, but {run / 'checkpoints'} no checkpoint; "
-            "--fresh moves the run aside and starts over"
-        )
-    return None
-
-
-def resume_point(
-    run: Path, max_steps: int, fresh: bool, say: Callable[[str], None] = print
-) -> Optional[Tuple[int, Path]]:
-    """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
-    found = None if fresh else latest_checkpoint(run, say)
-    if found and found[0] > max_steps:
-        raise ValueError(f"--max-steps {max_steps}: {run} has already done {found[0]} steps")
-    return found
-
-
-def export_weights(module: torch.nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
+def export_weights(module: nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
     """Write a module's weights as one safetensors file, whole or not at all; metadata is stored as JSON.
 
     With FSDP every process calls it, as shards are gathered tensor by tensor; one of them says `write`.
     """
-    tensors = _whole(module, write)
+    tied, tensors = _tied(module), {}
+    for name, value in gathered(module):
+        if write and name not in tied:
+            tensors[name] = value.detach().contiguous().cpu()
     if write:
         write_tensors(path, tensors, metadata)
 
 
-def _whole(module: torch.nn.Module, keep: bool) -> Dict[str, torch.Tensor]:
-    """Gather the state dict in main memory, on all processes; empty where it is not kept.
-
-    Tied tensors stand there once, under their first name, as in transformers' files.
-    """
-    names = {parameter: name for name, parameter in reversed(list(module.named_parameters(remove_duplicate=False)))}
-    tied = {name for name, p in module.named_parameters(remove_duplicate=False) if names[p] != name}
-    tensors = {}
-    for name, value in gathered(module):
-        if keep and name not in tied:
-            tensors[name] = value.detach().contiguous().cpu()
-    return tensors
+def _tied(module: nn.Module) -> Dict[str, str]:
+    """Name -> first name of a tied parameter: it is stored once, as in transformers' files."""
+    first: Dict[nn.Parameter, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
-@contextlib.contextmanager
-def _without_crc32():
-    """The manifest's sums are better than torch.save's own, which take half of its time."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+def _shard(tensor: DTensor) -> Tuple[int, int, bool]:
+    """Return the number of this process's rows among so many parts, and whether it is the first to hold them."""
+    places = list(zip(tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements))
+    ((number, count),) = [(own, size) for own, size, place in places if place.is_shard(dim=0)]  # FSDP2's
+    return number, count, not any(own for own, _, place in places if place.is_replicate())
 
 
-@contextlib.contextmanager
-def _without_a_word_on_tied_weights():
-    """accelerate warns at every save that tied weights are stored once, as loading expects."""
-    log = logging.getLogger("accelerate.utils.other")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "Removed shared tensor" not in record.getMessage()
-
-    log.addFilter(keep)
-    try:
-        yield
-    finally:
-        log.removeFilter(keep)
+def _own(tensor: Tensor) -> Optional[Tensor]:
+    """Copy what this process writes of a tensor to main memory; None: nothing."""
+    if not (_shard(tensor)[2] if isinstance(tensor, DTensor) else PartialState().is_main_process):
+        return None
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    copy = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
+    return copy.copy_(own.detach(), non_blocking=True)
 
 
-def _why_not_written(error: BaseException, folder: Path) -> str:
-    """Return the system's reason why torch.save or FSDP could not write into `folder`, if known."""
-    if isinstance(error, CheckpointException):
-        return str(next(iter(error.failures.values()))[0])
-    # torch.save names a line of its own code; writing again tells the reason.
-    torn = max((p for p in folder.rglob("*") if p.is_file()), key=lambda path: path.stat().st_mtime_ns, default=None)
-    if torn:
-        try:
-            with open(torn, "ab") as file:
-                file.write(bytes(2**20))
-        except OSError as cause:
-            return f"{cause}: {torn}"
-    return str(error)
+def _load(module: nn.Module, stored: Dict[str, Tuple[TensorFiles, str]]) -> None:
+    """Load a state dict whose tensors are in files, all of it."""
+    tied, state, names = _tied(module), {}, set()
+    for name, now in module.state_dict().items():
+        first = WRAPPED.sub("", tied.get(name, name))
+        if first in stored:
+            state[name] = _read(*stored[first], now)
+            names.add(first)
+    strangers = {name: torch.empty(0) for name in stored.keys() - names}
+    module.load_state_dict(state | strangers)
+
+
+def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
+    """Read a tensor, sharded as `like` if that has its shape."""
+    shape = file.shapes[name]
+    if not isinstance(like, DTensor) or like.shape != shape:
+        return file.read(name)
+    number, count, _ = _shard(like)
+    each = -(-shape[0] // count)
+    rows = file.rows(name, min(number * each, shape[0]), min((number + 1) * each, shape[0])).to(like.device)
+    form = dict(shape=like.shape, stride=like.stride(), run_check=False)
+    return DTensor.from_local(rows, like.device_mesh, like.placements, **form)
+
+
+def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: Dict[str, Any]) -> dict:
+    """Put an optimiser's state dict together, of which `plain` has what is no tensor."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parts: Dict[str, dict] = defaultdict(dict)
+    for name in (name for name in file.shapes if name.startswith(prefix)):
+        _, index, key = name.split("/", 2)
+        parts[index][key] = file.read(name) if index.startswith("group") else _read(file, name, parameters[int(index)])
+    for name, value in plain.items():
+        _, index, key = name.split("/", 2)
+        # JSON has no tuples, such as betas.
+        parts[index][key] = tuple(value) if isinstance(optimizer.param_groups[0].get(key), tuple) else value
+    groups = [parts.pop(f"group{i}") for i in range(len(optimizer.param_groups))]
+    return dict(state={int(index): values for index, values in parts.items()}, param_groups=groups)

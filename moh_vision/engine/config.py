@@ -207,6 +207,8 @@ class RunConfig(CommonConfig):
     """Steps between checkpoints."""
     keep_checkpoints: int = key(2, ge=1, free=True)
     """How many checkpoints stay."""
+    save_in_background: bool = key(True, free=True)
+    """Write a checkpoint while training goes on, from a copy in main memory; false: wait for it."""
     init_from: Optional[str] = key(None)
     """Weights to start from: a run folder, a file of weights, or a timm model name. An image model takes the shared heads
     of their routers; model.head_budget says how many heads run."""

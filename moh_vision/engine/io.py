@@ -16,8 +16,9 @@ import shutil
 import socket
 import time
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterable, Iterator, Optional, Sequence, Union
+from typing import BinaryIO, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
+import torch
 from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
@@ -137,25 +138,69 @@ def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
 
 def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> None:
     """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
+    folder = hidden_path(place, shared)
     try:
-        hidden = write_aside(place, tensors, metadata, shared)
-        fsync(hidden)
-        give_name(hidden, place)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        save_tensors(folder / place.name, tensors, metadata)
+        fsync(folder / place.name)
+        give_name(folder / place.name, place)
     finally:
-        shutil.rmtree(hidden_path(place, shared), ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def write_aside(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> Path:
-    """Do as `write_tensors` up to the flush; return the hidden file, alone in `hidden_path`."""
+def save_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object]) -> None:
+    """Write a safetensors file, which makes a temporary one beside it."""
     from safetensors.torch import save_file  # the core imports this file, and needs torch alone
 
-    folder = hidden_path(place, shared)  # safetensors makes a temporary file beside its output
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    hidden = folder / place.name
-    save_file(tensors, hidden, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
-    hidden.chmod(0o644)  # safetensors makes it private
-    return hidden
+    save_file(tensors, place, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
+    place.chmod(0o644)  # safetensors makes it private
+
+
+def tensor_files(place: Path) -> List[Path]:
+    """Return NAME.safetensors if it exists, else the parts NAME-00000.safetensors and so on of a sharded run."""
+    parts = place.parent.glob(f"{place.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors")
+    return [place] if place.exists() else sorted(parts)
+
+
+class TensorFiles:
+    """The tensors of `tensor_files`, and the metadata of the first. A part has rows of a tensor, or all of it."""
+
+    def __init__(self, place: Path):
+        from safetensors import safe_open
+
+        self.files = [safe_open(path, "pt") for path in tensor_files(place)]
+        self.metadata = {k: _json(v) for file in self.files[:1] for k, v in (file.metadata() or {}).items()}
+        self.parts: Dict[str, list] = {}
+        for file in self.files:
+            for name in file.keys():
+                self.parts.setdefault(name, []).append(file.get_slice(name))
+        self.shapes: Dict[str, Tuple[int, ...]] = {}
+        for name, parts in self.parts.items():
+            shapes = [part.get_shape() for part in parts]
+            rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
+            self.shapes[name] = (*rows, *shapes[0][1:])
+
+    def read(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        return self.rows(name, 0, self.shapes[name][0]) if len(self.parts[name]) > 1 else self.parts[name][0][...]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read the rows from `start` to `stop`."""
+        found, begin = [], 0
+        for part in self.parts[name]:
+            count = part.get_shape()[0]
+            found.append(part[min(max(start - begin, 0), count) : min(max(stop - begin, 0), count)])
+            begin += count
+        return torch.cat(found)
+
+
+def _json(text: str) -> object:
+    """Read a metadata value: ours are JSON, others' any strings."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def hidden_path(place: Path, shared: bool = False) -> Path:

@@ -22,18 +22,27 @@ def say(text: str) -> None:
         commands.say(text)
 
 
-def attempt(part: Callable[[], None], kinds=(OSError, SafetensorError)) -> Optional[str]:
+def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> Optional[str]:
     """Do this process's part of a write and wait for the others.
 
     Return None if all did theirs, else the first failed process's message, on every process. Other
-    exceptions are raised here.
+    exceptions are raised here. A thread beside others has a process `group` of its own.
     """
     problem = None
     try:
         part()
     except kinds as error:
         problem = str(error) or repr(error)
-    return next((p for p in gather_object([problem]) if p), None)
+    return next((p for p in from_all(problem, group) if p), None)
+
+
+def from_all(value: T, group=None) -> List[T]:
+    """Return the value of every process."""
+    if group is None:
+        return gather_object([value])
+    values: list = [None] * group.size()
+    torch.distributed.all_gather_object(values, value, group=group)
+    return values
 
 
 def by_main(part: Callable[[], None], accelerator) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.checkpoint import export_weights, load_training, resume_point
+from moh_vision.engine.checkpoint import TrainingState, export_weights
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, user_errors
 from moh_vision.engine.ema import make_ema
@@ -34,6 +34,7 @@ from moh_vision.engine.ranks import attempt, by_main, from_first, say
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
+from moh_vision.engine.step_folders import export, resume_point
 from moh_vision.engine.tracking import check_tracker, open_tracker
 
 CONFIG = "config.yaml"
@@ -94,13 +95,16 @@ class Run:
                 if self.settings and c.dry_run:
                     say(self.settings.line)
             self._held = held.pop_all()
-        self.setting_up, self.stopped, self.log, self._ends = True, 0, None, False
+        self.setting_up, self.stopped, self._ends = True, 0, False
+        self.log = self.saver = None
         self.best: Optional[Best] = None
         self._earlier_stop: Optional[int] = None  # max_steps of the resumed config.yaml
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         with self._held:
+            if self.saver:
+                self.saver.wait()
             if error is None:
                 self._finish()
             elif isinstance(error, MISTAKES) and self.setting_up or isinstance(error, BadData):
@@ -198,13 +202,16 @@ class Run:
         )  # fmt: skip
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
+        state = TrainingState(self.task, self.descent.optimizers, self.ema, accelerator.scaler)
         if self.checkpoint:
             with self.errors():
-                load_training(accelerator, self.checkpoint, self.model, self.ema, say)
+                state.restore(self.checkpoint, say)
                 by_main(self._place.write_records, accelerator)
+                # A kill may have come before.
+                by_main(lambda: export(self.folder, self.checkpoint, join=self.start == self.stop), accelerator)
             say(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
-        self.saver = Saver(accelerator, self.folder, c.keep_checkpoints, c.save_every)
+        self.saver = Saver(accelerator, self.folder, state, c.keep_checkpoints, c.save_every, c.save_in_background)
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the log that the main process goes on with
         main = accelerator.is_main_process
@@ -268,7 +275,7 @@ class Run:
         """Save a checkpoint if it is time or the last step; raise SaveError as `Saver` does."""
         last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
         if last or self.done % self.config.save_every == 0:
-            self.saver.save(self.done, self.model, self.ema, self.metadata, last)
+            self.saver.save(self.done, self.metadata, last)
             self.log.pause()
 
     def event(self, values: dict, show: str) -> None:

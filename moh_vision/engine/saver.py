@@ -1,13 +1,21 @@
-"""Saves that fail, and runs that live on."""
+"""Saves a run in the background, and lets it live on when a save fails."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Dict
+from typing import Callable, Dict, Optional
 
-from moh_vision.engine.checkpoint import save_training
+import torch.distributed as dist
+from torch import Tensor
+
+from moh_vision.engine.checkpoint import Snapshot, TrainingState
 from moh_vision.engine.commands import refuse_unwritable
-from moh_vision.engine.ranks import say
+from moh_vision.engine.io import fsync, save_tensors, sha256_of
+from moh_vision.engine.ranks import attempt, from_all, say
+from moh_vision.engine.step_folders import begin, export, hidden_folder, put_in_place, rotate, seal, tidy
 
 MAX_FAILED_SAVES = 3
 
@@ -19,38 +27,110 @@ class SaveError(OSError):
 class Saver:
     """Saves a run, counts what fails, and gives up after three failures in a row.
 
-    Training goes on after a failure: a full disk may have room at the next save, and earlier checkpoints are
-    whole.
+    A thread of each process writes what `TrainingState.snapshot` copied; in the meantime training goes on, also after
+    a failure: a full disk may have room at the next save, and earlier checkpoints are whole. Every process calls the
+    methods.
 
-    Attributes:
-        failed: saves that failed since the process started.
-        in_a_row: of these the ones since the last that did not.
+    `keep` checkpoints stay, see `rotate`; steps are saved `every` so many. `failed` counts the saves that failed
+    since the process started, `in_a_row` those since the last that did not.
     """
 
-    def __init__(self, accelerator, run: Path, keep: int, every: int = 1):
-        self.accelerator, self.run, self.keep, self.every = accelerator, run, keep, every
+    def __init__(
+        self, accelerator, run: Path, state: TrainingState, keep: int, every: int = 1, background: bool = True
+    ):
+        self.main, self.run, self.state = accelerator.is_main_process, run, state
+        self.keep, self.every, self.background = keep, every, background
         self.failed = self.in_a_row = 0
+        self.problem = self.unexpected = self.thread = None
+        # The threads' own: what they tell each other does not meet what training does.
+        self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
 
-    def save(self, step: int, model, ema, metadata: Dict[str, object], last: bool = False) -> bool:
-        """Return whether everything was saved, the same on every process. See `save_training`.
+    def save(self, step: int, metadata: Dict[str, object], last: bool = False) -> None:
+        """Begin to save; the `last` save, or without `background` any, also ends here.
+
+        Args:
+            step: steps done.
+            metadata: what is needed to build the model again; the step is added.
 
         Raises:
             SaveError: on every process, after three failures in a row or a failed `last` save.
         """
-        problem = save_training(
-            self.accelerator, self.run, step, model, ema, metadata, keep=self.keep, every=self.every
-        )
-        if problem is None:
-            self.in_a_row = 0
-            return True
-        self.failed += 1
-        self.in_a_row += 1
-        told = f"{self.run}: step {step} could not be saved ({problem})"
-        if last or self.in_a_row >= MAX_FAILED_SAVES:
+        if self.thread and self.thread.is_alive():
+            say(f"step {step} waits for the checkpoint that is being written")
+        self.finish()
+        snapshot = self.state.snapshot()
+        self.thread = threading.Thread(target=self._work, args=(step, snapshot, dict(metadata, step=step), last))
+        self.thread.start()
+        if last or not self.background:
+            self.finish(last)
+
+    def finish(self, last: bool = False) -> None:
+        """Wait for what is being written; raise SaveError as `save` does."""
+        self.wait()
+        if self.problem and (last or self.in_a_row >= MAX_FAILED_SAVES):
             count = f", the {self.in_a_row}. failure in a row" if self.in_a_row > 1 else ""
-            raise SaveError(f"{told}{count}; earlier checkpoints are intact, and the same command resumes from them")
-        say(f"{told}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
-        return False
+            told = "earlier checkpoints are intact, and the same command resumes from them"
+            raise SaveError(f"{self.problem}{count}; {told}")
+
+    def wait(self) -> None:
+        """Wait for what is being written."""
+        if self.thread:
+            self.thread.join()
+        self.thread, unexpected, self.unexpected = None, self.unexpected, None
+        if unexpected:
+            raise unexpected
+
+    def _work(self, *save) -> None:
+        step, *_, last = save
+        try:
+            problem = self._write(*save)
+        except BaseException as error:  # for the thread that waits
+            self.unexpected = error
+            return
+        self.problem = problem and f"{self.run}: step {step} could not be saved ({problem})"
+        self.failed += problem is not None
+        self.in_a_row = self.in_a_row + 1 if problem else 0
+        if problem and not last and self.in_a_row < MAX_FAILED_SAVES:
+            say(f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
+
+    def _write(self, step: int, snapshot: Snapshot, metadata: Dict[str, object], last: bool) -> Optional[str]:
+        """Write a checkpoint, whole or not at all; return what went wrong on any process."""
+        hidden, sums = hidden_folder(self.run, step), {}
+
+        def write():
+            sums.update(write_files(hidden, snapshot.files, metadata))
+
+        def end():
+            seal(hidden, step, all_sums, snapshot.plain)
+            folder = put_in_place(hidden, step)
+            rotate(self.run, step, self.keep, self.every)
+            export(self.run, folder, join=last)
+
+        problem = self._by_main(lambda: begin(self.run, step)) or attempt(write, group=self.group)
+        if not problem:
+            all_sums = {name: total for own in from_all(sums, self.group) for name, total in own.items()}
+            problem = self._by_main(end)
+        if problem and self.main:
+            with contextlib.suppress(OSError):
+                tidy(self.run)
+        return problem
+
+    def _by_main(self, part: Callable[[], object]) -> Optional[str]:
+        return attempt(part if self.main else lambda: None, group=self.group)
+
+
+def write_files(folder: Path, files: Dict[str, Dict[str, Tensor]], metadata: Dict[str, object]) -> Dict[str, str]:
+    """Write tensors, and wait until they are on the disk; return the sum of each file by its name."""
+    sums, flushed = {}, []
+    with ThreadPoolExecutor(8) as pool:  # hashlib and fsync let other threads run
+        for name, tensors in files.items():
+            place = folder / f"{name}.safetensors"
+            save_tensors(place, tensors, metadata)
+            flushed.append(pool.submit(fsync, place))
+            sums[place.name] = pool.submit(sha256_of, place)
+        for future in flushed:
+            future.result()
+        return {name: future.result() for name, future in sums.items()}
 
 
 def check_writable(folder: Path) -> None:

@@ -1,25 +1,94 @@
 """The folders of a run's checkpoints: once one was whole, one always is.
 
-step_200          a checkpoint
-.step_200.tmp     of a save that did not end
-.step_200.old     an earlier step 200: a checkpoint until the new one has its name
-.step_200.gone    being deleted
+    step_200          a checkpoint: .safetensors files, and step.json with the step, plain values and sums
+    .step_200.tmp     of a save that did not end
+    .step_200.old     an earlier step 200: a checkpoint until the new one has its name
+    .step_200.gone    being deleted
+
+A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one
+whose files have the sums of its step.json is loaded: safetensors hold none, and a flipped bit would load unnoticed.
 """
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import json
+import os
 import re
 import shutil
 from pathlib import Path
-from typing import Callable, List, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
-from moh_vision.engine.io import give_name, hidden_path
-from moh_vision.engine.manifest import damage
+from moh_vision.engine.io import TensorFiles, __version__, fsync, give_name, hidden_path, sha256_of, write_tensors
+
+FORMAT = 4
+RECORD = "step.json"
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
+EXPORTED = ("model.safetensors", "ema.safetensors")  # what RUN has of its newest checkpoint
 
 
-def hidden_folder(parent: Path, step: int) -> Path:
-    """Where a checkpoint is written."""
-    return hidden_path(parent / f"step_{step}")
+def read_record(folder: Path) -> dict:
+    """Read the step.json of a checkpoint that `damage` has looked at."""
+    return json.loads((folder / RECORD).read_text())
+
+
+def seal(folder: Path, step: int, sums: Dict[str, str], plain: Dict[str, object]) -> None:
+    """Write and flush the record of a folder whose files are on the disk."""
+    (folder / RECORD).write_text(record_text(dict(step=step, sha256=sums, **plain)))
+    fsync(folder / RECORD)
+    fsync(folder)
+
+
+def record_text(body: dict) -> str:
+    """The one text of a record; `own_sha256` is of the rest."""
+    body = dict(format=FORMAT, version=__version__) | body
+    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps(dict(body, own_sha256=own), indent=1) + "\n"
+
+
+def damage(folder: Path, step: int) -> Optional[str]:
+    """Why a folder is not the whole checkpoint of `step`, or None if it is."""
+    other = other_version(folder)
+    if other:
+        return other
+    try:
+        text = (folder / RECORD).read_text()
+        record = json.loads(text)
+        found, sums = record["step"], dict(record["sha256"])
+        # The same text after reading and writing: nothing is missing, added or changed.
+        if text != record_text({key: value for key, value in record.items() if key != "own_sha256"}):
+            return f"{RECORD} does not have its own sha256"
+    except FileNotFoundError:
+        return f"{RECORD} is missing"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{RECORD} is not readable ({error})"
+    if found != step:
+        return f"{RECORD} is of step {found}"
+    for name, expected in sums.items():
+        if name != Path(name).name:
+            return f"{RECORD} names {name}, which is outside of the folder"
+        try:
+            if sha256_of(folder / name) != expected:
+                return f"{name} does not have the sha256 of {RECORD}"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} is not readable ({error.strerror})"
+    strangers = sorted({path.name for path in folder.glob("*.safetensors")} - sums.keys())  # they would be loaded
+    return f"{strangers[0]} is not in {RECORD}" if strangers else None
+
+
+def other_version(folder: Path) -> Optional[str]:
+    """Say so if another version wrote a checkpoint, in a format that this one does not read."""
+    try:
+        record = read_record(folder)
+        form, version = record["format"], str(record["version"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None  # it is damaged
+    if form == FORMAT:
+        return None
+    return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
 
 
 def by_age(parent: Path) -> List[Tuple[int, Path]]:
@@ -32,18 +101,62 @@ def by_age(parent: Path) -> List[Tuple[int, Path]]:
     return [(step, folder) for step, _, folder in sorted(found, reverse=True)]
 
 
-def tidy(parent: Path) -> None:
+def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
+    """Return (step, folder) of the newest whole checkpoint, or None if there is none.
+
+    Refuse checkpoints of which none can be read, and weights that only a checkpoint can have left: starting over
+    would lose the run.
+    """
+    parent = run / "checkpoints"
+    candidates = by_age(parent)
+    others = [other_version(folder) for _, folder in candidates]
+    if others and all(others):
+        raise ValueError(f"{candidates[0][1]}: {others[0]}; take that version, or --fresh to start over")
+    for step, folder in candidates:
+        reason = damage(folder, step)
+        if reason is None:
+            return step, folder
+        say(f"checkpoint {folder} is skipped: {reason}")
+    if candidates or (run / EXPORTED[0]).exists():
+        alone = f"{run} holds {EXPORTED[0]}, but {parent} no checkpoint"
+        wrong = f"every checkpoint in {parent} is damaged" if candidates else alone
+        raise ValueError(f"{wrong}; --fresh moves the run aside and starts over")
+    return None
+
+
+def resume_point(
+    run: Path, max_steps: int, fresh: bool, say: Callable[[str], None] = print
+) -> Optional[Tuple[int, Path]]:
+    """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
+    found = None if fresh else latest_checkpoint(run, say)
+    if found and found[0] > max_steps:
+        raise ValueError(f"--max-steps {max_steps}: {run} has already done {found[0]} steps")
+    return found
+
+
+def hidden_folder(run: Path, step: int) -> Path:
+    """Where a checkpoint is written."""
+    return hidden_path(run / "checkpoints" / f"step_{step}")
+
+
+def begin(run: Path, step: int) -> None:
+    """Make the hidden folder of a save."""
+    tidy(run)
+    hidden_folder(run, step).mkdir(parents=True)
+
+
+def tidy(run: Path) -> None:
     """Delete leftovers of interrupted saves, and restore a checkpoint that one had renamed."""
-    for ending in ("tmp", "gone"):
-        for folder in parent.glob(f".step_*.{ending}"):
-            shutil.rmtree(folder, ignore_errors=True)
-    for aside in parent.glob(".step_*.old"):
+    checkpoints, exports = run / "checkpoints", (hidden_path(run / name) for name in EXPORTED)
+    for path in (*checkpoints.glob(".step_*.tmp"), *checkpoints.glob(".step_*.gone"), *exports):
+        _delete(path)
+    for aside in checkpoints.glob(".step_*.old"):
         if not _named(aside).exists():
             aside.rename(_named(aside))
 
 
-def put_in_place(hidden: Path, step: int, at: Callable[[str], None]) -> None:
-    """Give a sealed folder its name; its predecessor stays a checkpoint until then."""
+def put_in_place(hidden: Path, step: int) -> Path:
+    """Give a sealed folder its name, and return it; its predecessor stays a checkpoint until then."""
     final = _named(hidden)
     aside = final.with_name(f".{final.name}.old")
     if final.exists():
@@ -53,23 +166,46 @@ def put_in_place(hidden: Path, step: int, at: Callable[[str], None]) -> None:
             if aside.exists():
                 _discard(aside)
             final.rename(aside)
-        at(f"moved {final.name} aside")
     give_name(hidden, final)
-    at(f"renamed {hidden.name}")
+    return final
 
 
-def rotate(parent: Path, step: int, keep: int, every: int, at: Callable[[str], None]) -> None:
+def rotate(run: Path, step: int, keep: int, every: int) -> None:
     """Delete what the checkpoint of `step` makes superfluous.
 
     Only steps up to this one count: newer folders are damaged ones that this run passed over. A checkpoint
     of a stop between two saves (`every` steps apart) is the first to go, so that in the end the run has
     the same checkpoints as without a stop.
     """
+    parent = run / "checkpoints"
     named = [(number, path) for number, path in by_age(parent) if number <= step and not path.name.startswith(".")]
     folders = [path for number, path in sorted(named, key=lambda f: f[0] != step and f[0] % every > 0)]
     for old in [*folders[keep:], *parent.glob(".step_*.old")]:
         _discard(old)
-        at(f"deleted {old.name}")
+
+
+def export(run: Path, folder: Path, join: bool) -> None:
+    """Give a checkpoint's weights their names in the run: as links, where the file system has them.
+
+    Parts of a sharded model are put together in main memory, if `join` says so.
+    """
+    for name in EXPORTED:
+        source, place, hidden = folder / name, run / name, hidden_path(run / name)
+        _delete(hidden)
+        if source.exists():
+            try:
+                os.link(source, hidden)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                shutil.copyfile(source, hidden)
+                fsync(hidden)
+            give_name(hidden, place)
+        elif name == EXPORTED[1] and place.exists():  # of an earlier setting: it is not the newest
+            place.rename(run / f"old_{name}")
+        elif join:
+            parts = TensorFiles(source)
+            write_tensors(place, {key: parts.read(key) for key in parts.shapes}, parts.metadata)
 
 
 def _named(hidden: Path) -> Path:
@@ -80,4 +216,12 @@ def _discard(folder: Path) -> None:
     # Renamed first: an interrupted deletion leaves rubbish, not a damaged checkpoint.
     gone = folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")
     folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    _delete(gone)
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder that may be there, as far as that goes."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

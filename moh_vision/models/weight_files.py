@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import zipfile
@@ -11,11 +10,10 @@ from pathlib import Path
 from typing import Callable, Dict, Optional, Tuple, Union
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.io import run_of, step_of
+from moh_vision.engine.io import TensorFiles, tensor_files
 
 EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
 STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)  # in this order
@@ -38,42 +36,31 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     stems = ("diffusion_pytorch_model", "transformer/diffusion_pytorch_model")
     theirs = [f"{stem}.{kind}" for kind in ("safetensors", "bin") for stem in stems]
     found = [file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()]
+    found += [file / name for name in names if tensor_files(file / name)]  # of a sharded run, in parts
     if not found:
-        where = "a run writes them at its checkpoints"
-        if step_of(file) is not None:
-            where = f"checkpoints of a sharded run have none, {run_of(file)} has the newest"
-        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; {where}")
+        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
     return found[0]
 
 
 def read_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
     """Read the state dict in a .safetensors, .pt or .pth file; `weights`: see `read_pickled_tensors`."""
+    if file.suffix == ".safetensors":
+        return read_safetensors(file)[0]
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file")
-    return read_safetensors(file)[0] if file.suffix == ".safetensors" else read_pickled_tensors(file, weights)
+    return read_pickled_tensors(file, weights)
 
 
 def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
-    """Read the wanted tensors and the JSON metadata of a .safetensors file.
-
-    A run's checkpoint gets the names and metadata of the run's own file.
-    """
-    if not file.is_file():
+    """Read the wanted tensors and the JSON metadata of a .safetensors file; see `TensorFiles`."""
+    if not tensor_files(file):
         raise FileNotFoundError(f"{file}: no such file")
-    step = step_of(file.parent)
-    # accelerate's file holds the task; the model is a part of it.
-    part = "model." if step is not None and file.name == "model.safetensors" else ""
     try:
-        with safe_open(file, "pt") as opened:
-            names = {name.removeprefix(part): name for name in opened.keys() if name.startswith(part)}
-            state = {name: opened.get_tensor(stored) for name, stored in names.items() if wanted(name)}
-            metadata = {k: _json(v) for k, v in (opened.metadata() or {}).items()}
+        opened = TensorFiles(file)
+        state = {name: opened.read(name) for name in opened.shapes if wanted(name)}
     except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
-    if step is not None:
-        own = run_of(file) / "model.safetensors"  # written after the checkpoint
-        metadata = dict(read_safetensors(own, lambda name: False)[1] if own.exists() else {}, step=step)
-    return state, metadata
+    return state, opened.metadata
 
 
 def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
@@ -138,14 +125,6 @@ def refuse_unpacking(file: Path) -> None:
     size = file.stat().st_size
     if unpacked > MAX_UNPACKED * size + 2**20:
         raise ValueError(f"{file}: would unpack from {size} to {unpacked} bytes; weights do not shrink like that")
-
-
-def _json(text: str):
-    """Read a metadata value: ours are JSON, others' any strings."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def rename_routers(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:

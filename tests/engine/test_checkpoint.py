@@ -1,161 +1,241 @@
-import hashlib
+import copy
 import json
+from types import SimpleNamespace
 
 import pytest
+import timm
 import torch
-from accelerate import Accelerator
+import torch.distributed as dist
+from accelerate import Accelerator, PartialState
+from processes import on_two_ranks
 from refusals import one_line
 from safetensors import safe_open
-from timm.utils import ModelEmaV3
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from moh_vision.engine.checkpoint import latest_checkpoint, load_training, resume_point, save_training
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.ema import make_ema
-from moh_vision.engine.manifest import manifest_text
+from moh_vision.engine.optimizers import make_optimizer, own_value
+from moh_vision.engine.saver import Saver
+from moh_vision.engine.step_folders import latest_checkpoint, record_text, resume_point
+from moh_vision.models.weight_files import read_tensors, weights_file
+
+VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
+
+
+def beginning(kind="plain", optimizer="adamw"):
+    """A task as training has it, of a model of some kind, with EMA, optimiser and scaler; as a `TrainingState`."""
+    torch.manual_seed(0)
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT)
+    if "frozen" in kind:
+        model.patch_embed.requires_grad_(False)
+    if "tied" in kind:
+        model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
+    if "channels" in kind:  # safetensors refuses tensors that are not contiguous
+        model.to(memory_format=torch.channels_last)
+    task = ClassificationTask(model, 0.01)
+    if "unused" in kind:
+        task.unused = torch.nn.Parameter(torch.ones(3))
+    if "buffers" in kind:
+        task.norm = torch.nn.BatchNorm2d(3)
+    ema = make_ema(model, 0.9, False, "cpu")
+    if "compiled" in kind:
+        task.compile(backend="eager")
+    mesh = init_device_mesh("cpu", (2,)) if "sharded" in kind else None
+    if "head" in kind:
+        fully_shard(model.head, mesh=mesh)
+    wrapped = fully_shard(task, mesh=mesh) if mesh else DistributedDataParallel(task) if "ddp" in kind else task
+    if "wrapped" in kind:
+        wrapped = torch.compile(task, backend="eager")
+    common = dict(name=optimizer, lr=1e-2, weight_decay=0.05, momentum=0.9, layer_decay=None)
+    options = SimpleNamespace(**common, **{name: own_value(optimizer, name) for name in ("betas", "eps")})
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2) if "scaled" in kind else None
+    return TrainingState(wrapped, [make_optimizer(task, options)], ema, scaler)
+
+
+def train(state, steps):
+    task = getattr(state.task, "module", getattr(state.task, "_orig_mod", state.task))
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    (optimizer,) = state.optimizers
+    for step in steps:
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        images = torch.randn(4, 3, 16, 16, generator=generator)
+        images = task.norm(images) if hasattr(task, "norm") else images
+        loss = state.task(images, torch.randint(0, 5, (4,), generator=generator))["loss"]
+        if state.scaler:
+            state.scaler.scale(loss).backward()
+            state.scaler.step(optimizer)
+            state.scaler.update()
+        else:
+            loss.backward()
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        state.ema.update(task.model, step + 1)
+
+
+def bits(state):
+    """All that a state holds; of sharded tensors this process's rows."""
+    found = {**state.task.state_dict(), **{f"ema.{k}": v for k, v in state.ema.module.state_dict().items()}}
+    whole = state.optimizers[0].state_dict()
+    found |= {(index, key): value for index, own in whole["state"].items() for key, value in own.items()}
+    groups = [{k: v for k, v in group.items() if k != "lr"} for group in whole["param_groups"]]
+    local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
+    return copy.deepcopy((local, groups, state.scaler and state.scaler.state_dict()))
+
+
+def assert_same(one, other):
+    assert one[0].keys() == other[0].keys() and one[1:] == other[1:]
+    for name, value in one[0].items():
+        same = torch.equal(value, other[0][name]) if isinstance(value, torch.Tensor) else value == other[0][name]
+        assert same and type(value) is type(other[0][name]), name
+
+
+def stopped_and_resumed(run, kind, optimizer):
+    """Three steps, a save amid which training goes on, and again from the checkpoint: the bits of six steps."""
+    whole, first, again = (beginning(kind, optimizer) for _ in range(3))
+    train(whole, range(6))
+    train(first, range(3))
+    saver = Saver(PartialState(), run, first, keep=1)
+    saver.save(3, {"architecture": "moh_vit_tiny_patch16_224"})
+    train(first, range(3, 6))
+    saver.finish(last=True)
+    assert_same(bits(whole), bits(first))
+    again.restore(latest_checkpoint(run, pytest.fail)[1], pytest.fail)
+    train(again, range(3, 6))
+    assert_same(bits(whole), bits(again))
+
+
+OPTIMIZERS = [
+    "muon",
+    "lion",
+    "sgd",
+    "nesterov",
+    "lamb",
+    "nadamw",
+    "adafactor",
+    "adopt",
+    "laprop",
+    "cadamw",
+    "mars",
+    "radam",
+]
+KINDS = ["frozen", "unused", "buffers", "tied", "channels", "compiled", "wrapped", "scaled"]
+
+
+@pytest.mark.parametrize("kind, optimizer", [("plain", o) for o in OPTIMIZERS] + [(kind, "adamw") for kind in KINDS])
+def test_resumed_to_the_bit(tmp_path, kind, optimizer):
+    PartialState(cpu=True)
+    stopped_and_resumed(tmp_path, kind, optimizer)
+
+
+def on_a_rank(rank, folder, cases):
+    dist.init_process_group("gloo")
+    PartialState(cpu=True)
+    for case in cases:
+        stopped_and_resumed(folder / case, *case.split(":"))
+    with one_line("cannot be loaded into this model"):
+        beginning("ddp frozen").restore(folder / "sharded:adamw" / "checkpoints" / "step_3")
+    two = beginning("sharded head")  # they go on from one's checkpoint
+    two.restore(folder / "alone" / "checkpoints" / "step_3")
+    Saver(PartialState(), folder / "two", two, keep=1).save(3, {}, last=True)
+    dist.destroy_process_group()
+
+
+def test_two_processes(tmp_path):
+    """Under FSDP2 each writes its own rows; one process reads them, and open_run puts them together."""
+    PartialState(cpu=True)
+    stopped_and_resumed(tmp_path / "alone", "plain", "adamw")
+    cases = ["ddp:adamw", "ddp frozen:lion", "sharded:adamw", "sharded tied head:muon", "sharded head frozen:nesterov"]
+    on_two_ranks(on_a_rank, tmp_path, cases)
+    folder = tmp_path / "sharded:adamw" / "checkpoints" / "step_3"
+    names = {path.name for path in folder.iterdir()}
+    assert {f"{name}-0000{rank}.safetensors" for name in ("model", "optimizer") for rank in (0, 1)} < names
+    weights = read_tensors(weights_file(str(folder), "model"))
+    rows = [load_file(folder / f"model-0000{rank}.safetensors")["norm.weight"] for rank in (0, 1)]
+    assert len(rows[0]) == len(rows[1]) == 12 and torch.equal(torch.cat(rows), weights["norm.weight"])
+    one = beginning()
+    one.restore(folder)
+    assert all(torch.equal(value, weights[name]) for name, value in one.task.model.state_dict().items())
+    assert all(own["exp_avg"].any() for own in one.optimizers[0].state_dict()["state"].values())
+    # The last save of a sharded run puts its weights together.
+    assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
+    alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))
+    assert alone.keys() == two.keys() and all(torch.equal(alone[name], two[name]) for name in alone)
 
 
 @pytest.fixture
 def trained(tmp_path):
-    """A model with optimiser and EMA after a few steps, saved at steps 2, 4 and 6; two are kept."""
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(3, 2)
-    task, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
-    ema = ModelEmaV3(model, decay=0.9)
-    states = {}
-    for step in range(1, 7):
-        task(torch.randn(4, 3)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        ema.update(model, step)
-        if step % 2 == 0:
-            save_training(accelerator, tmp_path, step, model, ema, {"architecture": "linear"}, keep=2)
-            states[step] = [p.detach().clone() for p in (*model.parameters(), *ema.module.parameters())]
-    return tmp_path, accelerator, model, optimizer, ema, states
+    """Saved after steps 2, 4 and 6; two are kept."""
+    Accelerator(cpu=True)
+    state, states = beginning(), {}
+    for step in (2, 4, 6):
+        train(state, range(step - 2, step))
+        states[step] = bits(state)
+        save(tmp_path, step, state)
+    return tmp_path, state, states
+
+
+def save(run, step, state, keep=2):
+    Saver(PartialState(), run, state, keep).save(step, {"architecture": "linear"}, last=True)
 
 
 def test_layout_and_rotation(trained):
     run = trained[0]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_4", "step_6"]
     newest = run / "checkpoints" / "step_6"
-    manifest = json.loads((newest / "manifest.json").read_text())
-    assert manifest["step"] == 6 and set(manifest["sha256"]) == {p.name for p in newest.iterdir()} - {"manifest.json"}
-    assert not list(newest.glob("random_states*"))
+    record = json.loads((newest / "step.json").read_text())
+    files = {"model.safetensors", "ema.safetensors", "optimizer.safetensors"}
+    assert record["step"] == 6 and set(record["sha256"]) == files == {p.name for p in newest.iterdir()} - {"step.json"}
     with safe_open(run / "model.safetensors", "pt") as file:
         assert json.loads(file.metadata()["architecture"]) == "linear" and json.loads(file.metadata()["step"]) == 6
-
-
-def test_loading_restores_weights_optimiser_and_ema(trained):
-    run, accelerator, model, optimizer, ema, states = trained
-    moments = [v["exp_avg"].clone() for v in optimizer.state.values()]
-    for p in (*model.parameters(), *ema.module.parameters()):
-        p.data.zero_()
-    for v in optimizer.state.values():
-        v["exp_avg"].zero_()
-    step, folder = latest_checkpoint(run)
-    load_training(accelerator, folder, model, ema)
-    assert step == 6
-    assert all(
-        torch.equal(a, b) for a, b in zip((*model.parameters(), *ema.module.parameters()), states[6], strict=True)
-    )
-    assert all(torch.equal(v["exp_avg"], m) for v, m in zip(optimizer.state.values(), moments, strict=True))
+    assert (run / "ema.safetensors").samefile(newest / "ema.safetensors")
 
 
 def test_rotation_keeps_the_good_one_and_passes_over_damaged_newer_ones(trained):
-    run, accelerator, model, _, ema, _ = trained
-    damage_by("flipped", run / "checkpoints" / "step_6")
-    assert latest_checkpoint(run, lambda text: None)[0] == 4
-    save_training(accelerator, run, 5, model, ema, {}, keep=1)
+    run, state, states = trained
+    (run / "checkpoints" / "step_6" / "model.safetensors").write_bytes(b"torn")
+    step, folder = latest_checkpoint(run, lambda text: None)
+    state.restore(folder)
+    assert step == 4 and bits(state)[0].keys() == states[4][0].keys()
+    assert_same(bits(state), states[4])
+    save(run, 5, state, keep=1)
     assert latest_checkpoint(run, lambda text: None)[0] == 5
 
 
 def test_ema_switched_on_and_off(trained):
-    run, accelerator, model, _, ema, _ = trained
-    save_training(accelerator, run, 8, model, None, {}, keep=2)
+    run, state, _ = trained
+    save(run, 8, TrainingState(state.task, state.optimizers))
     assert not (run / "ema.safetensors").exists() and (run / "old_ema.safetensors").exists()
     said = []
-    load_training(accelerator, run / "checkpoints" / "step_8", model, ema, said.append)
-    assert "has no EMA" in said[0] and torch.equal(ema.module.weight, model.weight)
+    state.restore(run / "checkpoints" / "step_8", said.append)
+    assert "has no EMA" in said[0] and torch.equal(state.ema.module.head.weight, state.task.model.head.weight)
 
 
-def test_tensors_that_are_not_contiguous(tmp_path):
-    """channels_last; safetensors refuses them."""
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
-    ema = ModelEmaV3(model)
-    assert not ema.module.weight.is_contiguous()
-    accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    assert save_training(accelerator, tmp_path, 1, model, ema, {}, keep=1) is None
-    weight = model.weight.detach().clone()
-    model.weight.data.zero_()
-    ema.module.weight.data.zero_()
-    load_training(accelerator, latest_checkpoint(tmp_path)[1], model, ema)
-    assert torch.equal(model.weight, weight) and torch.equal(ema.module.weight, weight)
-
-
-def test_no_checkpoint_is_none(tmp_path):
-    assert latest_checkpoint(tmp_path) is None
-
-
-def damage_by(kind, folder):
-    manifest = folder / "manifest.json"
-    if kind == "truncated":
-        (folder / "ema.safetensors").write_bytes((folder / "ema.safetensors").read_bytes()[:-7])
-    elif kind == "flipped":
-        data = bytearray((folder / "model.safetensors").read_bytes())
-        data[-3] ^= 1
-        (folder / "model.safetensors").write_bytes(data)
-    elif kind == "file gone":
-        (folder / "optimizer.bin").unlink()
-    elif kind == "no manifest":
-        manifest.unlink()
-    elif kind == "torn manifest":
-        manifest.write_text(manifest.read_text()[:20])
-    elif kind == "future":
-        manifest.write_text(manifest.read_text().replace('"format": 3', '"format": 4'))
-    elif kind == "other step":
-        folder.rename(folder.with_name("step_8"))
-
-
-@pytest.mark.parametrize(
-    "kind, reason",
-    [
-        ("truncated", "step_6 is skipped: ema.safetensors does not have the sha256"),
-        ("flipped", "step_6 is skipped: model.safetensors does not have the sha256"),
-        ("file gone", "step_6 is skipped: optimizer.bin is missing"),
-        ("no manifest", "step_6 is skipped: manifest.json is missing"),
-        ("torn manifest", "step_6 is skipped: manifest.json is not readable"),
-        ("future", "step_6 is skipped: manifest.json has format 4 of moh_vision 0.1.0; this is 0.1.0, which reads 3"),
-        ("other step", "step_8 is skipped: manifest.json is of step 6"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(trained, kind, reason):
+def test_a_record_that_names_a_file_outside_is_refused(trained):
     run = trained[0]
-    damage_by(kind, run / "checkpoints" / "step_6")
-    said = []
-    assert latest_checkpoint(run, said.append)[0] == 4
-    assert len(said) == 1 and reason in said[0]
-    damage_by("flipped", run / "checkpoints" / "step_4")
-    with pytest.raises(ValueError, match="every checkpoint in .* is damaged; --fresh"):
-        latest_checkpoint(run, said.append)
+    outside = run / "model.safetensors"
+    for name in (str(outside.resolve()), "../../model.safetensors"):
+        add_to_record(run / "checkpoints" / "step_6", sha256={name: "0"})
+        said = []
+        assert latest_checkpoint(run, said.append)[0] == 4
+        assert f"names {name}, which is outside of the folder" in said[0]
 
 
-@pytest.mark.parametrize("absolute", [False, True])
-def test_a_manifest_that_names_a_file_outside_is_refused(trained, absolute):
-    run = trained[0]
-    folder, outside = run / "checkpoints" / "step_6", run / "model.safetensors"
-    sums = json.loads((folder / "manifest.json").read_text())["sha256"]
-    name = str(outside.resolve()) if absolute else "../../model.safetensors"
-    sums[name] = hashlib.sha256(outside.read_bytes()).hexdigest()
-    (folder / "manifest.json").write_text(manifest_text(6, sums))
-    said = []
-    assert latest_checkpoint(run, said.append)[0] == 4
-    assert f"names {name}, which is outside of the folder" in said[0]
+def add_to_record(folder, **more):
+    record = json.loads((folder / "step.json").read_text())
+    del record["own_sha256"]
+    (folder / "step.json").write_text(record_text(record | more))
 
 
-def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained):
+def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained, tmp_path):
     run = trained[0]
     for max_steps in (6, 7):
         assert resume_point(run, max_steps, fresh=False) == (6, run / "checkpoints" / "step_6")
-    assert resume_point(run, 5, fresh=True) is None
+    assert resume_point(run, 5, fresh=True) is None and latest_checkpoint(tmp_path / "none") is None
     with pytest.raises(ValueError, match="--max-steps 5: .* has already done 6 steps"):
         resume_point(run, 5, fresh=False)
 
@@ -172,24 +252,15 @@ def test_a_moving_average_with_and_without_warmup(warmup, average):
     assert make_ema(model, 0.0, warmup, "cpu") is None
 
 
-def test_an_unfinished_save_is_never_taken(trained):
-    run, accelerator, model, _, ema, _ = trained
-    hidden = run / "checkpoints" / ".step_8.tmp"
-    hidden.mkdir()
-    (hidden / "model.safetensors").write_bytes(b"torn")
-    assert latest_checkpoint(run)[0] == 6
-    save_training(accelerator, run, 8, model, ema, {}, keep=2)
-    assert latest_checkpoint(run)[0] == 8 and not hidden.exists()
-
-
 def test_checkpoints_of_other_models_and_versions_are_refused_in_one_line(trained):
-    run, accelerator, model, _, ema, _ = trained
+    run, state, _ = trained
     folders = [run / "checkpoints" / f"step_{step}" for step in (4, 6)]
-    with torch.no_grad():
-        accelerator._models = [torch.nn.Linear(4, 2)]  # as after a change of the model's code
-        with one_line("step_6, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"):
-            load_training(accelerator, folders[1], model, ema)
+    state.task.model.head = torch.nn.Linear(24, 6)  # as after a change of the model's code
+    with one_line("step_6, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"):
+        state.restore(folders[1])
+    with one_line("cannot be loaded into this model .optimiser 0 has other parameters"):
+        beginning("frozen").restore(folders[1])
     for folder in folders:
-        (folder / "manifest.json").write_text(json.dumps(dict(format=9, version="0.9.0", files={})))
-    with one_line("step_6: manifest.json has format 9 of moh_vision 0.9.0; .* take that version"):
+        (folder / "step.json").write_text(json.dumps(dict(format=9, version="0.9.0", files={})))
+    with one_line("step_6: step.json has format 9 of moh_vision 0.9.0; .* take that version"):
         latest_checkpoint(run, pytest.fail)

@@ -30,7 +30,7 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.manifest import damage
+from moh_vision.engine.step_folders import damage
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import from_run
 
@@ -354,7 +354,7 @@ def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, caps
     (empty / "model.safetensors").unlink()
     (empty / "ema.safetensors").unlink()
     error = refused(capsys, sample.main, "--checkpoint", empty, "--grid", tmp_path / "never.png")
-    assert f"checkpoints of a sharded run have none, {tmp_path / 'run'} has the newest" in error
+    assert f"{empty} holds no ema.safetensors or model.safetensors; a run writes them at its checkpoints" in error
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from moh_vision.engine.checkpoint import save_training
+from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.saver import Saver
 from moh_vision.language.evaluation.scores import average_checkpoints
 
 
@@ -32,7 +33,7 @@ def saved(run, steps, keep=9):
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(step)))
         task.model.norm.num_batches_tracked.fill_(step)
         values[step] = {k: v.clone() for k, v in task.model.state_dict().items()}
-        assert save_training(accelerator, run, step, task.model, None, {}, keep) is None
+        Saver(accelerator, run, TrainingState(task, []), keep).save(step, {}, last=True)
     return values
 
 

@@ -1,29 +1,56 @@
 """A small training whose state is a function of the step, and processes to lose it in."""
 
+import contextlib
 import hashlib
 import itertools
 import os
+import pathlib
 import random
 import shutil
 import signal
 import time
 import traceback
+from unittest import mock
 
 import torch
 from accelerate import Accelerator
 
-from moh_vision.engine.checkpoint import load_training, save_training
+from moh_vision.engine import saver
+from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.ema import ModelEma
 
+CALLS = [(os, name) for name in ("mkdir", "rename", "link", "fsync", "unlink", "rmdir")]
+CALLS += [(pathlib.Path, "write_text"), (saver, "save_tensors")]
 
-class HookedAdamW(torch.optim.AdamW):
-    """Tells when accelerate asks for its state, which is after the weights are written."""
 
-    at = staticmethod(lambda point: None)
+class Task(torch.nn.Module):
+    """What accelerate wraps; `beside` is trained too, and not the model's."""
 
-    def state_dict(self):
-        self.at("wrote the weights, not the optimiser")
-        return super().state_dict()
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.beside = model, torch.nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.beside(self.model(x)).square().mean()
+
+
+@contextlib.contextmanager
+def watched(at):
+    """Call `at` with "NAME FILE" after every call of CALLS, whichever thread makes it."""
+
+    def then_at(call, name, file, *args, **more):
+        done = call(file, *args, **more)
+        place = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
+        at(f"{name} {os.path.basename(place)}")
+        return done
+
+    with contextlib.ExitStack() as patches:
+        for owner, name in CALLS:
+            call = getattr(owner, name)
+            patches.enter_context(
+                mock.patch.object(owner, name, lambda *a, c=call, n=name, **m: then_at(c, n, *a, **m))
+            )
+        yield
 
 
 class SmallTraining:
@@ -32,29 +59,35 @@ class SmallTraining:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
         self.ema = ModelEma(self.model, decay=0.9)
-        self.task, self.optimizer = self.accelerator.prepare(self.model, HookedAdamW(self.model.parameters(), lr=0.1))
+        task = Task(self.model)
+        self.task, self.optimizer = self.accelerator.prepare(task, torch.optim.AdamW(task.parameters(), lr=0.1))
+        self.saved = TrainingState(self.task, [self.optimizer], self.ema)
 
     def step(self, number, variant=0):
         generator = torch.Generator().manual_seed(1000 * variant + number)
-        self.task(torch.randn(4, 8, generator=generator)).square().mean().backward()
+        self.accelerator.backward(self.task(torch.randn(4, 8, generator=generator)))
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.ema.update(self.model, number)
 
+    def saver(self, run, keep, background=True):
+        return saver.Saver(self.accelerator, run, self.saved, keep, background=background)
+
     def save(self, run, step, keep, at=lambda point: None):
-        self.optimizer.optimizer.at = at
-        try:
-            return save_training(self.accelerator, run, step, self.model, self.ema, {"name": "small"}, keep, at)
-        finally:
-            self.optimizer.optimizer.at = lambda point: None
+        """Save in a thread, and wait; return what went wrong."""
+        writer = self.saver(run, keep)
+        with watched(at):
+            writer.save(step, {"name": "small"})
+            writer.wait()
+        return writer.problem
 
     def load(self, folder):
-        load_training(self.accelerator, folder, self.model, self.ema)
+        self.saved.restore(folder)
 
     def state(self):
         """Sum of weights, EMA and optimiser."""
-        moments = [v for s in self.optimizer.state_dict()["state"].values() for v in s.values()]
-        tensors = [*self.model.state_dict().values(), *self.ema.module.state_dict().values(), *moments]
+        moments = [v for _, s in sorted(self.optimizer.state_dict()["state"].items()) for _, v in sorted(s.items())]
+        tensors = [*self.task.state_dict().values(), *self.ema.module.state_dict().values(), *moments]
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
@@ -95,7 +128,7 @@ def wait(child, seconds=60):
 
 
 def at_point(number, act):
-    """A hook for `save_training` that calls `act` with the number-th point."""
+    """A hook for `SmallTraining.save` that calls `act` with the number-th point."""
     count = itertools.count()
     return lambda point: act(point) if next(count) == number else None
 

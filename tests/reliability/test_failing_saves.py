@@ -8,23 +8,26 @@ from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine import saver
 
+WAIT = ["--save_in_background", "false"]  # so that a failure is in the next line of the log
 SCRIPTS = dict(cls=train_cls, dit=train_dit)
 
 
 def full_after(monkeypatch, steps):
     """The disk is full for the saves of these steps."""
-    save = saver.save_training
+    seal = saver.seal
 
-    def save_unless_full(accelerator, run, step, *rest, **named):
-        return "[Errno 28] No space left on device" if step in steps else save(accelerator, run, step, *rest, **named)
+    def seal_unless_full(folder, step, *rest):
+        if step in steps:
+            raise OSError(28, "No space left on device")
+        seal(folder, step, *rest)
 
-    monkeypatch.setattr(saver, "save_training", save_unless_full)
+    monkeypatch.setattr(saver, "seal", seal_unless_full)
 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_training_goes_on_and_is_saved_later(tmp_path, monkeypatch, capsys, kind):
     full_after(monkeypatch, {2, 4, 8})
-    SCRIPTS[kind].main(arguments(kind, tmp_path, 10, 2, "--keep-checkpoints", 9))
+    SCRIPTS[kind].main(arguments(kind, tmp_path, 10, 2, "--keep-checkpoints", 9, *WAIT))
     assert checkpoint_steps(tmp_path) == [6, 10]
     assert [e["failed_saves"] for e in logged(tmp_path)] == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3]
     assert capsys.readouterr().out.count("No space left on device); training goes on") == 3
@@ -34,7 +37,7 @@ def test_training_goes_on_and_is_saved_later(tmp_path, monkeypatch, capsys, kind
 def test_three_in_a_row_end_the_run(tmp_path, monkeypatch, capsys, kind):
     full_after(monkeypatch, {4, 6, 8})
     with pytest.raises(SystemExit) as stop:
-        SCRIPTS[kind].main(arguments(kind, tmp_path, 100, 2))
+        SCRIPTS[kind].main(arguments(kind, tmp_path, 100, 2, *WAIT))
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 1 and "step 8 could not be saved" in error and "3. failure in a row" in error
     assert checkpoint_steps(tmp_path) == [2] and logged(tmp_path)[-1]["step"] == 8

@@ -38,12 +38,11 @@ def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch, kind, value):
         folder = tmp_path / "checkpoints" / f"step_{step}"
         weights.append(load_file(folder / "model.safetensors"))
         averages.append(load_file(folder / "ema.safetensors"))
-        moments.append(torch.load(folder / "optimizer.bin", weights_only=True)["state"])
-    for kept in (weights, averages):
+        moments.append(load_file(folder / "optimizer.safetensors"))
+    for kept in (weights, averages, moments):
         for name in kept[0]:
             assert torch.equal(kept[1][name], kept[3][name]), name  # after 2 steps, and after two bad ones
         assert any(not torch.equal(kept[3][name], kept[4][name]) for name in kept[0])
-    assert all(torch.equal(moments[1][i]["exp_avg"], moments[3][i]["exp_avg"]) for i in moments[1])
     assert [entry["skipped"] for entry in logged(tmp_path)] == [0, 0, 1, 2, 2, 2]
     assert [entry["loss"] is None for entry in logged(tmp_path)] == [False, False, True, True, False, False]
 

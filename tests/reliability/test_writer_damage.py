@@ -5,11 +5,10 @@ import json
 import pytest
 from small_training import again, one_threaded, seeded
 
-from moh_vision.engine.checkpoint import latest_checkpoint, resume_point
 from moh_vision.engine.commands import user_errors
-from moh_vision.engine.manifest import damage, manifest_text
+from moh_vision.engine.step_folders import damage, latest_checkpoint, record_text, resume_point
 
-FILES = ("model.safetensors", "optimizer.bin", "ema.safetensors", "manifest.json")
+FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "beside.safetensors", "step.json")
 
 
 @pytest.fixture
@@ -40,10 +39,10 @@ def falls_back(run, name):
 def test_truncated_at_200_places(run):
     numbers, found = seeded("truncated", 200), 0
     for trial in range(200):
-        file = run / "checkpoints" / "step_4" / FILES[trial % 4]
+        file = run / "checkpoints" / "step_4" / FILES[trial % 5]
         data = file.read_bytes()
         # The ends first: an empty file, and one without its last byte.
-        file.write_bytes(data[: [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 4, 2)]])
+        file.write_bytes(data[: [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 5, 2)]])
         found += falls_back(run, file.name)
         file.write_bytes(data)
     assert latest_checkpoint(run)[0] == 4
@@ -53,7 +52,7 @@ def test_truncated_at_200_places(run):
 def test_200_bits_flipped(run):
     numbers, found = seeded("flipped", 200), 0
     for trial in range(200):
-        file = run / "checkpoints" / "step_4" / FILES[trial % 4]
+        file = run / "checkpoints" / "step_4" / FILES[trial % 5]
         data = bytearray(file.read_bytes())
         place, bit = numbers.randrange(len(data)), 1 << numbers.randrange(8)
         data[place] ^= bit
@@ -65,44 +64,49 @@ def test_200_bits_flipped(run):
     print(f"{found} of 200 flipped bits found")
 
 
-def test_every_bit_of_a_manifest(run):
-    """Most of them leave readable JSON, so the manifest has a sum of itself."""
+def test_every_bit_of_a_record(run):
+    """Most of them leave readable JSON, so the record has a sum of itself."""
     folder = run / "checkpoints" / "step_4"
-    data = bytearray((folder / "manifest.json").read_bytes())
+    data = bytearray((folder / "step.json").read_bytes())
     readable = 0
     for place in range(8 * len(data)):
         data[place // 8] ^= 1 << place % 8
-        (folder / "manifest.json").write_bytes(data)
+        (folder / "step.json").write_bytes(data)
         try:
             readable += isinstance(json.loads(bytes(data)), dict)
         except ValueError:
             pass
         reason = damage(folder, 4)
-        assert reason and reason.startswith("manifest.json"), place
+        assert reason and reason.startswith("step.json"), place
         data[place // 8] ^= 1 << place % 8
     assert readable > len(data)
-    print(f"{8 * len(data)} of {8 * len(data)} flipped bits of a manifest found, {readable} of them in readable JSON")
+    print(f"{8 * len(data)} of {8 * len(data)} flipped bits of a record found, {readable} of them in readable JSON")
+
+
+def record(folder):
+    read = json.loads((folder / "step.json").read_text())
+    return {key: value for key, value in read.items() if key != "own_sha256"}
 
 
 def sums(folder):
-    return json.loads((folder / "manifest.json").read_text())["sha256"]
+    return record(folder)["sha256"]
 
 
 def rewrite(folder, step=4, **more):
-    """A manifest with the right sum of itself."""
+    """A record with the right sum of itself."""
     listed = {name: digest for name, digest in {**sums(folder), **more}.items() if digest}
-    (folder / "manifest.json").write_text(manifest_text(step, listed))
+    (folder / "step.json").write_text(record_text(dict(record(folder), step=step, sha256=listed)))
 
 
 def lists_fewer_files(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    del manifest["sha256"]["ema.safetensors"]
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
+    written = json.loads((folder / "step.json").read_text())
+    del written["sha256"]["ema.safetensors"]
+    (folder / "step.json").write_text(json.dumps(written, indent=1) + "\n")
 
 
 def future(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(dict(manifest, format=4, files="elsewhere")))
+    written = json.loads((folder / "step.json").read_text())
+    (folder / "step.json").write_text(json.dumps(dict(written, format=5, files="elsewhere")))
 
 
 def outside(folder):
@@ -116,27 +120,27 @@ def empty(folder):
 
 
 CASES = {
-    "no manifest": (lambda f: (f / "manifest.json").unlink(), "manifest.json is missing"),
-    "a future format": (future, "manifest.json has format 4 of moh_vision 0.1.0; this is 0.1.0, which reads 3"),
-    "another step": (lambda f: rewrite(f, step=40), "manifest.json is of step 40"),
-    "a name outside": (outside, "manifest.json names ../step_2/model.safetensors, which is outside of the folder"),
-    "an absolute name": (lambda f: rewrite(f, **{"/etc/hostname": "0"}), "manifest.json names /etc/hostname, which is"),
-    "fewer files": (lists_fewer_files, "manifest.json does not have its own sha256"),
-    "a file less": (lambda f: (f / "optimizer.bin").unlink(), "optimizer.bin is missing"),
-    "a folder for a file": (lambda f: ((f / "optimizer.bin").unlink(), (f / "optimizer.bin").mkdir()), "optimizer.bin is"),
-    "a file more": (lambda f: (f / "scaler.pt").write_bytes(b"x"), "scaler.pt is not in its manifest"),
-    "a file unlisted": (lambda f: rewrite(f, **{"ema.safetensors": None}), "ema.safetensors is not in its manifest"),
-    "nothing": (empty, "manifest.json is missing"),
-    "a list": (lambda f: (f / "manifest.json").write_text("[]"), "manifest.json is not readable"),
-    "a sum that is none": (lambda f: rewrite(f, **{"optimizer.bin": 7}), "optimizer.bin does not have the sha256"),
+    "no record": (lambda f: (f / "step.json").unlink(), "step.json is missing"),
+    "a future format": (future, "step.json has format 5 of moh_vision 0.1.0; this is 0.1.0, which reads 4"),
+    "another step": (lambda f: rewrite(f, step=40), "step.json is of step 40"),
+    "a name outside": (outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
+    "an absolute name": (lambda f: rewrite(f, **{"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
+    "fewer files": (lists_fewer_files, "step.json does not have its own sha256"),
+    "a file less": (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
+    "a folder for a file": (lambda f: ((f / "optimizer.safetensors").unlink(), (f / "optimizer.safetensors").mkdir()), "optimizer.safetensors is"),
+    "a file more": (lambda f: (f / "x.safetensors").write_bytes(b""), "x.safetensors is not in step.json"),
+    "a file unlisted": (lambda f: rewrite(f, **{"ema.safetensors": None}), "ema.safetensors is not in step.json"),
+    "nothing": (empty, "step.json is missing"),
+    "a list": (lambda f: (f / "step.json").write_text("[]"), "step.json is not readable"),
+    "a sum that is none": (lambda f: rewrite(f, **{"optimizer.safetensors": 7}), "optimizer.safetensors does not have the sha256"),
     "sums that are none": (
-        lambda f: (f / "manifest.json").write_text('{"format": 3, "version": "0.1.0", "step": 4, "sha256": 7}'),
-        "manifest.json is not readable",
+        lambda f: (f / "step.json").write_text('{"format": 4, "version": "0.1.0", "step": 4, "sha256": 7}'),
+        "step.json is not readable",
     ),
-    "deep": (lambda f: (f / "manifest.json").write_text("[" * 10**6), "manifest.json is not readable"),
-    "a folder for a manifest": (
-        lambda f: ((f / "manifest.json").unlink(), (f / "manifest.json").mkdir()),
-        "manifest.json is not readable",
+    "deep": (lambda f: (f / "step.json").write_text("[" * 10**6), "step.json is not readable"),
+    "a folder for a record": (
+        lambda f: ((f / "step.json").unlink(), (f / "step.json").mkdir()),
+        "step.json is not readable",
     ),
 }  # fmt: skip
 
@@ -170,7 +174,7 @@ def test_a_copy_that_was_moved_aside_is_taken(training, run):
 
 def test_all_damaged_is_no_fresh_start(training, run, capsys):
     for step in (2, 4):
-        (run / "checkpoints" / f"step_{step}" / "optimizer.bin").write_bytes(b"")
+        (run / "checkpoints" / f"step_{step}" / "optimizer.safetensors").write_bytes(b"")
     with pytest.raises(SystemExit) as exit_, user_errors("train.py"):
         resume_point(run, 10, fresh=False)
     assert exit_.value.code == 2

@@ -8,18 +8,17 @@ import shutil
 import socket
 import stat
 import tempfile
+import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from accelerate.state import AcceleratorState
 from pictures import write_folder
-from small_training import SmallTraining, at_point, fork, hidden, one_threaded, sums, wait
-from torch.distributed.checkpoint.api import CheckpointException
+from small_training import SmallTraining, at_point, fork, hidden, one_threaded, sums, wait, watched
 
 from moh_vision.__main__ import main
-from moh_vision.engine.checkpoint import latest_checkpoint, save_training
-from moh_vision.engine.saver import SaveError, Saver, check_writable
+from moh_vision.engine.saver import SaveError, check_writable
+from moh_vision.engine.step_folders import latest_checkpoint
 
 
 @pytest.fixture
@@ -48,12 +47,14 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
     assert training.save(run, 1, 2) is None
     training.step(2)
     assert training.save(run, 2, 2, points.append) is None
+    points = [point for point in points if point.split()[0] not in ("unlink", "rmdir")]  # a deletion is not needed
     earlier = sums(run / "checkpoints" / "step_2")
-    named = points.index("renamed .step_2.tmp")
+    named = points.index("rename .step_2.tmp")
     for last in range(len(points)):
         step = 3 + last
         training.step(step)
-        problem = training.save(run, step, 2, at_point(last, disk_full))
+        fail = at_point(last, disk_full)
+        problem = training.save(run, step, 2, lambda p, fail=fail: p.split()[0] in ("unlink", "rmdir") or fail(p))
         assert problem and "No space left on device" in problem
         assert hidden(run) == [], points[last]
         newest, folder = latest_checkpoint(run, lambda text: pytest.fail(text))
@@ -73,7 +74,7 @@ def test_disk_full_while_a_step_is_saved_again(training, tmp_path):
     training.step(2)
 
     def full(point):
-        return disk_full(point) if point == "moved step_2 aside" else None
+        return disk_full(point) if point == "rename step_2" else None
 
     assert "No space left" in training.save(tmp_path, 2, 1, full)
     assert sums(tmp_path / "checkpoints") == before and hidden(tmp_path) == []
@@ -89,49 +90,86 @@ def test_files_that_cannot_grow(tmp_path, monkeypatch):
     def work():
         training = SmallTraining(width=512)
         told = []
-        saver = Saver(training.accelerator, tmp_path, 2)
+        saver = training.saver(tmp_path, 2, background=False)
         monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
-        about = (training.model, training.ema, {"name": "small"})
         training.step(1)
-        assert saver.save(1, *about)
+        saver.save(1, {})
         earlier, sizes = sums(tmp_path / "checkpoints"), file_sizes(tmp_path)
         assert sizes[0] < 1000 and sizes[-1] > 30_000
-        # The manifest is the smallest file, the optimiser's the largest.
+        # The files of what is beside the model and of the record are the smallest, the optimiser's the largest.
         for n, limit in enumerate((sizes[0] // 2, 5000, sizes[-1] - 10_000)):
             training.step(2)
             saver.in_a_row = 0
             with largest_file(limit):
-                assert not saver.save(2 + n, *about)
+                saver.save(2 + n, {})
             assert saver.failed == n + 1 and str(tmp_path) in told[-1], told
             assert "File too large" in told[-1] and "training goes on" in told[-1], told
             assert sums(tmp_path / "checkpoints") == earlier and hidden(tmp_path) == []
-        assert saver.save(5, *about) and saver.in_a_row == 0 and saver.failed == 3
+        saver.save(5, {})
+        assert saver.in_a_row == 0 and saver.failed == 3
         with largest_file(5000):
-            assert [saver.save(step, *about) for step in (6, 7)] == [False, False]
+            saver.save(6, {}), saver.save(7, {})
             with pytest.raises(SaveError, match=f"{tmp_path}: step 8 .*File too large.*, the 3. failure in a row"):
-                saver.save(8, *about)
+                saver.save(8, {})
         assert latest_checkpoint(tmp_path, pytest.fail)[0] == 5
 
     assert wait(fork(work)) == 0
 
 
-def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch):
+@pytest.mark.parametrize("background", [False, True])
+def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch, background):
+    """In the background each failure is told at once; the third one ends the run where the next save is due."""
     told = []
-    saver = Saver(training.accelerator, tmp_path, 2)
+    saver = training.saver(tmp_path, 2, background)
     monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
-    about = (training.model, training.ema, {})
+
+    def failed(step):
+        saver.save(step, {})
+        saver.wait()
+        return bool(saver.problem)
+
     (tmp_path / "checkpoints").write_text("in the way")
-    assert not saver.save(1, *about) and not saver.save(2, *about)
+    assert failed(1) and failed(2)
     (tmp_path / "checkpoints").unlink()
-    assert saver.save(3, *about)  # two are forgotten
+    assert not failed(3)  # two are forgotten
     (tmp_path / "checkpoints").rename(tmp_path / "away")
     (tmp_path / "checkpoints").write_text("in the way")
-    assert not saver.save(4, *about) and not saver.save(5, *about)
+    assert failed(4) and failed(5) and len(told) == 4
     with pytest.raises(SaveError, match=f"{tmp_path}: step 6 could not be saved .*Not a directory.*earlier .* intact"):
-        saver.save(6, *about)
+        saver.save(6, {})
+        saver.save(7, {})
     assert saver.failed == 5 and len(told) == 4
     with pytest.raises(SaveError, match="step 9 could not be saved"):
-        Saver(training.accelerator, tmp_path, 2).save(9, *about, last=True)
+        training.saver(tmp_path, 2).save(9, {}, last=True)
+
+
+def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatch):
+    """Training goes on meanwhile: what is written is the state after its step."""
+    told, may_end = [], threading.Event()
+    monkeypatch.setattr("moh_vision.engine.saver.say", lambda text: (told.append(text), may_end.set()))
+    saver, states = training.saver(tmp_path, 9), {}
+    with watched(lambda point: may_end.wait(60) if point.startswith("save_tensors") else None):
+        for step in (1, 2):
+            training.step(step)
+            states[step] = training.state()
+            saver.save(step, {})
+        training.step(3)
+        saver.finish()
+    assert told == ["step 2 waits for the checkpoint that is being written"] and not saver.failed
+    for step, state in states.items():
+        training.load(tmp_path / "checkpoints" / f"step_{step}")
+        assert training.state() == state
+
+
+def test_where_there_are_no_links_the_weights_are_copied(training, tmp_path, monkeypatch):
+    def no_links(*_):
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("os.link", no_links)
+    assert training.save(tmp_path, 1, 1) is None and hidden(tmp_path) == []
+    for name in ("model.safetensors", "ema.safetensors"):
+        copy, saved = tmp_path / name, tmp_path / "checkpoints" / "step_1" / name
+        assert not copy.samefile(saved) and copy.read_bytes() == saved.read_bytes()
 
 
 @pytest.fixture
@@ -167,13 +205,12 @@ def test_a_folder_that_turns_read_only(training, readable, monkeypatch):
     before = sums(run)
 
     def work():
-        saver = Saver(training.accelerator, run, 2)
+        saver = training.saver(run, 2, background=False)
         monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
-        about = (training.model, training.ema, {})
-        assert not saver.save(2, *about) and not saver.save(3, *about)
+        saver.save(2, {}), saver.save(3, {})
         assert all("Permission denied" in t for t in told) and saver.failed == 2
         with pytest.raises(SaveError, match="Permission denied"):
-            saver.save(4, *about)
+            saver.save(4, {})
 
     assert unprivileged(run, work) == 0
     assert sums(run) == before and hidden(run) == []
@@ -235,17 +272,6 @@ def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
     assert hidden(tmp_path) == [] and hidden(readable) == []
 
 
-def test_the_words_of_fsdp(training, tmp_path):
-    """It wraps what went wrong on any rank in an exception that is not even an Exception."""
-
-    def save_state(folder):
-        raise CheckpointException("write", {1: (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), None)})
-
-    broken = SimpleNamespace(is_main_process=True, save_state=save_state)
-    assert "quota exceeded" in save_training(broken, tmp_path, 1, training.model, None, {}, 2)
-    assert hidden(tmp_path) == [] and latest_checkpoint(tmp_path) is None
-
-
 def test_two_processes_agree(tmp_path):
     """What fails on one is known to both, so that neither waits for the other or goes on alone."""
     with socket.socket() as free:
@@ -260,8 +286,8 @@ def test_two_processes_agree(tmp_path):
         assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
         assert training.save(tmp_path, 1, 2) is None
         earlier = sums(tmp_path / "checkpoints")
-        cases = [(0, "made .step_2.tmp"), (0, "wrote the state"), (1, "wrote the state"), (0, "wrote manifest.json")]
-        for failing, where in [*cases, (0, "renamed model.safetensors")]:
+        cases = [(0, "mkdir .step_2.tmp"), (0, "save_tensors ema.safetensors"), (0, "write_text step.json")]
+        for failing, where in [*cases, (0, "link model.safetensors")]:
 
             def full(point, here=where if rank == failing else None):
                 return disk_full(f"rank {rank}") if point == here else None

@@ -15,11 +15,10 @@ from moh_vision.attention import RoutingStats, head_budget
 from moh_vision.engine.best import BEST
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import write_whole
-from moh_vision.engine.manifest import damage
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import load_whole, whole_weights
-from moh_vision.engine.step_folders import by_age
+from moh_vision.engine.step_folders import by_age, damage
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation import bleu
 from moh_vision.language.evaluation.gates import report_gates
@@ -28,8 +27,6 @@ from moh_vision.language.evaluation.translation import gate_mode, score_translat
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.head_load import FILE, HeadLoad
 
-# The state in a checkpoint: accelerate's file name, and the model's prefix in the task.
-STATE, PREFIX = "model.safetensors", "model."
 AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
@@ -96,19 +93,18 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> tuple[dict[str
             whole[step] = folder
     if not whole:
         raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
-    files = [folder / STATE for folder in whole.values()]
+    files = [folder / "model.safetensors" for folder in whole.values()]
     missing = next((file for file in files if not file.exists()), None)
     if missing:
         raise ValueError(f"{missing}: no such file; the weights of sharded runs are not averaged")
     averages = {}
     newest, *others = (safe_open(file, "pt") for file in files)
-    for name in newest.keys():
-        if name.startswith(PREFIX):  # one tensor at a time in memory
-            mean = newest.get_tensor(name)
-            if mean.is_floating_point():
-                values = torch.stack([mean, *(file.get_tensor(name) for file in others)])
-                mean = values.double().mean(0).to(mean.dtype)
-            averages[name.removeprefix(PREFIX)] = mean
+    for name in newest.keys():  # one tensor at a time in memory
+        mean = newest.get_tensor(name)
+        if mean.is_floating_point():
+            values = torch.stack([mean, *(file.get_tensor(name) for file in others)])
+            mean = values.double().mean(0).to(mean.dtype)
+        averages[name] = mean
     return averages, list(whole)
 
 
