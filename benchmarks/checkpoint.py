@@ -6,13 +6,13 @@
 The state is that of a ViT-S of 17 blocks in training: weights, their average, AdamW's two moments. Every round does each
 of these once, in alternating order, after a sync that leaves the disk nothing else to do:
 
-    copy         the files of a checkpoint, one after the other, each flushed to the disk
-    copy all     these, model.safetensors and ema.safetensors for users, which are half as many bytes again
-    checkpoint   the save until its folder has its name for good: written, summed, flushed, renamed
-    save         all that training waits for: the checkpoint, the weights for users, and the deletion of an older one
+    copy      the files of a checkpoint, one after the other, each flushed to the disk
+    waiting   a save with save_in_background false: copied to main memory, written, summed, flushed, renamed
+    stall     of a save in the background: how long training stands still
+    written   until that checkpoint has its name, where training does nothing in the meantime
 
-Reported are medians and quartiles of seconds, and of two ratios, round by round: to the copy of the state, and of a save
-to the copy of all that it writes. Results go to benchmarks/results/checkpoint.json.
+Reported are medians and quartiles of seconds, and of the ratio to the copy, round by round. Results go to
+benchmarks/results/checkpoint.json.
 """
 
 import argparse
@@ -28,22 +28,25 @@ import torch
 from accelerate import Accelerator
 from timing import machine, spread, write_report
 
-import moh_vision  # noqa: F401  registers the models
-from moh_vision.engine.checkpoint import save_training
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.ema import make_ema
+from moh_vision.engine.saver import Saver
 
 HERE = Path(__file__).parent
+NAMES = ("copy", "waiting", "stall", "written")
 
 
 def training_state(depth):
-    """(accelerator, model, ema) of a training that has done a step."""
+    """(accelerator, `TrainingState`) of a training that has done a step."""
     accelerator = Accelerator(cpu=True)
     model = timm.create_model("moh_vit_small_patch16_224", depth=depth, head_budget="uniform:0.75", img_size=32)
     ema = make_ema(model, 0.99, False, "cpu")
-    task, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    task(torch.randn(2, 3, 32, 32)).square().mean().backward()
+    task = ClassificationTask(model, 0.01)
+    task, optimizer = accelerator.prepare(task, torch.optim.AdamW(task.parameters()))
+    task(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))["loss"].backward()
     optimizer.step()
-    return accelerator, model, ema
+    return accelerator, TrainingState(task, [optimizer], ema)
 
 
 def copy(paths, target):
@@ -55,40 +58,34 @@ def copy(paths, target):
             os.fsync(ours.fileno())
 
 
-def timed_rounds(state, folder, rounds):
+def timed_rounds(accelerator, state, folder, rounds):
     """{name: [seconds]}, after a round that does not count."""
-    accelerator, model, ema = state
-    run = folder / "run"
-    times = {"copy": [], "copy all": [], "checkpoint": [], "save": []}
+    run, times = folder / "run", {name: [] for name in NAMES}
+    savers = [Saver(accelerator, run, state, keep=1, background=background) for background in (False, True)]
 
-    def save(step):
+    def waiting(step):
         begin = time.perf_counter()
-        named = []
+        savers[0].save(3 * step + 1, {})
+        times["waiting"].append(time.perf_counter() - begin)
 
-        def at(point):
-            if point.startswith("renamed ") and f"step_{step}" in point:
-                named.append(time.perf_counter() - begin)
-
-        problem = save_training(accelerator, run, step, model, ema, {}, 1, at)
-        assert problem is None, problem
-        times["save"].append(time.perf_counter() - begin)
-        times["checkpoint"].append(named[0])
+    def background(step):
+        begin = time.perf_counter()
+        savers[1].save(3 * step + 2, {})
+        times["stall"].append(time.perf_counter() - begin)
+        savers[1].finish(last=True)
+        times["written"].append(time.perf_counter() - begin)
 
     def bare(step):
         (saved,) = (run / "checkpoints").iterdir()
-        for name, paths in {
-            "copy": [*saved.iterdir()],
-            "copy all": [*saved.iterdir(), *run.glob("*.safetensors")],
-        }.items():
-            os.sync()
-            begin = time.perf_counter()
-            copy(paths, folder / "copy")
-            times[name].append(time.perf_counter() - begin)
-            shutil.rmtree(folder / "copy")
+        begin = time.perf_counter()
+        copy([*saved.iterdir()], folder / "copy")
+        times["copy"].append(time.perf_counter() - begin)
+        shutil.rmtree(folder / "copy")
 
-    save(0)
-    for number in range(1, rounds + 2):
-        for work in (bare, save) if number % 2 else (save, bare):
+    savers[0].save(0, {}, last=True)
+    for number in range(rounds + 1):
+        works = (bare, waiting, background)
+        for work in works if number % 2 else reversed(works):
             os.sync()
             work(number)
     return {name: seconds[-rounds:] for name, seconds in times.items()}
@@ -115,23 +112,18 @@ def main():
     report = dict(machine=machine(), load_before=os.getloadavg(), sha256_mb_per_s=sha256_speed(), rounds=args.rounds)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder))
     try:
-        times = timed_rounds(training_state(args.depth), folder, args.rounds)
+        times = timed_rounds(*training_state(args.depth), folder, args.rounds)
         run = folder / "run"
         (saved,) = (run / "checkpoints").iterdir()
         report["state_mb"] = round(sum(p.stat().st_size for p in saved.iterdir()) / 1e6)
-        report["weights_for_users_mb"] = round(sum(p.stat().st_size for p in run.glob("*.safetensors")) / 1e6)
     finally:
         shutil.rmtree(folder)
     print(f"{report['state_mb']} MB of state; sha256 {report['sha256_mb_per_s']} MB/s on one core")
-    print(f"{'':12}{'seconds':>8}{'time / copy':>24}{'time / copy all':>24}")
     for name, seconds in times.items():
-        report[name] = dict(seconds=spread(seconds))
-        line = f"{name:12}{report[name]['seconds']['median']:8.2f}"
-        for base in ("copy", "copy all"):
-            ratio = report[name][f"to {base}"] = spread([a / b for a, b in zip(seconds, times[base])])
-            low, high = ratio["quartiles"]
-            line += f"{ratio['median']:10.2f} ({low:.2f} to {high:.2f})"
-        print(line)
+        report[name] = found = dict(seconds=spread(seconds))
+        found["to copy"] = ratio = spread([a / b for a, b in zip(seconds, times["copy"])])
+        low, high = ratio["quartiles"]
+        print(f"{name:8}{found['seconds']['median']:8.2f} s{ratio['median']:8.2f} ({low:.2f} to {high:.2f}) of a copy")
     write_report(args.output, report)
 
 

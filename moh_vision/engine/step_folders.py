@@ -49,16 +49,16 @@ def record_text(body: dict) -> str:
 
 def damage(folder: Path, step: int) -> Optional[str]:
     """Why a folder is not the whole checkpoint of `step`, or None if it is."""
-    other = other_version(folder)
-    if other:
-        return other
     try:
         text = (folder / RECORD).read_text()
         record = json.loads(text)
-        found, sums = record["step"], dict(record["sha256"])
+        form, version, found = record["format"], record["version"], record["step"]
+        if form != FORMAT:
+            return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
         # The same text after reading and writing: nothing is missing, added or changed.
         if text != record_text({key: value for key, value in record.items() if key != "own_sha256"}):
             return f"{RECORD} does not have its own sha256"
+        sums = dict(record["sha256"])
     except FileNotFoundError:
         return f"{RECORD} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -79,18 +79,6 @@ def damage(folder: Path, step: int) -> Optional[str]:
     return f"{strangers[0]} is not in {RECORD}" if strangers else None
 
 
-def other_version(folder: Path) -> Optional[str]:
-    """Say so if another version wrote a checkpoint, in a format that this one does not read."""
-    try:
-        record = read_record(folder)
-        form, version = record["format"], str(record["version"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # it is damaged
-    if form == FORMAT:
-        return None
-    return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
-
-
 def by_age(parent: Path) -> List[Tuple[int, Path]]:
     """(step, folder) of what may be a checkpoint, the newest first."""
     found = []
@@ -109,9 +97,6 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
     """
     parent = run / "checkpoints"
     candidates = by_age(parent)
-    others = [other_version(folder) for _, folder in candidates]
-    if others and all(others):
-        raise ValueError(f"{candidates[0][1]}: {others[0]}; take that version, or --fresh to start over")
     for step, folder in candidates:
         reason = damage(folder, step)
         if reason is None:
@@ -119,7 +104,7 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
         say(f"checkpoint {folder} is skipped: {reason}")
     if candidates or (run / EXPORTED[0]).exists():
         alone = f"{run} holds {EXPORTED[0]}, but {parent} no checkpoint"
-        wrong = f"every checkpoint in {parent} is damaged" if candidates else alone
+        wrong = f"every checkpoint in {parent} is damaged, or of another version" if candidates else alone
         raise ValueError(f"{wrong}; --fresh moves the run aside and starts over")
     return None
 
