@@ -130,7 +130,7 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(train_cls, "validate", scripted)
     monkeypatch.setattr(run_module, "export_weights", export_unless_full)
-    every = "--eval-every 1 --save-every 1 --keep-checkpoints 9 --max-steps".split()
+    every = "--eval-every 1 --save-every 1 --keep-checkpoints 9 --save_in_background false --max-steps".split()
     train(root, run, *every, "4")
     said = capsys.readouterr().out
     assert there == [[], [1], [1, 2], [1, 2, 3, 4]]

@@ -99,8 +99,8 @@ def test_a_run_goes_on_to_the_bit_and_its_weights_are_the_models(teacher, tmp_pa
     assert 0 < lines[-1]["repa_loss"] < lines[0]["repa_loss"] < 2
     weights = load_file(whole / "model.safetensors").keys()
     assert weights == load_file(whole / "ema.safetensors").keys() == load_file(plain / "model.safetensors").keys()
-    states = [load_file(whole / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
-    projector = states[0].keys() - {f"model.{name}" for name in weights}
+    states = [load_file(whole / f"checkpoints/step_{step}/beside.safetensors") for step in (3, 6)]
+    projector = states[0].keys()
     assert projector == {f"alignment.projector.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")}
     assert not any(torch.equal(states[0][name], states[1][name]) for name in projector)
 

@@ -55,7 +55,8 @@ def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
         status, made = command.wait(), losses(folder, kind)[len(before) :]
         assert status == CODES[number], f"signal {count}: {status}\n{command.said()[-3000:]}"
         if before and made:
-            assert made[0][0] >= before[-1][0] + 1 - save_every, "more than save_every steps were lost"
+            # A checkpoint that was being written is lost too; the next one would have waited for it.
+            assert made[0][0] > before[-1][0] + 1 - 2 * save_every, "more steps than two saves apart were lost"
         if number != signal.SIGKILL:
             assert checkpoint_steps(folder / "run")[-1] == made[-1][0], "not the step it was at"
         in_training += bool(made)
