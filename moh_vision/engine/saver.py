@@ -29,10 +29,8 @@ class Saver:
 
     A thread of each process writes what `TrainingState.snapshot` copied; in the meantime training goes on, also after
     a failure: a full disk may have room at the next save, and earlier checkpoints are whole. Every process calls the
-    methods.
-
-    `keep` checkpoints stay, see `rotate`; steps are saved `every` so many. `failed` counts the saves that failed
-    since the process started, `in_a_row` those since the last that did not.
+    methods. `keep` checkpoints stay, see `rotate`; steps are saved `every` so many. `failed` counts the saves that
+    failed since the process started, `in_a_row` those since the last that did not.
     """
 
     def __init__(
@@ -46,14 +44,10 @@ class Saver:
         self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
 
     def save(self, step: int, metadata: Dict[str, object], last: bool = False) -> None:
-        """Begin to save; the `last` save, or without `background` any, also ends here.
+        """Begin to save after `step` steps; the `last` save, or without `background` any, also ends here.
 
-        Args:
-            step: steps done.
-            metadata: what is needed to build the model again; the step is added.
-
-        Raises:
-            SaveError: on every process, after three failures in a row or a failed `last` save.
+        Weights have the metadata, by which the model is built again. SaveError on every process, after three failures
+        in a row or a failed `last` save.
         """
         if self.thread and self.thread.is_alive():
             say(f"step {step} waits for the checkpoint that is being written")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from typing import Dict, Iterator, List
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
@@ -39,8 +38,4 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
 
 def load_whole(model: nn.Module, state: Dict[str, Tensor]) -> None:
     """Load whole weights, tied ones stored once, into a model that may be sharded; for every process."""
-    if any(isinstance(module, FSDPModule) for module in model.modules()) or is_sharded(model):
-        set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
-    else:
-        with torch.no_grad():
-            model.load_state_dict(state, strict=False)
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))

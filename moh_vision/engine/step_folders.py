@@ -156,10 +156,9 @@ def put_in_place(hidden: Path, step: int) -> Path:
 
 
 def rotate(run: Path, step: int, keep: int, every: int) -> None:
-    """Delete what the checkpoint of `step` makes superfluous.
+    """Delete what the checkpoint of `step` makes superfluous; newer folders are damaged ones that this run passed over.
 
-    Only steps up to this one count: newer folders are damaged ones that this run passed over. A checkpoint
-    of a stop between two saves (`every` steps apart) is the first to go, so that in the end the run has
+    A checkpoint of a stop between two saves (`every` steps apart) is the first to go, so that in the end the run has
     the same checkpoints as without a stop.
     """
     parent = run / "checkpoints"

@@ -1,6 +1,9 @@
+import contextlib
 import copy
+import errno
 import json
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import timm
@@ -21,7 +24,7 @@ from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.step_folders import latest_checkpoint, record_text, resume_point
+from moh_vision.engine.step_folders import by_age, latest_checkpoint, record_text, resume_point
 from moh_vision.models.weight_files import read_tensors, weights_file
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
@@ -132,6 +135,10 @@ def test_resumed_to_the_bit(tmp_path, kind, optimizer):
     stopped_and_resumed(tmp_path, kind, optimizer)
 
 
+def full(*_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def on_a_rank(rank, folder, cases):
     dist.init_process_group("gloo")
     PartialState(cpu=True)
@@ -141,12 +148,17 @@ def on_a_rank(rank, folder, cases):
         beginning("ddp frozen").restore(folder / "sharded:adamw" / "checkpoints" / "step_3")
     two = beginning("sharded head")  # they go on from one's checkpoint
     two.restore(folder / "alone" / "checkpoints" / "step_3")
-    Saver(PartialState(), folder / "two", two, keep=1).save(3, {}, last=True)
+    saver = Saver(PartialState(), folder / "two", two, keep=1)
+    saver.save(3, {}, last=True)
+    with mock.patch("moh_vision.engine.saver.save_tensors", full) if rank else contextlib.nullcontext():
+        saver.save(4, {})
+        saver.wait()
+    assert "No space left" in saver.problem and [s for s, _ in by_age(folder / "two" / "checkpoints")] == [3]
     dist.destroy_process_group()
 
 
 def test_two_processes(tmp_path):
-    """Under FSDP2 each writes its own rows; one process reads them, and open_run puts them together."""
+    """Under FSDP2 each writes its own rows; one process reads them. What fails on one of them is known to both."""
     PartialState(cpu=True)
     stopped_and_resumed(tmp_path / "alone", "plain", "adamw")
     cases = ["ddp:adamw", "ddp frozen:lion", "sharded:adamw", "sharded tied head:muon", "sharded head frozen:nesterov"]
