@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from moh_vision.data.order import Permutation, StepBatches
 from moh_vision.engine.seeds import Stream, derive_seed
-from moh_vision.language.data.causal import CausalWindows
+from moh_vision.language.data.blocks import CausalWindows
 
 LONGEST_ROUND = 1 << 17
 KEPT = 4  # rounds at hand, and permutations of each source

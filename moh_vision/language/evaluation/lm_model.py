@@ -24,10 +24,10 @@ import moh_vision.language.models.create  # noqa: F401  registers our model type
 from moh_vision.attention import RoutingStats, attention_layers
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import sha256_of
-from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary, is_ours
+from moh_vision.language.data.batches import load_batches
+from moh_vision.language.data.blocks import CausalWindows
+from moh_vision.language.data.sources import TextFile
+from moh_vision.language.data.vocabulary import EOS, OWN_ROLES, UNKNOWN, Vocabulary
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad
@@ -57,15 +57,15 @@ def load_tokenizer(folder: str, text: bool):
     if not any((place / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
     own = place / "tokenizer.json"
-    companion = (place / "tokenizer_config.json").is_file()  # causal runs write it too
-    if own.is_file() and (is_ours(own) or not companion):
-        vocabulary = Vocabulary.load(own)
-        if text:
-            return vocabulary
-        eos = SPECIALS[EOS]
-        return PreTrainedTokenizerFast(
-            tokenizer_file=str(own), eos_token=eos, bos_token=eos, pad_token=SPECIALS[PAD], unk_token=SPECIALS[UNK]
-        )
+    try:
+        vocabulary = Vocabulary.load(own) if own.is_file() else None
+    except ValueError:
+        if not (place / "tokenizer_config.json").is_file():  # foreign, but only ours need none
+            raise
+        vocabulary = None
+    if vocabulary is not None:
+        roles = dict(OWN_ROLES, unk_token=UNKNOWN)
+        return vocabulary if text else PreTrainedTokenizerFast(tokenizer_file=str(own), **roles)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers raises Exception itself

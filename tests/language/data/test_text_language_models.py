@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from moh_vision.data.order import StepBatches, rank_slice
-from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks, mask_tokens
+from moh_vision.language.data.batches import load_batches
+from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks, mask_tokens
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
 

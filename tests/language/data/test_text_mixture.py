@@ -8,8 +8,8 @@ from refusals import one_line
 
 from moh_vision.data.order import Permutation
 from moh_vision.language.config import TextDataConfig
+from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import CausalInputs
-from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
 from moh_vision.language.data.vocabulary import count_words
 

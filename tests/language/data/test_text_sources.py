@@ -88,7 +88,7 @@ def test_damaged_gzip(tmp_path, damage):
 
 
 def test_a_file_without_line_breaks_is_not_read_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("moh_vision.language.data.lines.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("moh_vision.language.data.sources.MAX_LINE", 1 << 20)
     root = write(tmp_path / "d", train_txt=b"x" * (3 << 20))
     assert "line 1: more than 1 MiB" in message(lambda: list(find_lines(root, "train")))
 
@@ -97,7 +97,7 @@ def test_missing_files_and_what_is_there(tmp_path):
     root = write(tmp_path / "d", train_de=DE, val_en=EN)
     text = message(lambda: find_pairs(root, "train", "de", "en"))
     assert "no train.en (or .gz); it holds train.de, val.en" in text
-    assert "no val.txt or valid.txt or validation.txt or dev.txt" in message(lambda: find_lines(root, "val"))
+    assert "no val.txt or val.jsonl or valid.txt or " in message(lambda: find_lines(root, "val"))
     assert "no such folder" in message(lambda: find_lines(str(tmp_path / "none"), "train"))
     assert "same language" in message(lambda: find_pairs(root, "train", "de", "de"))
     write(tmp_path / "d", train_de_gz=DE)

@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data import tokenise as command
-from moh_vision.language.data.causal import CausalWindows
+from moh_vision.language.data.blocks import CausalWindows
 from moh_vision.language.data.inputs import CausalInputs
-from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.sources import find_tokens
+from moh_vision.language.data.sources import TextFile, find_tokens
 from moh_vision.language.data.tokens import Tokens, encoded
 from moh_vision.language.data.vocabulary import NumberedVocabulary, Vocabulary, count_words
 
@@ -115,7 +114,7 @@ def test_the_file_with_a_strange_id_is_named(tmp_path):
         ("train.bin", b"abcd", None, "nothing says what its numbers are; write train.json beside it"),
         ("train.bin", b"abc", '{"dtype": "uint16"}', "3 bytes are not a whole number of uint16"),
         ("train.bin", b"", '{"dtype": "uint16"}', "0 bytes"),
-        ("train.bin", b"abcd", '{"dtype": "int8"}', "train.json: dtype 'int8'; allowed are uint16, uint32"),
+        ("train.bin", b"abcd", '{"dtype": "int8"}', "train.json: dtype 'int8'; expected uint16 or uint32"),
         ("train.bin", b"abcd", '{"dtype": "uint16", "tokens": 3}', "2 tokens, but train.json says 3"),
         ("train.bin", b"abcd", '{"dtype": "uint16", "eos": -1}', "train.json: eos -1; expected a whole number"),
         ("train.bin", b"abcd", "[1]", "train.json: not a JSON object"),

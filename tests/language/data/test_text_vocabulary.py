@@ -12,8 +12,7 @@ from transformers import AutoTokenizer
 
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
-from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.sources import find_lines, find_pairs
+from moh_vision.language.data.sources import TextFile, find_lines, find_pairs
 from moh_vision.language.data.tokens import encoded
 from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, count_words, train_bpe, trained_vocabulary
 
