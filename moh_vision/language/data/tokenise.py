@@ -11,9 +11,11 @@ command goes on with the next.
 from __future__ import annotations
 
 import contextlib
+from argparse import Namespace
 from pathlib import Path
+from typing import Callable
 
-from moh_vision.engine.commands import Parser, Progress, exit_code, refuse_unwritable, say, user_errors
+from moh_vision.engine.commands import Progress, refuse_unwritable, say, user_errors
 from moh_vision.engine.io import sha256_of
 
 with user_errors("tokenise"):
@@ -21,6 +23,7 @@ with user_errors("tokenise"):
     from moh_vision.language.data.tokens import IDS, META, Tokens, read_meta, write_store
     from moh_vision.language.data.vocabulary import Vocabulary, find_tokenizer
 
+KEPT = "stores"
 FORMS = (".txt", ".jsonl", ".json")
 
 
@@ -69,20 +72,13 @@ def is_finished(store: Path, made_from: dict) -> bool:
     return False
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-
-    def work() -> None:
-        parser = Parser("python -m moh_vision tokenise", __doc__)
-        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
-        parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
-        parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="new, or of the same command")
-        parser.add_argument("--split", default="train", help="name of the split (train)")
-        parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
-        tokenise(**vars(parser.parse(argv)))
-
-    return exit_code("tokenise", work, kept="stores")
+def options(add: Callable) -> None:
+    add("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
+    add("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="new, or that of the same command")
+    add("--split", default="train", help="name of the split (train)")
+    add("--key", default="text", help="of the text in a .jsonl (text)")
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def work(options: Namespace) -> None:
+    tokenise(**vars(options))

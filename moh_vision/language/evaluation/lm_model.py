@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -35,15 +34,6 @@ from moh_vision.models.head_load import HeadLoad
 TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a small evaluation
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
-
-
-class Text(NamedTuple):
-    """An encoded text."""
-
-    ids: Tensor  # int64 [tokens + 1]; the first stands for what is before the text
-    words: int  # separated by blanks, and one for each line's end, as WikiText counts
-    bytes: int  # in UTF-8
-    sha256: str  # of those bytes
 
 
 def load_tokenizer(folder: str, text: bool):
@@ -142,8 +132,12 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
             hook.remove()
 
 
-def read_text(path: Path, tokenizer) -> Text:
-    """Encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each with eos."""
+def read_text(path: Path, tokenizer) -> tuple[Tensor, dict]:
+    """Encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each with eos.
+
+    Returns int64 [tokens + 1], of which the first stands for what is before the text, and dict(words: separated by blanks,
+    and one for each line's end, as WikiText counts; bytes in UTF-8, and their sha256).
+    """
     lines = list(TextFile(path))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if isinstance(tokenizer, Vocabulary):
@@ -153,8 +147,7 @@ def read_text(path: Path, tokenizer) -> Text:
         encoded = tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)
         ids = [first, *encoded["input_ids"]]
     words = sum(len(line.split()) + 1 for line in lines)
-    ids = torch.tensor(ids, dtype=torch.int64)
-    return Text(ids, words, len(data), hashlib.sha256(data).hexdigest())
+    return torch.tensor(ids), dict(words=words, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def sliding_windows(

@@ -68,6 +68,4 @@ def per_unit(scores: dict, words: int, size: int) -> dict[str, float]:
         word_perplexity=exp(nats / words) if words else math.inf,
         byte_perplexity=exp(nats / size),
         bits_per_byte=nats / size / math.log(2),
-        words=words,
-        bytes=size,
     )

@@ -10,8 +10,8 @@ from refusals import one_line
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from moh_vision.__main__ import main
 from moh_vision.language.config import TextDataConfig
-from moh_vision.language.data import tokenise as command
 from moh_vision.language.data.blocks import CausalWindows
 from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.sources import TextFile, find_tokens
@@ -230,7 +230,7 @@ def test_what_is_no_tokenizer(tmp_path):
 
 
 def run(*argv):
-    return command.main(list(map(str, argv)))
+    return main(["tokenise", *map(str, argv)])
 
 
 def test_tokenise(tmp_path, capsys, monkeypatch):
