@@ -3,10 +3,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from small_text import write_pairs, write_plain
 
 from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks, mask_tokens
+from moh_vision.language.data.inputs import INPUTS, CausalInputs
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
 
@@ -111,22 +114,39 @@ def test_masked_batches(tmp_path):
     assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
 
 
-def test_masked_streams_are_the_same_for_processes_workers_and_resumes(tmp_path):
-    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=True, skip_empty=True)
-    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A function that opens the inputs of a task, or of two sources of different length."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_plain(folder), write_plain(folder / "more", train=90, seed=1), write_pairs(folder)
+    sources = [dict(root=".", weight=2), dict(root="more", weight=3)]
+    options = dict(mlm=dict(merges=9), clm=dict(words=0), mixture=dict(words=0, mixture=sources))
+    options["mt"] = dict(source="de", target="en", max_length=30, max_tokens=60, merges=9)
 
-    def stream(workers=0, **kwargs):
-        return [
-            list(zip(b["input_ids"].tolist(), b["labels"].tolist()))
-            for b in load_batches(blocks, block_batches(len(blocks), **kwargs), workers)
-        ]
+    def opened(kind):
+        data = TextDataConfig(root=str(folder), block=16, **options[kind])
+        return INPUTS.get(kind, CausalInputs)(data, str(folder / "cache"), 3)
+
+    return opened
+
+
+@pytest.mark.parametrize("kind", ["mt", "mlm", "clm", "mixture"])
+def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
+    text = texts(kind)
+
+    def stream(workers=0, world=1, accumulation=1, start=0, **rank):
+        """Rows of each micro-batch; a step of a translation is as many whole ones as there are."""
+        stop = 60 // (world * accumulation if kind == "mt" else 1)
+        place = dict(rank=0, batch_size=4, world=world, accumulation=accumulation, start=start, stop=stop)
+        batches = load_batches(text.train, text.batches(**{**place, **rank}), workers)
+        return [list(zip(*(rows.tolist() for rows in batch.values()))) for batch in batches]
 
     whole = stream()
-    assert stream(workers=2, start=11) == whole[11:]
+    rows = [row for micro in whole for row in micro]
+    assert stream(workers=2, start=11) == whole[11:] and len({str(micro) for micro in whole}) > 40
     two = [stream(rank=rank, world=2, workers=rank) for rank in range(2)]
-    assert [a + b for a, b in zip(*two)] == whole
-    halves = stream(accumulation=2)
-    assert [a + b for a, b in zip(halves[::2], halves[1::2])] == whole
+    assert [row for micros in zip(*two) for micro in micros for row in micro] == rows
+    assert [row for micro in stream(accumulation=2) for row in micro] == rows
 
 
 def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
@@ -208,7 +228,5 @@ def test_causal_streams(tmp_path):
     assert Counter(i for row in epochs[0] for i in row if i != -100) == Counter(tokens.ids.tolist())
     assert [order.epoch(s) for s in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
     assert [block_batches(10).epoch(s) for s in (0, 2, 3, 5, 7, 8)] == [0, 0, 1, 2, 2, 3]  # four of ten a step
-    resumed = block_batches(n, batch_size=1, start=n + 3, stop=3 * n)
-    assert [b["labels"][0].tolist() for b in load_batches(blocks, resumed, 0)] == rows[n + 3 :]
     batch = next(iter(load_batches(blocks, block_batches(n), 0)))
     assert set(batch) == {"input_ids", "labels"} and batch["input_ids"].shape == (4, 16)
