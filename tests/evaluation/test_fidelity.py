@@ -18,6 +18,11 @@ from moh_vision.evaluation.fidelity.images import open_images
 from moh_vision.evaluation.fidelity.metrics import frechet_distance, precision_recall
 
 
+@pytest.fixture(autouse=True)
+def tiny_command(monkeypatch):
+    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
+
+
 class Tiny(Extractor):
     """12 features, 20 spatial ones, 5 classes, of 8 x 8 images."""
 
@@ -98,9 +103,8 @@ def test_splits_of_the_inception_score_are_in_file_order(monkeypatch):
         assert other[name] == pytest.approx(one[name], abs=1e-6)
 
 
-def test_a_short_last_split_of_the_inception_score_is_said(tmp_path, monkeypatch, capsys):
+def test_a_short_last_split_of_the_inception_score_is_said(tmp_path, capsys):
     """A few images have few classes: at 5,001 of them the mean over splits falls."""
-    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
     many, reference = images(5001), str(adm_file_of(lambda x: Tiny()(x).pooled))
     whole, more = (score(many[:n], reference, extractor=Tiny()) for n in (5000, 5001))
     assert whole["notes"] == [] and more["inception_score"] < whole["inception_score"]
@@ -197,18 +201,6 @@ def test_batches_are_shared_by_processes_without_overlap(tmp_path):
         assert torch.equal(torch.cat([seen[k] for k in sorted(seen)]), images(23))
 
 
-def test_parts_merge_to_the_whole():
-    x, tiny = images(64), Tiny()
-    whole, parts = kept.SetStatistics(True), [kept.SetStatistics(True) for _ in range(2)]
-    for number, batch in enumerate(x.split(8)):
-        for target in (whole, parts[number % 2]):
-            target.add(8 * number, tiny(batch))
-    parts[0].merge(parts[1])
-    assert torch.equal(parts[0].all_features(), whole.all_features())
-    assert torch.allclose(parts[0].parts["pooled"].result()[1], whole.parts["pooled"].result()[1], rtol=1e-12)
-    assert parts[0].parts["logits"].result() == pytest.approx(whole.parts["logits"].result(), rel=1e-12)
-
-
 def test_adms_reference_files(tmp_path):
     a, b, tiny = images(60), images(80, 1), Tiny()
     out = tiny(b)
@@ -228,9 +220,8 @@ def test_adms_reference_files(tmp_path):
     assert short["sfid"] is None and "short.npz has none" in short["missing"]["sfid"]
 
 
-def test_saved_statistics(tmp_path, monkeypatch, capsys):
+def test_saved_statistics(tmp_path, capsys):
     a, b = images(60), write_folder(tmp_path / "b", images(50, 1))
-    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
     file = tmp_path / "b.saved.npz"
     assert main([str(b), "--save-statistics", str(file)]) == 0
     sha = hashlib.sha256(file.read_bytes()).hexdigest()  # a folder has none
@@ -314,8 +305,7 @@ def test_grey_images_are_scored_as_rgb(tmp_path):
             assert {**result, "reference_sha256": None} == want
 
 
-def test_grey_images_are_not_compared_with_coloured_ones(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
+def test_grey_images_are_not_compared_with_coloured_ones(tmp_path, capsys):
     colour, tiny, seen = write_folder(tmp_path / "colour", images(30)), Tiny(), []
     tiny.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     for grey in grey_sets(tmp_path)[:2]:
@@ -464,7 +454,6 @@ def test_features_that_are_not_finite_are_named():
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     a, b = write_folder(tmp_path / "a", images(60)), write_folder(tmp_path / "b", images(60, 1))
-    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     out = tmp_path / "scores.json"
     assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
@@ -492,9 +481,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
         assert words in error and error.count("\n") == 1
 
 
-def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, monkeypatch, capsys):
+def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys):
     """As sample.py --score reads them; the train split as GENERATED and the val split as REFERENCE unless it is told."""
-    monkeypatch.setattr("moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Tiny())
     wide, crops = torch.randint(0, 256, (80, 8, 12, 3), dtype=torch.uint8), {}
     for split, part in zip(("train", "val"), wide.split(40)):
         (tmp_path / "data" / split / "cat").mkdir(parents=True)

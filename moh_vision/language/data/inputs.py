@@ -92,7 +92,7 @@ class TextInputs:
             began = json.loads((run / RECORD).read_text())
         except (OSError, ValueError):
             raise ValueError(
-                f"{run / RECORD}: not there or damaged; --fresh moves the run aside and starts over"
+                f"{run / RECORD}: not there or damaged; --fresh moves the run aside, starts over"
             ) from None
         now = self.record(micro_batches)
         if began.get("train") != now["train"]:
@@ -285,9 +285,9 @@ class CausalInputs(BlockInputs):
         train = self.train
         if not isinstance(train, MixedWindows):
             return super().batches(batch_size, **arguments)
-        mixture = Mixture(train.weights, [len(text) for text in train.texts], self.seed)
+        mixture = Mixture(train.weights, [len(text) for text in train.datasets], self.seed)
         made = MixedBatches(mixture, batch_size=batch_size, **arguments)
-        for name, text, share, epochs in zip(train.names, train.texts, mixture.shares, made.epochs()):
+        for name, text, share, epochs in zip(train.names, train.datasets, mixture.shares, made.epochs()):
             say(
                 f"source {name}: {100 * float(share):.2f} %, {len(text.tokens.ids):,} tokens, {len(text):,} blocks; "
                 f"{epochs:.2f} times in this run"
@@ -299,9 +299,8 @@ class CausalInputs(BlockInputs):
         many as in validation."""
         found = super().texts()
         if isinstance(self.train, MixedWindows):
-            for name, text in zip(self.train.names, self.train.texts):
-                ids = text.tokens.ids[: max(len(self.val.tokens.ids), text.width)]
-                first = SimpleNamespace(name=name, ids=ids)
+            for name, text in zip(self.train.names, self.train.datasets):
+                first = SimpleNamespace(name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)])
                 found.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
         return found
 

@@ -244,13 +244,9 @@ def _range(file: Path, ids: np.ndarray, cache_dir: str) -> list[int]:
     """Return smallest and largest id of a file, which are kept in the cache by the file's size and time."""
 
     def make(place: Path) -> None:
-        found = []
-        with Progress(f"checking {file.name}", len(ids), "token", scaled=True) as progress:
-            for first in range(0, len(ids), IDS_AT_ONCE):
-                piece = ids[first : first + IDS_AT_ONCE]
-                found += [int(piece.min()), int(piece.max())]
-                progress.add(len(piece))
-        write_whole(place, json.dumps([min(found), max(found)]), shared=True)
+        firsts = Progress.over(range(0, len(ids), IDS_AT_ONCE), f"checking {file.name}", "piece")
+        ends = [end for n in firsts for end in (ids[n : n + IDS_AT_ONCE].min(), ids[n : n + IDS_AT_ONCE].max())]
+        write_whole(place, json.dumps([int(min(ends)), int(max(ends))]), shared=True)
 
     def load(place: Path) -> list[int]:
         smallest, largest = map(int, json.loads(place.read_text("utf-8")))

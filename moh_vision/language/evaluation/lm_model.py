@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
@@ -23,6 +22,7 @@ import moh_vision.language.models.create  # noqa: F401  registers our model type
 from moh_vision.attention import RoutingStats, attention_layers
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import sha256_of
+from moh_vision.engine.logging import versions
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.blocks import CausalWindows
 from moh_vision.language.data.sources import TextFile
@@ -98,7 +98,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         weights={f.name: dict(bytes=f.stat().st_size, sha256=sha256_of(f) if cheap else None) for f in weights},
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
-        versions=dict(torch=torch.__version__, transformers=transformers.__version__),
+        versions=versions(),
     )
     return model.to(device).eval(), about
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from small_text import write_pairs, write_plain
 
-from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.order import StepBatches
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
-from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks, mask_tokens
+from moh_vision.language.data.blocks import CausalWindows, MaskedBlocks, mask_tokens
 from moh_vision.language.data.inputs import INPUTS, CausalInputs
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
@@ -148,8 +148,14 @@ def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
     assert [row for micros in zip(*two) for micro in micros for row in micro] == rows
     assert [row for micro in stream(accumulation=2) for row in micro] == rows
 
+    def scored(world):
+        batches = [batch for rank in range(world) for batch in text.eval_batches(text.val, rank, world)]
+        return sorted([i for i in row if i != -100] for batch in batches for row in batch["labels"].tolist())
 
-def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
+    assert scored(1) == scored(3) and len(scored(1)) == len(text.val)  # with the same masks
+
+
+def test_masks_change_from_epoch_to_epoch(tmp_path):
     vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=True, skip_empty=True)
     blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
     shown = {}
@@ -158,18 +164,6 @@ def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
             shown.setdefault(number, []).append(blocks[position, number][1].tobytes())
     assert set(shown) == set(range(len(blocks))) and all(len(v) == 8 for v in shown.values())
     assert np.mean([len(set(v)) for v in shown.values()]) > 7
-    validation = MaskedBlocks(tokens, 16, vocabulary, EVALUATION_SEED)
-    rounds = []
-    for batch_size, world in ((4, 1), (3, 2)):
-        rows = {}
-        for rank in range(world):
-            slices = [[(n, n) for n in batch] for batch in rank_slice(len(validation), rank, world, batch_size)]
-            for items, batch in zip(slices, load_batches(validation, slices), strict=True):
-                for (_, number), row in zip(items, batch["labels"].tolist(), strict=True):
-                    assert number not in rows
-                    rows[number] = [i for i in row if i != -100]
-        rounds.append(rows)
-    assert rounds[0] == rounds[1] and set(rounds[0]) == set(range(len(validation)))
 
 
 # ---------------------------------------------------------------- causal windows
@@ -204,6 +198,9 @@ def test_512_480(tmp_path):
     scored = [int((windows[0, n][1] != -100).sum()) for n in range(len(windows))]
     assert scored == [512] + [32] * 46 + [16]
     blocks = CausalWindows(tokens, 512)
+    assert {name: rows.shape for name, rows in blocks.collate([blocks[0, 0]]).items()} == dict(
+        input_ids=(1, 512), labels=(1, 512)
+    )
     assert [int((blocks[0, n][1] != -100).sum()) for n in range(len(blocks))] == [512, 512, 512, 464]
 
 
@@ -215,18 +212,3 @@ def test_causal_mistakes(tmp_path):
     for stride in (0, 5):
         with pytest.raises(ValueError, match=f"a stride of {stride} for a context of 4: allowed are 1 to 4"):
             CausalWindows(tokens, 4, stride)
-
-
-def test_causal_streams(tmp_path):
-    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=False, skip_empty=False)
-    blocks = CausalWindows(tokens, 16)
-    order = block_batches(len(blocks), batch_size=1, stop=3 * len(blocks))
-    rows = [batch["labels"][0].tolist() for batch in load_batches(blocks, order, 0)]
-    n = len(blocks)
-    epochs = [rows[e * n : (e + 1) * n] for e in range(3)]
-    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-    assert Counter(i for row in epochs[0] for i in row if i != -100) == Counter(tokens.ids.tolist())
-    assert [order.epoch(s) for s in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
-    assert [block_batches(10).epoch(s) for s in (0, 2, 3, 5, 7, 8)] == [0, 0, 1, 2, 2, 3]  # four of ten a step
-    batch = next(iter(load_batches(blocks, block_batches(n), 0)))
-    assert set(batch) == {"input_ids", "labels"} and batch["input_ids"].shape == (4, 16)

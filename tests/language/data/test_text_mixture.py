@@ -144,7 +144,7 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     (tmp_path / "val.txt").write_text("a b\n" * 9)
     opened = lambda: CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer)  # noqa: E731
     text = opened()
-    assert [len(window.tokens.ids) for window in text.train.texts] == [80, 64] and text.size == 64
+    assert [len(window.tokens.ids) for window in text.train.datasets] == [80, 64] and text.size == 64
     assert text.train[0, 0][1].tolist() == [4, 5, 6, 2, 4, 5, 6, 2]
     before = text.record(1)["train"]
     np.save(tmp_path / "ids" / "train.npy", np.arange(64)[::-1].astype(np.uint16))

@@ -1,4 +1,5 @@
 import gzip
+import json
 import os
 import sys
 import types
@@ -40,9 +41,12 @@ def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
     assert find_pairs(root, "odd", "de", "en").check() == 3
 
 
-def test_what_is_inside_a_line_stays(tmp_path):
+def test_what_is_inside_a_line_or_document_stays(tmp_path):
     line = "a\u2028b\x0bc\x85d  e\tf"
-    assert list(find_lines(write(tmp_path / "d", train_txt=[line, "", " = T = "]), "train")) == [line, "", "= T ="]
+    documents = [json.dumps(dict(text=text)) for text in (line, "", " two\nlines ")]
+    root = write(tmp_path / "d", train_txt=[line, "", " = T = "], val_jsonl_gz=[documents[0], "", *documents[1:]])
+    assert list(find_lines(root, "train")) == [line, "", "= T ="]
+    assert list(find_lines(root, "val")) == [line, " two\nlines "]
 
 
 @pytest.mark.parametrize("longer", ["de", "en"])
@@ -70,10 +74,11 @@ def test_empty_sides_are_refused_named_and_counted(tmp_path):
         ("good\n".encode("utf-16"), "train.txt, line 1: a NUL character"),
         (b"one\ntwo\nthr\0ee\n", "train.txt, line 3: a NUL character"),
         (b"", "train.txt: the file is empty"),
+        (b'{"text": "a"}\n{"txt": "a"}\n', "train.jsonl, line 2: no text under the key 'text'"),
     ],
 )
 def test_bad_bytes_are_named_by_line(tmp_path, data, expected):
-    root = write(tmp_path / "d", train_txt=data)
+    root = write(tmp_path / "d", **{expected.partition(":")[0].partition(",")[0].replace(".", "_"): data})
     assert expected in message(lambda: list(find_lines(root, "train")))
 
 

@@ -198,34 +198,6 @@ def test_which_token_ends_a_text(tmp_path):
         load_vocabulary(llama_like(tmp_path / "d", eos_token="<z>") / "tokenizer.json")
 
 
-def test_what_is_no_tokenizer(tmp_path):
-    file = tmp_path / "tokenizer.json"
-    good = json.loads((llama_like(tmp_path / "a") / "tokenizer.json").read_text())
-    for change, words in (
-        (dict(model=dict(good["model"], vocab={"a": -1})), "integer `-1`"),
-        (dict(model=dict(good["model"], vocab={"a": 1 << 40})), "integer `1099511627776`"),
-        (
-            dict(model=dict(good["model"], vocab={"a": 1 << 30})),
-            "a token has the number 1073741824; allowed are 16777216",
-        ),
-        (dict(model=dict(good["model"], type="Strange")), "not a tokenizer.json"),
-        (dict(model=dict(good["model"], vocab=3)), "not a tokenizer.json"),
-        (
-            dict(pre_tokenizer=dict(type="Split", pattern=dict(Regex="("), behavior="Removed", invert=False)),
-            "not a tok",
-        ),
-    ):
-        file.write_text(json.dumps(good | change))
-        with one_line(words) as error:
-            load_vocabulary(file)
-        assert str(file) in str(error.value)
-    file.write_text("{")
-    with pytest.raises(ValueError, match="not a tokenizer.json"):
-        load_vocabulary(file)
-    count_words(["a b"]).save(file)
-    assert load_vocabulary(file).kind == "word"
-
-
 # ---------------------------------------------------------------- the command
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
+from moh_vision.language.data.batches import TokenBatches, length_slices
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
@@ -140,13 +140,3 @@ def test_a_batch(caches):
         labels=[[x, y, EOS, -100, -100, -100], [z, z, z, z, z, EOS]],
     )
     assert all(v.dtype == torch.int64 for v in batch.values())
-
-
-def test_evaluation_can_be_put_back_in_order(caches):
-    pairs, found = ParallelTokens(*caches), {}
-    for rank in range(2):
-        slices = length_slices(pairs.lengths, 16, rank, 2)
-        for numbers, batch in zip(slices, load_batches(pairs, slices), strict=True):
-            for number, row, mask in zip(numbers, batch["input_ids"], batch["attention_mask"], strict=True):
-                found[pairs.numbers[number]] = row[mask.bool()].tolist()
-    assert found == {line: caches[0][line].tolist() for line in (0, 1, 3, 4, 5)}

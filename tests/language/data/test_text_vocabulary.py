@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
+from refusals import one_line
 from transformers import AutoTokenizer
 
 from moh_vision.language.config import TextDataConfig
@@ -29,6 +30,7 @@ ENGLISH = [
     "Several men in hard hats are operating a giant pulley system.",
     "It isn't the well-known  double  blank\tor tab.",
 ]
+OTHERS = ("a normalizer", "a gap", "twice", "other specials")  # tokenizers that are foreign
 STRANGE = ["日本語 и русский 🙂", "a\u2028b\x85c", "<s> is </s> text <pad>, <mask> too", "x\u00a0y"]
 
 
@@ -153,10 +155,19 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
         "a merge to no token": changed(bpe.data, model__merges=[["a", "]"]]),  # which aborts tokenizers itself
         "a merge of one": changed(bpe.data, model__merges=[["a"]]),
         "no merges": changed(bpe.data, model__merges=None),
+        "a number below 0": changed(bpe.data, model__vocab={**vocab, "more": -1}),
+        "another model": changed(bpe.data, model__type="Strange"),
+        "a pattern": changed(bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "invert": False}),
     }
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(changed(bpe.data, model__vocab={**vocab, "more": 1 << 30}))
+    with one_line("a token has the number 1073741824; allowed are 16777216"):
+        Vocabulary.load(path, foreign=True)
     for what, data in bad.items():
-        path = tmp_path / "tokenizer.json"
         path.write_bytes(data)
+        if what not in OTHERS:
+            with one_line(f"{path}: not a tokenizer.json"):
+                Vocabulary.load(path, foreign=True)
         with pytest.raises(ValueError) as error:
             Vocabulary.load(path)
         text = str(error.value)

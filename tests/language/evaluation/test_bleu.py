@@ -109,8 +109,5 @@ def test_mistakes(score):
         score(["a", "b"], ["a", "b", "c"])
     with pytest.raises(ValueError, match="^there are no sentences to score$"):
         score([], [])
-
-
-def test_unknown_tokenizer():
     with pytest.raises(ValueError, match="^tokenizer 'moses' is not one of 13a, given$"):
         tokenised_bleu(["a"], ["a"], "moses")
