@@ -169,6 +169,41 @@ def test_precision_and_recall_in_chunks(chunk):
         precision_recall(a[:3], b)
 
 
+EXPECTED = dict(
+    fid=4.7141721713383, sfid=11.6046563716175, inception_score=1.8621569321379, precision=229 / 240, recall=103 / 160
+)
+
+
+class Whole(Extractor):
+    """12 features with a common offset, 20 spatial ones and 5 classes: whole numbers over a power of two, which float32 holds."""
+
+    name, published, weights_sha256 = "whole", True, "0" * 64
+
+    def __init__(self, offset):
+        super().__init__()
+        g = torch.Generator().manual_seed(0)
+        self.weights = [torch.randint(-3, 4, (192, n), generator=g).double() for n in (12, 20, 5)]
+        self.offset = offset
+
+    def forward(self, images):
+        x = images.flatten(1).double() - 128
+        pooled, spatial, logits = (x @ weights / 2**10 for weights in self.weights)
+        return Extracted(pooled + self.offset, spatial, logits)
+
+
+# With a larger offset the kernel distance has no digits left, whatever it is computed in.
+@pytest.mark.parametrize("offset, kid", [(0, 1.47181819412974), (16, 32742.5990532365), (1024, None)])
+def test_scores_of_fixed_inputs(offset, kid):
+    """As they were when this was written, on any machine: whoever rewrites a metric is held to its numbers."""
+    seeds = ((240, 1), (160, 2))
+    coarse = (torch.randint(0, 256, (n, 3, 4, 4), generator=torch.Generator().manual_seed(s)) for n, s in seeds)
+    generated, reference = (x.repeat_interleave(2, 2).repeat_interleave(2, 3) for x in coarse)
+    generated = (generated // 8 * 7 + 40).clamp(max=255)
+    result = score(generated.byte(), reference.byte(), extractor=Whole(offset), batch_size=64)
+    for name, want in {**EXPECTED, **({"kid": kid} if kid else {})}.items():
+        assert result[name] == pytest.approx(want, rel=1e-9, abs=0), name
+
+
 # ---------------------------------------------------------------- sources
 
 
@@ -270,20 +305,6 @@ def adm_file_of(module):
     return file
 
 
-def bad_folder(tmp_path, name):
-    folder = write_folder(tmp_path / "bad", images(30))
-    file = folder / "00020.png"
-    if name == "grey":
-        Image.new("L", (8, 8)).save(file)
-    elif name == "alpha":
-        Image.new("RGBA", (8, 8)).save(file)
-    elif name == "size":
-        Image.new("RGB", (9, 8)).save(file)
-    elif name == "torn":
-        file.write_bytes(file.read_bytes()[:60])
-    return folder
-
-
 def grey_sets(tmp_path):
     """A folder and a file of the same grey images."""
     grey = images(30)[:, :1]
@@ -363,19 +384,20 @@ def test_a_rotation_noted_in_exif_is_applied(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name, words",
+    "spoil, words",
     [
-        ("grey", "00020.png: its mode is L, that of 00000.png is RGB"),
-        ("alpha", "00020.png: its mode is RGBA"),
-        ("size", "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"),
-        ("torn", "00020.png: not a readable image"),
+        (Image.new("L", (8, 8)).save, "00020.png: its mode is L, that of 00000.png is RGB"),
+        (Image.new("RGBA", (8, 8)).save, "00020.png: its mode is RGBA"),
+        (Image.new("RGB", (9, 8)).save, "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"),
+        (lambda file: file.write_bytes(file.read_bytes()[:60]), "00020.png: not a readable image"),
     ],
 )
-def test_bad_files_in_a_folder(tmp_path, name, words):
-    folder = bad_folder(tmp_path, name)
+def test_bad_files_in_a_folder(tmp_path, spoil, words):
+    folder = write_folder(tmp_path / "bad", images(30))
+    spoil(folder / "00020.png")
     with pytest.raises(ValueError, match=words):
         score(folder, images(30), extractor=Tiny(), batch_size=8)
-    if name != "torn":  # which only its pixels tell
+    if "readable" not in words:  # which only its pixels tell
         with pytest.raises(ValueError, match=words):
             open_images(folder, "x")
 

@@ -2,7 +2,6 @@ import json
 import os
 import pickle
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -51,36 +50,6 @@ def test_sizes_and_special_tokens(bpe):
     assert [bpe.token(i) for i in range(5)] == ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
     small = train_bpe(["ab ab ab"], 1000)  # Ġa, Ġab: no pair comes twice in another word
     assert len(small) == 4 + 256 + 2 and small.specials == 4
-
-
-def test_merges_are_those_of_the_most_frequent_pairs():
-    """As in a slow rewrite of BPE (Sennrich et al. 2016); no two pairs come equally often here."""
-    text = "a " * 10 + "ab " * 7 + "abc " * 3 + "ba " * 4 + "b bac"
-    words = Counter(tuple("_" + w) for w in text.split())
-    expected = []
-    while True:
-        pairs = Counter()
-        for word, count in words.items():
-            for pair in zip(word, word[1:]):
-                pairs[pair] += count
-        best, count = pairs.most_common(1)[0]
-        if count < 2:
-            break
-        assert list(pairs.values()).count(count) == 1
-        expected.append("".join(best))
-        words = Counter({_merged(word, best): n for word, n in words.items()})
-    assert expected == ["_a", "_ab", "_b", "_ba", "_abc"]
-    tokens = train_bpe([text], 100)
-    assert [tokens.token(i) for i in range(260, len(tokens))] == [t.replace("_", "Ġ") for t in expected]
-
-
-def _merged(word, pair):
-    out, i = [], 0
-    while i < len(word):
-        both = word[i : i + 2] == pair
-        out.append("".join(pair) if both else word[i])
-        i += 2 if both else 1
-    return tuple(out)
 
 
 def test_unknown_words_of_wikitext_are_unk(bpe):
