@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +16,17 @@ from types import SimpleNamespace
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
-from moh_vision.attention import RoutingStats, attention_layers
+from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import sha256_of
 from moh_vision.engine.logging import versions
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.blocks import CausalWindows
 from moh_vision.language.data.sources import TextFile
-from moh_vision.language.data.vocabulary import EOS, OWN_ROLES, UNKNOWN, Vocabulary
+from moh_vision.language.data.vocabulary import COMPANION, EOS, TOKENIZER, Vocabulary
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad
@@ -37,25 +37,18 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportErro
 
 
 def load_tokenizer(folder: str, text: bool):
-    """Load the transformers tokenizer of a folder, or of a run of train_text.py.
-
-    The latter is a `Vocabulary` for a running `text`, else has eos as bos too, because training puts eos first.
-    """
+    """Load the transformers tokenizer of a folder; for a running `text` of a run of train_text.py its `Vocabulary`."""
     place = Path(folder)
     if not place.is_dir():
         raise ValueError(f"--model or --tokenizer {folder}: no such folder")
     if not any((place / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
-    own = place / "tokenizer.json"
-    try:
-        vocabulary = Vocabulary.load(own) if own.is_file() else None
-    except ValueError:
-        if not (place / "tokenizer_config.json").is_file():  # foreign, but only ours need none
-            raise
-        vocabulary = None
-    if vocabulary is not None:
-        roles = dict(OWN_ROLES, unk_token=UNKNOWN)
-        return vocabulary if text else PreTrainedTokenizerFast(tokenizer_file=str(own), **roles)
+    if text and (place / TOKENIZER).is_file():
+        try:
+            return Vocabulary.load(place / TOKENIZER)
+        except ValueError:
+            if not (place / COMPANION).is_file():  # which other tokenizers need
+                raise
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers raises Exception itself
@@ -103,33 +96,23 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
     return model.to(device).eval(), about
 
 
-class Listener:
-    """Replaces the list of statistics for the layer at `place`; calls `append` with them."""
-
-    def __init__(self, place: int, append: Callable[[RoutingStats], None]):
-        self.place, self.append = place, append
-
-    def __len__(self) -> int:
-        return self.place
-
-
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
     """Add the heads that run in a model's forwards to one group of `load`, padding included."""
-    hooks = []
-    for number, layer in enumerate(attention_layers(model)):
-        add = partial(load.add, first=number)
-        if isinstance(layer, RoutedAttention):
-            listener = Listener(layer.layer_idx, lambda stats, add=add: add([stats], group))
-            listen = lambda _, args, kwargs, listener=listener: (args, dict(kwargs, stats=listener))  # noqa: E731
-            hooks.append(layer.register_forward_pre_hook(listen, with_kwargs=True))
-        else:
-            hooks.append(layer.register_forward_hook(lambda _, args, output, add=add: add([output[1]], group)))
-    try:
+
+    def ask(layer: nn.Module, args: tuple, kwargs: dict):
+        # It appends its statistics where as many entries are as layers before it.
+        return (args, dict(kwargs, stats=[None] * layer.layer_idx)) if isinstance(layer, RoutedAttention) else None
+
+    def add(number: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        stats = kwargs["stats"][-1] if isinstance(layer, RoutedAttention) else output[1]
+        load.add([stats], group, first=number)
+
+    with contextlib.ExitStack() as hooks:
+        for number, layer in enumerate(attention_layers(model)):
+            hooks.enter_context(layer.register_forward_pre_hook(ask, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(add, number), with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def read_text(path: Path, tokenizer) -> tuple[Tensor, dict]:
