@@ -208,9 +208,9 @@ def test_scores_of_fixed_inputs(offset, kid):
 
 
 def write_folder(folder, x):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for i, image in enumerate(x):
-        Image.fromarray(image.permute(1, 2, 0).numpy()).save(folder / f"{i:05}.png")
+        Image.fromarray(image.permute(1, 2, 0).squeeze(2).numpy()).save(folder / f"{i:05}.png")
     return folder
 
 
@@ -308,10 +308,7 @@ def adm_file_of(module):
 def grey_sets(tmp_path):
     """A folder and a file of the same grey images."""
     grey = images(30)[:, :1]
-    folder, file = tmp_path / "grey", tmp_path / "grey.npz"
-    folder.mkdir()
-    for i, image in enumerate(grey):
-        Image.fromarray(image[0].numpy()).save(folder / f"{i:05}.png")
+    folder, file = write_folder(tmp_path / "grey", grey), tmp_path / "grey.npz"
     np.savez(file, arr_0=grey.permute(0, 2, 3, 1).numpy())
     return folder, file, grey
 
@@ -405,7 +402,6 @@ def test_bad_files_in_a_folder(tmp_path, spoil, words):
 def test_images_in_the_folders_of_a_folder(tmp_path):
     """They are read where the folder itself has none, and only then."""
     for name, part in dict(cat=images(20), dog=images(20, 1)).items():
-        (tmp_path / "both").mkdir(exist_ok=True)
         write_folder(tmp_path / "both" / name, part)
     together, one = torch.cat([images(20), images(20, 1)]), images(30, 2)
     how = dict(extractor=Tiny(), batch_size=8)
@@ -507,9 +503,7 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
     """As sample.py --score reads them; the train split as GENERATED and the val split as REFERENCE unless it is told."""
     wide, crops = torch.randint(0, 256, (80, 8, 12, 3), dtype=torch.uint8), {}
     for split, part in zip(("train", "val"), wide.split(40)):
-        (tmp_path / "data" / split / "cat").mkdir(parents=True)
-        for i, image in enumerate(part):
-            Image.fromarray(image.numpy()).save(tmp_path / "data" / split / "cat" / f"{i:02}.png")
+        write_folder(tmp_path / "data" / split / "cat", part.permute(0, 3, 1, 2))
         crops[split] = part[:, :, 2:10].permute(0, 3, 1, 2)
     data, folder, out = str(tmp_path / "data"), str(write_folder(tmp_path / "a", images(60))), tmp_path / "s.json"
     for number, (argv, pair) in enumerate({

@@ -137,7 +137,7 @@ class NumberedVocabulary:
         return " ".join(map(self.token, ids))
 
 
-def train_bpe(texts: Iterable[str], merges: int, *, progress: bool = False, **options: bool) -> Vocabulary:
+def train_bpe(texts: Iterable[str], merges: int, **options: bool) -> Vocabulary:
     """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair
     comes twice. A joint vocabulary takes the texts of both sides. `options`: see `_trained`.
     """
@@ -147,7 +147,7 @@ def train_bpe(texts: Iterable[str], merges: int, *, progress: bool = False, **op
     parts = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    make = partial(trainers.BpeTrainer, min_frequency=2, show_progress=progress, initial_alphabet=alphabet)
+    make = partial(trainers.BpeTrainer, min_frequency=2, show_progress=sys.stderr.isatty(), initial_alphabet=alphabet)
     return _trained(tokenizer, make, 256 + merges, (text.replace(UNKNOWN, " ") for text in texts), **options)
 
 
@@ -174,8 +174,7 @@ def trained_vocabulary(
     def make(place: Path) -> None:
         before()
         lines = Progress.over(chain(*texts), "reading", "line")
-        show = dict(progress=sys.stderr.isatty()) if kind == "bpe" else {}
-        (train_bpe if kind == "bpe" else count_words)(lines, **show, **options).save(place / TOKENIZER)
+        (train_bpe if kind == "bpe" else count_words)(lines, **options).save(place / TOKENIZER)
 
     made_from = [FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]]
     return cached(cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make)

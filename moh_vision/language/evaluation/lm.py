@@ -29,7 +29,7 @@ from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, summary
+from moh_vision.language.evaluation.perplexity import causal_losses, exp, perplexity, summary
 from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -182,11 +182,14 @@ def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
         scores = perplexity(causal_losses(model), windows, device, total_over_processes(accelerator))
     except ValueError as error:
         raise ValueError(f"{options.perplexity}: {error}") from None
-    scores.update(text, **per_unit(scores, text["words"], text["bytes"]))
+    nats, words, size = scores["loss"] * scores["tokens"], text["words"], text["bytes"]
+    # Perplexities that need no tokenizer.
+    scores.update(text, word_perplexity=exp(nats / words), byte_perplexity=exp(nats / size))
+    scores.update(bits_per_byte=nats / size / math.log(2))
     lines = [
         f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)",
-        f"a word {scores['word_perplexity']:.6g}, {text['words']} words (a line's end is one)",
-        f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text['bytes']} bytes",
+        f"a word {scores['word_perplexity']:.6g}, {words} words (a line's end is one)",
+        f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {size} bytes",
     ]
     file = str(Path(options.perplexity).resolve())
     return dict(scores, file=file, context=context, stride=stride, **about), lines

@@ -91,6 +91,11 @@ def test_blocks_hold_the_whole_text_once(tmp_path):
         assert inputs[0] == BOS and (len(inputs) == 16 or n == len(blocks) - 1)
         found += np.where(labels == -100, inputs, labels)[1:].tolist()
     assert found == stream[: len(found)] and stream[len(found) :] in ([], [EOS])
+    last = len(blocks) - 1
+    batch, real = blocks.collate([blocks[0, 0], blocks[1, last]]), len(blocks[0, last][0])
+    assert real < 16 and batch["attention_mask"].tolist() == [[1] * 16, [1] * real + [0] * (16 - real)]
+    assert (batch["input_ids"][1, real:] == PAD).all() and (batch["labels"][1, real:] == -100).all()
+    assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
 
 
 def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
@@ -100,18 +105,6 @@ def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
     assert len(MaskedBlocks(tokens, 128, vocabulary, 0)) == 1
     with pytest.raises(ValueError, match="needs a vocabulary with <mask>"):
         MaskedBlocks(tokens, 16, count_words(["a"]), 0)
-
-
-def test_masked_batches(tmp_path):
-    lines = ["w1 w2 w3 w4"] * 10  # 50 with eos: three blocks of 15, and one of 5
-    vocabulary, tokens = running_text(tmp_path, lines, mask=True, skip_empty=True)
-    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
-    last = len(blocks) - 1
-    batch = blocks.collate([blocks[0, 0], blocks[1, last]])
-    real = len(blocks[0, last][0])
-    assert real == 6 and batch["attention_mask"].sum(1).tolist() == [16, real]
-    assert (batch["input_ids"][1, real:] == PAD).all() and (batch["labels"][1, real:] == -100).all()
-    assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ def test_decoding_gives_the_text_back(bpe):
         [ids] = bpe.encode([text])
         assert min(ids) >= bpe.specials and max(ids) < len(bpe)
         assert bpe.decode([1, *ids, EOS, 0, 0]) == text
+    assert "\n" not in bpe.decode([i for text in "a\nb" for i in bpe.encode([text])[0]]) and bpe.decode([]) == ""
 
 
 def test_sizes_and_special_tokens(bpe):
@@ -64,11 +65,6 @@ def test_lowercase():
     assert lower.lowercase and lower.decode(lower.encode([GERMAN[3]])[0]) == GERMAN[3].lower()
     again = Vocabulary(lower.data, "x")
     assert again.encode(GERMAN) == lower.encode(GERMAN)
-
-
-def test_a_decoded_text_is_one_line(bpe):
-    ids = [i for text in ("a", "\n", "b") for i in bpe.encode([text])[0]]
-    assert "\n" not in bpe.decode(ids) and bpe.decode([]) == ""
 
 
 def test_words_by_frequency():
@@ -184,7 +180,9 @@ def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch, capsys):
     assert vocabularies(folder, cache, merges=60)[0].fingerprint != joint.fingerprint
 
 
-def test_encoded_lines(pair, tmp_path):
+@pytest.mark.parametrize("at_once", [2000, 5])
+def test_encoded_lines(pair, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr("moh_vision.language.data.tokens.TEXTS_AT_ONCE", at_once)
     vocabulary = trained_vocabulary(pair, str(tmp_path / "c"), "bpe", merges=80)
     tokens = encoded(pair.source, vocabulary, str(tmp_path / "c"))
     expected = [ids + [EOS] for ids in vocabulary.encode(GERMAN * 3)]
@@ -225,13 +223,6 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
     assert len(encoded(TextFile(pair.source.path), vocabulary, cache)) == 1
     other = train_bpe(GERMAN * 2, 20)
     assert encoded(pair.target, other, cache).paths != encoded(pair.target, vocabulary, cache).paths
-
-
-def test_encoding_does_not_depend_on_how_many_lines_are_taken_at_once(pair, tmp_path, monkeypatch):
-    vocabulary = trained_vocabulary(pair, str(tmp_path / "c"), "bpe", merges=80)
-    one = encoded(pair.source, vocabulary, str(tmp_path / "a")).ids.tolist()
-    monkeypatch.setattr("moh_vision.language.data.tokens.TEXTS_AT_ONCE", 5)
-    assert encoded(pair.source, vocabulary, str(tmp_path / "b")).ids.tolist() == one
 
 
 def test_after_an_error_nothing_is_left(tmp_path, bpe):

@@ -13,7 +13,7 @@ from conftest import ROOT
 
 import moh_vision
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity
+from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.models.head_load import HeadLoad
 
 transformers = pytest.importorskip("transformers")
@@ -76,7 +76,10 @@ def test_shots_are_the_papers():
     assert {*rows["moh-llama3"]} ^ {*rows["moh-llama3-stage1"]} == {"CEVAL", "ARC-E"}
 
 
-def test_averages_and_tables():
+def test_averages_and_tables(capsys):
+    assert run("--list") == 0  # without a model
+    out = capsys.readouterr().out
+    assert all(name in out for name in SUITES) and "exact_match,strict-match" in out
     assert average([50.0, 60.0, 70.0]) == 60 and average([50.0, None]) is None and average([]) is None
     lines = suite_table("moh-llm", [10.0, 20.0, 30.0, 40.0, 50.0, 61.0]).splitlines()
     assert lines[0] == "moh-llm (MoH, table 4)" and len(lines) == 9
@@ -84,12 +87,6 @@ def test_averages_and_tables():
     assert lines[7].split()[:7] == ["TruthfulQA", "0", "acc", "of", "mc1", "and", "mc2"]
     assert lines[8].split() == ["average", "35.17", *map(str, PRINTED["moh-llm"])]
     assert suite_table("moh-llm", [10.0, None, 1.0, 1.0, 1.0, 1.0]).splitlines()[8].split()[1] == "-"
-
-
-def test_list_needs_neither_model_nor_harness(capsys):
-    assert run("--list") == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in SUITES) and "exact_match,strict-match" in out
 
 
 def test_a_plan_has_every_task_once():
@@ -361,11 +358,6 @@ def test_logits_of_unlabelled_positions_are_not_asked_for(routed):
 
 def test_words_and_bytes_share_the_sum(capsys, model, tmp_path, monkeypatch):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    units = per_unit(dict(loss=2.0, tokens=30), words=10, size=40)
-    assert units["word_perplexity"] == pytest.approx(math.exp(6))
-    assert units["bits_per_byte"] == pytest.approx(1.5 / math.log(2))
-    assert units["byte_perplexity"] == pytest.approx(2 ** units["bits_per_byte"])
-
     text = tmp_path / "text.txt"
     text.write_text("Grüße aus der Ferne\n\nzwei Zeilen\n", encoding="utf-8")
     out = tmp_path / "scores.json"
@@ -373,6 +365,8 @@ def test_words_and_bytes_share_the_sum(capsys, model, tmp_path, monkeypatch):
     record = json.loads(out.read_text())
     assert record["words"] == 4 + 2 + 3 and record["bytes"] == record["tokens"] == len(text.read_bytes())
     assert record["byte_perplexity"] == pytest.approx(record["perplexity"])  # a token is a byte here
+    assert record["bits_per_byte"] == pytest.approx(record["loss"] / math.log(2))
+    assert record["word_perplexity"] == pytest.approx(math.exp(record["loss"] * record["tokens"] / 9))
     net = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = torch.tensor([0, *tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])
