@@ -242,9 +242,9 @@ def _why_foreign(tokenizer: Tokenizer, numbers: dict[str, int]) -> str:
 
 def _read(path: Path) -> bytes:
     """Read a tokenizer.json or the file beside it; refuse one that is far too large."""
-    if path.stat().st_size > MAX_BYTES:
+    if Path(path).stat().st_size > MAX_BYTES:
         raise ValueError(f"{path}: more than {MAX_BYTES >> 20} MiB; not a tokenizer.json")
-    return path.read_bytes()
+    return Path(path).read_bytes()
 
 
 def _companion(path: Path) -> dict[str, str]:

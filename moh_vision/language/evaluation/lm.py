@@ -35,9 +35,8 @@ from moh_vision.models.head_load import HeadLoad
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OF_TASKS, OF_TEXTS = ("num_fewshot", "include_path", "limit", "head_load"), ("context", "stride")
 LEAST = dict(num_fewshot=0, context=1, stride=1)
-SEEDS = dict(
-    random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234
-)  # the harness' own
+# The harness' own.
+SEEDS = dict(random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234)
 
 
 def options(add: Callable) -> None:
