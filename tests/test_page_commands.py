@@ -22,6 +22,7 @@ from small_text import write_pairs
 from test_papers import SCRIPTS
 from tiny_vae import save_tiny_vae
 
+from moh_vision.__main__ import COMMANDS
 from moh_vision.__main__ import main as moh_vision_main
 from moh_vision.attention import ROUTERS
 
@@ -68,7 +69,7 @@ REST = {  # commands that take the options of others too
     "budget-curve": [SCRIPTS["validate.py"], SCRIPTS["sample.py"]],
     "patches": [SCRIPTS["validate.py"]],
     "predict": [SCRIPTS["validate.py"]],
-    "lm-curve": ["moh_vision.language.evaluation.lm"],
+    "lm-curve": ["lm"],
 }
 MORE = {  # what makes a command small
     "moh_vision.classification.train": "--dry_run true --mixed_precision no --data.workers 0 --data.max_bad_fraction 0",
@@ -104,12 +105,14 @@ def words_of(command):
     """(name, function, options) of a command; its name is that of a module, or what stands behind `python -m moh_vision`."""
     words = shlex.split(re.sub(LAUNCHERS, "", command, count=1).partition(" > ")[0], comments=True)
     if words[0] == "moh_vision":
-        return words[1], lambda argv: moh_vision_main([words[1], *argv]), words[2:]
+        return *main_of(words[1]), words[2:]
     return *main_of(words[0]), words[1:]
 
 
 def main_of(name):
     """(name, function) of a script or module."""
+    if name in COMMANDS:
+        return name, lambda argv: moh_vision_main([name, *argv])
     module = importlib.import_module(SCRIPTS.get(name, name))
     if hasattr(module, "__path__"):
         module = importlib.import_module(f"{module.__name__}.__main__")

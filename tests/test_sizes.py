@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 from conftest import ROOT
 
-# Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 50; it
+# Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 10; it
 # is lowered whenever the part gets smaller, and never raised (models took what a model's numbers are from the commands).
 LIMITS = {
     "attention": (5250, 5600),
@@ -17,13 +17,13 @@ LIMITS = {
     "models": (4000, 4000),
     "data": (2550, 2050),
     "engine": (3700, 3450),
-    "evaluation": (1350, 1250),
+    "evaluation": (1310, 1250),
     "classification": (1000, 1000),
     "diffusion": (3200, 3000),
-    "language": (5900, 5000),
+    "language": (5740, 5000),
     "commands": (3500, 3000),
-    "all of moh_vision": (30350, 28300),
-    "tests": (31450, 24000),
+    "all of moh_vision": (30190, 28300),
+    "tests": (31200, 24000),
     "benchmarks": (3300, 2400),
     "words of docs": (51050, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (5250, 2350),

@@ -14,8 +14,8 @@ from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.language.config import LanguageConfig
+from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs
-from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.build import task_for

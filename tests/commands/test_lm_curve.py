@@ -49,7 +49,7 @@ def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
         for seed in (0, 1):
             out = tmp_path / f"{step}{seed}.json"
             folder = runs / f"run{seed}" / "weights" / f"step_{step}"
-            assert lm.main(["--model", str(folder), *map(str, ask[2:]), "--out", str(out)]) == 0
+            assert main(["lm", "--model", str(folder), *map(str, ask[2:]), "--out", str(out)]) == 0
             alone[-1].append(json.loads(out.read_text())["perplexity"])
     assert line["mean"] == pytest.approx([mean(v) for v in alone]) and line["mean"][1] < line["mean"][0]
     assert line["std"] == pytest.approx([stdev(v) for v in alone])

@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 import moh_vision
 from moh_vision.__main__ import main as command
 from moh_vision.language import train as train_text
-from moh_vision.language.data import tokenise
-from moh_vision.language.evaluation import lm
 from moh_vision.models.head_load import HeadLoad
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
@@ -48,8 +46,8 @@ def place(tmp_path_factory):
     words(folder / "old", ENGLISH)
     new = words(folder / "new", [*ENGLISH, *"abcdefg"])
     argv = ["--tokenizer", str(new), "--out", str(folder / "ids")]
-    assert tokenise.main([str(folder / "plain" / "train.txt"), *argv]) == 0
-    assert tokenise.main([str(folder / "plain" / "valid.txt"), *argv, "--split", "val"]) == 0
+    assert command(["tokenise", str(folder / "plain" / "train.txt"), *argv]) == 0
+    assert command(["tokenise", str(folder / "plain" / "valid.txt"), *argv, "--split", "val"]) == 0
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(vocab_size=13, max_position_embeddings=64, **SIZES)).save_pretrained(folder / "llama")
     return folder
@@ -169,7 +167,9 @@ def test_from_scratch(place, tmp_path, preset):
     # Scored as it was validated: line by line, behind eos.
     out, text = tmp_path / "scores.json", place / "plain" / "valid.txt"
     windows = ["--context", "16", "--stride", "16"]
-    assert lm.main(["--model", str(tmp_path / "run"), "--perplexity", str(text), *windows, "--out", str(out)]) == 0
+    assert (
+        command(["lm", "--model", str(tmp_path / "run"), "--perplexity", str(text), *windows, "--out", str(out)]) == 0
+    )
     validation = results(tmp_path / "run")["validation"]
     assert json.loads(out.read_text())["tokens"] == validation["tokens"]
     assert json.loads(out.read_text())["loss"] == pytest.approx(validation["loss"], rel=1e-4)

@@ -201,18 +201,13 @@ def open_images(source, name: str):
     return source if hasattr(source, "batches") else ImageTensors(source, name)
 
 
-def is_data_set(path: str) -> bool:
-    """Whether a path means a data set or stored latents, as in data.root."""
-    splits = (split_folder(path, split) or is_latent_cache(path, split) for split in ("train", "val"))
-    return path == "digits" or path.startswith(PREFIX) or any(splits) or any(Path(path).glob("*.tar"))
-
-
 def open_set(key: str, path: str, split: str | None, default_split: str):
-    """Return the `SourceImages` of a data set; any other path, which must exist, unchanged.
+    """Return the `SourceImages` of a data set or stored latents, as in data.root; any other path, which must exist, unchanged.
 
     `key` is the option that named the path; a `split` of anything but a data set is refused.
     """
-    if not is_data_set(path):
+    found = (split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val"))
+    if not (path == "digits" or path.startswith(PREFIX) or any(found) or any(Path(path).glob("*.tar"))):
         refuse_missing(key, path)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")

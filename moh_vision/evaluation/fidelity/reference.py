@@ -64,7 +64,15 @@ class Reference:
                 f"the generated images are {kinds[channels]}, those of {self.name} {kinds[own]}; convert one of the sets"
             )
         if known is not None:
-            _check_same_extractor(known, network)
+            weights, where = known.weights_sha256, known.source
+            if weights is None and not network.published:
+                raise ValueError(
+                    f"{where} does not say which weights made it: it is compared with Inception's published ones only, "
+                    f"not with {network.name}"
+                )
+            if weights not in (None, network.weights_sha256):
+                own = f"{network.name} (sha256 {(network.weights_sha256 or 'unknown')[:12]})"
+                raise ValueError(f"{where} was made by {known.extractor} (sha256 {weights[:12]}), not by {own}")
             count = known.count or count
             if dims not in (None, len(known.pooled[0])):
                 raise ValueError(f"{self.name} has {len(known.pooled[0])} features, {network.name} gives {dims}")
@@ -120,19 +128,6 @@ def statistics_of(
         moments["pooled"], moments.get("spatial"), images.name, count, kept.all_features(), network.name,
         weights_sha256=network.weights_sha256, channels=images.channels, size=kept.size, classes=kept.parts.get("logits"),
     )  # fmt: skip
-
-
-def _check_same_extractor(statistics: Statistics, network: Extractor) -> None:
-    if statistics.weights_sha256 is None and not network.published:
-        raise ValueError(
-            f"{statistics.source} does not say which weights made it: it is compared with Inception's published ones "
-            f"only, not with {network.name}"
-        )
-    if statistics.weights_sha256 not in (None, network.weights_sha256):
-        raise ValueError(
-            f"{statistics.source} was made by {statistics.extractor} (sha256 {statistics.weights_sha256[:12]}), not by "
-            f"{network.name} (sha256 {(network.weights_sha256 or 'unknown')[:12]})"
-        )
 
 
 def place() -> tuple[int, int]:

@@ -1,4 +1,4 @@
 """Text: its files (`sources`), tokens (`vocabulary`, `tokens`) and training items (`inputs`).
 
-`translation` and `buckets` are for pairs, `masked`, `causal` and `mixture` for plain text.
+`translation` is for pairs, `blocks` and `mixture` for plain text, `batches` for both.
 """

@@ -13,15 +13,19 @@ from torch import Tensor
 from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
-from moh_vision.language.data.buckets import TokenBatches, length_slices
-from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks
+from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
+from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
 from moh_vision.language.data.tokens import Tokens, encoded
 from moh_vision.language.data.translation import ParallelTokens
-from moh_vision.language.data.vocabulary import TOKENIZER, NumberedVocabulary, Vocabulary, trained_vocabulary
+from moh_vision.language.data.vocabulary import (
+    TOKENIZER,
+    NumberedVocabulary,
+    Vocabulary,
+    find_tokenizer,
+    trained_vocabulary,
+)  # fmt: skip
 
 TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 
@@ -48,32 +52,24 @@ class TextInputs:
         """Load the vocabularies of `tokenizer`; None without one."""
         if not self.tokenizer:
             return None
-        place = Path(self.tokenizer)
-        file = place / TOKENIZER if place.is_dir() else place
-        if not file.is_file():
-            raise FileNotFoundError(f"data.tokenizer {place}: no such file, or a folder without {TOKENIZER}")
+        file = find_tokenizer("data.tokenizer", Path(self.tokenizer))
         source, target = Vocabulary.load(file, self.foreign), file.with_name(TARGET_TOKENIZER)
         return source, (Vocabulary.load(target) if target.is_file() else source)
-
-    def sources(self) -> list[tuple[str, str, float]]:
-        """Return (name, root, weight) of each training source."""
-        d = self.data
-        if not d.mixture:
-            return [("text", d.root, 1)]
-        return [(s["name"], d.source_root(s["root"]), s["weight"]) for s in d.mixture]
 
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
         d, found = self.data, []
         trained = {path for tokens in self.train.stores for path in tokens.paths}
         for key, title, dataset in (("val", "validation", self.val), ("test", "test", self.test)):
-            for tokens in dataset.stores if dataset else ():
+            if dataset is None:
+                continue
+            for tokens in dataset.stores:
                 if not trained.isdisjoint(tokens.paths):
                     raise ValueError(
                         f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
                         "another split, for scores of text that the model has not learnt"
                     )
-            found += [f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}"] if dataset else []
+            found.append(f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}")
         return "; ".join(found)
 
     def record(self, micro_batches: int) -> dict:
@@ -96,7 +92,7 @@ class TextInputs:
             began = json.loads((run / RECORD).read_text())
         except (OSError, ValueError):
             raise ValueError(
-                f"{run / RECORD}: not there or damaged; --fresh moves the run aside and starts over"
+                f"{run / RECORD}: not there or damaged; --fresh moves the run aside, starts over"
             ) from None
         now = self.record(micro_batches)
         if began.get("train") != now["train"]:
@@ -110,6 +106,15 @@ class TextInputs:
                 f"{run} began with {before} micro-batches a step (processes x optim.accumulation), now there are "
                 f"{micro_batches}: another step, and another order"
             )
+
+    @property
+    def size(self) -> int:
+        """Tokens of the model."""
+        return self.data.vocab_size or len(self.vocabularies[0])
+
+    def model_arguments(self) -> dict:
+        """Sizes that the model must have."""
+        return dict(vocab_size=self.size)
 
     def example(self) -> dict[str, Tensor]:
         """The model's inputs for one training sample."""
@@ -139,15 +144,12 @@ class TranslationInputs(TextInputs):
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d, pair = self.data, self.pair(self.data.train)
-
-        def make(texts, merges: int) -> Vocabulary:  # checks pairs before training
-            options = dict(merges=merges, lowercase=d.lowercase)
-            return trained_vocabulary(texts, self.cache_dir, "bpe", lambda: pair.check(d.allow_empty), **options)
-
-        if d.target_merges is None:
-            joint = make(pair, d.merges)
-            return joint, joint
-        return make([pair.source], d.merges), make([pair.target], d.target_merges)
+        sides = [(pair, d.merges)]
+        if d.target_merges is not None:
+            sides = [([pair.source], d.merges), ([pair.target], d.target_merges)]
+        how = dict(before=lambda: pair.check(d.allow_empty), lowercase=d.lowercase)
+        made = [trained_vocabulary(texts, self.cache_dir, "bpe", merges=merges, **how) for texts, merges in sides]
+        return made[0], made[-1]
 
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
         d, pair = self.data, self.pair(split)
@@ -162,10 +164,9 @@ class TranslationInputs(TextInputs):
         return pairs
 
     def model_arguments(self) -> dict:
-        """Sizes that the model must have."""
         source, target = self.vocabularies
         sizes = {} if target is source else dict(target_vocab_size=len(target))
-        return dict(vocab_size=len(source), **sizes)
+        return dict(super().model_arguments(), **sizes)
 
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
         """See `TokenBatches`; data.max_tokens limits sentences."""
@@ -191,9 +192,14 @@ class BlockInputs(TextInputs):
     first = (0, 0)
     mask = False
 
+    def roots(self) -> list[str]:
+        """Where the training text is: of each source."""
+        d = self.data
+        return [d.root] if not d.mixture else [d.source_root(source["root"]) for source in d.mixture]
+
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d = self.data
-        lines = [find_lines(root, d.train) for _, root, _ in self.sources()]
+        lines = [find_lines(root, d.train) for root in self.roots()]
         size = dict(merges=d.merges) if d.words is None else dict(max_words=d.words or None)
         options = dict(size, mask=self.mask, lowercase=d.lowercase)
         made = trained_vocabulary(lines, self.cache_dir, "bpe" if d.words is None else "word", **options)
@@ -220,8 +226,7 @@ class MaskedInputs(BlockInputs):
         return MaskedBlocks(tokens, d.block, vocabulary, seed, d.mask_prob)
 
     def model_arguments(self) -> dict:
-        """Sizes that the model must have."""
-        return dict(vocab_size=len(self.vocabularies[0]), max_position_embeddings=self.data.block + 2)
+        return dict(super().model_arguments(), max_position_embeddings=self.data.block + 2)
 
 
 class CausalInputs(BlockInputs):
@@ -230,7 +235,7 @@ class CausalInputs(BlockInputs):
     foreign = True
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
-        for _, root, _ in self.sources():
+        for root in self.roots():
             if find_tokens(root, self.data.train):
                 raise ValueError(
                     f"{root} holds {self.data.train} as token ids: data.tokenizer must say of which tokenizer, or "
@@ -246,11 +251,6 @@ class CausalInputs(BlockInputs):
         if given and size and size < len(given[0]):
             raise ValueError(f"data.vocab_size {size}: data.tokenizer {self.tokenizer} has {len(given[0])} tokens")
         return given
-
-    @property
-    def size(self) -> int:
-        """Tokens of the model."""
-        return self.data.vocab_size or len(self.vocabularies[0])
 
     def tokens(self, root: str, split: str) -> Tokens:
         """Open the ids of a split, or encode its text."""
@@ -277,17 +277,17 @@ class CausalInputs(BlockInputs):
             return self.windows(d.root, split, d.block - d.context)
         if not d.mixture:
             return self.windows(d.root, split, d.block)
-        names, roots, weights = zip(*self.sources())
-        return MixedWindows([self.windows(root, split, d.block) for root in roots], names, weights)
+        names, weights = zip(*((source["name"], source["weight"]) for source in d.mixture))
+        return MixedWindows([self.windows(root, split, d.block) for root in self.roots()], names, weights)
 
     def batches(self, batch_size: int, **arguments):
         """See `BlockInputs`; with data.mixture a `MixedBatches`."""
         train = self.train
         if not isinstance(train, MixedWindows):
             return super().batches(batch_size, **arguments)
-        mixture = Mixture(train.weights, [len(text) for text in train.texts], self.seed)
+        mixture = Mixture(train.weights, [len(text) for text in train.datasets], self.seed)
         made = MixedBatches(mixture, batch_size=batch_size, **arguments)
-        for name, text, share, epochs in zip(train.names, train.texts, mixture.shares, made.epochs()):
+        for name, text, share, epochs in zip(train.names, train.datasets, mixture.shares, made.epochs()):
             say(
                 f"source {name}: {100 * float(share):.2f} %, {len(text.tokens.ids):,} tokens, {len(text):,} blocks; "
                 f"{epochs:.2f} times in this run"
@@ -299,15 +299,10 @@ class CausalInputs(BlockInputs):
         many as in validation."""
         found = super().texts()
         if isinstance(self.train, MixedWindows):
-            for name, text in zip(self.train.names, self.train.texts):
-                ids = text.tokens.ids[: max(len(self.val.tokens.ids), text.width)]
-                first = SimpleNamespace(name=name, ids=ids)
+            for name, text in zip(self.train.names, self.train.datasets):
+                first = SimpleNamespace(name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)])
                 found.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
         return found
-
-    def model_arguments(self) -> dict:
-        """Sizes that the model must have."""
-        return dict(vocab_size=self.size)
 
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""

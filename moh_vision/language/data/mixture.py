@@ -5,17 +5,19 @@ Pure functions of (seed, position), so runs resume by arithmetic, with any numbe
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from fractions import Fraction
 from functools import lru_cache
+from itertools import accumulate
 from math import lcm
 from typing import Sequence
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset
 
 from moh_vision.data.order import Permutation, StepBatches
 from moh_vision.engine.seeds import Stream, derive_seed
-from moh_vision.language.data.causal import CausalWindows
+from moh_vision.language.data.blocks import CausalWindows
 
 LONGEST_ROUND = 1 << 17
 KEPT = 4  # rounds at hand, and permutations of each source
@@ -33,7 +35,7 @@ class Mixture:
         assert len(weights) == len(blocks) > 0 and min(weights) > 0 and min(blocks) > 0
         exact = [Fraction(str(weight)) for weight in weights]
         self.shares = [weight / sum(exact) for weight in exact]
-        self.bounds = [sum(self.shares[: n + 1], Fraction(0)) for n in range(len(exact))]  # the last is 1
+        self.bounds = list(accumulate(self.shares))  # the last is 1
         self.length = lcm(*(share.denominator for share in self.shares))
         if self.length > LONGEST_ROUND:
             self.length = LONGEST_ROUND
@@ -104,21 +106,17 @@ class MixedBatches(StepBatches):
         return [n / blocks for n, blocks in zip(drawn, self.mixture.blocks)]
 
 
-class MixedWindows(Dataset):
+class MixedWindows(ConcatDataset):
     """Windows of several texts, of equal width, numbered through all. `names`: for messages."""
 
     collate = staticmethod(CausalWindows.collate)
 
     def __init__(self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]):
-        self.texts, self.names = list(texts), list(names)
-        self.weights = list(weights)
+        super().__init__(texts)
+        self.names, self.weights = list(names), list(weights)
         self.stores = [text.tokens for text in texts]
-        self.starts = np.cumsum([0, *map(len, texts)])
-
-    def __len__(self) -> int:
-        return int(self.starts[-1])
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         position, number = item
-        source = int(np.searchsorted(self.starts, number, "right")) - 1
-        return self.texts[source][position, number - int(self.starts[source])]
+        source = bisect_right(self.cumulative_sizes, number)
+        return self.datasets[source][position, number - self.cumulative_sizes[source] + len(self.datasets[source])]

@@ -1,17 +1,64 @@
-"""Find the texts in `data.root`: pairs for translation, lines or token ids for language models."""
+"""The texts in `data.root`: pairs for translation, lines, documents or token ids for language models."""
 
 from __future__ import annotations
 
-from itertools import zip_longest
+import gzip
+import itertools
+import json
+import zlib
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator, NamedTuple, Sequence
 
 from moh_vision.data.hub import PREFIX, hub_split
-from moh_vision.language.data.lines import TextFile
+from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.io import sha256_of
 from moh_vision.language.data.tokens import IDS
 
 # What a validation split is called elsewhere; other splits go by their own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
+TEXTS = (".txt", ".jsonl")  # of language models, or these with .gz
+MAX_LINE = 1 << 28  # bytes; a file may have no line breaks
+BYTE_ORDER_MARK = "\ufeff"
+
+
+class TextFile:
+    """A file of one sentence, paragraph or document a line; with `key` of a JSON object a line that has its text there.
+
+    Compressed if its name ends in .gz.
+    """
+
+    def __init__(self, path: Path, key: str | None = None):
+        self.path, self.name, self.key = path, str(path), key
+
+    def __iter__(self) -> Iterator[str]:
+        return self.read()
+
+    def read(self, progress: Progress | None = None) -> Iterator[str]:
+        """Yield the lines, without what is blank at either end, or the texts of objects; `progress` counts bytes."""
+        with open(self.path, "rb") as raw, gzip.open(raw, "rb") if self.path.suffix == ".gz" else raw as file:
+            for number in itertools.count(1):
+                try:
+                    line = file.readline(MAX_LINE + 1)
+                except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+                    raise ValueError(f"{self.name}: damaged gzip file behind line {number - 1} ({error})") from None
+                if not line:
+                    break
+                try:
+                    text = _decoded(line, number == 1)
+                    if text and self.key is not None:
+                        text = _under(self.key, text)
+                except (ValueError, RecursionError) as error:
+                    raise ValueError(f"{self.name}, line {number}: {reason_of(error)}") from None
+                if text or self.key is None:
+                    yield text
+                if progress is not None:
+                    progress.add(raw.tell() - progress.done)
+        if number == 1:
+            raise ValueError(f"{self.name}: the file is empty")
+
+    def fingerprint(self) -> str:
+        """sha256 of the file."""
+        return sha256_of(self.path)
 
 
 class HubText:
@@ -56,7 +103,7 @@ class ParallelText(NamedTuple):
     def check(self, allow_empty: bool = False) -> int:
         """Check and count the pairs; with `allow_empty` a side may be empty."""
         source_lines = target_lines = empty = 0
-        for source, target in zip_longest(self.source, self.target):
+        for source, target in itertools.zip_longest(self.source, self.target):
             source_lines += source is not None
             target_lines += target is not None
             if source_lines == target_lines and not (source and target) and not allow_empty:
@@ -84,26 +131,31 @@ def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
         raise ValueError(f"data.source {source} and data.target {target} are the same language")
     if root.startswith(PREFIX):
         return ParallelText(HubText(root, split, source), HubText(root, split, target))
-    return ParallelText(*_find_text(root, split, f".{source}", f".{target}"))
+    return ParallelText(*map(TextFile, _find_text(root, split, [f".{source}"], [f".{target}"])))
 
 
 def find_lines(root: str, split: str) -> Lines:
-    """Find the lines of a split, with empty ones, unread. `root` is a folder with {split}.txt[.gz],
-    or hfds/NAME[:CONFIG], a data set with a column text.
+    """Find the lines of a split, with empty ones, or its documents, unread. `root` is a folder with {split}.txt[.gz] or
+    {split}.jsonl[.gz] (key text), or hfds/NAME[:CONFIG], a data set with a column text.
     """
-    return HubText(root, split) if root.startswith(PREFIX) else _find_text(root, split, ".txt")[0]
+    if root.startswith(PREFIX):
+        return HubText(root, split)
+    (path,) = _find_text(root, split, TEXTS)
+    return TextFile(path, None if form_of(path) == ".txt" else "text")
 
 
 def find_tokens(root: str, split: str) -> list[Path]:
     """Return the files or stores with token ids of a split; none if it is text, or not there."""
     folder = Path(root)
     for name in SPLIT_NAMES.get(split, (split,)) if folder.is_dir() else ():
-        whole = [folder / f"{name}{ending}" for ending in (".bin", ".npy", "")]
         forms = []
-        for paths in (whole, sorted(folder.glob(f"{name}-*"))):
+        for paths in (
+            [folder / f"{name}{ending}" for ending in (".bin", ".npy", "")],
+            sorted(folder.glob(f"{name}-*")),
+        ):
             forms += [[p for p in paths if p.suffix == ending and p.exists()] for ending in (".bin", ".npy")]
             forms += [[p for p in paths if (p / IDS).exists()]]
-        forms += [_there(folder, name, ".txt")]
+        forms += [_there(folder, name, TEXTS)]
         found = [files for files in forms if files]
         if len(found) > 1:
             raise ValueError(f"data.root {root}: both {found[0][0].name} and {found[1][0].name}; remove one")
@@ -112,29 +164,58 @@ def find_tokens(root: str, split: str) -> list[Path]:
     return []
 
 
-def _there(folder: Path, name: str, suffix: str) -> list[Path]:
-    """Which of NAME{suffix} and NAME{suffix}.gz there are."""
-    return [path for path in (folder / f"{name}{suffix}", folder / f"{name}{suffix}.gz") if path.exists()]
+def form_of(path: Path) -> str:
+    """Return the ending of a file's name, without .gz."""
+    return Path(path.name.removesuffix(".gz")).suffix
 
 
-def _find_text(root: str, split: str, *suffixes: str) -> list[TextFile]:
-    """Find a file NAME{suffix} or NAME{suffix}.gz for every suffix, under one of the split's names for all:
-    val.de does not belong to valid.en.
+def _there(folder: Path, name: str, endings: Sequence[str]) -> list[Path]:
+    """List the files of a name with one of these endings, or one and .gz."""
+    paths = (folder / f"{name}{ending}{packed}" for ending in endings for packed in ("", ".gz"))
+    return [path for path in paths if path.exists()]
+
+
+def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
+    """Find a file for every side, which has one of its endings, under one of the split's names for all: val.de does not
+    belong to valid.en.
     """
     folder, names = Path(root), SPLIT_NAMES.get(split, (split,))
     if not folder.is_dir():
-        wanted = " and ".join(split + suffix for suffix in suffixes)
+        wanted = " and ".join(split + endings[0] for endings in sides)
         raise FileNotFoundError(f"data.root {root}: no such folder (give a folder with {wanted}, or hfds/NAME)")
-    found = {name: [_there(folder, name, suffix) for suffix in suffixes] for name in names}
+    found = {name: [_there(folder, name, endings) for endings in sides] for name in names}
     best = max(names, key=lambda name: sum(map(bool, found[name])))
-    for suffix, paths in zip(suffixes, found[best]):
+    for endings, paths in zip(sides, found[best]):
         if not paths:
             held = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
             listed = ", ".join(held[:12]) + (f" and {len(held) - 12} more" if len(held) > 12 else "")
-            wanted = " or ".join(f"{name}{suffix}" for name in names)
+            wanted = " or ".join(name + ending for name in names for ending in endings)
             raise FileNotFoundError(f"data.root {folder}: no {wanted} (or .gz); it holds {listed or 'nothing'}")
         if len(paths) > 1:
             raise ValueError(f"data.root {folder}: both {paths[0].name} and {paths[1].name}; remove one")
         if not paths[0].is_file():
             raise ValueError(f"{paths[0]}: not a file but a folder, pipe, socket or device")
-    return [TextFile(paths[0]) for paths in found[best]]
+    return [paths[0] for paths in found[best]]
+
+
+def _decoded(line: bytes, first: bool) -> str:
+    """Decode a line, without what is blank at either end."""
+    if len(line) > MAX_LINE:
+        raise ValueError(f"more than {MAX_LINE >> 20} MiB; expected a sentence or document a line")
+    if b"\0" in line:
+        raise ValueError("a NUL character; expected UTF-8 text")
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})") from None
+    return (text.removeprefix(BYTE_ORDER_MARK) if first else text).strip()
+
+
+def _under(key: str, line: str) -> str:
+    """Return the text under a key of a JSON object."""
+    found = json.loads(line)
+    if not isinstance(found, dict) or not isinstance(found.get(key), str):
+        raise ValueError(f"no text under the key {key!r}; expected an object a line that has it (tokenise: --key)")
+    if "\0" in found[key]:
+        raise ValueError("a NUL character; expected text")
+    return found[key]

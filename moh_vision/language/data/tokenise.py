@@ -10,33 +10,33 @@ command goes on with the next.
 
 from __future__ import annotations
 
-import json
+import contextlib
+from argparse import Namespace
 from pathlib import Path
-from typing import Iterator
+from typing import Callable
 
-from moh_vision.engine.commands import Parser, Progress, exit_code, refuse_unwritable, say, user_errors
+from moh_vision.engine.commands import Progress, refuse_unwritable, say, user_errors
 from moh_vision.engine.io import sha256_of
-from moh_vision.language.data.lines import text_lines
 
 with user_errors("tokenise"):
-    from moh_vision.language.data.tokens import IDS, META, read_meta, write_store
-    from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary
+    from moh_vision.language.data.sources import TextFile, form_of
+    from moh_vision.language.data.tokens import IDS, META, Tokens, read_meta, write_store
+    from moh_vision.language.data.vocabulary import Vocabulary, find_tokenizer
 
+KEPT = "stores"
 FORMS = (".txt", ".jsonl", ".json")
 
 
 def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> list[Path]:
     """Write missing stores of token ids to `out`, and return all paths.
-    `tokenizer` is any tokenizer.json or its folder; for `key` see `documents`.
+    `tokenizer` is any tokenizer.json or its folder; `key` has the text in a .jsonl.
     """
     refuse_unwritable("--out", out)
-    place = tokenizer / TOKENIZER if tokenizer.is_dir() else tokenizer
-    if not place.is_file():
-        raise FileNotFoundError(f"--tokenizer {tokenizer}: no such file, or a folder without {TOKENIZER}")
+    place = find_tokenizer("--tokenizer", tokenizer)
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
-        if Path(file.name.removesuffix(".gz")).suffix not in FORMS:
+        if form_of(file) not in FORMS:
             raise ValueError(f"{file}: expected {', '.join(FORMS)}, or one of these with .gz")
     vocabulary = Vocabulary.load(place, foreign=True)
     made = [out / f"{split}-{number:05d}" for number in range(len(files))]
@@ -51,8 +51,9 @@ def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train"
         if is_finished(store, dict(made_from, tokenizer=vocabulary.fingerprint)):
             say(f"{store}: there already")
         else:
-            with Progress(file.name, file.stat().st_size, "byte", scaled=True) as read:
-                about = write_store(store, documents(file, key, read), vocabulary, str(file), **made_from)
+            with Progress(file.name, file.stat().st_size, "byte", scaled=True) as progress:
+                texts = TextFile(file, None if form_of(file) == ".txt" else key).read(progress)
+                about = write_store(store, filter(None, texts), vocabulary, str(file), **made_from)
             say(f"{store}: {about['texts']:,} documents, {about['tokens']:,} tokens")
     return made
 
@@ -62,54 +63,22 @@ def is_finished(store: Path, made_from: dict) -> bool:
     side = store / META
     if not side.exists():  # it is written last
         return False
-    meta, about = read_meta(side), json.loads(side.read_text("utf-8"))
+    meta = read_meta(side)
     for name, value in made_from.items():
-        if about.get(name) != value:
-            raise ValueError(f"{side}: made with {name} {about.get(name)}, now it is {value}; take another --out")
-    ids = store / IDS
-    return ids.exists() and ids.stat().st_size == (meta.tokens or 0) * (2 if meta.dtype == "uint16" else 4)
+        if meta.get(name) != value:
+            raise ValueError(f"{side}: made with {name} {meta.get(name)}, now it is {value}; take another --out")
+    with contextlib.suppress(ValueError):
+        return bool(Tokens([store]))
+    return False
 
 
-def documents(path: Path, key: str, read: Progress) -> Iterator[str]:
-    """Yield every document that is not empty: a stripped line (.txt), or the text under `key` of an object a
-    line (.jsonl, .json).
-    """
-    plain = path.name.removesuffix(".gz").endswith(".txt")
-    for where, line, position in text_lines(path):
-        text = line if plain or not line else _text_of(line, key, where)
-        read.add(position - read.done)
-        if text:
-            yield text
+def options(add: Callable) -> None:
+    add("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
+    add("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="new, or that of the same command")
+    add("--split", default="train", help="name of the split (train)")
+    add("--key", default="text", help="of the text in a .jsonl (text)")
 
 
-def _text_of(line: str, key: str, where: str) -> str:
-    try:
-        content = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(content, dict) or not isinstance(content.get(key), str):
-        raise ValueError(f"{where}: no text under the key {key!r}; expected an object a line that has it (--key)")
-    if "\0" in content[key]:
-        raise ValueError(f"{where}: a NUL character; expected text")
-    return content[key]
-
-
-def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-
-    def work() -> None:
-        parser = Parser("python -m moh_vision tokenise", __doc__)
-        parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
-        parser.add_argument("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
-        parser.add_argument(
-            "--out", type=Path, required=True, metavar="FOLDER", help="new, or that of the same command"
-        )
-        parser.add_argument("--split", default="train", help="name of the split (train)")
-        parser.add_argument("--key", default="text", help="of the text in a .jsonl (text)")
-        tokenise(**vars(parser.parse(argv)))
-
-    return exit_code("tokenise", work, kept="stores")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+def work(options: Namespace) -> None:
+    tokenise(**vars(options))

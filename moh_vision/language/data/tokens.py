@@ -5,7 +5,7 @@
     SPLIT        a store, a folder: ids.bin, ends.npy (where each text ends in it) and meta.json, written last
 
 or SPLIT-*.bin and so on, joined in order of name. Nothing is unpickled or read into memory as a whole. SPLIT.json and
-meta.json have the fields of `Meta`.
+meta.json may say what is in `META_FIELDS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import contextlib
 import hashlib
 import json
 from pathlib import Path
-from typing import Iterable, Iterator, NamedTuple, Sequence
+from typing import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -24,21 +24,20 @@ from moh_vision.language.data.vocabulary import FORMAT, Vocabulary, cached
 
 IDS, ENDS, META = "ids.bin", "ends.npy", "meta.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-LEAST = {"eos": 0, "tokens": 1, "largest": 0, "words": 1}  # whole numbers of a `Meta`
 TEXTS_AT_ONCE, CHARACTERS_AT_ONCE, IDS_AT_ONCE = 2000, 1 << 23, 1 << 24
 SAMPLES, SAMPLE = 64, 1 << 15  # ids of a fingerprint
 
 
-class Meta(NamedTuple):
-    """Facts about token ids; None: not known. `words`: separated by blanks, and one for each text's end."""
-
-    dtype: str | None = None
-    eos: int | None = None  # ends a text
-    tokens: int | None = None
-    largest: int | None = None
-    words: int | None = None  # for perplexity per word
-    tokenizer: str | None = None  # sha256 of its tokenizer.json
-    sha256: str | None = None  # of ids, and of ends.npy
+# Facts about token ids -> the least whole number, or the texts, that they may be; None: any text.
+META_FIELDS = dict(
+    dtype=list(DTYPES),
+    eos=0,  # ends a text
+    tokens=1,
+    largest=0,
+    words=1,  # separated by blanks, and one for each text's end: for perplexity per word
+    tokenizer=None,  # sha256 of its tokenizer.json
+    sha256=None,  # of ids, and of ends.npy
+)
 
 
 class Tokens:
@@ -47,7 +46,7 @@ class Tokens:
     Attributes:
         ids: has a length, and takes slices: a memory map, or several.
         ends, lengths: of the texts of a single store; lengths include eos.
-        eos, words: see `Meta`.
+        eos, words: see `META_FIELDS`; None: not known.
         tokenizers: sha256 of each tokenizer.json that made some of them.
     """
 
@@ -56,14 +55,14 @@ class Tokens:
         self.parts, self.metas = zip(*(_opened(path, dtype) for path in paths))
         self.ids = self.parts[0] if len(paths) == 1 else Joined(self.parts)
         self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
-        known = {meta.eos: path.name for path, meta in zip(paths, self.metas) if meta.eos is not None}
+        known = {meta["eos"]: path.name for path, meta in zip(paths, self.metas) if meta["eos"] is not None}
         if len(known) > 1:
             told = ", ".join(f"{name} {eos}" for eos, name in known.items())
             raise ValueError(f"{paths[0].parent}: files of one split with different eos: {told}")
         self.eos = next(iter(known), None)
-        words = [meta.words for meta in self.metas]
+        words = [meta["words"] for meta in self.metas]
         self.words = None if None in words else sum(words)
-        self.tokenizers = {meta.tokenizer for meta in self.metas if meta.tokenizer}
+        self.tokenizers = {meta["tokenizer"] for meta in self.metas if meta["tokenizer"]}
         if len(paths) == 1 and paths[0].is_dir():
             self.ends = np.array(_vector(paths[0] / ENDS))  # a memory map of it would be read slowly
             self.lengths = np.diff(self.ends, prepend=0)
@@ -83,8 +82,8 @@ class Tokens:
         its largest id is read once; what was found is kept in `cache_dir`.
         """
         for path, ids, meta in zip(self.paths, self.parts, self.metas):
-            known = meta.largest is not None and ids.dtype.kind == "u"
-            smallest, largest = (0, meta.largest) if known else _range(path, ids, cache_dir)
+            known = meta["largest"] is not None and ids.dtype.kind == "u"
+            smallest, largest = (0, meta["largest"]) if known else _range(path, ids, cache_dir)
             refuse_ids(str(path), smallest, largest, size)
 
     def fingerprint(self) -> str:
@@ -143,7 +142,7 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
             digest = hashlib.file_digest(file, "sha256")
         digest.update((place / ENDS).read_bytes())
         tokens = Tokens([place], name=lines.name)
-        if digest.hexdigest() != tokens.metas[0].sha256:
+        if digest.hexdigest() != tokens.metas[0]["sha256"]:
             raise ValueError("another sha256 than that of what was written")
         return tokens
 
@@ -186,35 +185,31 @@ def write_store(place: Path, texts: Iterable[str], vocabulary: Vocabulary, name:
     return about
 
 
-def read_meta(side: Path) -> Meta:
-    """Read the .json of ids; without it all fields are None."""
-    if not side.is_file():
-        return Meta()
+def read_meta(side: Path) -> dict:
+    """Read the .json of ids, with all `META_FIELDS`; None: it does not say, or is not there."""
     try:
-        content = json.loads(side.read_text("utf-8"))
-        meta = Meta(*map(content.get, Meta._fields))
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        meta = dict.fromkeys(META_FIELDS) | (json.loads(side.read_text("utf-8")) if side.is_file() else {})
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{side}: not a JSON object ({reason_of(error)})") from None
-    for name, value in meta._asdict().items():
-        least = LEAST.get(name)
-        if value is None:
-            continue
-        if least is not None and (type(value) is not int or value < least):
-            raise ValueError(f"{side}: {name} {value!r}; expected a whole number of at least {least}")
-        if least is None and (not isinstance(value, str) or name == "dtype" and value not in DTYPES):
-            allowed = f"; allowed are {', '.join(DTYPES)}" if name == "dtype" else "; expected a text"
-            raise ValueError(f"{side}: {name} {value!r}{allowed}")
+    for name, limit in META_FIELDS.items():
+        if isinstance(limit, int):
+            fits, allowed = type(meta[name]) is int and meta[name] >= limit, f"a whole number of at least {limit}"
+        else:
+            fits = isinstance(meta[name], str) and (limit is None or meta[name] in limit)
+            allowed = "a text" if limit is None else " or ".join(limit)
+        if meta[name] is not None and not fits:
+            raise ValueError(f"{side}: {name} {meta[name]!r}; expected {allowed}")
     return meta
 
 
-def _opened(path: Path, dtype: str | None) -> tuple[np.ndarray, Meta]:
+def _opened(path: Path, dtype: str | None) -> tuple[np.ndarray, dict]:
     """(memory map of the ids, what is known of them) of a file or store."""
     store = path.is_dir()
     file, side = (path / IDS, path / META) if store else (path, path.with_suffix(".json"))
     if not file.is_file() or store and not side.is_file():
         raise ValueError(f"{path}: not a file of token ids or a finished store of them")
     meta, size = read_meta(side), file.stat().st_size
-    kind = meta.dtype or dtype
+    kind = meta["dtype"] or dtype
     if file.suffix == ".npy":
         ids = _vector(file)
     elif kind is None:
@@ -226,8 +221,8 @@ def _opened(path: Path, dtype: str | None) -> tuple[np.ndarray, Meta]:
         raise ValueError(f"{path}: {size} bytes are not a whole number of {kind}, or none; the file is cut off")
     else:
         ids = np.memmap(file, DTYPES[kind], "r")
-    if meta.tokens not in (None, len(ids)):
-        raise ValueError(f"{path}: {len(ids)} tokens, but {side.name} says {meta.tokens}")
+    if meta["tokens"] not in (None, len(ids)):
+        raise ValueError(f"{path}: {len(ids)} tokens, but {side.name} says {meta['tokens']}")
     if not len(ids):
         raise ValueError(f"{path}: no tokens")
     return ids, meta
@@ -249,13 +244,9 @@ def _range(file: Path, ids: np.ndarray, cache_dir: str) -> list[int]:
     """Return smallest and largest id of a file, which are kept in the cache by the file's size and time."""
 
     def make(place: Path) -> None:
-        found = []
-        with Progress(f"checking {file.name}", len(ids), "token", scaled=True) as progress:
-            for first in range(0, len(ids), IDS_AT_ONCE):
-                piece = ids[first : first + IDS_AT_ONCE]
-                found += [int(piece.min()), int(piece.max())]
-                progress.add(len(piece))
-        write_whole(place, json.dumps([min(found), max(found)]), shared=True)
+        firsts = Progress.over(range(0, len(ids), IDS_AT_ONCE), f"checking {file.name}", "piece")
+        ends = [end for n in firsts for end in (ids[n : n + IDS_AT_ONCE].min(), ids[n : n + IDS_AT_ONCE].max())]
+        write_whole(place, json.dumps([int(min(ends)), int(max(ends))]), shared=True)
 
     def load(place: Path) -> list[int]:
         smallest, largest = map(int, json.loads(place.read_text("utf-8")))

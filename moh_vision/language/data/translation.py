@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.language.data.batches import IGNORE, padded
 from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.vocabulary import BOS, PAD
-
-IGNORE = -100  # a label that nothing is to be predicted for
 
 
 class ParallelTokens(Dataset):
@@ -81,11 +79,3 @@ class ParallelTokens(Dataset):
             decoder_input_ids=padded([np.concatenate([[BOS], t[:-1]]) for t in targets], PAD),
             labels=padded(targets, IGNORE),
         )
-
-
-def padded(rows, filler: int) -> Tensor:
-    """Rows of unequal length, filled up on the right: [B, longest]."""
-    batch = np.full((len(rows), max(map(len, rows))), filler, np.int64)
-    for i, row in enumerate(rows):
-        batch[i, : len(row)] = row
-    return torch.from_numpy(batch)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
@@ -82,10 +83,8 @@ class Vocabulary:
     def save(self, path: Path) -> None:
         """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs."""
         write_whole(Path(path), self.data, shared=True)
-        about = dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
-        write_whole(
-            Path(path).with_name(COMPANION), json.dumps(about, indent=1, ensure_ascii=False) + "\n", shared=True
-        )
+        about = json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles), indent=1, ensure_ascii=False)
+        write_whole(Path(path).with_name(COMPANION), about + "\n", shared=True)
 
     def __len__(self) -> int:
         """One more than the largest id."""
@@ -138,38 +137,31 @@ class NumberedVocabulary:
         return " ".join(map(self.token, ids))
 
 
-def train_bpe(
-    texts: Iterable[str], merges: int, *, mask: bool = False, lowercase: bool = False, progress: bool = False
-) -> Vocabulary:
+def train_bpe(texts: Iterable[str], merges: int, **options: bool) -> Vocabulary:
     """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair
-    comes twice. A joint vocabulary takes the texts of both sides.
+    comes twice. A joint vocabulary takes the texts of both sides. `options`: see `_trained`.
     """
-    tokenizer, specials = Tokenizer(models.BPE()), list(SPECIALS[: MASK + mask])
+    tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
     parts = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(parts)
-    trainer = trainers.BpeTrainer(
-        vocab_size=len(specials) + 256 + merges,
-        min_frequency=2,
-        show_progress=progress,
-        special_tokens=specials,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    return _trained(tokenizer, trainer, (text.replace(UNKNOWN, " ") for text in texts), lowercase)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    make = partial(trainers.BpeTrainer, min_frequency=2, show_progress=sys.stderr.isatty(), initial_alphabet=alphabet)
+    return _trained(tokenizer, make, 256 + merges, (text.replace(UNKNOWN, " ") for text in texts), **options)
 
 
 def count_words(
-    texts: Iterable[str], *, max_words: int | None = None, mask: bool = False, lowercase: bool = False
+    texts: Iterable[str], *, max_words: int | None = None, lowercase: bool = False, mask: bool = False
 ) -> Vocabulary:
     """Number words by frequency, then alphabet; those beyond `max_words` are unknown."""
-    tokenizer, specials = Tokenizer(models.WordLevel(unk_token=UNKNOWN)), list(SPECIALS[: MASK + mask])
+    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    size = MAX_TOKENS if max_words is None else len(specials) + max_words
-    trainer = trainers.WordLevelTrainer(vocab_size=size, show_progress=False, special_tokens=specials)
     lines = (text.lower() if lowercase else text for text in texts)
     words = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
-    return _trained(tokenizer, trainer, words, lowercase)
+    return _trained(
+        tokenizer, partial(trainers.WordLevelTrainer, show_progress=False), max_words, words, mask, lowercase
+    )
 
 
 def trained_vocabulary(
@@ -182,8 +174,7 @@ def trained_vocabulary(
     def make(place: Path) -> None:
         before()
         lines = Progress.over(chain(*texts), "reading", "line")
-        show = dict(progress=sys.stderr.isatty()) if kind == "bpe" else {}
-        (train_bpe if kind == "bpe" else count_words)(lines, **show, **options).save(place / TOKENIZER)
+        (train_bpe if kind == "bpe" else count_words)(lines, **options).save(place / TOKENIZER)
 
     made_from = [FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]]
     return cached(cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make)
@@ -205,19 +196,25 @@ def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Cal
     return load(place)
 
 
-def is_ours(path: Path) -> bool:
-    """Whether a tokenizer.json is one that this package wrote."""
-    try:
-        return bool(Vocabulary.load(path))
-    except ValueError:
-        return False
+def find_tokenizer(option: str, place: Path) -> Path:
+    """Return the tokenizer.json of a path that an option named: the file, or in that folder."""
+    file = place / TOKENIZER if place.is_dir() else place
+    if not file.is_file():
+        raise FileNotFoundError(f"{option} {place}: no such file, or a folder without {TOKENIZER}")
+    return file
 
 
-def _trained(tokenizer: Tokenizer, trainer, texts: Iterable[str], lowercase: bool) -> Vocabulary:
-    """Train a tokenizer whose <unk> is no special token: WikiText has it in its text."""
+def _trained(
+    tokenizer: Tokenizer, make: Callable, size: int | None, texts: Iterable[str], mask=False, lowercase=False
+) -> Vocabulary:
+    """Train a tokenizer with special tokens, with `mask` <mask> too, and `size` others; <unk> is not special, because
+    WikiText has it in its text.
+    """
+    specials = list(SPECIALS[: MASK + mask])
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.train_from_iterator(texts, trainer)
+    size = MAX_TOKENS if size is None else len(specials) + size
+    tokenizer.train_from_iterator(texts, make(vocab_size=size, special_tokens=specials))
     content = json.loads(tokenizer.to_str())
     if isinstance(tokenizer.model, models.BPE):
         content["added_tokens"][UNK].update(special=False, lstrip=True)

@@ -11,34 +11,35 @@ questions or windows.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import logging
 import math
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from moh_vision.attention import head_budget
-from moh_vision.engine.commands import Parser, Progress, exit_code, reason_of, refuse_output, say
+from moh_vision.engine.commands import Parser, Progress, nearest, reason_of, refuse_output, say
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total_over_processes
 from moh_vision.engine.run import finish, make_accelerator
-from moh_vision.language.evaluation import lm_harness
-from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity, summary
+from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite_table
+from moh_vision.language.evaluation.perplexity import causal_losses, exp, perplexity, summary
 from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 OF_TASKS, OF_TEXTS = ("num_fewshot", "include_path", "limit", "head_load"), ("context", "stride")
 LEAST = dict(num_fewshot=0, context=1, stride=1)
+# The harness' own.
+SEEDS = dict(random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Return the options in `argv`; None: those of this process."""
-    parser = Parser("python -m moh_vision lm", __doc__)
-    add = parser.add_argument
+def options(add: Callable) -> None:
     model = "folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"
     add("--model", metavar="RUN", help=model)
     add("--tokenizer", metavar="FOLDER", help="where its tokenizer is (the model's folder)")
@@ -56,9 +57,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
     add("--head-load", metavar="FILE", help="write as JSON which heads the tokens of each task ran; must not exist")
-    options = parser.parse(argv)
-    if options.list:
-        return options
+
+
+def parse(argv: list[str]) -> Namespace:
+    """Return the options of another command that scores with this one, checked."""
+    parser = Parser("python -m moh_vision lm", __doc__)
+    options(parser.add_argument)
+    found = parser.parse(argv)
+    check(found)
+    return found
+
+
+def check(options: Namespace) -> None:
+    """Refuse options that do not belong together, before anything is loaded."""
     if (options.tasks is None) == (options.perplexity is None):
         raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
     if options.model is None:
@@ -87,7 +98,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise ValueError(f"{padded}; --batch-size {options.batch_size}: expected 1")
     refuse_output("--out", options.out)
     refuse_output("--head-load", options.head_load)
-    return options
 
 
 def _device(asked: str | None, accelerator) -> torch.device:
@@ -103,16 +113,16 @@ def _device(asked: str | None, accelerator) -> torch.device:
     return device
 
 
-def _tasks(options: argparse.Namespace, accelerator) -> tuple[dict, list[str]]:
+def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     """Return (what --out gets, lines to print) on the main process."""
     from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
-    rows = lm_harness.plan(items, options.num_fewshot)
+    rows = plan(items, options.num_fewshot)
     device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
     with accelerator.main_process_first():  # the others find the data sets fetched
-        tasks, manager = lm_harness.load_tasks(rows, options.include_path)
+        tasks, manager = load_tasks(rows, options.include_path)
     if 1 <= (options.limit or math.inf) < accelerator.num_processes:
         processes = f"fewer questions than processes ({accelerator.num_processes})"
         raise ValueError(f"--limit {options.limit:g}: {processes}")
@@ -123,9 +133,9 @@ def _tasks(options: argparse.Namespace, accelerator) -> tuple[dict, list[str]]:
         if not load.choosing():
             raise ValueError(f"--head-load: every head of {options.model} runs for every token")
         counting = partial(counted, model, load)
-    harness = lm_harness.harness_model(model, tokenizer, options.batch_size, accelerator)
+    harness = harness_model(model, tokenizer, options.batch_size, accelerator)
     ways = dict(task_manager=manager, batch_size=options.batch_size, limit=options.limit)
-    scored = lm_harness.evaluate_rows(tasks, harness, counting, **ways)
+    scored = evaluate_rows(tasks, harness, counting, **ways)
     if load:
         load.reduce(total_over_processes(accelerator))
         load.of = dict(model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit)
@@ -141,15 +151,15 @@ def _tasks(options: argparse.Namespace, accelerator) -> tuple[dict, list[str]]:
         own = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
         suites[name] = dict(average=average(own), values=own)
         lines.append(suite_table(name, own) + "\n")
-    lines += [lm_harness.table(result) for row, result in scored if row["metric"] is None]
+    lines += [_table(result) for row, result in scored if row["metric"] is None]
     named = ("num_fewshot", "include_path", "limit")
-    how = dict({name: getattr(options, name) for name in named}, seeds=lm_harness.SEEDS)
+    how = dict({name: getattr(options, name) for name in named}, seeds=SEEDS)
     versions = {task: version for _, result in scored for task, version in result["versions"].items()}
     about["versions"].update(lm_eval=metadata.version("lm_eval"), tasks=versions)
     return dict(suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **about), lines
 
 
-def _perplexity(options: argparse.Namespace, accelerator) -> tuple[dict, list[str]]:
+def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     """Do as `_tasks`, for a text."""
     from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, read_text, sliding_windows
 
@@ -163,25 +173,28 @@ def _perplexity(options: argparse.Namespace, accelerator) -> tuple[dict, list[st
         raise ValueError(f"--context {context}: {options.model} has positions for {most} tokens")
     if stride > context:
         raise ValueError(f"--stride {stride}: allowed are 1 to the context, {context}")
-    text = read_text(Path(options.perplexity), tokenizer)
+    ids, text = read_text(Path(options.perplexity), tokenizer)
     share = dict(process=accelerator.process_index, processes=accelerator.num_processes)
-    windows = sliding_windows(text.ids, context, stride, options.batch_size, **share)
+    windows = sliding_windows(ids, context, stride, options.batch_size, **share)
     windows = Progress.over(windows, "perplexity", enabled=accelerator.is_main_process)
     try:
         scores = perplexity(causal_losses(model), windows, device, total_over_processes(accelerator))
     except ValueError as error:
         raise ValueError(f"{options.perplexity}: {error}") from None
-    scores.update(per_unit(scores, text.words, text.bytes))
+    nats, words, size = scores["loss"] * scores["tokens"], text["words"], text["bytes"]
+    # Perplexities that need no tokenizer.
+    scores.update(text, word_perplexity=exp(nats / words), byte_perplexity=exp(nats / size))
+    scores.update(bits_per_byte=nats / size / math.log(2))
     lines = [
         f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)",
-        f"a word {scores['word_perplexity']:.6g}, {text.words} words (a line's end is one)",
-        f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {text.bytes} bytes",
+        f"a word {scores['word_perplexity']:.6g}, {words} words (a line's end is one)",
+        f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {size} bytes",
     ]
     file = str(Path(options.perplexity).resolve())
-    return dict(scores, file=file, sha256=text.sha256, context=context, stride=stride, **about), lines
+    return dict(scores, file=file, context=context, stride=stride, **about), lines
 
 
-def score(options: argparse.Namespace, accelerator) -> None:
+def score(options: Namespace, accelerator) -> None:
     """Score a model, write --out and print the scores; every process calls it."""
     scores, lines = (_tasks if options.tasks else _perplexity)(options, accelerator)
     if not accelerator.is_main_process:
@@ -193,19 +206,117 @@ def score(options: argparse.Namespace, accelerator) -> None:
     say("\n".join(lines))
 
 
-def _work(options: argparse.Namespace) -> None:
+def work(options: Namespace) -> None:
     if options.list:
-        say("\n\n".join(suite_table(name) for name in SUITES))
-        return
+        return say("\n\n".join(suite_table(name) for name in SUITES))
+    check(options)
     accelerator = make_accelerator("no")  # one process, or those that accelerate started
     score(options, accelerator)
     finish(accelerator)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command; return the exit code: 0, or 2 for a user's mistake."""
-    return exit_code("lm", lambda: _work(parse(argv)))
+def plan(items: Sequence[str], shots: int | None) -> list[Row]:
+    """List what to score, each (task, shots) once: suites, or tasks of the harness with `shots` (None: their own)."""
+    rows: list[Row] = []
+    for item in items:
+        if item.startswith("moh-") and item not in SUITES:
+            raise ValueError(unknown_name(item, list(SUITES)))
+        if item in SUITES and shots is not None:
+            raise ValueError(f"--num-fewshot {shots}: the suite {item} has its own shots; name its tasks instead")
+        own = SUITES[item].rows if item in SUITES else [Row(item, -1 if shots is None else shots, "", (item,))]
+        rows += [row for row in own if row not in rows]
+    if not rows:
+        raise ValueError(f"--tasks: expected suites ({', '.join(SUITES)}) or the harness' tasks, with commas between")
+    return rows
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def unknown_name(name: str, known: Sequence[str]) -> str:
+    """Return the message for a name that is neither a suite nor a task."""
+    near = nearest(name, [*SUITES, *known], 1)
+    hint = f"did you mean {near[0]}?" if near else f"suites are {', '.join(SUITES)}"
+    return f"--tasks: no suite or task is named {name}; {hint}"
+
+
+def load_tasks(rows: Sequence[Row], include_path: str | None = None) -> tuple[dict[Row, list], object]:
+    """Return (row -> the harness' tasks and groups, its TaskManager), and fetch all data.
+
+    Task files (YAML) in `include_path` come before the harness' own.
+    """
+    from lm_eval import tasks
+
+    names = [(row, task) for row in rows for task in row.tasks]
+    manager = tasks.TaskManager(include_path=include_path, include_defaults=False) if include_path else None
+    if manager is None or not {task for _, task in names} <= {*manager.all_subtasks}:
+        manager = tasks.TaskManager(include_path=include_path)  # reads 14,000 files
+    for _, task in names:
+        if task not in manager.all_tasks:
+            raise ValueError(unknown_name(task, manager.all_tasks))
+    opened: dict[Row, list] = {row: [] for row in rows}
+    for row, task in names:
+        try:
+            loaded = manager.load([task])  # per row: it keeps its shots
+        except Exception as error:  # of the hub's client, a data builder or a task's own code
+            data = (manager.task_index[task].cfg or {}).get("dataset_path", "one of several")
+            raise ValueError(f"task {task}: its data set ({data}) cannot be loaded: {reason_of(error)}") from None
+        groups = loaded.get("groups", {})
+        opened[row] += [groups[task]] if task in groups else loaded["tasks"].values()
+    return opened, manager
+
+
+def harness_model(model: nn.Module, tokenizer, batch_size: int | str, accelerator):
+    """Wrap a causal language model on its device for the harness; the processes of `accelerator` share the questions."""
+    from lm_eval.models.huggingface import HFLM
+
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns of a model that is loaded already
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+    logger.setLevel(level)
+    if accelerator.num_processes > 1:  # HFLM does so itself only when it loads the model, and only on GPUs
+        wrapped.accelerator = accelerator
+        wrapped._rank, wrapped._world_size = accelerator.process_index, accelerator.num_processes
+    return wrapped
+
+
+def evaluate_rows(
+    tasks: dict[Row, list], harness, counting: Callable[[int], contextlib.AbstractContextManager], **options
+) -> list[tuple[dict, dict]]:
+    """Score a model of `harness_model`; every process calls it. `options` are those of `lm_eval.simple_evaluate`.
+
+    Returns (row, the harness' result) of each row on the main process, else nothing. A row has title, tasks, shots,
+    metric, value in percent (None: not a number), metrics of each task, and samples: task -> questions scored. It is
+    scored inside `counting(its number)`.
+    """
+    from lm_eval import simple_evaluate
+
+    found = []
+    for number, (row, objects) in enumerate(tasks.items()):
+        shots = None if row.shots < 0 else row.shots
+        with counting(number):
+            # Of bootstrapped errors only those of perplexities are drawn.
+            more = dict(num_fewshot=shots, bootstrap_iters=1000, log_samples=False, **SEEDS)
+            result = simple_evaluate(model=harness, tasks=objects, **more, **options)
+        if result is None:  # not the main process
+            continue
+        metrics = {name: _numbers(values) for name, values in result["results"].items()}
+        scores = [metrics.get(name, {}).get(row.metric) for name in row.tasks]
+        found.append((dict(
+            title=row.title, tasks=list(row.tasks), shots=shots,
+            used_shots={name: result["n-shot"].get(name) for name in metrics},
+            metric=row.metric or None, value=None if None in scores else 100 * sum(scores) / len(scores),
+            metrics=metrics, samples={name: count["effective"] for name, count in result["n-samples"].items()},
+        ), result))  # fmt: skip
+    return found
+
+
+def _numbers(values: dict) -> dict[str, float]:
+    """Keep the finite numbers among a task's results, without its name and N/A."""
+    numbers = {k: float(v) for k, v in values.items() if "," in k and isinstance(v, (int, float))}
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _table(result: dict) -> str:
+    """Format a result of the harness as it does; of a group, without the tasks inside."""
+    from lm_eval.utils import make_table
+
+    return make_table(result, "groups" if result.get("groups") else "results")

@@ -8,26 +8,25 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
-import transformers
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
-from moh_vision.attention import RoutingStats, attention_layers
+from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import sha256_of
-from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.vocabulary import EOS, PAD, SPECIALS, UNK, Vocabulary, is_ours
+from moh_vision.engine.logging import versions
+from moh_vision.language.data.batches import load_batches
+from moh_vision.language.data.blocks import CausalWindows
+from moh_vision.language.data.sources import TextFile
+from moh_vision.language.data.vocabulary import COMPANION, EOS, TOKENIZER, Vocabulary
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad
@@ -37,35 +36,19 @@ MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a sm
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
-class Text(NamedTuple):
-    """An encoded text."""
-
-    ids: Tensor  # int64 [tokens + 1]; the first stands for what is before the text
-    words: int  # separated by blanks, and one for each line's end, as WikiText counts
-    bytes: int  # in UTF-8
-    sha256: str  # of those bytes
-
-
 def load_tokenizer(folder: str, text: bool):
-    """Load the transformers tokenizer of a folder, or of a run of train_text.py.
-
-    The latter is a `Vocabulary` for a running `text`, else has eos as bos too, because training puts eos first.
-    """
+    """Load the transformers tokenizer of a folder; for a running `text` of a run of train_text.py its `Vocabulary`."""
     place = Path(folder)
     if not place.is_dir():
         raise ValueError(f"--model or --tokenizer {folder}: no such folder")
     if not any((place / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
-    own = place / "tokenizer.json"
-    companion = (place / "tokenizer_config.json").is_file()  # causal runs write it too
-    if own.is_file() and (is_ours(own) or not companion):
-        vocabulary = Vocabulary.load(own)
-        if text:
-            return vocabulary
-        eos = SPECIALS[EOS]
-        return PreTrainedTokenizerFast(
-            tokenizer_file=str(own), eos_token=eos, bos_token=eos, pad_token=SPECIALS[PAD], unk_token=SPECIALS[UNK]
-        )
+    if text and (place / TOKENIZER).is_file():
+        try:
+            return Vocabulary.load(place / TOKENIZER)
+        except ValueError:
+            if not (place / COMPANION).is_file():  # which other tokenizers need
+                raise
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers raises Exception itself
@@ -108,42 +91,36 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         weights={f.name: dict(bytes=f.stat().st_size, sha256=sha256_of(f) if cheap else None) for f in weights},
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
-        versions=dict(torch=torch.__version__, transformers=transformers.__version__),
+        versions=versions(),
     )
     return model.to(device).eval(), about
-
-
-class Listener:
-    """Replaces the list of statistics for the layer at `place`; calls `append` with them."""
-
-    def __init__(self, place: int, append: Callable[[RoutingStats], None]):
-        self.place, self.append = place, append
-
-    def __len__(self) -> int:
-        return self.place
 
 
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
     """Add the heads that run in a model's forwards to one group of `load`, padding included."""
-    hooks = []
-    for number, layer in enumerate(attention_layers(model)):
-        add = partial(load.add, first=number)
-        if isinstance(layer, RoutedAttention):
-            listener = Listener(layer.layer_idx, lambda stats, add=add: add([stats], group))
-            listen = lambda _, args, kwargs, listener=listener: (args, dict(kwargs, stats=listener))  # noqa: E731
-            hooks.append(layer.register_forward_pre_hook(listen, with_kwargs=True))
-        else:
-            hooks.append(layer.register_forward_hook(lambda _, args, output, add=add: add([output[1]], group)))
-    try:
+
+    def ask(layer: nn.Module, args: tuple, kwargs: dict):
+        # It appends its statistics where as many entries are as layers before it.
+        return (args, dict(kwargs, stats=[None] * layer.layer_idx)) if isinstance(layer, RoutedAttention) else None
+
+    def add(number: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        stats = kwargs["stats"][-1] if isinstance(layer, RoutedAttention) else output[1]
+        load.add([stats], group, first=number)
+
+    with contextlib.ExitStack() as hooks:
+        for number, layer in enumerate(attention_layers(model)):
+            hooks.enter_context(layer.register_forward_pre_hook(ask, with_kwargs=True))
+            hooks.enter_context(layer.register_forward_hook(partial(add, number), with_kwargs=True))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def read_text(path: Path, tokenizer) -> Text:
-    """Encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each with eos."""
+def read_text(path: Path, tokenizer) -> tuple[Tensor, dict]:
+    """Encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each with eos.
+
+    Returns int64 [tokens + 1], of which the first stands for what is before the text, and dict(words: separated by blanks,
+    and one for each line's end, as WikiText counts; bytes in UTF-8, and their sha256).
+    """
     lines = list(TextFile(path))
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     if isinstance(tokenizer, Vocabulary):
@@ -153,8 +130,7 @@ def read_text(path: Path, tokenizer) -> Text:
         encoded = tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)
         ids = [first, *encoded["input_ids"]]
     words = sum(len(line.split()) + 1 for line in lines)
-    ids = torch.tensor(ids, dtype=torch.int64)
-    return Text(ids, words, len(data), hashlib.sha256(data).hexdigest())
+    return torch.tensor(ids), dict(words=words, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
 
 
 def sliding_windows(

@@ -16,8 +16,9 @@ The paper's averages are plain means of a table's columns: all 13 rows of tables
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from moh_vision.models.describe import aligned
 
 
 class Row(NamedTuple):
@@ -29,8 +30,7 @@ class Row(NamedTuple):
     tasks: tuple[str, ...]  # of the harness
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(NamedTuple):
     """A table of the paper."""
 
     source: str
@@ -113,13 +113,7 @@ def suite_table(name: str, values: Sequence[float | None] | None = None) -> str:
         lines.append([row.title, str(row.shots), metric, *here, *(_number(v[i], 1) for v in suite.paper.values())])
     here = [_number(average(values), 2)] if values else []
     lines.append(["average", "", "", *here, *(_number(mean, 1) for mean in suite.averages.values())])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    text = [f"{name} ({suite.source})"]
-    for line in lines:
-        words = [cell.ljust(width) for cell, width in zip(line[:3], widths)]
-        numbers = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:])]
-        text.append("  ".join(words + numbers).rstrip())
-    return "\n".join(text)
+    return "\n".join([f"{name} ({suite.source})", *aligned(lines)])
 
 
 def _number(value: float | None, digits: int) -> str:

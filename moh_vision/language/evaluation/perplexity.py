@@ -59,15 +59,3 @@ def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
         return nll
 
     return losses
-
-
-def per_unit(scores: dict, words: int, size: int) -> dict[str, float]:
-    """Return perplexities that need no tokenizer, of `perplexity` scores of a text with so many words and bytes (`size`)."""
-    nats = scores["loss"] * scores["tokens"]
-    return dict(
-        word_perplexity=exp(nats / words) if words else math.inf,
-        byte_perplexity=exp(nats / size),
-        bits_per_byte=nats / size / math.log(2),
-        words=words,
-        bytes=size,
-    )

@@ -20,10 +20,9 @@ from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.engine.step_folders import by_age, damage
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
-from moh_vision.language.evaluation import bleu
 from moh_vision.language.evaluation.gates import report_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, summary
-from moh_vision.language.evaluation.translation import gate_mode, score_translations, translate
+from moh_vision.language.evaluation.translation import bleu, bleu_summary, gate_mode, tokenised_bleu, translate
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.head_load import FILE, HeadLoad
 
@@ -161,7 +160,8 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
                 log.say(f"{title}: translating {len(references)} sentences{number}")
                 how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
                 found = translate(run.model, pairs, *how)
-            draws.append(score_translations(found, references, config.generate))
+            papers = tokenised_bleu(found, references, config.generate.tokenizer, config.generate.compound_split)
+            draws.append(dict(bleu=bleu(found, references), tokenised_bleu=papers))
             if run.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in found))
@@ -169,7 +169,7 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
         for name, form in scores[mode].items():
             case = ", lower-cased data" if lowercase else ""
             spread = f", mean of {count} draws, std {form['std']:.2f}" if count > 1 else ""
-            log.say(f"{title}, {FORMS[name]}{case}: {bleu.summary(form)}{spread}")
+            log.say(f"{title}, {FORMS[name]}{case}: {bleu_summary(form)}{spread}")
     of = dict(bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase, left_out=pairs.left_out)
     return dict(bleu=scores, **of)
 

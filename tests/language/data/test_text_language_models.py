@@ -3,11 +3,13 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
+from small_text import write_pairs, write_plain
 
-from moh_vision.data.order import StepBatches, rank_slice
-from moh_vision.language.data.causal import CausalWindows
-from moh_vision.language.data.loader import load_batches
-from moh_vision.language.data.masked import EVALUATION_SEED, MaskedBlocks, mask_tokens
+from moh_vision.data.order import StepBatches
+from moh_vision.language.config import TextDataConfig
+from moh_vision.language.data.batches import load_batches
+from moh_vision.language.data.blocks import CausalWindows, MaskedBlocks, mask_tokens
+from moh_vision.language.data.inputs import INPUTS, CausalInputs
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
 
@@ -89,6 +91,11 @@ def test_blocks_hold_the_whole_text_once(tmp_path):
         assert inputs[0] == BOS and (len(inputs) == 16 or n == len(blocks) - 1)
         found += np.where(labels == -100, inputs, labels)[1:].tolist()
     assert found == stream[: len(found)] and stream[len(found) :] in ([], [EOS])
+    last = len(blocks) - 1
+    batch, real = blocks.collate([blocks[0, 0], blocks[1, last]]), len(blocks[0, last][0])
+    assert real < 16 and batch["attention_mask"].tolist() == [[1] * 16, [1] * real + [0] * (16 - real)]
+    assert (batch["input_ids"][1, real:] == PAD).all() and (batch["labels"][1, real:] == -100).all()
+    assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
 
 
 def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
@@ -100,37 +107,48 @@ def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
         MaskedBlocks(tokens, 16, count_words(["a"]), 0)
 
 
-def test_masked_batches(tmp_path):
-    lines = ["w1 w2 w3 w4"] * 10  # 50 with eos: three blocks of 15, and one of 5
-    vocabulary, tokens = running_text(tmp_path, lines, mask=True, skip_empty=True)
-    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
-    last = len(blocks) - 1
-    batch = blocks.collate([blocks[0, 0], blocks[1, last]])
-    real = len(blocks[0, last][0])
-    assert real == 6 and batch["attention_mask"].sum(1).tolist() == [16, real]
-    assert (batch["input_ids"][1, real:] == PAD).all() and (batch["labels"][1, real:] == -100).all()
-    assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """A function that opens the inputs of a task, or of two sources of different length."""
+    folder = tmp_path_factory.mktemp("texts")
+    write_plain(folder), write_plain(folder / "more", train=90, seed=1), write_pairs(folder)
+    sources = [dict(root=".", weight=2), dict(root="more", weight=3)]
+    options = dict(mlm=dict(merges=9), clm=dict(words=0), mixture=dict(words=0, mixture=sources))
+    options["mt"] = dict(source="de", target="en", max_length=30, max_tokens=60, merges=9)
+
+    def opened(kind):
+        data = TextDataConfig(root=str(folder), block=16, **options[kind])
+        return INPUTS.get(kind, CausalInputs)(data, str(folder / "cache"), 3)
+
+    return opened
 
 
-def test_masked_streams_are_the_same_for_processes_workers_and_resumes(tmp_path):
-    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=True, skip_empty=True)
-    blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
+@pytest.mark.parametrize("kind", ["mt", "mlm", "clm", "mixture"])
+def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
+    text = texts(kind)
 
-    def stream(workers=0, **kwargs):
-        return [
-            list(zip(b["input_ids"].tolist(), b["labels"].tolist()))
-            for b in load_batches(blocks, block_batches(len(blocks), **kwargs), workers)
-        ]
+    def stream(workers=0, world=1, accumulation=1, start=0, **rank):
+        """Rows of each micro-batch; a step of a translation is as many whole ones as there are."""
+        stop = 60 // (world * accumulation if kind == "mt" else 1)
+        place = dict(rank=0, batch_size=4, world=world, accumulation=accumulation, start=start, stop=stop)
+        batches = load_batches(text.train, text.batches(**{**place, **rank}), workers)
+        return [list(zip(*(rows.tolist() for rows in batch.values()))) for batch in batches]
 
     whole = stream()
-    assert stream(workers=2, start=11) == whole[11:]
+    rows = [row for micro in whole for row in micro]
+    assert stream(workers=2, start=11) == whole[11:] and len({str(micro) for micro in whole}) > 40
     two = [stream(rank=rank, world=2, workers=rank) for rank in range(2)]
-    assert [a + b for a, b in zip(*two)] == whole
-    halves = stream(accumulation=2)
-    assert [a + b for a, b in zip(halves[::2], halves[1::2])] == whole
+    assert [row for micros in zip(*two) for micro in micros for row in micro] == rows
+    assert [row for micro in stream(accumulation=2) for row in micro] == rows
+
+    def scored(world):
+        batches = [batch for rank in range(world) for batch in text.eval_batches(text.val, rank, world)]
+        return sorted([i for i in row if i != -100] for batch in batches for row in batch["labels"].tolist())
+
+    assert scored(1) == scored(3) and len(scored(1)) == len(text.val)  # with the same masks
 
 
-def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
+def test_masks_change_from_epoch_to_epoch(tmp_path):
     vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=True, skip_empty=True)
     blocks = MaskedBlocks(tokens, 16, vocabulary, seed=3)
     shown = {}
@@ -139,18 +157,6 @@ def test_masks_change_from_epoch_to_epoch_and_not_in_validation(tmp_path):
             shown.setdefault(number, []).append(blocks[position, number][1].tobytes())
     assert set(shown) == set(range(len(blocks))) and all(len(v) == 8 for v in shown.values())
     assert np.mean([len(set(v)) for v in shown.values()]) > 7
-    validation = MaskedBlocks(tokens, 16, vocabulary, EVALUATION_SEED)
-    rounds = []
-    for batch_size, world in ((4, 1), (3, 2)):
-        rows = {}
-        for rank in range(world):
-            slices = [[(n, n) for n in batch] for batch in rank_slice(len(validation), rank, world, batch_size)]
-            for items, batch in zip(slices, load_batches(validation, slices), strict=True):
-                for (_, number), row in zip(items, batch["labels"].tolist(), strict=True):
-                    assert number not in rows
-                    rows[number] = [i for i in row if i != -100]
-        rounds.append(rows)
-    assert rounds[0] == rounds[1] and set(rounds[0]) == set(range(len(validation)))
 
 
 # ---------------------------------------------------------------- causal windows
@@ -185,6 +191,9 @@ def test_512_480(tmp_path):
     scored = [int((windows[0, n][1] != -100).sum()) for n in range(len(windows))]
     assert scored == [512] + [32] * 46 + [16]
     blocks = CausalWindows(tokens, 512)
+    assert {name: rows.shape for name, rows in blocks.collate([blocks[0, 0]]).items()} == dict(
+        input_ids=(1, 512), labels=(1, 512)
+    )
     assert [int((blocks[0, n][1] != -100).sum()) for n in range(len(blocks))] == [512, 512, 512, 464]
 
 
@@ -196,20 +205,3 @@ def test_causal_mistakes(tmp_path):
     for stride in (0, 5):
         with pytest.raises(ValueError, match=f"a stride of {stride} for a context of 4: allowed are 1 to 4"):
             CausalWindows(tokens, 4, stride)
-
-
-def test_causal_streams(tmp_path):
-    vocabulary, tokens = running_text(tmp_path, some_lines(60), mask=False, skip_empty=False)
-    blocks = CausalWindows(tokens, 16)
-    order = block_batches(len(blocks), batch_size=1, stop=3 * len(blocks))
-    rows = [batch["labels"][0].tolist() for batch in load_batches(blocks, order, 0)]
-    n = len(blocks)
-    epochs = [rows[e * n : (e + 1) * n] for e in range(3)]
-    assert epochs[0] != epochs[1] and sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
-    assert Counter(i for row in epochs[0] for i in row if i != -100) == Counter(tokens.ids.tolist())
-    assert [order.epoch(s) for s in (0, n - 1, n, 2 * n)] == [0, 0, 1, 2]
-    assert [block_batches(10).epoch(s) for s in (0, 2, 3, 5, 7, 8)] == [0, 0, 1, 2, 2, 3]  # four of ten a step
-    resumed = block_batches(n, batch_size=1, start=n + 3, stop=3 * n)
-    assert [b["labels"][0].tolist() for b in load_batches(blocks, resumed, 0)] == rows[n + 3 :]
-    batch = next(iter(load_batches(blocks, block_batches(n), 0)))
-    assert set(batch) == {"input_ids", "labels"} and batch["input_ids"].shape == (4, 16)

@@ -1,4 +1,5 @@
 import gzip
+import json
 import os
 import sys
 import types
@@ -40,9 +41,12 @@ def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
     assert find_pairs(root, "odd", "de", "en").check() == 3
 
 
-def test_what_is_inside_a_line_stays(tmp_path):
+def test_what_is_inside_a_line_or_document_stays(tmp_path):
     line = "a\u2028b\x0bc\x85d  e\tf"
-    assert list(find_lines(write(tmp_path / "d", train_txt=[line, "", " = T = "]), "train")) == [line, "", "= T ="]
+    documents = [json.dumps(dict(text=text)) for text in (line, "", " two\nlines ")]
+    root = write(tmp_path / "d", train_txt=[line, "", " = T = "], val_jsonl_gz=[documents[0], "", *documents[1:]])
+    assert list(find_lines(root, "train")) == [line, "", "= T ="]
+    assert list(find_lines(root, "val")) == [line, " two\nlines "]
 
 
 @pytest.mark.parametrize("longer", ["de", "en"])
@@ -70,10 +74,11 @@ def test_empty_sides_are_refused_named_and_counted(tmp_path):
         ("good\n".encode("utf-16"), "train.txt, line 1: a NUL character"),
         (b"one\ntwo\nthr\0ee\n", "train.txt, line 3: a NUL character"),
         (b"", "train.txt: the file is empty"),
+        (b'{"text": "a"}\n{"txt": "a"}\n', "train.jsonl, line 2: no text under the key 'text'"),
     ],
 )
 def test_bad_bytes_are_named_by_line(tmp_path, data, expected):
-    root = write(tmp_path / "d", train_txt=data)
+    root = write(tmp_path / "d", **{expected.partition(":")[0].partition(",")[0].replace(".", "_"): data})
     assert expected in message(lambda: list(find_lines(root, "train")))
 
 
@@ -88,7 +93,7 @@ def test_damaged_gzip(tmp_path, damage):
 
 
 def test_a_file_without_line_breaks_is_not_read_as_a_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr("moh_vision.language.data.lines.MAX_LINE", 1 << 20)
+    monkeypatch.setattr("moh_vision.language.data.sources.MAX_LINE", 1 << 20)
     root = write(tmp_path / "d", train_txt=b"x" * (3 << 20))
     assert "line 1: more than 1 MiB" in message(lambda: list(find_lines(root, "train")))
 
@@ -97,7 +102,7 @@ def test_missing_files_and_what_is_there(tmp_path):
     root = write(tmp_path / "d", train_de=DE, val_en=EN)
     text = message(lambda: find_pairs(root, "train", "de", "en"))
     assert "no train.en (or .gz); it holds train.de, val.en" in text
-    assert "no val.txt or valid.txt or validation.txt or dev.txt" in message(lambda: find_lines(root, "val"))
+    assert "no val.txt or val.jsonl or valid.txt or " in message(lambda: find_lines(root, "val"))
     assert "no such folder" in message(lambda: find_lines(str(tmp_path / "none"), "train"))
     assert "same language" in message(lambda: find_pairs(root, "train", "de", "de"))
     write(tmp_path / "d", train_de_gz=DE)

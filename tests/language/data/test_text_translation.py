@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moh_vision.language.data.buckets import TokenBatches, length_slices
-from moh_vision.language.data.loader import load_batches
+from moh_vision.language.data.batches import TokenBatches, length_slices
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
@@ -39,18 +38,19 @@ def test_max_tokens_is_kept_and_used():
         if (len(batch) + 1) * size > 200:
             count, batch = count + 1, []
         batch.append(size)
-    assert whole.batches_per_epoch == count
+    assert whole.total == count
 
 
 def test_every_epoch_has_each_sentence_once_and_as_many_batches():
     whole = batches(stop=10_000)
-    epochs = [
-        [whole.samples(e * whole.batches_per_epoch + i) for i in range(whole.batches_per_epoch)] for e in range(3)
-    ]
+    epochs = [[whole.sample(e * whole.total + i) for i in range(whole.total)] for e in range(3)]
     for epoch in epochs:
         assert sorted(flat(epoch)) == list(range(500))
         assert Counter(len(b) for b in epoch) == Counter(len(b) for b in epochs[0])
-    assert epochs[0] != epochs[1] and sorted(map(len, epochs[0])) == sorted(map(len, epochs[1]))
+    assert epochs[0] != epochs[1] and list(batches(seed=4)) != list(batches())
+    n = whole.total
+    assert [batches().epoch(s) for s in (0, n - 1, n, 5 * n - 1, 5 * n)] == [0, 0, 1, 4, 5]
+    assert len(batches(start=137, accumulation=2)) == 326
 
 
 def test_sentences_of_equal_length_are_mixed_anew_and_batches_too():
@@ -61,7 +61,7 @@ def test_sentences_of_equal_length_are_mixed_anew_and_batches_too():
     # Different lengths: the same batches, in another order.
     different = np.arange(1, 33)[:, None].repeat(2, 1)
     whole = batches(different, max_tokens=32, stop=2 * 31)
-    n = whole.batches_per_epoch
+    n = whole.total
     first, second = list(whole)[:n], list(whole)[n : 2 * n]
     assert first != second and {frozenset(b) for b in first} == {frozenset(b) for b in second}
     order = [max(b) for b in first]
@@ -71,32 +71,9 @@ def test_sentences_of_equal_length_are_mixed_anew_and_batches_too():
 def test_batches_hold_neighbours_in_length():
     lengths = np.stack([LENGTHS[:, 0], LENGTHS[:, 0]], axis=1)
     real = padded = 0
-    for numbers in batches(lengths, stop=batches(lengths).batches_per_epoch):
+    for numbers in batches(lengths, stop=batches(lengths).total):
         real, padded = real + lengths[numbers].sum(), padded + 2 * padded_size(lengths, numbers)
     assert padded < 1.06 * real  # at random it would be nearly twice
-
-
-@pytest.mark.parametrize("world, accumulation", [(2, 1), (1, 2), (2, 2), (4, 1)])
-def test_processes_and_accumulation_share_the_same_steps(world, accumulation):
-    whole = [batches().samples(g) for g in range(80 * world * accumulation)]
-    parts = [list(batches(rank=r, world=world, accumulation=accumulation)) for r in range(world)]
-    for step in range(80):
-        micro = [parts[r][step * accumulation + m] for m in range(accumulation) for r in range(world)]
-        assert micro == whole[step * world * accumulation : (step + 1) * world * accumulation]
-
-
-def test_resume_is_arithmetic_and_seeds_differ():
-    assert list(batches(start=137)) == list(batches())[137:]
-    assert len(batches(start=137, accumulation=2)) == 326
-    assert list(batches(seed=4)) != list(batches())
-
-
-def test_epoch_of_a_step():
-    whole = batches(world=2, accumulation=3, start=0, stop=400)
-    n = whole.batches_per_epoch
-    for step in (0, 1, n // 6, n // 6 + 1, 399):
-        assert whole.epoch(step) == (step * 6) // n
-    assert [batches().epoch(s) for s in (0, n - 1, n, 5 * n - 1, 5 * n)] == [0, 0, 1, 4, 5]
 
 
 def test_mistakes():
@@ -163,24 +140,3 @@ def test_a_batch(caches):
         labels=[[x, y, EOS, -100, -100, -100], [z, z, z, z, z, EOS]],
     )
     assert all(v.dtype == torch.int64 for v in batch.values())
-
-
-def test_streams_are_the_same_with_any_number_of_workers_and_after_a_resume(caches):
-    pairs = ParallelTokens(*caches)
-
-    def stream(workers, start=0):
-        order = batches(pairs.lengths, max_tokens=16, start=start, stop=9)
-        return [{k: v.tolist() for k, v in batch.items()} for batch in load_batches(pairs, order, workers)]
-
-    whole = stream(0)
-    assert len(whole) == 9 and stream(1) == whole and stream(2, start=4) == whole[4:]
-
-
-def test_evaluation_can_be_put_back_in_order(caches):
-    pairs, found = ParallelTokens(*caches), {}
-    for rank in range(2):
-        slices = length_slices(pairs.lengths, 16, rank, 2)
-        for numbers, batch in zip(slices, load_batches(pairs, slices), strict=True):
-            for number, row, mask in zip(numbers, batch["input_ids"], batch["attention_mask"], strict=True):
-                found[pairs.numbers[number]] = row[mask.bool()].tolist()
-    assert found == {line: caches[0][line].tolist() for line in (0, 1, 3, 4, 5)}

@@ -2,18 +2,17 @@ import json
 import os
 import pickle
 import re
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
+from refusals import one_line
 from transformers import AutoTokenizer
 
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
-from moh_vision.language.data.lines import TextFile
-from moh_vision.language.data.sources import find_lines, find_pairs
+from moh_vision.language.data.sources import TextFile, find_lines, find_pairs
 from moh_vision.language.data.tokens import encoded
 from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, count_words, train_bpe, trained_vocabulary
 
@@ -30,6 +29,7 @@ ENGLISH = [
     "Several men in hard hats are operating a giant pulley system.",
     "It isn't the well-known  double  blank\tor tab.",
 ]
+OTHERS = ("a normalizer", "a gap", "twice", "other specials")  # tokenizers that are foreign
 STRANGE = ["日本語 и русский 🙂", "a\u2028b\x85c", "<s> is </s> text <pad>, <mask> too", "x\u00a0y"]
 
 
@@ -43,6 +43,7 @@ def test_decoding_gives_the_text_back(bpe):
         [ids] = bpe.encode([text])
         assert min(ids) >= bpe.specials and max(ids) < len(bpe)
         assert bpe.decode([1, *ids, EOS, 0, 0]) == text
+    assert "\n" not in bpe.decode([i for text in "a\nb" for i in bpe.encode([text])[0]]) and bpe.decode([]) == ""
 
 
 def test_sizes_and_special_tokens(bpe):
@@ -50,36 +51,6 @@ def test_sizes_and_special_tokens(bpe):
     assert [bpe.token(i) for i in range(5)] == ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
     small = train_bpe(["ab ab ab"], 1000)  # Ġa, Ġab: no pair comes twice in another word
     assert len(small) == 4 + 256 + 2 and small.specials == 4
-
-
-def test_merges_are_those_of_the_most_frequent_pairs():
-    """As in a slow rewrite of BPE (Sennrich et al. 2016); no two pairs come equally often here."""
-    text = "a " * 10 + "ab " * 7 + "abc " * 3 + "ba " * 4 + "b bac"
-    words = Counter(tuple("_" + w) for w in text.split())
-    expected = []
-    while True:
-        pairs = Counter()
-        for word, count in words.items():
-            for pair in zip(word, word[1:]):
-                pairs[pair] += count
-        best, count = pairs.most_common(1)[0]
-        if count < 2:
-            break
-        assert list(pairs.values()).count(count) == 1
-        expected.append("".join(best))
-        words = Counter({_merged(word, best): n for word, n in words.items()})
-    assert expected == ["_a", "_ab", "_b", "_ba", "_abc"]
-    tokens = train_bpe([text], 100)
-    assert [tokens.token(i) for i in range(260, len(tokens))] == [t.replace("_", "Ġ") for t in expected]
-
-
-def _merged(word, pair):
-    out, i = [], 0
-    while i < len(word):
-        both = word[i : i + 2] == pair
-        out.append("".join(pair) if both else word[i])
-        i += 2 if both else 1
-    return tuple(out)
 
 
 def test_unknown_words_of_wikitext_are_unk(bpe):
@@ -94,11 +65,6 @@ def test_lowercase():
     assert lower.lowercase and lower.decode(lower.encode([GERMAN[3]])[0]) == GERMAN[3].lower()
     again = Vocabulary(lower.data, "x")
     assert again.encode(GERMAN) == lower.encode(GERMAN)
-
-
-def test_a_decoded_text_is_one_line(bpe):
-    ids = [i for text in ("a", "\n", "b") for i in bpe.encode([text])[0]]
-    assert "\n" not in bpe.decode(ids) and bpe.decode([]) == ""
 
 
 def test_words_by_frequency():
@@ -154,10 +120,19 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
         "a merge to no token": changed(bpe.data, model__merges=[["a", "]"]]),  # which aborts tokenizers itself
         "a merge of one": changed(bpe.data, model__merges=[["a"]]),
         "no merges": changed(bpe.data, model__merges=None),
+        "a number below 0": changed(bpe.data, model__vocab={**vocab, "more": -1}),
+        "another model": changed(bpe.data, model__type="Strange"),
+        "a pattern": changed(bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "invert": False}),
     }
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(changed(bpe.data, model__vocab={**vocab, "more": 1 << 30}))
+    with one_line("a token has the number 1073741824; allowed are 16777216"):
+        Vocabulary.load(path, foreign=True)
     for what, data in bad.items():
-        path = tmp_path / "tokenizer.json"
         path.write_bytes(data)
+        if what not in OTHERS:
+            with one_line(f"{path}: not a tokenizer.json"):
+                Vocabulary.load(path, foreign=True)
         with pytest.raises(ValueError) as error:
             Vocabulary.load(path)
         text = str(error.value)
@@ -205,7 +180,9 @@ def test_vocabularies_are_trained_once(pair, tmp_path, monkeypatch, capsys):
     assert vocabularies(folder, cache, merges=60)[0].fingerprint != joint.fingerprint
 
 
-def test_encoded_lines(pair, tmp_path):
+@pytest.mark.parametrize("at_once", [2000, 5])
+def test_encoded_lines(pair, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr("moh_vision.language.data.tokens.TEXTS_AT_ONCE", at_once)
     vocabulary = trained_vocabulary(pair, str(tmp_path / "c"), "bpe", merges=80)
     tokens = encoded(pair.source, vocabulary, str(tmp_path / "c"))
     expected = [ids + [EOS] for ids in vocabulary.encode(GERMAN * 3)]
@@ -246,13 +223,6 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
     assert len(encoded(TextFile(pair.source.path), vocabulary, cache)) == 1
     other = train_bpe(GERMAN * 2, 20)
     assert encoded(pair.target, other, cache).paths != encoded(pair.target, vocabulary, cache).paths
-
-
-def test_encoding_does_not_depend_on_how_many_lines_are_taken_at_once(pair, tmp_path, monkeypatch):
-    vocabulary = trained_vocabulary(pair, str(tmp_path / "c"), "bpe", merges=80)
-    one = encoded(pair.source, vocabulary, str(tmp_path / "a")).ids.tolist()
-    monkeypatch.setattr("moh_vision.language.data.tokens.TEXTS_AT_ONCE", 5)
-    assert encoded(pair.source, vocabulary, str(tmp_path / "b")).ids.tolist() == one
 
 
 def test_after_an_error_nothing_is_left(tmp_path, bpe):

@@ -201,16 +201,6 @@ def test_indicative_tokens():
     assert table == ["| expert 1 | expert 2 |", "|---|---|", "| the | bell |", "| \\| |  |"]
 
 
-def test_memory_is_the_tables():
-    statistics = GateStatistics([4], [2], V)
-    before = {name: getattr(value, "shape", None) for name, value in vars(statistics).items()}
-    for seed in range(3):
-        _, tokens, _ = batch(seed)
-        statistics.update([with_probs(torch.rand(4, 6, 4).softmax(-1))], tokens)
-    assert {name: getattr(value, "shape", None) for name, value in vars(statistics).items()} == before
-    assert statistics.tokens.shape == (V, 4) and len(statistics.loads) == 1
-
-
 def test_a_layer_without_gate_is_refused():
     dense = HeadMixtureAttention(16, HeadBudget(4, 4, 4, 0), router="dense")
     with pytest.raises(ValueError, match="^layer 1 has no gate: it chooses 1 of 0 experts$"):

@@ -13,15 +13,15 @@ from conftest import ROOT
 
 import moh_vision
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, per_unit, perplexity
+from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.models.head_load import HeadLoad
 
 transformers = pytest.importorskip("transformers")
 
 from tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa: E402
 
-from moh_vision.language.evaluation import lm_harness  # noqa: E402
-from moh_vision.language.evaluation.lm import main  # noqa: E402
+from moh_vision.__main__ import main  # noqa: E402
+from moh_vision.language.evaluation import lm  # noqa: E402
 from moh_vision.language.evaluation.lm_model import counted, sliding_windows  # noqa: E402
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
@@ -38,7 +38,7 @@ def routed(tmp_path_factory):
 
 
 def run(*arguments):
-    return main([str(a) for a in arguments])
+    return main(["lm", *map(str, arguments)])
 
 
 def mistake(capsys, *arguments):
@@ -76,7 +76,10 @@ def test_shots_are_the_papers():
     assert {*rows["moh-llama3"]} ^ {*rows["moh-llama3-stage1"]} == {"CEVAL", "ARC-E"}
 
 
-def test_averages_and_tables():
+def test_averages_and_tables(capsys):
+    assert run("--list") == 0  # without a model
+    out = capsys.readouterr().out
+    assert all(name in out for name in SUITES) and "exact_match,strict-match" in out
     assert average([50.0, 60.0, 70.0]) == 60 and average([50.0, None]) is None and average([]) is None
     lines = suite_table("moh-llm", [10.0, 20.0, 30.0, 40.0, 50.0, 61.0]).splitlines()
     assert lines[0] == "moh-llm (MoH, table 4)" and len(lines) == 9
@@ -86,22 +89,16 @@ def test_averages_and_tables():
     assert suite_table("moh-llm", [10.0, None, 1.0, 1.0, 1.0, 1.0]).splitlines()[8].split()[1] == "-"
 
 
-def test_list_needs_neither_model_nor_harness(capsys):
-    assert run("--list") == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in SUITES) and "exact_match,strict-match" in out
-
-
 def test_a_plan_has_every_task_once():
-    rows = lm_harness.plan(["moh-llama3", "moh-llama3-stage1", "arc_easy", "arc_easy"], None)
+    rows = lm.plan(["moh-llama3", "moh-llama3-stage1", "arc_easy", "arc_easy"], None)
     assert len(rows) == 16 and rows[-1].tasks == ("arc_easy",) and rows[-1].shots == -1
     with pytest.raises(ValueError, match="the suite moh-llm has its own shots"):
-        lm_harness.plan(["moh-llm"], 5)
+        lm.plan(["moh-llm"], 5)
     with pytest.raises(ValueError, match="no suite or task is named moh-lama3; did you mean moh-llama3[?]"):
-        lm_harness.plan(["moh-lama3"], None)
+        lm.plan(["moh-lama3"], None)
     with pytest.raises(ValueError, match="expected suites"):
-        lm_harness.plan([], None)
-    assert "did you mean hellaswag?" in lm_harness.unknown_name("helaswag", ["hellaswag", "arc_easy"])
+        lm.plan([], None)
+    assert "did you mean hellaswag?" in lm.unknown_name("helaswag", ["hellaswag", "arc_easy"])
 
 
 @needs_harness
@@ -177,9 +174,16 @@ def counted_by_hand(net, ids):
     return [[*stats.counts[0].int().tolist(), ids.shape[1]] for stats in net.forward_routed(input_ids=ids)[1]]
 
 
-def test_heads_are_counted_in_every_forward(routed):
+@pytest.mark.parametrize("kind", ("routed", "clm_moh_small_50"))
+def test_heads_are_counted_in_every_forward(kind, request):
     """Also while text is generated, one token at a time, where nobody else asks for statistics."""
-    net = transformers.AutoModelForCausalLM.from_pretrained(routed).eval()
+    from moh_vision.language.models.create import create_text_model
+
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    if kind == "routed":
+        net = transformers.AutoModelForCausalLM.from_pretrained(request.getfixturevalue(kind)).eval()
+    else:
+        net = create_text_model(kind, vocab_size=258, **small).eval()
     load = HeadLoad(moh_vision.head_budget(net)["layers"], {"task": ["a", "b"]})
     ids = torch.randint(2, 258, (1, 9))
     with torch.no_grad():
@@ -190,18 +194,6 @@ def test_heads_are_counted_in_every_forward(routed):
         net(ids)  # is not counted
         for number, want in enumerate(zip(counted_by_hand(net, ids), counted_by_hand(net, made[:, :-1]))):
             assert load.runs()[number].tolist() == [*want]
-
-
-def test_heads_of_our_own_text_models_are_counted():
-    from moh_vision.language.models.create import create_text_model
-
-    small = dict(vocab_size=20, num_hidden_layers=2, hidden_size=32, intermediate_size=64, num_attention_heads=4)
-    net = create_text_model("clm_moh_small_50", **small).eval()
-    load = HeadLoad(moh_vision.head_budget(net)["layers"], {"task": ["a"]})
-    ids = torch.randint(2, 20, (1, 9))
-    with torch.no_grad(), counted(net, load, 0):
-        net(input_ids=ids)
-    assert [runs[0].tolist() for runs in load.runs()] == counted_by_hand(net, ids)
 
 
 @needs_harness
@@ -309,7 +301,7 @@ def test_processes_share_questions_and_windows(model, tmp_path):
         one, two = tmp_path / f"{kind}1.json", tmp_path / f"{kind}2.json"
         command = ["--model", model, *extra, "--device", "cpu", "--out", one]
         assert run(*command) == 0
-        command = [*launch, "moh_vision.language.evaluation.lm", "--model", model, *extra, "--out", str(two)]
+        command = [*launch, "moh_vision", "lm", "--model", model, *extra, "--out", str(two)]
         subprocess.run(command, check=True, cwd=ROOT, env=environment)
         records.update({(kind, n): json.loads(out.read_text()) for n, out in ((1, one), (2, two))})
         assert [records[kind, n]["processes"] for n in (1, 2)] == [1, 2]
@@ -366,11 +358,6 @@ def test_logits_of_unlabelled_positions_are_not_asked_for(routed):
 
 def test_words_and_bytes_share_the_sum(capsys, model, tmp_path, monkeypatch):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    units = per_unit(dict(loss=2.0, tokens=30), words=10, size=40)
-    assert units["word_perplexity"] == pytest.approx(math.exp(6)) and units["words"] == 10
-    assert units["bits_per_byte"] == pytest.approx(1.5 / math.log(2))
-    assert units["byte_perplexity"] == pytest.approx(2 ** units["bits_per_byte"])
-
     text = tmp_path / "text.txt"
     text.write_text("Grüße aus der Ferne\n\nzwei Zeilen\n", encoding="utf-8")
     out = tmp_path / "scores.json"
@@ -378,6 +365,8 @@ def test_words_and_bytes_share_the_sum(capsys, model, tmp_path, monkeypatch):
     record = json.loads(out.read_text())
     assert record["words"] == 4 + 2 + 3 and record["bytes"] == record["tokens"] == len(text.read_bytes())
     assert record["byte_perplexity"] == pytest.approx(record["perplexity"])  # a token is a byte here
+    assert record["bits_per_byte"] == pytest.approx(record["loss"] / math.log(2))
+    assert record["word_perplexity"] == pytest.approx(math.exp(record["loss"] * record["tokens"] / 9))
     net = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = torch.tensor([0, *tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])

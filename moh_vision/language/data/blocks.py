@@ -1,0 +1,112 @@
+"""Blocks of running text, for masked and causal language models."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.language.data.batches import IGNORE, padded
+from moh_vision.language.data.tokens import Tokens, refuse_ids
+from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, SPECIALS, UNK, Vocabulary
+
+EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
+
+
+def mask_tokens(
+    ids: np.ndarray, seed: int, position: int, vocabulary_size: int, prob: float = 0.15
+) -> tuple[np.ndarray, np.ndarray]:
+    """Hide tokens [T] as BERT does (Devlin et al. 2019): each with `prob`, at least one, but no pad, bos and eos. 80 %
+    become the mask, 10 % a random token, 10 % stay. Returns inputs [T] and labels [T], -100 where not chosen.
+    """
+    rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.MASKS)))
+    draw, kind = rng.random(len(ids)), rng.random(len(ids))
+    anything = rng.integers(len(SPECIALS), vocabulary_size, len(ids))
+    text = ids >= UNK
+    chosen = text & (draw < prob)
+    if text.any() and not chosen.any():
+        chosen = text & (draw == draw[text].min())
+    inputs = np.where(chosen & (kind < 0.8), MASK, ids)
+    inputs = np.where(chosen & (kind >= 0.8) & (kind < 0.9), anything, inputs)
+    return inputs, np.where(chosen, ids, IGNORE)
+
+
+class MaskedBlocks(Dataset):
+    """Items (position, block number) -> (inputs, labels), int64: RoBERTa's full sentences, dynamic masking (Liu et al. 2019).
+
+    Joined lines are cut into bos and `block - 1` tokens, the last block may be shorter: paragraphs of WikiText are often
+    longer than a block. RoBERTa's blocks of 512 hold whole sentences.
+    """
+
+    def __init__(self, tokens: Tokens, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):
+        if vocabulary.specials <= MASK:
+            raise ValueError("a masked language model needs a vocabulary with <mask>; this one was made without")
+        assert block >= 3
+        self.tokens, self.stores, self.room = tokens, [tokens], block - 1
+        self.seed, self.prob = seed, prob
+        self.vocabulary_size = len(vocabulary)
+
+    def __len__(self) -> int:
+        # A last block of one eos would have nothing to predict.
+        return -(-(len(self.tokens.ids) - 1) // self.room)
+
+    def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        position, number = item
+        own = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
+        ids = np.concatenate([[BOS], own])
+        return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
+
+    @staticmethod
+    def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+        """dict of int64 [B, T]: input_ids, attention_mask, labels."""
+        mask = padded([np.ones_like(inputs) for inputs, _ in items], 0)
+        return dict(CausalWindows.collate(items), attention_mask=mask)
+
+
+class CausalWindows(Dataset):
+    """Items (position, window number) -> (inputs [W], labels [W]), int64 (Baevski and Auli 2019); the position has no effect.
+
+    Labels are a piece of `tokens`, inputs the piece one token earlier, with eos before the first. Windows advance by
+    `stride` and label only what no earlier one labels. Training takes stride = width, as fairseq's break mode "none";
+    evaluation "512/480" width 512 and stride 32: tokens after the first 480 have 480 to 511 before them.
+    """
+
+    def __init__(self, tokens, width: int, stride: int | None = None, eos: int | None = EOS, size: int | None = None):
+        self.tokens, self.stores, self.width = tokens, [tokens], width
+        self.stride = width if stride is None else stride
+        self.eos, self.size = eos, size
+        if not 1 <= self.stride <= width:
+            raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
+        if eos is not None and size is not None and not 0 <= eos < size:
+            raise ValueError(
+                f"{tokens.name}: eos is token {eos}, but the vocabulary has {size} tokens, 0 to {size - 1}"
+            )
+        if len(tokens.ids) < width:
+            raise ValueError(f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}")
+
+    def __len__(self) -> int:
+        return 1 - (self.width - len(self.tokens.ids)) // self.stride
+
+    def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        _, number = item
+        first = min(number * self.stride, len(self.tokens.ids) - self.width)
+        piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
+        if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
+            refuse_ids(f"{self.tokens.name}, token {first}", int(piece.min()), int(piece.max()), self.size)
+        if not first:
+            before = piece[:1] if self.eos is None else [self.eos]
+            piece = np.concatenate([before, piece])
+        labels = piece[1:].copy()
+        if not first and self.eos is None:
+            labels[0] = IGNORE
+        if number:
+            done = (number - 1) * self.stride + self.width  # tokens that earlier windows label
+            labels[: done - first] = IGNORE
+        return piece[:-1], labels
+
+    @staticmethod
+    def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
+        """dict of int64 [B, W]: input_ids, labels."""
+        inputs, labels = zip(*items)
+        return dict(input_ids=padded(inputs, PAD), labels=padded(labels, IGNORE))
