@@ -14,24 +14,17 @@ from moh_vision.language.models.blocks import ExpertBiasAttention
 
 
 class RoutedLoss:
-    """The loss of language models with routed heads.
-
-    Subclasses have `states_and_stats(**inputs)`, the last layer's output and all attention statistics, and
-    `token_losses(hidden, labels, label_smoothing)`.
-    """
+    """The loss of language models with routed heads, of the subclass's `states_and_stats` and `token_losses`."""
 
     def routed_loss(
         self, labels: Tensor, label_smoothing: float = 0.0, **inputs
     ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
         """Return losses per token; a task averages them and adds the routers' losses.
 
-        Logits are computed only where there are labels.
-
         Args:
-            labels: [B, N] aligned with the outputs (no shift); -100: no loss.
+            labels: [B, N] aligned with the outputs (no shift); -100: no loss, and no logits are computed.
             label_smoothing: s; loss = (1 - s) * (-log p of the label) + s * (mean of -log p over the
                 vocabulary).
-            **inputs: as for forward.
 
         Returns:
             (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
@@ -90,8 +83,8 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module. transformers skips modules without weights of their own in models from elsewhere,
-        but attention initialises its projections. `init` leaves loaded weights alone."""
+        """Initialise every module: transformers skips those without weights of their own, such as attention, in models from
+        elsewhere. `init` leaves loaded weights alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
@@ -123,14 +116,12 @@ class TextModel(RoutedLoss, PreTrainedModel):
             super()._init_weights(module)
 
     def _init_attention(self, attention: HeadMixtureAttention) -> None:
-        """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022).
-
-        Queries, keys and values of one width have gain 1 / sqrt(2).
-        """
+        """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022). Queries, keys and
+        values of one width have gain 1 / sqrt(2)."""
         dim = attention.qkv.in_features
-        experts = isinstance(attention.router, MoARouter)
-        q_bound = 6 / (dim + attention.head_dim) if experts else 3 / (dim + attention.q_dim)
-        out_bound = 6 / (dim + attention.head_dim) if experts else 6 / (dim + attention.q_dim)
+        q_bound, out_bound = 3 / (dim + attention.q_dim), 6 / (dim + attention.q_dim)
+        if isinstance(attention.router, MoARouter):
+            q_bound = out_bound = 6 / (dim + attention.head_dim)
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
         init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
         if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
@@ -139,24 +130,19 @@ class TextModel(RoutedLoss, PreTrainedModel):
             init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a saved model as transformers does; refuse other shapes than the config's."""
-        wants_info = kwargs.pop("output_loading_info", False)
-        if kwargs.get("ignore_mismatched_sizes"):
-            return super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=wants_info, **kwargs
-            )
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
-        for name, saved, wanted in sorted(info["mismatched_keys"]):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, output_loading_info=False, ignore_mismatched_sizes=False, **kwargs
+    ):
+        """Load a saved model as transformers does; refuse other shapes than the config's, in one line."""
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        source = pretrained_model_name_or_path
+        for name, saved, wanted in () if ignore_mismatched_sizes else sorted(info["mismatched_keys"]):
             saved, wanted = list(saved), list(wanted)
             if "embedding" in name and saved[0] != wanted[0]:
                 raise ValueError(
-                    f"{pretrained_model_name_or_path}: the checkpoint has {saved[0]} words in {name}, "
-                    f"the model is to have {wanted[0]}: use the tokenizer it was trained with"
+                    f"{source}: the checkpoint has {saved[0]} words in {name}, the model is to have {wanted[0]}: "
+                    "use the tokenizer it was trained with"
                 )
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: {name} has shape {saved} in the checkpoint, {wanted} in the model"
-            )
-        return (model, info) if wants_info else model
+            raise ValueError(f"{source}: {name} has shape {saved} in the checkpoint, {wanted} in the model")
+        return (model, info) if output_loading_info else model

@@ -19,8 +19,14 @@ from transformers import (
 
 from moh_vision.engine.commands import closest, message_of
 from moh_vision.language.models.causal_lm import CausalLMModel
-from moh_vision.language.models.configs import CausalLMConfig, MaskedLMConfig, TextConfig, TranslationConfig
-from moh_vision.language.models.llama.configs import MOH_FIELDS, MoHLlamaConfig
+from moh_vision.language.models.configs import (
+    MOH_FIELDS,
+    CausalLMConfig,
+    MaskedLMConfig,
+    MoHLlamaConfig,
+    TextConfig,
+    TranslationConfig,
+)
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
 from moh_vision.language.models.masked_lm import MaskedLMModel
 from moh_vision.language.models.translation import TranslationModel
@@ -146,7 +152,7 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
             cross_attention=dict(router="dense"); head_budget (else from the field `attention`); for LLaMA-style
             models also router, executor, group and router_kwargs, see
-            `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
+            `moh_vision.language.models.configs.MoHLlamaConfig`.
     """
     config = preset_config(preset, **overrides)
     return MODELS[type(config)](config)
