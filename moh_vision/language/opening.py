@@ -18,8 +18,7 @@ from moh_vision.language.data.inputs import INPUTS, TextInputs
 from moh_vision.language.data.loader import load_batches
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
-from moh_vision.language.models.build import task_for
-from moh_vision.language.models.weights import saved_model, text_from_run
+from moh_vision.language.models.weights import saved_model, task_for, text_from_run
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
 

@@ -40,8 +40,7 @@ with user_errors(NAME):
     from moh_vision.language.evaluation.perplexity import summary
     from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
     from moh_vision.language.evaluation.translation import check_gate_modes
-    from moh_vision.language.models.build import build_model, save_configs, task_for
-    from moh_vision.language.models.weights import init_text
+    from moh_vision.language.models.weights import build_model, init_text, save_configs, task_for
 
 
 def train(run: Run) -> None:

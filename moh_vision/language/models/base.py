@@ -1,16 +1,26 @@
 """Base class of text models: initialisation, statistics, loss per token, loading."""
 
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from moh_vision.attention import HeadMixtureAttention, RoutingStats, set_routed_heads
 from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
+
+MODELS: Dict[Type[PreTrainedConfig], Type[PreTrainedModel]] = {}  # by their config classes
+
+
+def register(auto: type, *models: Type[PreTrainedModel]) -> None:
+    """Make models known to AutoConfig and to one of transformers' auto classes."""
+    for model in models:
+        MODELS[model.config_class] = model
+        AutoConfig.register(model.config_class.model_type, model.config_class)
+        auto.register(model.config_class, model)
 
 
 class RoutedLoss:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -19,7 +18,7 @@ from transformers import (
 
 from moh_vision.attention import BudgetSpec, RoutingStats
 from moh_vision.attention.budget import converted_budget
-from moh_vision.language.models.base import RoutedLoss
+from moh_vision.language.models.base import RoutedLoss, register
 from moh_vision.language.models.configs import (
     MoHLlamaConfig,
     MoHQwen2Config,
@@ -147,9 +146,7 @@ FAMILIES: dict[type, type] = {
     Qwen3ForCausalLM: MoHQwen3ForCausalLM,
 }
 
-for model_class in FAMILIES.values():
-    AutoConfig.register(model_class.config_class.model_type, model_class.config_class)
-    AutoModelForCausalLM.register(model_class.config_class, model_class)
+register(AutoModelForCausalLM, *FAMILIES.values())
 
 
 def convert_llama(
