@@ -24,7 +24,13 @@ def register(auto: type, *models: Type[PreTrainedModel]) -> None:
 
 
 class RoutedLoss:
-    """The loss of language models with routed heads, of the subclass's `states_and_stats` and `token_losses`."""
+    """Outputs and losses of language models with routed heads, of the subclass's `states_and_stats`, `log_probs` and
+    `token_losses`."""
+
+    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+        """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
+        hidden, stats = self.states_and_stats(**inputs)
+        return self.log_probs(hidden), stats
 
     def routed_loss(
         self, labels: Tensor, label_smoothing: float = 0.0, **inputs
@@ -61,12 +67,6 @@ class TextModel(RoutedLoss, PreTrainedModel):
         super().post_init()
         if self.config.layer_budgets is not None:
             set_routed_heads(self, self.config.layer_budgets)
-
-    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
-        """Like forward; returns log-probabilities [B, N, V], used as logits, and all attention statistics
-        in the order of `modules()`."""
-        hidden, stats = self.states_and_stats(**inputs)
-        return self.log_probs(hidden), stats
 
     def states_and_stats(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         stats: List[RoutingStats] = []

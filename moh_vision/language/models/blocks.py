@@ -1,6 +1,7 @@
 """Parts of text models: positions, layers, and attention from a config's dict."""
 
 import math
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -83,18 +84,6 @@ class ExpertBiasAttention(HeadMixtureAttention):
         return heads
 
 
-class FeedForward(nn.Module):
-    def __init__(self, config: TextConfig, activation: str):
-        super().__init__()
-        self.inner = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.outer = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACT2FN[activation]
-        self.dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.dropout(self.activation(self.inner(x))))
-
-
 class TextLayer(nn.Module):
     """Self-attention, optional cross-attention and feed-forward; residual sums.
 
@@ -121,7 +110,14 @@ class TextLayer(nn.Module):
         self.self_norm = nn.LayerNorm(config.hidden_size)
         self.cross_attn = cross_attn
         self.cross_norm = nn.LayerNorm(config.hidden_size) if cross_attn is not None else None
-        self.ffn = FeedForward(config, activation)
+        self.ffn = nn.Sequential(
+            OrderedDict(
+                inner=nn.Linear(config.hidden_size, config.intermediate_size),
+                activation=ACT2FN[activation],
+                dropout=nn.Dropout(config.activation_dropout),
+                outer=nn.Linear(config.intermediate_size, config.hidden_size),
+            )
+        )
         self.ffn_norm = nn.LayerNorm(config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -19,6 +19,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     """Decoder of a `CausalLMConfig`. As in the released models, no norm follows the last layer."""
 
     config_class = CausalLMConfig
+    _input_embed_layer = "vocabulary"
 
     def __init__(self, config: CausalLMConfig):
         super().__init__(config)
@@ -28,9 +29,6 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         options = dict(is_causal=True, pre_norm=True)
         self.layers = TextLayers(config, config.attention, config.num_hidden_layers, pool="window", **options)
         self.post_init()
-
-    def get_input_embeddings(self) -> AdaptiveVocabulary:
-        return self.vocabulary
 
     @can_return_tuple
     def forward(

@@ -5,7 +5,7 @@ from typing import Optional
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from moh_vision.attention import EXECUTORS, BudgetSpec, HeadBudget, all_heads, resolve_budget
+from moh_vision.attention import BudgetSpec, HeadBudget, all_heads, resolve_budget
 from moh_vision.attention.budget import parse_share
 from moh_vision.engine.commands import closest
 
@@ -17,38 +17,25 @@ ROUTER_KEYS = {
     "moh": ("gate_scale", "two_stage"),
     "query_norm": (),
 }
-LAYER_KEYS = {
-    "dense": (),
-    "mae": (),
-    "moa": ("top_k", "experts", "head_dim"),
-    "moh": ("head_budget",),
-    "query_norm": ("head_budget",),
-}
+LAYER_KEYS = {"moa": ("top_k", "experts", "head_dim"), "moh": ("head_budget",), "query_norm": ("head_budget",)}
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
 MOH_FIELDS = {"router": "query_norm", "head_budget": None, "executor": "auto", "group": False, "router_kwargs": None}
 CAUSAL_ROUTERS = ("query_norm", "moh")
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-)
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")  # of every model
 
 
 def check_attention(spec: dict, where: str) -> None:
     """Check an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
         raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}")
-    allowed = ("bias", "executor", *LAYER_KEYS[spec["router"]], *ROUTER_KEYS[spec["router"]])
+    router = spec["router"]
+    allowed = ("bias", "executor", *LAYER_KEYS.get(router, ()), *ROUTER_KEYS[router])
     for key in spec:
         if key != "router" and key not in allowed:
-            raise ValueError(f"{where}: router {spec['router']!r} has no {key!r}, {closest(key, allowed)}")
-    if spec["router"] == "moa":
-        for key in ("top_k", "experts", "head_dim"):
+            raise ValueError(f"{where}: router {router!r} has no {key!r}, {closest(key, allowed)}")
+    if router == "moa":
+        for key in LAYER_KEYS[router]:
             if type(spec.get(key)) is not int or spec[key] < 1:
                 raise ValueError(
                     f"{where}: router 'moa' needs {key}, a whole number of at least 1, not {spec.get(key)!r}"
@@ -101,8 +88,7 @@ class TextConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.attention is None:
             self.attention = {"router": "dense"}
-        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        check_whole(self, (*sizes, *self.depths))
+        check_whole(self, (*SIZES, *self.depths))
         if self.hidden_size % self.num_attention_heads or self.hidden_size % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not even, or no multiple of num_attention_heads={self.num_attention_heads}"
@@ -196,13 +182,10 @@ class CausalLMConfig(TextConfig):
 
 
 def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig) -> list[list[int]]:
-    """One [shared, routed] per layer, as the config keeps them.
+    """One [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads active.
 
-    Args:
-        spec: see `moh_vision.attention.resolve_budget`; None: all heads active, see `all_heads`. A list of pairs is
-            returned as it is. With a share, each layer's shared heads are min(half of all, half of the active), rounded
-            down, for "query_norm", unless the spec gives them; for "moh" 40 % of the active ones.
-        group: count heads in whole key-value groups.
+    With a share, each layer's shared heads are min(half of all, half of the active), rounded down, for "query_norm",
+    unless the spec gives them; for "moh" 40 % of the active ones. `group`: count heads in whole key-value groups.
     """
     heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
@@ -226,8 +209,6 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
     router, kwargs = moh["router"], moh["router_kwargs"]
     if router not in CAUSAL_ROUTERS:
         raise ValueError(f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}")
-    if moh["executor"] not in EXECUTORS:
-        raise ValueError(f"executor {moh['executor']!r} is not one of {', '.join(sorted(EXECUTORS))}")
     if not isinstance(moh["group"], bool):
         raise ValueError(f"group={moh['group']!r} is not True or False")
     if moh["group"] and router != "query_norm":
@@ -254,7 +235,7 @@ class RoutedConfig:
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        check_whole(self, SIZES)
+        check_whole(self, (*SIZES, "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"))
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "

@@ -55,15 +55,8 @@ MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_dropout=0.1)
 BASE = dict(vocab_size=32_768, dropout=0.1)
 BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
-WT103 = dict(
-    vocab_size=267_744,
-    hidden_size=1024,
-    intermediate_size=4096,
-    adaptive_cutoffs=[20_000, 60_000],
-    dropout=0.3,
-    attention_dropout=0.1,
-    activation_dropout=0.1,
-)
+WT103 = dict(vocab_size=267_744, hidden_size=1024, intermediate_size=4096, adaptive_cutoffs=[20_000, 60_000])
+WT103.update(dropout=0.3, attention_dropout=0.1, activation_dropout=0.1)
 # Jin 2024, appendix B.1: LLaMA's architecture, untied output. The paper omits the norms' epsilon (here LLaMA 2's)
 # and the initialisation (here transformers' normal distribution of deviation 0.02).
 LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)

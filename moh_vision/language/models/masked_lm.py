@@ -21,6 +21,7 @@ class MaskedLMModel(TextModel):
 
     config_class = MaskedLMConfig
     _tied_weights_keys = {"output.weight": "embedding.weight"}
+    _input_embed_layer = "embedding"
 
     def __init__(self, config: MaskedLMConfig):
         super().__init__(config)
@@ -35,9 +36,6 @@ class MaskedLMModel(TextModel):
         self.head_norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, config.vocab_size)
         self.post_init()
-
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embedding
 
     def get_output_embeddings(self) -> nn.Linear:
         return self.output

@@ -4,7 +4,6 @@ from typing import Any, List, Optional
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
 from transformers.models.bart.modeling_bart import shift_tokens_right
@@ -18,63 +17,40 @@ from moh_vision.language.models.cache import CachedGeneration, TextCache
 from moh_vision.language.models.configs import TranslationConfig
 
 
-class TextEmbedding(nn.Embedding):
-    """Words times sqrt(C), plus sinusoidal positions, dropout."""
+class Stack(nn.Module):
+    """Embedded words and layers: the decoder. `options`: of `TextLayers`."""
 
-    def __init__(self, words: int, dim: int, dropout: float):
-        super().__init__(words, dim)
-        self.dropout = dropout
-
-    def forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids [B, N], positions [B or 1, N] -> [B, N, C]."""
-        return F.dropout(with_positions(super().forward(ids), positions), self.dropout, self.training)
-
-
-class Encoder(nn.Module):
-    main_input_name = "input_ids"  # `generate` asks
-
-    def __init__(self, config: TranslationConfig):
+    def __init__(self, config: TranslationConfig, words: int, attention: Optional[dict], depth: int, **options):
         super().__init__()
-        self.embedding = TextEmbedding(config.vocab_size, config.hidden_size, config.dropout)
-        attention = config.encoder_attention or config.attention
-        self.layers = TextLayers(config, attention, config.encoder_layers, pool="sequence")
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Optional[Tensor] = None,
-        stats: Optional[List[RoutingStats]] = None,
-        checkpoint=None,
-        **_: Any,
-    ) -> BaseModelOutput:
-        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]. `generate` passes more, which is ignored."""
-        x = self.embedding(input_ids, token_positions(input_ids, attention_mask))
-        x = self.layers(x, padding_of(attention_mask), stats=stats, checkpoint=checkpoint)
-        return BaseModelOutput(last_hidden_state=x)
-
-
-class Decoder(nn.Module):
-    def __init__(self, config: TranslationConfig):
-        super().__init__()
-        self.embedding = TextEmbedding(config.output_vocab_size, config.hidden_size, config.dropout)
-        own = config.decoder_attention or config.attention
-        options = dict(pool="running", cross=config.cross_attention or config.attention, is_causal=True)
-        self.layers = TextLayers(config, own, config.decoder_layers, **options)
+        self.embedding = nn.Embedding(words, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.layers = TextLayers(config, attention or config.attention, depth, **options)
 
     def forward(
         self,
         ids: Tensor,
         mask: Optional[Tensor],
-        context: Tensor,
-        context_mask: Optional[Tensor],
+        context: Optional[Tensor] = None,
+        context_mask: Optional[Tensor] = None,
         cache: Optional[TextCache] = None,
         stats: Optional[List[RoutingStats]] = None,
         checkpoint=None,
     ) -> Tensor:
         """ids [B, N], mask [B, past + N], context [B, M, C], context_mask [B, M] -> [B, N, C]."""
         past = 0 if cache is None else cache.get_seq_length()
-        x = self.embedding(ids, token_positions(ids, mask, past))
+        x = self.dropout(with_positions(self.embedding(ids), token_positions(ids, mask, past)))
         return self.layers(x, padding_of(mask), context, padding_of(context_mask), cache, stats, checkpoint)
+
+
+class Encoder(Stack):
+    main_input_name = "input_ids"  # `generate` asks, and passes more than is used
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Optional[Tensor] = None, stats=None, checkpoint=None, **_: Any
+    ) -> BaseModelOutput:
+        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]."""
+        x = super().forward(input_ids, attention_mask, stats=stats, checkpoint=checkpoint)
+        return BaseModelOutput(last_hidden_state=x)
 
 
 class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
@@ -85,8 +61,11 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
 
     def __init__(self, config: TranslationConfig):
         super().__init__(config)
-        self.encoder = Encoder(config)
-        self.decoder = Decoder(config)
+        source = (config.vocab_size, config.encoder_attention, config.encoder_layers)
+        target = (config.output_vocab_size, config.decoder_attention, config.decoder_layers)
+        cross = config.cross_attention or config.attention
+        self.encoder = Encoder(config, *source, pool="sequence")
+        self.decoder = Stack(config, *target, pool="running", cross=cross, is_causal=True)
         self.output = nn.Linear(config.hidden_size, config.output_vocab_size, bias=False)
         self._tied_weights_keys = {"output.weight": "decoder.embedding.weight"}
         if config.target_vocab_size is None:

@@ -8,13 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from moh_vision.attention import BudgetSpec, RoutingStats
 from moh_vision.attention.budget import converted_budget
@@ -78,10 +72,9 @@ class RoutedCausalLM(RoutedLoss):
         layers = zip(model.model.layers, layer_budgets(config), strict=True)
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
-    def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
-        hidden, stats = self.states_and_stats(**inputs)
-        return self.lm_head(hidden), stats
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Logits, as transformers has them."""
+        return self.lm_head(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T], in float32."""
@@ -140,11 +133,7 @@ class MoHQwen3ForCausalLM(RoutedCausalLM, Qwen3ForCausalLM):
 
 
 # transformers' class -> ours.
-FAMILIES: dict[type, type] = {
-    LlamaForCausalLM: MoHLlamaForCausalLM,
-    Qwen2ForCausalLM: MoHQwen2ForCausalLM,
-    Qwen3ForCausalLM: MoHQwen3ForCausalLM,
-}
+FAMILIES = {ours.__bases__[1]: ours for ours in (MoHLlamaForCausalLM, MoHQwen2ForCausalLM, MoHQwen3ForCausalLM)}
 
 register(AutoModelForCausalLM, *FAMILIES.values())
 
