@@ -36,10 +36,9 @@ class OpenedText(Opened):
         if self.config is None:
             raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
         if training not in self.splits:
-            config, folder = self.config, str(run_of(self.metadata["weights"]))
-            kind = INPUTS[task_for(config.model)]
-            where = (cache_beside(folder), config.seed, folder)
-            self.splits[training] = kind(config.data, *where, training=training)
+            c, folder = self.config, str(run_of(self.metadata["weights"]))
+            inputs = INPUTS[task_for(c.model)]
+            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, folder, training)
         return self.splits[training]
 
     def data(self, split: str):
@@ -109,8 +108,7 @@ def open_run(
         model = saved_model(path).to(device or "cpu").eval()
         about = dict(architecture=model.config.model_type, weights=str(path))
         return OpenedText(None, model, about)
-    arguments = ["--config", str(folder / "config.yaml"), *options]
-    config = parse_config(LanguageConfig, arguments, command)
+    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(

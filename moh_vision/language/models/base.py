@@ -53,15 +53,17 @@ class RoutedLoss:
 
 
 class TextModel(RoutedLoss, PreTrainedModel):
-    """A transformers model whose attention is `HeadMixtureAttention`.
-
-    Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs`.
-    """
+    """A transformers model whose attention is `HeadMixtureAttention`. Subclasses have `hidden_states(stats=None, **inputs)`,
+    the last layer's output, and `log_probs`."""
 
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["TextLayer"]
+    xavier = True  # of linear layers, as fairseq did for the papers' models; False: normal with initializer_range
+
+    def get_output_embeddings(self) -> Optional[nn.Module]:
+        return getattr(self, "output", None)
 
     def post_init(self) -> None:
         super().post_init()
@@ -99,8 +101,10 @@ class TextModel(RoutedLoss, PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as fairseq did for the papers' models; children come before their parents."""
-        if isinstance(module, nn.Linear):
+        """Children come before their parents."""
+        if isinstance(module, (nn.Linear, nn.Embedding)) and not self.xavier:
+            super()._init_weights(module)
+        elif isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
@@ -121,7 +125,8 @@ class TextModel(RoutedLoss, PreTrainedModel):
         elif isinstance(module, HeadMixtureAttention):
             if isinstance(module, ExpertBiasAttention):
                 init.zeros_(module.head_bias)
-            self._init_attention(module)
+            if self.xavier:
+                self._init_attention(module)
         else:
             super()._init_weights(module)
 

@@ -132,7 +132,6 @@ class TextLayer(nn.Module):
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends its attention statistics to `stats`. padding_mask [B, N] ([B, past + N] with
         a DecoderLayerCache), context_padding [B, M]: True at padding."""
-
         own, kept = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
         inputs = dict(padding_mask=padding_mask, is_causal=self.is_causal, cache=own)
         x = self.around(x, self.self_norm, self.self_attn, stats, **inputs)
@@ -154,13 +153,8 @@ class TextLayer(nn.Module):
 
 
 class TextLayers(nn.ModuleList):
-    """A stack of `TextLayer`, with attention from attention dicts.
-
-    Args:
-        spec: of self-attention; cross: of cross-attention, if there is one.
-        pool: see `build_attention`.
-        **options: of `TextLayer`.
-    """
+    """A stack of `TextLayer`, with attention from the attention dict `spec` and, for cross-attention, `cross`. `pool`: see
+    `build_attention`; options are those of `TextLayer`."""
 
     def __init__(self, config: TextConfig, spec: dict, depth: int, pool: str, cross: dict | None = None, **options):
         attention = [build_attention(spec, config, depth, pool)]

@@ -127,10 +127,6 @@ class TranslationConfig(TextConfig):
     is_encoder_decoder: bool = True
     decoder_start_token_id: Optional[int] = 1
 
-    @property
-    def output_vocab_size(self) -> int:
-        return self.target_vocab_size or self.vocab_size
-
 
 class MaskedLMConfig(TextConfig):
     """Encoder for masked language modelling, as RoBERTa: learned positions, embedding norm, post-normalised.

@@ -1,7 +1,4 @@
-"""Text models of the papers by name, for transformers, with attention heads as experts.
-
-They need the extra "text", so nothing else imports this module.
-"""
+"""Text models of the papers by name, for transformers, with attention heads as experts."""
 
 import re
 from typing import Any, Dict, List, Tuple

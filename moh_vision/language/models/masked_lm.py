@@ -2,10 +2,8 @@
 
 from typing import List, Optional
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
@@ -22,6 +20,7 @@ class MaskedLMModel(TextModel):
     config_class = MaskedLMConfig
     _tied_weights_keys = {"output.weight": "embedding.weight"}
     _input_embed_layer = "embedding"
+    xavier = False  # RoBERTa's
 
     def __init__(self, config: MaskedLMConfig):
         super().__init__(config)
@@ -36,9 +35,6 @@ class MaskedLMModel(TextModel):
         self.head_norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, config.vocab_size)
         self.post_init()
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.output
 
     @can_return_tuple
     def forward(
@@ -66,14 +62,3 @@ class MaskedLMModel(TextModel):
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return log_softmax(self.output(self.head_norm(F.gelu(self.head(hidden)))))
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """RoBERTa's: every linear layer and embedding normal with initializer_range."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            PreTrainedModel._init_weights(self, module)
-        else:
-            super()._init_weights(module)
-
-    def _init_attention(self, attention) -> None:
-        """Do nothing: the linear layers inside are initialised already."""

@@ -61,25 +61,21 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
 
     def __init__(self, config: TranslationConfig):
         super().__init__(config)
+        words = config.target_vocab_size or config.vocab_size
         source = (config.vocab_size, config.encoder_attention, config.encoder_layers)
-        target = (config.output_vocab_size, config.decoder_attention, config.decoder_layers)
+        target = (words, config.decoder_attention, config.decoder_layers)
         cross = config.cross_attention or config.attention
         self.encoder = Encoder(config, *source, pool="sequence")
         self.decoder = Stack(config, *target, pool="running", cross=cross, is_causal=True)
-        self.output = nn.Linear(config.hidden_size, config.output_vocab_size, bias=False)
-        self._tied_weights_keys = {"output.weight": "decoder.embedding.weight"}
-        if config.target_vocab_size is None:
-            self._tied_weights_keys = {
-                "decoder.embedding.weight": "encoder.embedding.weight",
-                "output.weight": "encoder.embedding.weight",
-            }
+        self.output = nn.Linear(config.hidden_size, words, bias=False)
+        first = "decoder.embedding.weight" if config.target_vocab_size else "encoder.embedding.weight"
+        self._tied_weights_keys = {"output.weight": first}
+        if not config.target_vocab_size:
+            self._tied_weights_keys["decoder.embedding.weight"] = first
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embedding
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.output
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """labels y1 .. yn eos [B, N], -100 or padding after -> bos y1 .. yn."""

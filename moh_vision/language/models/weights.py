@@ -53,13 +53,11 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
         if positions is not None and config.data.block > positions:
             raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
         for name, number in text.special_tokens().items():
-            for about in (model.config, getattr(model, "generation_config", None)):
-                if about is not None:
-                    setattr(about, name, number)
+            for about in configs_of(model):
+                setattr(about, name, number)
     if config.checkpointing:
         # Not reentrant: reentrant checkpointing loses routing statistics.
-        older = model.gradient_checkpointing_enable
-        enable = getattr(model, "activation_checkpointing_enable", older)
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
         enable(dict(use_reentrant=False))
     return model, arguments
 
@@ -79,11 +77,9 @@ def check_same_tokens(vocabulary, config) -> None:
             )
 
 
-def save_configs(model: nn.Module, run: Path) -> None:
-    """config.json, and generation_config.json where the model has one, beside the weights."""
-    model.config.save_pretrained(run)
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(run)
+def configs_of(model: nn.Module) -> list:
+    """A model's config and, if it has one, generation_config."""
+    return [c for c in (model.config, getattr(model, "generation_config", None)) if c is not None]
 
 
 def pretrained_model(
@@ -105,9 +101,9 @@ def pretrained_model(
             )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
-    lost = sorted(name for name in found["missing_keys"] if ".router." not in name)
-    if lost or found["mismatched_keys"]:
-        wrong = lost or sorted(name for name, *_ in found["mismatched_keys"])
+    wrong = sorted(name for name in found["missing_keys"] if ".router." not in name)
+    wrong = wrong or sorted(name for name, *_ in found["mismatched_keys"])
+    if wrong:
         raise ValueError(f"model.pretrained {source}: its weights do not have, or not in the right shape, {wrong[:5]}")
     if convert is not None:
         if config.moh is not None:

@@ -38,12 +38,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     without gradients. Decoding token by token runs all heads.
 
     "query_norm" reads the output of q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3 before its
-    norm, after which all queries of a head have nearly the same length.
-
-    Args:
-        attn: transformers' attention, or another of these.
-        router, executor, router_kwargs: see `HeadMixtureAttention`.
-        group: choose query heads by whole key-value groups.
+    norm, after which all queries of a head have nearly the same length. `group`: choose them by whole key-value groups.
     """
 
     def __init__(
@@ -76,10 +71,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         self.train(attn.training)
 
     def add_inputs(self, dim: int, bias: bool, **dd) -> None:
-        """They are those of the dense layer."""
+        """Make none: those of the dense layer are taken."""
 
-    def add_output(self, dim: int, bias: bool, **dd) -> None:
-        """It is that of the dense layer."""
+    add_output = add_inputs
 
     @property
     def is_dense(self) -> bool:

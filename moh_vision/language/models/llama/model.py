@@ -112,22 +112,16 @@ class RoutedCausalLM(RoutedLoss):
 
 
 class MoHLlamaForCausalLM(RoutedCausalLM, LlamaForCausalLM):
-    """LLaMA; `MoHLlamaConfig` says how its heads are routed."""
-
     config_class = MoHLlamaConfig
     attention_class = MoHLlamaAttention
 
 
 class MoHQwen2ForCausalLM(RoutedCausalLM, Qwen2ForCausalLM):
-    """Qwen2."""
-
     config_class = MoHQwen2Config
     attention_class = MoHQwen2Attention
 
 
 class MoHQwen3ForCausalLM(RoutedCausalLM, Qwen3ForCausalLM):
-    """Qwen3."""
-
     config_class = MoHQwen3Config
     attention_class = MoHQwen3Attention
 
@@ -185,8 +179,7 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        layers = [layer.self_attn for layer in model.model.layers]
-        order_heads(model.model, layers, calibrate, use_cache=False)
+        order_heads(model.model, [layer.self_attn for layer in model.model.layers], calibrate, use_cache=False)
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
         zero_router(attention.router)
@@ -199,15 +192,13 @@ def convert_llama(
 
 def family_of(model: nn.Module) -> type:
     """Return our class for a dense model; refuse models that `convert_llama` cannot change."""
-    ours = FAMILIES.get(type(model))
-    if type(model) in FAMILIES.values():
-        ours = type(model)
-        if model.config.moh is not None:
-            raise ValueError("the model has routed heads already: set_head_budget changes how many run")
-    if ours is None:
+    ours = FAMILIES.get(type(model), type(model))
+    if ours not in FAMILIES.values():
         raise ValueError(
             f"convert takes {', '.join(family.__name__ for family in FAMILIES)} of transformers, not {type(model).__name__}"
         )
+    if getattr(model.config, "moh", None) is not None:
+        raise ValueError("the model has routed heads already: set_head_budget changes how many run")
     for i, layer in enumerate(model.model.layers):
         attn = layer.self_attn
         if type(attn) not in (ours.attention_class, ours.attention_class.__bases__[1]):
@@ -231,7 +222,6 @@ def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -
 
     Args:
         path: the folder, or its name on the hub.
-        executor: a name in `moh_vision.attention.EXECUTORS`.
         **kwargs: of from_pretrained, such as dtype.
     """
     described, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
