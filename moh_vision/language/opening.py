@@ -18,8 +18,7 @@ from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
-from moh_vision.language.models.build import task_for
-from moh_vision.language.models.weights import saved_model, text_from_run
+from moh_vision.language.models.weights import saved_model, task_for, text_from_run
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
@@ -37,10 +36,9 @@ class OpenedText(Opened):
         if self.config is None:
             raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
         if training not in self.splits:
-            config, folder = self.config, str(run_of(self.metadata["weights"]))
-            kind = INPUTS[task_for(config.model)]
-            where = (cache_beside(folder), config.seed, folder)
-            self.splits[training] = kind(config.data, *where, training=training)
+            c, folder = self.config, str(run_of(self.metadata["weights"]))
+            inputs = INPUTS[task_for(c.model)]
+            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, folder, training)
         return self.splits[training]
 
     def data(self, split: str):
@@ -110,8 +108,7 @@ def open_run(
         model = saved_model(path).to(device or "cpu").eval()
         about = dict(architecture=model.config.model_type, weights=str(path))
         return OpenedText(None, model, about)
-    arguments = ["--config", str(folder / "config.yaml"), *options]
-    config = parse_config(LanguageConfig, arguments, command)
+    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(

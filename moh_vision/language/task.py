@@ -20,14 +20,9 @@ class LanguageTask(RoutedTask):
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):
-        """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token.
-
-        Args:
-            tokens: divisor of the sum over labels; None: their number here. With (the step's labels) /
-                (micro-batches), the mean loss of micro-batches is the loss of one big batch.
-
-        In eval mode: (nll [B, T], routing statistics).
-        """
+        """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token; in eval mode
+        nll [B, T] and routing statistics. `tokens` divides the sum over labels; None: their number here. With (the step's
+        labels) / (micro-batches), the mean loss of micro-batches is the loss of one big batch."""
         smoothing = self.label_smoothing if self.training else 0.0
         loss, nll, stats = self.model.routed_loss(labels, label_smoothing=smoothing, **inputs)  # [B, T]
         if not self.training:

@@ -1,9 +1,6 @@
-"""Train a translation, masked or causal language model.
+"""Train a translation, masked or causal language model: accelerate launch train_text.py --config configs/text/NAME.yaml.
 
-    accelerate launch train_text.py --config configs/text/NAME.yaml [--key value ...]
-
-Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes; --help
-prints every key.
+Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes.
 """
 
 from __future__ import annotations
@@ -40,8 +37,7 @@ with user_errors(NAME):
     from moh_vision.language.evaluation.perplexity import summary
     from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
     from moh_vision.language.evaluation.translation import check_gate_modes
-    from moh_vision.language.models.build import build_model, save_configs, task_for
-    from moh_vision.language.models.weights import init_text
+    from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
 def train(run: Run) -> None:
@@ -85,7 +81,8 @@ def train(run: Run) -> None:
     run.open()
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
-        save_configs(model, run.folder)  # with model.safetensors what from_pretrained reads
+        for about in configs_of(model):  # with model.safetensors what from_pretrained reads
+            about.save_pretrained(run.folder)
 
     # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())

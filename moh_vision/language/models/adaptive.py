@@ -25,8 +25,7 @@ class AdaptiveVocabulary(nn.Module):
     Without cutoffs, one band without projection: an ordinary embedding tied to an ordinary softmax.
 
     Args:
-        vocab_size: V.
-        dim: C.
+        vocab_size, dim: V and C.
         cutoffs: first word of every band but band 0.
         factor: how many times narrower each band is.
         dropout: between the projection and the softmax of a rare band.
@@ -53,24 +52,20 @@ class AdaptiveVocabulary(nn.Module):
             return self.embeddings[0](ids)
         if ids.is_meta:  # rare words are not known; sizes differ little
             return self.projections[0](self.embeddings[0](ids))
-        weight = self.projections[0].weight
-        dtype = (
-            torch.get_autocast_dtype(ids.device.type) if torch.is_autocast_enabled(ids.device.type) else weight.dtype
-        )
-        x = torch.zeros((*ids.shape, self.dim), dtype=dtype, device=ids.device)
+        x = None
         for band, (embedding, projection) in enumerate(zip(self.embeddings, self.projections)):
-            start, end = self.edges[band : band + 2]
-            where = ((ids >= start) & (ids < end)).nonzero(as_tuple=True)
-            x = x.index_put(where, projection(embedding(ids[where] - start)).to(dtype))
+            where, words = self._inside(ids, band)
+            part = projection(embedding(words))
+            x = part.new_zeros(*ids.shape, self.dim) if x is None else x
+            x = x.index_put(where, part)
         return x
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         """log p of every word: [..., C] -> [..., V], float32 or better."""
         first, clusters = self._first(hidden)
-        parts = [first]
-        for band in range(1, len(self.embeddings)):
-            parts.append(clusters[..., band - 1 : band] + self._rare(hidden, band))
-        return torch.cat(parts, dim=-1)
+        bands = range(1, len(self.embeddings))
+        rare = [clusters[..., band - 1 : band] + self._rare(hidden, band) for band in bands]
+        return torch.cat([first, *rare], dim=-1)
 
     def nll(self, hidden: Tensor, words: Tensor) -> Tensor:
         """Return -log p of each word, not of the whole vocabulary: hidden [T, C], words [T] -> [T]."""
@@ -79,12 +74,16 @@ class AdaptiveVocabulary(nn.Module):
         nll = -first.gather(-1, words.where(frequent, 0).unsqueeze(-1)).squeeze(-1)
         nll = nll * frequent  # [T]
         for band in range(1, len(self.embeddings)):
-            start, end = self.edges[band : band + 2]
-            (where,) = ((words >= start) & (words < end)).nonzero(as_tuple=True)
-            index = (words[where] - start).unsqueeze(-1)
-            rare = self._rare(hidden[where], band).gather(-1, index).squeeze(-1)
+            (where,), index = self._inside(words, band)
+            rare = self._rare(hidden[where], band).gather(-1, index.unsqueeze(-1)).squeeze(-1)
             nll = nll.index_put((where,), -(clusters[where, band - 1] + rare))
         return nll
+
+    def _inside(self, ids: Tensor, band: int) -> Tuple[Tuple[Tensor, ...], Tensor]:
+        """Where ids of any shape are words of a band, and their numbers in it."""
+        start, end = self.edges[band : band + 2]
+        where = ((ids >= start) & (ids < end)).nonzero(as_tuple=True)
+        return where, ids[where] - start
 
     def _first(self, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
         """log p of the words of band 0 and of the clusters."""

@@ -1,10 +1,10 @@
 """Base class of text models: initialisation, statistics, loss per token, loading."""
 
-from typing import List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple, Type
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
 from moh_vision.attention import HeadMixtureAttention, RoutingStats, set_routed_heads
@@ -12,26 +12,35 @@ from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
 
+MODELS: Dict[Type[PreTrainedConfig], Type[PreTrainedModel]] = {}  # by their config classes
+
+
+def register(auto: type, *models: Type[PreTrainedModel]) -> None:
+    """Make models known to AutoConfig and to one of transformers' auto classes."""
+    for model in models:
+        MODELS[model.config_class] = model
+        AutoConfig.register(model.config_class.model_type, model.config_class)
+        auto.register(model.config_class, model)
+
 
 class RoutedLoss:
-    """The loss of language models with routed heads.
+    """Outputs and losses of language models with routed heads, of the subclass's `states_and_stats`, `log_probs` and
+    `token_losses`."""
 
-    Subclasses have `states_and_stats(**inputs)`, the last layer's output and all attention statistics, and
-    `token_losses(hidden, labels, label_smoothing)`.
-    """
+    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+        """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
+        hidden, stats = self.states_and_stats(**inputs)
+        return self.log_probs(hidden), stats
 
     def routed_loss(
         self, labels: Tensor, label_smoothing: float = 0.0, **inputs
     ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
         """Return losses per token; a task averages them and adds the routers' losses.
 
-        Logits are computed only where there are labels.
-
         Args:
-            labels: [B, N] aligned with the outputs (no shift); -100: no loss.
+            labels: [B, N] aligned with the outputs (no shift); -100: no loss, and no logits are computed.
             label_smoothing: s; loss = (1 - s) * (-log p of the label) + s * (mean of -log p over the
                 vocabulary).
-            **inputs: as for forward.
 
         Returns:
             (loss [B, N], -log p of the labels [B, N], statistics): float32, 0 where there is no label.
@@ -44,26 +53,22 @@ class RoutedLoss:
 
 
 class TextModel(RoutedLoss, PreTrainedModel):
-    """A transformers model whose attention is `HeadMixtureAttention`.
-
-    Subclasses have `hidden_states(stats=None, **inputs)`, the last layer's output, and `log_probs`.
-    """
+    """A transformers model whose attention is `HeadMixtureAttention`. Subclasses have `hidden_states(stats=None, **inputs)`,
+    the last layer's output, and `log_probs`."""
 
     supports_gradient_checkpointing = True
     gradient_checkpointing = False
     _supports_sdpa = True
     _no_split_modules = ["TextLayer"]
+    xavier = True  # of linear layers, as fairseq did for the papers' models; False: normal with initializer_range
+
+    def get_output_embeddings(self) -> Optional[nn.Module]:
+        return getattr(self, "output", None)
 
     def post_init(self) -> None:
         super().post_init()
         if self.config.layer_budgets is not None:
             set_routed_heads(self, self.config.layer_budgets)
-
-    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
-        """Like forward; returns log-probabilities [B, N, V], used as logits, and all attention statistics
-        in the order of `modules()`."""
-        hidden, stats = self.states_and_stats(**inputs)
-        return self.log_probs(hidden), stats
 
     def states_and_stats(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
         stats: List[RoutingStats] = []
@@ -90,14 +95,16 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module. transformers skips modules without weights of their own in models from elsewhere,
-        but attention initialises its projections. `init` leaves loaded weights alone."""
+        """Initialise every module: transformers skips those without weights of their own, such as attention, in models from
+        elsewhere. `init` leaves loaded weights alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Initialise as fairseq did for the papers' models; children come before their parents."""
-        if isinstance(module, nn.Linear):
+        """Children come before their parents."""
+        if isinstance(module, (nn.Linear, nn.Embedding)) and not self.xavier:
+            super()._init_weights(module)
+        elif isinstance(module, nn.Linear):
             init.xavier_uniform_(module.weight)
             if module.bias is not None:
                 init.zeros_(module.bias)
@@ -118,19 +125,18 @@ class TextModel(RoutedLoss, PreTrainedModel):
         elif isinstance(module, HeadMixtureAttention):
             if isinstance(module, ExpertBiasAttention):
                 init.zeros_(module.head_bias)
-            self._init_attention(module)
+            if self.xavier:
+                self._init_attention(module)
         else:
             super()._init_weights(module)
 
     def _init_attention(self, attention: HeadMixtureAttention) -> None:
-        """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022).
-
-        Queries, keys and values of one width have gain 1 / sqrt(2).
-        """
+        """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022). Queries, keys and
+        values of one width have gain 1 / sqrt(2)."""
         dim = attention.qkv.in_features
-        experts = isinstance(attention.router, MoARouter)
-        q_bound = 6 / (dim + attention.head_dim) if experts else 3 / (dim + attention.q_dim)
-        out_bound = 6 / (dim + attention.head_dim) if experts else 6 / (dim + attention.q_dim)
+        q_bound, out_bound = 3 / (dim + attention.q_dim), 6 / (dim + attention.q_dim)
+        if isinstance(attention.router, MoARouter):
+            q_bound = out_bound = 6 / (dim + attention.head_dim)
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
         init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
         if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
@@ -139,24 +145,19 @@ class TextModel(RoutedLoss, PreTrainedModel):
             init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, **kwargs):
-        """Load a saved model as transformers does; refuse other shapes than the config's."""
-        wants_info = kwargs.pop("output_loading_info", False)
-        if kwargs.get("ignore_mismatched_sizes"):
-            return super().from_pretrained(
-                pretrained_model_name_or_path, *args, output_loading_info=wants_info, **kwargs
-            )
-        model, info = super().from_pretrained(
-            pretrained_model_name_or_path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
-        for name, saved, wanted in sorted(info["mismatched_keys"]):
+    def from_pretrained(
+        cls, pretrained_model_name_or_path, *args, output_loading_info=False, ignore_mismatched_sizes=False, **kwargs
+    ):
+        """Load a saved model as transformers does; refuse other shapes than the config's, in one line."""
+        kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        source = pretrained_model_name_or_path
+        for name, saved, wanted in () if ignore_mismatched_sizes else sorted(info["mismatched_keys"]):
             saved, wanted = list(saved), list(wanted)
             if "embedding" in name and saved[0] != wanted[0]:
                 raise ValueError(
-                    f"{pretrained_model_name_or_path}: the checkpoint has {saved[0]} words in {name}, "
-                    f"the model is to have {wanted[0]}: use the tokenizer it was trained with"
+                    f"{source}: the checkpoint has {saved[0]} words in {name}, the model is to have {wanted[0]}: "
+                    "use the tokenizer it was trained with"
                 )
-            raise ValueError(
-                f"{pretrained_model_name_or_path}: {name} has shape {saved} in the checkpoint, {wanted} in the model"
-            )
-        return (model, info) if wants_info else model
+            raise ValueError(f"{source}: {name} has shape {saved} in the checkpoint, {wanted} in the model")
+        return (model, info) if output_loading_info else model

@@ -1,29 +1,26 @@
 """Parts of text models: positions, layers, and attention from a config's dict."""
 
 import math
+from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from transformers.activations import ACT2FN
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget, run_block
 from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
 from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
 
-ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu}
 
-
-def sinusoids(positions: Tensor, dim: int) -> Tensor:
-    """Positions [...] -> [..., dim] as in tensor2tensor and fairseq: all sines, then all cosines.
-
-    sin(p / 10000^(i / (dim / 2 - 1))) for i = 0 .. dim / 2 - 1, then the cosines. The first token is at position 0.
-    """
-    half = dim // 2
-    step = math.log(10_000) / max(half - 1, 1)
-    rates = torch.exp(torch.arange(half, device=positions.device) * -step)
+def with_positions(x: Tensor, positions: Tensor) -> Tensor:
+    """Embedded words [B, N, C] times sqrt(C), plus sinusoids of positions [B or 1, N] as in tensor2tensor and fairseq:
+    sin(p / 10000^(i / (C / 2 - 1))) for i = 0 .. C / 2 - 1, then the cosines. The first token is at position 0."""
+    dim = x.shape[-1]
+    step = math.log(10_000) / max(dim // 2 - 1, 1)
+    rates = torch.exp(torch.arange(dim // 2, device=positions.device) * -step)
     angles = positions.unsqueeze(-1).float() * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
+    return x * dim**0.5 + torch.cat([angles.sin(), angles.cos()], dim=-1).to(x.dtype)
 
 
 def token_positions(ids: Tensor, attention_mask: Tensor | None, past: int = 0) -> Tensor:
@@ -47,16 +44,15 @@ def build_attention(
     dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
     kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
     layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)
-    bias = spec.get("bias", True)
+    bias, kind = spec.get("bias", True), HeadMixtureAttention
     if router == "moa":
         budgets = [HeadBudget(spec["experts"], spec["head_dim"], 0, spec["top_k"])] * layers
         layer_kwargs["kv_heads"] = 1
-        kind = ExpertBiasAttention if bias else HeadMixtureAttention
+        kind = ExpertBiasAttention if bias else kind
     else:
-        share = spec.get("head_budget", 0.75) if router in ("moh", "query_norm") else None
-        pairs = [(heads, 0)] * layers if share is None else share
-        budgets = resolve_budget(pairs, layers, heads, dim // heads)
-        kind = HeadMixtureAttention
+        routes = router in ("moh", "query_norm")
+        share = spec.get("head_budget", 0.75) if routes else [(heads, 0)] * layers
+        budgets = resolve_budget(share, layers, heads, dim // heads)
     if router == "mae":
         kwargs["pool"] = pool
         layer_kwargs["route_by"] = route_by
@@ -77,38 +73,21 @@ class ExpertBiasAttention(HeadMixtureAttention):
         self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
 
     def choose(self, call: Call) -> Masked:
-        return WithExpertBias(super().choose(call))
+        heads = super().choose(call)
+        combine = heads.combine
 
+        def with_biases(o: Tensor) -> Tensor:
+            y = combine(o)
+            return y + call.routing.weights.to(y.dtype) @ self.head_bias.to(y.dtype)  # [B, N, C]
 
-class WithExpertBias(Masked):
-    """An executor that adds the experts' weighted biases in `combine`."""
-
-    def __init__(self, heads: Masked):
-        super().__init__(heads.layer, heads.call)
-        self.project, self.attend, self.combine_heads = heads.project, heads.attend, heads.combine
-
-    def combine(self, o: Tensor) -> Tensor:
-        y = self.combine_heads(o)
-        return y + self.call.routing.weights.to(y.dtype) @ self.layer.head_bias.to(y.dtype)  # [B, N, C]
-
-
-class FeedForward(nn.Module):
-    def __init__(self, config: TextConfig, activation: str):
-        super().__init__()
-        self.inner = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.outer = nn.Linear(config.intermediate_size, config.hidden_size)
-        self.activation = ACTIVATIONS[activation]
-        self.dropout = nn.Dropout(config.activation_dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(self.dropout(self.activation(self.inner(x))))
+        heads.combine = with_biases
+        return heads
 
 
 class TextLayer(nn.Module):
-    """Self-attention, optional cross-attention and feed-forward; residual sums, pre- or post-normalised.
+    """Self-attention, optional cross-attention and feed-forward; residual sums.
 
     Args:
-        config: of the model.
         self_attn, cross_attn: from `build_attention`.
         is_causal: a token attends to those before it.
         pre_norm: normalise before each part (Baevski and Auli 2019), not after the sum (Vaswani 2017).
@@ -131,7 +110,14 @@ class TextLayer(nn.Module):
         self.self_norm = nn.LayerNorm(config.hidden_size)
         self.cross_attn = cross_attn
         self.cross_norm = nn.LayerNorm(config.hidden_size) if cross_attn is not None else None
-        self.ffn = FeedForward(config, activation)
+        self.ffn = nn.Sequential(
+            OrderedDict(
+                inner=nn.Linear(config.hidden_size, config.intermediate_size),
+                activation=ACT2FN[activation],
+                dropout=nn.Dropout(config.activation_dropout),
+                outer=nn.Linear(config.intermediate_size, config.hidden_size),
+            )
+        )
         self.ffn_norm = nn.LayerNorm(config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
 
@@ -144,32 +130,43 @@ class TextLayer(nn.Module):
         cache=None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C] -> [B, N, C]; appends its attention statistics to `stats`.
-
-        padding_mask [B, N] ([B, past + N] with a cache), context_padding [B, M]: True at padding. cache: a
-        DecoderLayerCache.
-        """
-
-        def attend(attention, **inputs):
-            def part(x):
-                y, layer_stats = attention(x, **inputs)
-                if stats is not None:
-                    stats.append(layer_stats)
-                return y
-
-            return part
-
-        own = None if cache is None else cache.self_attention
-        part = attend(self.self_attn, is_causal=self.is_causal, padding_mask=padding_mask, cache=own)
-        x = self.around(x, self.self_norm, part)
+        """x [B, N, C] -> [B, N, C]; appends its attention statistics to `stats`. padding_mask [B, N] ([B, past + N] with
+        a DecoderLayerCache), context_padding [B, M]: True at padding."""
+        own, kept = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
+        inputs = dict(padding_mask=padding_mask, is_causal=self.is_causal, cache=own)
+        x = self.around(x, self.self_norm, self.self_attn, stats, **inputs)
         if self.cross_attn is not None:
             padding = None if padding_mask is None else padding_mask[:, -x.shape[1] :]
-            kept = None if cache is None else cache.cross_attention
-            sources = dict(context=context, context_padding=context_padding, cache=kept)
-            x = self.around(x, self.cross_norm, attend(self.cross_attn, padding_mask=padding, **sources))
+            inputs = dict(context=context, context_padding=context_padding, padding_mask=padding, cache=kept)
+            x = self.around(x, self.cross_norm, self.cross_attn, stats, **inputs)
         return self.around(x, self.ffn_norm, self.ffn)
 
-    def around(self, x: Tensor, norm: nn.Module, part) -> Tensor:
-        if self.pre_norm:
-            return x + self.dropout(part(norm(x)))
-        return norm(x + self.dropout(part(x)))
+    def around(self, x: Tensor, norm: nn.Module, part: nn.Module, stats: list | None = None, **inputs) -> Tensor:
+        """The residual sum of a part, normalised; the part is attention, which also returns statistics, or feed-forward."""
+        y = part(norm(x) if self.pre_norm else x, **inputs)
+        if isinstance(y, tuple):
+            y, routing = y
+            if stats is not None:
+                stats.append(routing)
+        y = x + self.dropout(y)
+        return y if self.pre_norm else norm(y)
+
+
+class TextLayers(nn.ModuleList):
+    """A stack of `TextLayer`, with attention from the attention dict `spec` and, for cross-attention, `cross`. `pool`: see
+    `build_attention`; options are those of `TextLayer`."""
+
+    def __init__(self, config: TextConfig, spec: dict, depth: int, pool: str, cross: dict | None = None, **options):
+        attention = [build_attention(spec, config, depth, pool)]
+        if cross is not None:
+            attention.append(build_attention(cross, config, depth, pool="sequence", route_by="context"))
+        super().__init__(TextLayer(config, *layer, **options) for layer in zip(*attention))
+
+    def forward(
+        self, x: Tensor, padding=None, context=None, context_padding=None, cache=None, stats=None, checkpoint=None
+    ) -> Tensor:
+        """As `TextLayer`; cache: a TextCache. checkpoint: see `run_block`."""
+        for index, layer in enumerate(self):
+            kept = None if cache is None else cache.layers[index]
+            x = run_block(layer, x, padding, context, context_padding, kept, stats=stats, checkpoint=checkpoint)
+        return x

@@ -7,19 +7,15 @@ from moh_vision.attention import ContextCache, KeyValueCache
 
 
 class DecoderLayerCache:
-    """Cache of a decoder layer: keys, values, the gate's running state; the source's keys and values."""
+    """Cache of a decoder layer: keys, values, the gate's running state; the source's keys and values, if there is one."""
 
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
+    is_compileable = is_croppable = supports_early_init = False
 
-    def __init__(self, cross: bool):
-        self.cross = cross
+    def __init__(self):
         self.reset()
 
     def reset(self) -> None:
-        self.self_attention = KeyValueCache()
-        self.cross_attention = ContextCache() if self.cross else None
+        self.self_attention, self.cross_attention = KeyValueCache(), ContextCache()
 
     def get_seq_length(self) -> int:
         return self.self_attention.length
@@ -33,23 +29,21 @@ class DecoderLayerCache:
 
     def reorder_cache(self, rows: Tensor) -> None:
         self.self_attention.reorder(rows)
-        if self.cross:
-            self.cross_attention.reorder(rows)
+        self.cross_attention.reorder(rows)
 
     batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self.self_attention.repeat(repeats)
-        if self.cross:
-            self.cross_attention.repeat(repeats)
+        self.cross_attention.repeat(repeats)
 
 
 class TextCache(Cache):
     """One `DecoderLayerCache` per decoder layer. transformers' caches keep only keys and values; when
     beams move, the state of MAE's gate must move too."""
 
-    def __init__(self, layers: int, cross: bool):
-        super().__init__(layers=[DecoderLayerCache(cross) for _ in range(layers)])
+    def __init__(self, layers: int):
+        super().__init__(layers=[DecoderLayerCache() for _ in range(layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.layers[layer_idx].get_seq_length()
@@ -60,10 +54,7 @@ class CachedGeneration:
 
     def new_cache(self) -> TextCache:
         """An empty cache, `past_key_values` of forward."""
-        config = self.config
-        if config.is_encoder_decoder:
-            return TextCache(config.decoder_layers, cross=True)
-        return TextCache(config.num_hidden_layers, cross=False)
+        return TextCache(getattr(self.config, self.config.depths[-1]))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
         kind = generation_config.cache_implementation

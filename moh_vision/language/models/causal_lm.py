@@ -7,10 +7,10 @@ from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from moh_vision.attention import RoutingStats, run_block
+from moh_vision.attention import RoutingStats
 from moh_vision.language.models.adaptive import AdaptiveVocabulary
 from moh_vision.language.models.base import TextModel
-from moh_vision.language.models.blocks import TextLayer, build_attention, padding_of, sinusoids, token_positions
+from moh_vision.language.models.blocks import TextLayers, padding_of, token_positions, with_positions
 from moh_vision.language.models.cache import CachedGeneration, TextCache
 from moh_vision.language.models.configs import CausalLMConfig
 
@@ -19,25 +19,16 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     """Decoder of a `CausalLMConfig`. As in the released models, no norm follows the last layer."""
 
     config_class = CausalLMConfig
+    _input_embed_layer = "vocabulary"
 
     def __init__(self, config: CausalLMConfig):
         super().__init__(config)
-        self.vocabulary = AdaptiveVocabulary(
-            config.vocab_size,
-            config.hidden_size,
-            config.adaptive_cutoffs,
-            config.adaptive_factor,
-            config.adaptive_dropout,
-        )
+        bands = (config.adaptive_cutoffs, config.adaptive_factor, config.adaptive_dropout)
+        self.vocabulary = AdaptiveVocabulary(config.vocab_size, config.hidden_size, *bands)
         self.dropout = nn.Dropout(config.dropout)
-        attention = build_attention(config.attention, config, config.num_hidden_layers, pool="window")
-        self.layers = nn.ModuleList(
-            TextLayer(config, self_attn, is_causal=True, pre_norm=True) for self_attn in attention
-        )
+        options = dict(is_causal=True, pre_norm=True)
+        self.layers = TextLayers(config, config.attention, config.num_hidden_layers, pool="window", **options)
         self.post_init()
-
-    def get_input_embeddings(self) -> AdaptiveVocabulary:
-        return self.vocabulary
 
     @can_return_tuple
     def forward(
@@ -49,18 +40,14 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         labels: Optional[Tensor] = None,
         logits_to_keep: int = 0,
     ) -> CausalLMOutputWithPast:
-        """Predict the next word after each.
+        """Predict the next word after each; logits are log-probabilities [B, N, V].
 
         Args:
-            input_ids: [B, N]; with past_key_values only the new tokens.
+            input_ids: [B, N]; with past_key_values (see `new_cache`) only the new tokens.
             attention_mask: [B, past + N]; 1 real, 0 padding, on either side.
-            past_key_values: what `new_cache` made.
             labels: [B, N], as in transformers' causal models: input_ids, with -100 for no loss. They are
                 shifted here, but not in `routed_loss`.
             logits_to_keep: only for the last so many tokens; 0: all.
-
-        Returns:
-            loss (mean -log p, if there are labels), logits (log-probabilities) [B, N, V] and past_key_values.
         """
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
@@ -80,15 +67,9 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     ) -> Tensor:
         """The last layer's output [B, N, C], see `forward`."""
         past = 0 if past_key_values is None else past_key_values.get_seq_length()
-        x = self.vocabulary(input_ids) * self.config.hidden_size**0.5
-        positions = token_positions(input_ids, attention_mask, past)
-        x = x + sinusoids(positions, self.config.hidden_size).to(x.dtype)
-        x = self.dropout(x)
+        x = with_positions(self.vocabulary(input_ids), token_positions(input_ids, attention_mask, past))
         padding = padding_of(attention_mask)
-        for index, layer in enumerate(self.layers):
-            cache = None if past_key_values is None else past_key_values.layers[index]
-            x = run_block(layer, x, padding, None, None, cache, stats=stats, checkpoint=self.checkpointer)
-        return x
+        return self.layers(self.dropout(x), padding, cache=past_key_values, stats=stats, checkpoint=self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.log_probs(hidden)

@@ -1,9 +1,12 @@
 """Configurations of text models for transformers; attention is a plain dict."""
 
+from collections.abc import Iterable
 from typing import Optional
 
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from moh_vision.attention import BudgetSpec, HeadBudget, all_heads, resolve_budget
+from moh_vision.attention.budget import parse_share
 from moh_vision.engine.commands import closest
 
 # Allowed keys of an attention dict, for router and layer ("bias": of its projections).
@@ -14,25 +17,25 @@ ROUTER_KEYS = {
     "moh": ("gate_scale", "two_stage"),
     "query_norm": (),
 }
-LAYER_KEYS = {
-    "dense": (),
-    "mae": (),
-    "moa": ("top_k", "experts", "head_dim"),
-    "moh": ("head_budget",),
-    "query_norm": ("head_budget",),
-}
+LAYER_KEYS = {"moa": ("top_k", "experts", "head_dim"), "moh": ("head_budget",), "query_norm": ("head_budget",)}
+
+# What `moh` may say, with the defaults; head_budget None: all heads are active.
+MOH_FIELDS = {"router": "query_norm", "head_budget": None, "executor": "auto", "group": False, "router_kwargs": None}
+CAUSAL_ROUTERS = ("query_norm", "moh")
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")  # of every model
 
 
 def check_attention(spec: dict, where: str) -> None:
     """Check an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
         raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}")
-    allowed = ("bias", "executor", *LAYER_KEYS[spec["router"]], *ROUTER_KEYS[spec["router"]])
+    router = spec["router"]
+    allowed = ("bias", "executor", *LAYER_KEYS.get(router, ()), *ROUTER_KEYS[router])
     for key in spec:
         if key != "router" and key not in allowed:
-            raise ValueError(f"{where}: router {spec['router']!r} has no {key!r}, {closest(key, allowed)}")
-    if spec["router"] == "moa":
-        for key in ("top_k", "experts", "head_dim"):
+            raise ValueError(f"{where}: router {router!r} has no {key!r}, {closest(key, allowed)}")
+    if router == "moa":
+        for key in LAYER_KEYS[router]:
             if type(spec.get(key)) is not int or spec[key] < 1:
                 raise ValueError(
                     f"{where}: router 'moa' needs {key}, a whole number of at least 1, not {spec.get(key)!r}"
@@ -41,13 +44,18 @@ def check_attention(spec: dict, where: str) -> None:
             raise ValueError(f"{where}: top_k={spec['top_k']} of only {spec['experts']} experts")
 
 
+def check_whole(config: PreTrainedConfig, names: Iterable[str]) -> None:
+    """Raise ValueError if one of these fields is not a whole number of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
+
+
 class TextConfig(PreTrainedConfig):
     """Base class of the text models' configurations.
 
     Args:
-        vocab_size: V.
-        hidden_size: C.
-        intermediate_size: width of the feed-forward layers.
         num_attention_heads: H, of every router but "moa", which has its experts.
         attention: of all layers, a dict of the router and its numbers:
             dict(router="dense"); dict(router="mae", leave_out=1, mode="soft" | "uniform");
@@ -59,6 +67,8 @@ class TextConfig(PreTrainedConfig):
     """
 
     keys_to_ignore_at_inference = ["past_key_values"]
+    depths = ("num_hidden_layers",)  # names of the fields that hold a number of layers
+    roles = ("attention",)  # and an attention dict
 
     vocab_size: int = 37_000
     hidden_size: int = 512
@@ -78,10 +88,7 @@ class TextConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs):
         if self.attention is None:
             self.attention = {"router": "dense"}
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", *self.depths):
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name}={value!r} is not a whole number of at least 1")
+        check_whole(self, (*SIZES, *self.depths))
         if self.hidden_size % self.num_attention_heads or self.hidden_size % 2:
             raise ValueError(
                 f"hidden_size={self.hidden_size} is not even, or no multiple of num_attention_heads={self.num_attention_heads}"
@@ -96,16 +103,6 @@ class TextConfig(PreTrainedConfig):
                 setattr(self, name, dict(getattr(self, name)))  # not the dict of a preset
         super().__post_init__(**kwargs)
 
-    @property
-    def depths(self) -> tuple:
-        """Names of the fields that hold a number of layers."""
-        return ("num_hidden_layers",)
-
-    @property
-    def roles(self) -> tuple:
-        """Names of the fields that hold an attention dict."""
-        return ("attention",)
-
 
 class TranslationConfig(TextConfig):
     """Encoder-decoder of Vaswani 2017, post-normalised.
@@ -113,12 +110,13 @@ class TranslationConfig(TextConfig):
     Args:
         target_vocab_size: of a separate target vocabulary and embedding; None: one embedding for source,
             target and output.
-        encoder_layers, decoder_layers: how many.
         encoder_attention, decoder_attention, cross_attention: dicts that replace `attention`.
     """
 
     model_type = "moh_translation"
     attribute_map = {"num_hidden_layers": "encoder_layers"}
+    depths = ("encoder_layers", "decoder_layers")
+    roles = ("attention", "encoder_attention", "decoder_attention", "cross_attention")
 
     target_vocab_size: Optional[int] = None
     encoder_layers: int = 6
@@ -129,24 +127,11 @@ class TranslationConfig(TextConfig):
     is_encoder_decoder: bool = True
     decoder_start_token_id: Optional[int] = 1
 
-    @property
-    def depths(self) -> tuple:
-        return ("encoder_layers", "decoder_layers")
-
-    @property
-    def roles(self) -> tuple:
-        return ("attention", "encoder_attention", "decoder_attention", "cross_attention")
-
-    @property
-    def output_vocab_size(self) -> int:
-        return self.target_vocab_size or self.vocab_size
-
 
 class MaskedLMConfig(TextConfig):
     """Encoder for masked language modelling, as RoBERTa: learned positions, embedding norm, post-normalised.
 
     Args:
-        num_hidden_layers: how many.
         max_position_embeddings: learned positions; the longest text.
         initializer_range: standard deviation of the first weights.
     """
@@ -164,7 +149,6 @@ class CausalLMConfig(TextConfig):
     """Decoder for language modelling with Baevski and Auli's adaptive input and output (2019), pre-normalised.
 
     Args:
-        num_hidden_layers: how many.
         adaptive_cutoffs: word ids, sorted by frequency, that begin bands of narrower embeddings; empty: one
             embedding of full width, tied to an ordinary softmax.
         adaptive_factor: how many times narrower each band is than the one before.
@@ -191,3 +175,103 @@ class CausalLMConfig(TextConfig):
             )
         self.adaptive_cutoffs = cutoffs
         super().__post_init__(**kwargs)
+
+
+def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig) -> list[list[int]]:
+    """One [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads active.
+
+    With a share, each layer's shared heads are min(half of all, half of the active), rounded down, for "query_norm",
+    unless the spec gives them; for "moh" 40 % of the active ones. `group`: count heads in whole key-value groups.
+    """
+    heads = config.num_attention_heads
+    size = heads // config.num_key_value_heads if group else 1
+    if spec is None:
+        spec = [[s * size, r * size] for s, r in all_heads([heads // size] * config.num_hidden_layers)]
+    budgets = resolve_budget(spec, config.num_hidden_layers, heads, config.head_dim, size)
+    if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec)[2] is not None:
+        return [[b.shared, b.routed] for b in budgets]
+    shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
+    return [[s, b.active - s] for s, b in zip(shared, budgets)]
+
+
+def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
+    """The field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs."""
+    if not isinstance(moh, dict):
+        raise ValueError(f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model")
+    for key in moh:
+        if key not in MOH_FIELDS:
+            raise ValueError(f"moh: there is no {key!r}, {closest(key, MOH_FIELDS)}")
+    moh = {**MOH_FIELDS, **moh}
+    router, kwargs = moh["router"], moh["router_kwargs"]
+    if router not in CAUSAL_ROUTERS:
+        raise ValueError(f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}")
+    if not isinstance(moh["group"], bool):
+        raise ValueError(f"group={moh['group']!r} is not True or False")
+    if moh["group"] and router != "query_norm":
+        raise ValueError(
+            f"group=True chooses whole key-value groups by their queries: it needs 'query_norm', not {router!r}"
+        )
+    for key in kwargs or {}:
+        if key not in ROUTER_KEYS[router]:
+            allowed = ", ".join(ROUTER_KEYS[router]) or "nothing"
+            raise ValueError(f"router_kwargs: router {router!r} has no {key!r}, it takes {allowed}")
+    moh["head_budget"] = budget_pairs(moh["head_budget"], router, moh["group"], config)
+    return moh
+
+
+def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
+    """What the config says of each layer; of a dense model that all its heads are shared."""
+    heads, width = config.num_attention_heads, config.head_dim
+    pairs = [[heads, 0]] * config.num_hidden_layers if config.moh is None else config.moh["head_budget"]
+    return [HeadBudget(heads, width, *pair) for pair in pairs]
+
+
+class RoutedConfig:
+    """Checks sizes and completes the field `moh`; a mixin before transformers' class."""
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        check_whole(self, (*SIZES, "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"))
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_key_value_heads={self.num_key_value_heads} does not divide "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+        if getattr(self, "head_dim", None) is None:  # Qwen2's has none
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.moh is not None:
+            self.moh = checked_moh(self.moh, self)
+
+
+class MoHLlamaConfig(RoutedConfig, LlamaConfig):
+    """transformers' LlamaConfig and `moh`.
+
+    Args:
+        moh: None: every head runs. Else a dict of
+            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
+            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
+            executor: a name in `moh_vision.attention.EXECUTORS`;
+            group: choose query heads by whole key-value groups ("query_norm" only);
+            router_kwargs: gate_scale and two_stage of "moh".
+    """
+
+    model_type = "moh_llama"
+    moh: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.validate_architecture()  # LLaMA's own check, which a subclass is not put to
+
+
+class MoHQwen2Config(RoutedConfig, Qwen2Config):
+    """transformers' Qwen2Config and `moh`, see `MoHLlamaConfig`."""
+
+    model_type = "moh_qwen2"
+    moh: dict | None = None
+
+
+class MoHQwen3Config(RoutedConfig, Qwen3Config):
+    """transformers' Qwen3Config and `moh`, see `MoHLlamaConfig`."""
+
+    model_type = "moh_qwen3"
+    moh: dict | None = None

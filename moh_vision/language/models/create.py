@@ -1,14 +1,10 @@
-"""Text models of the papers by name, for transformers, with attention heads as experts.
-
-They need the extra "text", so nothing else imports this module.
-"""
+"""Text models of the papers by name, for transformers, with attention heads as experts."""
 
 import re
 from typing import Any, Dict, List, Tuple
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
@@ -17,36 +13,26 @@ from transformers import (
     PreTrainedModel,
 )
 
+import moh_vision.language.models.llama.model  # noqa: F401  registers its models
 from moh_vision.engine.commands import closest, message_of
+from moh_vision.language.models.base import MODELS, register
 from moh_vision.language.models.causal_lm import CausalLMModel
-from moh_vision.language.models.configs import CausalLMConfig, MaskedLMConfig, TextConfig, TranslationConfig
-from moh_vision.language.models.llama.configs import MOH_FIELDS, MoHLlamaConfig
-from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
+from moh_vision.language.models.configs import (
+    MOH_FIELDS,
+    CausalLMConfig,
+    MaskedLMConfig,
+    MoHLlamaConfig,
+    TextConfig,
+    TranslationConfig,
+)
 from moh_vision.language.models.masked_lm import MaskedLMModel
 from moh_vision.language.models.translation import TranslationModel
 
-__all__ = [
-    "CausalLMConfig",
-    "CausalLMModel",
-    "MaskedLMConfig",
-    "MaskedLMModel",
-    "TranslationConfig",
-    "TranslationModel",
-    "create_text_model",
-    "list_text_presets",
-]
+__all__ = ["CausalLMModel", "MaskedLMModel", "TranslationModel", "create_text_model", "list_text_presets"]
 
-MODELS = {model.config_class: model for model in (TranslationModel, MaskedLMModel, CausalLMModel)}
-
-for auto, model in (
-    (AutoModelForSeq2SeqLM, TranslationModel),
-    (AutoModelForMaskedLM, MaskedLMModel),
-    (AutoModelForCausalLM, CausalLMModel),
-):
-    AutoConfig.register(model.config_class.model_type, model.config_class)
-    auto.register(model.config_class, model)
-MODELS[MoHLlamaForCausalLM.config_class] = MoHLlamaForCausalLM  # which registers itself
-
+register(AutoModelForSeq2SeqLM, TranslationModel)
+register(AutoModelForMaskedLM, MaskedLMModel)
+register(AutoModelForCausalLM, CausalLMModel)
 
 MAE = {
     "mae_7": {"router": "mae", "leave_out": 1},
@@ -56,6 +42,7 @@ MAE = {
     # MAE-7's model; but gates and experts are trained together (Peng 2020, section 3).
     "nobcd": {"router": "mae", "leave_out": 1},
 }
+MOH = {f"moh_{percent}": {"router": "moh", "head_budget": percent / 100} for percent in (75, 50)}
 # The rows of Zhang 2022, tables 1 to 3. Other xKyEzD are understood too.
 MOA_TRANSLATION = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E64D", "8K32E128D", "8K32E256D", "4K32E256D", "16K32E256D")
 MOA_MASKED = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E256D", "8K64E256D")
@@ -65,27 +52,14 @@ MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_dropout=0.1)
 BASE = dict(vocab_size=32_768, dropout=0.1)
 BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
-WT103 = dict(
-    vocab_size=267_744,
-    hidden_size=1024,
-    intermediate_size=4096,
-    adaptive_cutoffs=[20_000, 60_000],
-    dropout=0.3,
-    attention_dropout=0.1,
-    activation_dropout=0.1,
-)
+WT103 = dict(vocab_size=267_744, hidden_size=1024, intermediate_size=4096, adaptive_cutoffs=[20_000, 60_000])
+WT103.update(dropout=0.3, attention_dropout=0.1, activation_dropout=0.1)
 # Jin 2024, appendix B.1: LLaMA's architecture, untied output. The paper omits the norms' epsilon (here LLaMA 2's)
 # and the initialisation (here transformers' normal distribution of deviation 0.02).
 LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)
 LLAMA.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-LLAMA_SIZES = {
-    "small": dict(
-        LLAMA, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
-    ),
-    "base": dict(
-        LLAMA, hidden_size=1536, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16,
-    ),
-}  # fmt: skip
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+LLAMA_SIZES = {"small": (768, 2048, 12, 12), "base": (1536, 4096, 24, 16)}
 
 
 def moa(name: str, bias: bool) -> dict:
@@ -96,22 +70,20 @@ def moa(name: str, bias: bool) -> dict:
 
 def presets() -> Dict[str, Tuple[type, dict]]:
     """Every named preset: its config class and that config's fields."""
-    named = {
+    named: Dict[str, Tuple[type, dict]] = {
         "mt_transformer_base": (TranslationConfig, BASE),
         "mt_transformer_big": (TranslationConfig, BIG),
         "mlm_base": (MaskedLMConfig, {}),
         "clm_wt103_base": (CausalLMConfig, WT103),
     }
-    for name, attention in MAE.items():
+    for name, attention in {**MAE, **MOH}.items():
         named[f"mt_{name}"] = (TranslationConfig, dict(BASE, attention=attention))
-    for percent in (75, 50):
-        attention = {"router": "moh", "head_budget": percent / 100}
-        named[f"mt_moh_{percent}"] = (TranslationConfig, dict(BASE, attention=attention))
     for name in MOA_TRANSLATION:
         named[f"mt_moa_{name}"] = (TranslationConfig, dict(MOA_MT, attention=moa(name, bias=False)))
     for name in MOA_MASKED:
         named[f"mlm_moa_{name}"] = (MaskedLMConfig, {"attention": moa(name, bias=True)})
-    for size, fields in LLAMA_SIZES.items():
+    for size, numbers in LLAMA_SIZES.items():
+        fields = dict(LLAMA, **dict(zip(SIZES, numbers)))
         named[f"clm_{size}"] = (MoHLlamaConfig, fields)
         for percent in (75, 50):
             # The paper gives the share of active heads, not their spread over layers or the shared ones: here equal
@@ -135,9 +107,7 @@ def task_of(preset: str) -> str:
 
 
 def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
-    """A text model with new weights.
-
-    It has `forward_routed` and `routed_loss`, see `moh_vision.language.models.base.TextModel`.
+    """A text model with new weights, and methods `forward_routed` and `routed_loss`.
 
     Args:
         preset: see `list_text_presets`: mt_* translate, mlm_* predict masked words, clm_* the next word.
@@ -146,7 +116,7 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
         **overrides: fields of its config, such as vocab_size=8000, encoder_layers=3, dropout=0.3 or
             cross_attention=dict(router="dense"); head_budget (else from the field `attention`); for LLaMA-style
             models also router, executor, group and router_kwargs, see
-            `moh_vision.language.models.llama.configs.MoHLlamaConfig`.
+            `moh_vision.language.models.configs.MoHLlamaConfig`.
     """
     config = preset_config(preset, **overrides)
     return MODELS[type(config)](config)
@@ -175,18 +145,13 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
         if name not in allowed:
             raise ValueError(f"{preset} has no {name!r}: {closest(name, allowed)}")
     fields = {**fields, **overrides}
-    return llama_config(preset, fields) if config_class is MoHLlamaConfig else config_class(**fields)
-
-
-def llama_config(preset: str, fields: dict) -> MoHLlamaConfig:
-    """Build a LLaMA-style config; `fields` are those of LlamaConfig and of `moh`, such as router."""
+    if config_class is not MoHLlamaConfig:
+        return config_class(**fields)
     moh = {name: fields.pop(name) for name in MOH_FIELDS if name in fields}
-    if moh and moh.get("router") is None:
-        given = ", ".join(name for name in moh if name != "router")
-        if given:
-            raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
-        moh = {}
+    given = ", ".join(name for name in moh if name != "router")
+    if given and moh.get("router") is None:
+        raise ValueError(f"{preset} is dense: {given} needs router='moh' or 'query_norm'")
     try:
-        return MoHLlamaConfig(**fields, moh=moh or None)
+        return MoHLlamaConfig(**fields, moh=moh if moh.get("router") else None)
     except StrictDataclassError as error:  # transformers' own checks, in several lines
         raise ValueError(f"{preset}: {message_of(error)}") from None

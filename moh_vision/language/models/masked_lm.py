@@ -2,17 +2,15 @@
 
 from typing import List, Optional
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import MaskedLMOutput
 from transformers.utils import can_return_tuple
 
-from moh_vision.attention import RoutingStats, run_block
+from moh_vision.attention import RoutingStats
 from moh_vision.language.models.adaptive import log_softmax
 from moh_vision.language.models.base import TextModel
-from moh_vision.language.models.blocks import TextLayer, build_attention, padding_of, token_positions
+from moh_vision.language.models.blocks import TextLayers, padding_of, token_positions
 from moh_vision.language.models.configs import MaskedLMConfig
 
 
@@ -21,6 +19,8 @@ class MaskedLMModel(TextModel):
 
     config_class = MaskedLMConfig
     _tied_weights_keys = {"output.weight": "embedding.weight"}
+    _input_embed_layer = "embedding"
+    xavier = False  # RoBERTa's
 
     def __init__(self, config: MaskedLMConfig):
         super().__init__(config)
@@ -29,35 +29,19 @@ class MaskedLMModel(TextModel):
         self.positions = nn.Embedding(config.max_position_embeddings, dim)
         self.embedding_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(config.dropout)
-        attention = build_attention(config.attention, config, config.num_hidden_layers, pool="sequence")
-        self.layers = nn.ModuleList(TextLayer(config, self_attn, activation="gelu") for self_attn in attention)
+        options = dict(pool="sequence", activation="gelu")
+        self.layers = TextLayers(config, config.attention, config.num_hidden_layers, **options)
         self.head = nn.Linear(dim, dim)
         self.head_norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, config.vocab_size)
         self.post_init()
 
-    def get_input_embeddings(self) -> nn.Embedding:
-        return self.embedding
-
-    def get_output_embeddings(self) -> nn.Linear:
-        return self.output
-
     @can_return_tuple
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Optional[Tensor] = None,
-        labels: Optional[Tensor] = None,
+        self, input_ids: Tensor, attention_mask: Optional[Tensor] = None, labels: Optional[Tensor] = None
     ) -> MaskedLMOutput:
-        """Predict the masked words.
-
-        Args:
-            input_ids, attention_mask: [B, N]; 1 real, 0 padding.
-            labels: [B, N], -100 where nothing is to be predicted.
-
-        Returns:
-            loss (mean -log p, if there are labels) and logits (log-probabilities) [B, N, V].
-        """
+        """Predict the masked words; logits are log-probabilities [B, N, V]. input_ids, attention_mask (1 real, 0 padding)
+        and labels (-100: no loss): [B, N]."""
         hidden = self.hidden_states(input_ids, attention_mask)
         return MaskedLMOutput(loss=self.mean_loss(hidden, labels), logits=self.log_probs(hidden))
 
@@ -74,21 +58,7 @@ class MaskedLMModel(TextModel):
             )
         x = self.embedding(input_ids) + self.positions(token_positions(input_ids, attention_mask))
         x = self.dropout(self.embedding_norm(x))
-        padding = padding_of(attention_mask)
-        for layer in self.layers:
-            x = run_block(layer, x, padding, stats=stats, checkpoint=self.checkpointer)
-        return x
+        return self.layers(x, padding_of(attention_mask), stats=stats, checkpoint=self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return log_softmax(self.output(self.head_norm(F.gelu(self.head(hidden)))))
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """RoBERTa's: every linear layer and embedding normal with initializer_range."""
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            PreTrainedModel._init_weights(self, module)
-        else:
-            super()._init_weights(module)
-
-    def _init_attention(self, attention) -> None:
-        """Do nothing: the linear layers inside are initialised already."""

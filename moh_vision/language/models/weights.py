@@ -1,4 +1,4 @@
-"""Trained text models: transformers' Llama and Qwen families, and runs."""
+"""Models of runs: presets, pre-trained ones of transformers' Llama and Qwen families, and those that runs wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional, Union
+from typing import Iterator, List, Optional, Tuple, Union
 
 import torch
 from safetensors import SafetensorError
@@ -17,31 +17,82 @@ from transformers.utils import logging
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.engine.ranks import say
-from moh_vision.language.models.create import MODELS
+from moh_vision.language.data.inputs import CausalInputs, TextInputs
+from moh_vision.language.data.vocabulary import TOKENIZER, NumberedVocabulary, Vocabulary
+from moh_vision.language.models.base import MODELS
+from moh_vision.language.models.configs import MOH_FIELDS
+from moh_vision.language.models.create import create_text_model, task_of
 from moh_vision.language.models.llama.model import FAMILIES, convert_llama
 from moh_vision.models.weight_files import read_safetensors, weights_file
 from moh_vision.models.weights import refuse_other_shapes
 
-CONVERT_KEYS = ("head_budget", "router", "executor", "router_kwargs", "group")
+
+def task_for(model) -> str:
+    """The task of a `TextModelConfig`: "mt", "mlm" or "clm"."""
+    return "clm" if model.pretrained else task_of(model.name)
+
+
+def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
+    """Return the model, and its arguments for exported weights. A resumed pre-trained model is built from
+    config.output without weights, because a checkpoint follows.
+    """
+    m = config.model
+    if m.pretrained:
+        arguments = dict(pretrained=m.pretrained, convert=m.arguments(), **text.model_arguments())
+        if resumed:
+            model = as_saved(Path(config.output))
+        else:
+            check_same_tokens(text.vocabularies[0], config)
+            model = pretrained_model(*arguments.values())
+    else:
+        arguments = config.model_arguments(text.model_arguments())
+        model = create_text_model(m.name, **arguments)
+    config.check_model(model.config)
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(text, CausalInputs):
+        if positions is not None and config.data.block > positions:
+            raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
+        for name, number in text.special_tokens().items():
+            for about in configs_of(model):
+                setattr(about, name, number)
+    if config.checkpointing:
+        # Not reentrant: reentrant checkpointing loses routing statistics.
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable(dict(use_reentrant=False))
+    return model, arguments
+
+
+def check_same_tokens(vocabulary, config) -> None:
+    """Raise ValueError if the vocabulary numbers a token otherwise than a tokenizer in model.pretrained:
+    the model would read other words than it learnt."""
+    file = Path(config.model.pretrained, TOKENIZER)
+    if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
+        return
+    learnt = Vocabulary.load(file, foreign=True)
+    for number in range(min(len(vocabulary), len(learnt))):
+        if vocabulary.token(number) != learnt.token(number):
+            raise ValueError(
+                f"data.tokenizer {config.data.tokenizer}: token {number} is {vocabulary.token(number)!r}, "
+                f"in {file} {learnt.token(number)!r}; expected that one, or one that adds tokens behind it"
+            )
+
+
+def configs_of(model: nn.Module) -> list:
+    """A model's config and, if it has one, generation_config."""
+    return [c for c in (model.config, getattr(model, "generation_config", None)) if c is not None]
 
 
 def pretrained_model(
-    source: Union[str, Path],
-    convert: Optional[dict] = None,
-    vocab_size: Optional[int] = None,
+    source: Union[str, Path], convert: Optional[dict] = None, vocab_size: Optional[int] = None
 ) -> PreTrainedModel:
-    """Load a model in float32, with at least the given number of tokens.
+    """Load a folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours, in float32.
 
-    Args:
-        source: folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours.
-        convert: arguments of `convert_llama`; None: no conversion.
-        vocab_size: tokens that it must have. A smaller model grows, as by transformers' `resize_token_embeddings`:
-            new rows of embedding and output are drawn from the normal distribution with the old rows' mean and
-            covariance. A larger model stays.
+    A model of less than `vocab_size` tokens grows: transformers draws new rows of embedding and output from the normal
+    distribution with the old rows' mean and covariance. `convert`: arguments of `convert_llama`; None: no conversion.
     """
     for key in convert or {}:
-        if key not in CONVERT_KEYS:
-            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, CONVERT_KEYS)}")
+        if key not in MOH_FIELDS:
+            raise ValueError(f"model.convert: there is no {key!r}: {closest(key, MOH_FIELDS)}")
     config, ours = _config(source)
     try:
         with quiet():
@@ -50,9 +101,9 @@ def pretrained_model(
             )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
-    lost = sorted(name for name in found["missing_keys"] if ".router." not in name)
-    if lost or found["mismatched_keys"]:
-        wrong = lost or sorted(name for name, *_ in found["mismatched_keys"])
+    wrong = sorted(name for name in found["missing_keys"] if ".router." not in name)
+    wrong = wrong or sorted(name for name, *_ in found["mismatched_keys"])
+    if wrong:
         raise ValueError(f"model.pretrained {source}: its weights do not have, or not in the right shape, {wrong[:5]}")
     if convert is not None:
         if config.moh is not None:
@@ -76,27 +127,25 @@ def pretrained_model(
 def saved_model(folder: Union[str, Path]) -> PreTrainedModel:
     """Load a model that `save_pretrained` wrote, of ours or as `pretrained_model` takes it."""
     try:
-        kind = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
-        if kind is None:
-            return pretrained_model(folder)
+        ours = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         with quiet():
-            return kind.from_pretrained(folder)
+            return ours.from_pretrained(folder) if ours else pretrained_model(folder)
     except (OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise ValueError(f"{folder}: {reason_of(error)}") from None
 
 
-def model_as_saved(source: Union[str, Path]) -> PreTrainedModel:
-    """Build a folder's model with new float32 weights, to load a checkpoint into."""
-    config, ours = _config(source)
-    config.dtype = torch.float32
-    return ours(config)
+def as_saved(run: Path) -> PreTrainedModel:
+    """Build a run's model with new weights, to load its own into."""
+    config = AutoConfig.from_pretrained(run, trust_remote_code=False)
+    if type(config) not in MODELS:
+        raise ValueError(f"{run / 'config.json'}: its model_type {config.model_type!r} is none of a run")
+    return MODELS[type(config)](config)
 
 
 def text_from_run(file: Path) -> nn.Module:
     """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
     run = run_of(file)
-    about = AutoConfig.from_pretrained(run, trust_remote_code=False)
-    model = MODELS[type(about)](about) if type(about) in MODELS else model_as_saved(run)
+    model = as_saved(run)
     if init_text(model, str(file), read_safetensors(file, lambda name: False)[1]["vocabularies"]):
         raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
     return model.eval()
@@ -128,9 +177,7 @@ def _config(source: Union[str, Path]):
         )
     if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):  # on the hub: NAME or OWNER/NAME
         raise ValueError(f"model.pretrained {source}: no such folder")
-    classes: Dict[str, type] = {}
-    for theirs, ours in FAMILIES.items():
-        classes[theirs.config_class.model_type] = classes[ours.config_class.model_type] = ours
+    classes = {c.config_class.model_type: ours for theirs, ours in FAMILIES.items() for c in (theirs, ours)}
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -151,8 +198,7 @@ def _config(source: Union[str, Path]):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide transformers' bars where nobody sees them, and warnings that we give ourselves."""
-    level = logging.get_verbosity()
-    bars = logging.is_progress_bar_enabled()
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

@@ -9,7 +9,7 @@ from llama_tiny import DEPTH, FAMILIES, GROUPS, HEADS, SIZES, dense, slow, words
 from refusals import one_line
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import moh_vision
 from moh_vision.attention import attention_layers, load_balance_loss
@@ -104,12 +104,6 @@ def test_saved_and_loaded(family, options, tmp_path):
             assert torch.equal(loaded(words()).logits, model(words()).logits)
 
 
-def test_folders_without_the_field_are_transformers_own(tmp_path):
-    dense().save_pretrained(tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(loaded) is LlamaForCausalLM and not hasattr(AutoConfig.from_pretrained(tmp_path), "moh")
-
-
 def test_a_dense_model_of_ours_is_saved_converted_and_saved_again(tmp_path):
     model = create_text_model("clm_small", **{**SIZES, "eos_token_id": 2}).eval()
     model.save_pretrained(tmp_path)
@@ -198,13 +192,11 @@ def test_the_released_layout(tmp_path):
     assert load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed").dtype == torch.bfloat16
 
 
-class Quantised(nn.Linear):
-    """Stands for a library's."""
-
-
 @pytest.mark.parametrize(
     "family, options, message",
     [
+        ("llama", dict(router="moh", router_kwargs=dict(gate_scale="x")), "gate_scale 'x'"),
+        ("llama", dict(calibrate=[]), "calibrate holds no batch"),
         ("llama", dict(router="mae"), "router 'mae' is not for a causal model: give query_norm or moh"),
         ("llama", dict(scope="sample"), "scope 'sample': .* scope is 'token'"),
         ("llama", dict(head_budget=[(4, 2)]), "lists 1 layers, the model has 2"),
@@ -217,25 +209,25 @@ class Quantised(nn.Linear):
 )
 def test_refused_options_leave_the_model_as_it_was(family, options, message):
     model = dense(family)
-    kind, config, want = type(model), model.config.to_dict(), model(words()).logits
+    kind, config, want, modules = type(model), model.config, model(words()).logits, list(model.modules())
     with one_line(message):
         moh_vision.convert(model, **options)
-    assert type(model) is kind and model.config.to_dict() == config and torch.equal(model(words()).logits, want)
+    assert type(model) is kind and model.config is config and not hasattr(config, "moh")
+    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
+    assert torch.equal(model(words()).logits, want)
 
 
 def test_refused_models():
     gpt = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=8))
-    with pytest.raises(ValueError, match="takes LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM .*not GPT2LMHead"):
-        moh_vision.convert(gpt)
-    with pytest.raises(ValueError, match="Llama-, Qwen2- and Qwen3ForCausalLM.*not Sequential"):
-        moh_vision.convert(nn.Sequential(dense()))
-    with pytest.raises(ValueError, match="has routed heads already: set_head_budget"):
-        moh_vision.convert(moh_vision.convert(dense(), head_budget=0.5))
     model = dense()
-    model.model.layers[1].self_attn.k_proj = Quantised(32, 16, bias=False)
-    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.k_proj is a Quantised: .*quantise or add adapters"):
-        moh_vision.convert(model)
-    with pytest.raises(ValueError, match="calibrate holds no batch"):
-        moh_vision.convert(dense(), calibrate=[])
-    with pytest.raises(ValueError, match="group=True is for language models"):
-        moh_vision.convert(nn.Linear(2, 2), group=True)
+    model.model.layers[1].self_attn.k_proj = type("Quantised", (nn.Linear,), {})(32, 16, bias=False)
+    routed, other = moh_vision.convert(dense(), head_budget=0.5), nn.Sequential(dense())
+    for refused, options, message in (
+        (gpt, {}, "takes LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM .*not GPT2LMHead"),
+        (other, {}, "Llama-, Qwen2- and Qwen3ForCausalLM.*not Sequential"),
+        (routed, {}, "has routed heads already: set_head_budget"),
+        (model, {}, r"model.layers.1.self_attn.k_proj is a Quantised: .*quantise or add adapters"),
+        (nn.Linear(2, 2), dict(group=True), "group=True is for language models"),
+    ):
+        with one_line(message):
+            moh_vision.convert(refused, **options)

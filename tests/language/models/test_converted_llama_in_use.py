@@ -1,12 +1,10 @@
 """Converted LLaMA-style models where other libraries, or other models, have a hand in them."""
 
-import copy
-
 import pytest
 import torch
 from accelerate import cpu_offload
 from llama_tiny import FAMILIES, dense, left_padded, words
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import moh_vision
 from moh_vision.attention.routing import Call
@@ -24,19 +22,9 @@ def test_models_that_share_a_config_keep_their_own_routing(tmp_path):
     moh_vision.convert(third, head_budget="uniform:0.75")
     assert second.config.moh["head_budget"] == [[2, 2]] * 2 and third.config.moh["head_budget"] == [[3, 3]] * 2
     first.save_pretrained(tmp_path)
-    assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is type(first) and first.config.model_type == "llama"
-
-
-@pytest.mark.parametrize("options", [dict(router="moh", router_kwargs=dict(gate_scale="x")), dict(calibrate=[])])
-def test_what_is_refused_leaves_the_model_as_it_was(options):
-    model = dense()
-    want, modules = model(words()).logits, list(model.modules())
-    with pytest.raises(ValueError, match="gate_scale 'x'|no batch"):
-        moh_vision.convert(model, head_budget=HALF, **options)
-    assert type(model) is LlamaForCausalLM and type(model.config) is LlamaConfig
-    assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
-    assert torch.equal(model(words()).logits, want)
-    moh_vision.convert(model, head_budget=HALF)
+    for kind in (LlamaForCausalLM, AutoModelForCausalLM):  # a folder without the field is transformers' own
+        loaded = kind.from_pretrained(tmp_path)
+        assert type(loaded) is LlamaForCausalLM and not hasattr(loaded.config, "moh")
 
 
 @pytest.mark.parametrize("batches", [words(), dict(input_ids=words())], ids=["tensor", "dict"])
@@ -50,16 +38,6 @@ def test_offloaded_weights():
     want = model(words()).logits
     cpu_offload(model, CPU)
     assert torch.equal(model(words()).logits, want)
-
-    model = moh_vision.convert(dense(), head_budget=HALF, router="moh")
-    for name, p in model.named_parameters():
-        if ".router." in name:
-            p.data.normal_()
-    want, other = model(words()).logits, copy.deepcopy(model)
-    cpu_offload(model, CPU)
-    torch.testing.assert_close(model(words()).logits, want)
-    cpu_offload(other, CPU, preload_module_classes=["MoHRouter"])
-    assert torch.equal(other(words()).logits, want)
 
     model = dense()
     cpu_offload(model, CPU)
@@ -116,13 +94,11 @@ def test_autocast(family):
 def test_hooks_of_the_dense_layers_stay():
     model, seen = dense(), []
     attn = model.model.layers[0].self_attn
-    handles = [
-        attn.register_forward_hook(lambda module, args, kwargs, out: seen.append(sorted(kwargs)), with_kwargs=True),
-        attn.register_forward_pre_hook(lambda module, args, kwargs: seen.append("before"), with_kwargs=True),
-    ]
+    hooks = (attn.register_forward_pre_hook, attn.register_forward_hook)
+    handles = [hook(lambda module, args, kwargs, *out: seen.append(sorted(kwargs)), with_kwargs=True) for hook in hooks]
     moh_vision.convert(model, head_budget=HALF)
     model(words())
-    assert seen[0] == "before" and "hidden_states" in seen[1] and len(seen) == 2
+    assert len(seen) == 2 and all("hidden_states" in kwargs for kwargs in seen)
     for handle in handles:
         handle.remove()
     model(words())

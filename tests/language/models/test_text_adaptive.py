@@ -1,4 +1,4 @@
-"""The adaptive vocabulary against plain loops and torch's own adaptive softmax."""
+"""The adaptive vocabulary against torch's own adaptive softmax."""
 
 import pytest
 import torch
@@ -38,26 +38,6 @@ def test_input_is_the_projected_embedding_of_its_band(vocabulary):
         torch.testing.assert_close(row, expected)
 
 
-def naive(vocabulary, h):
-    """log p of all words for one hidden vector."""
-    first = torch.cat([vocabulary.embeddings[0].weight @ h, vocabulary.clusters.weight @ h]).softmax(0)
-    p = [*first[:8]]
-    for band in (1, 2):
-        narrow = vocabulary.projections[band].weight.T @ h
-        p += [*(first[7 + band] * (vocabulary.embeddings[band].weight @ narrow).softmax(0))]
-    return torch.stack(p).log()
-
-
-def test_log_probs_sum_to_one_and_equal_a_naive_softmax(vocabulary):
-    hidden = torch.randn(2, 5, DIM, dtype=torch.float64)
-    log_probs = vocabulary.log_probs(hidden)
-    assert log_probs.shape == (2, 5, VOCAB)
-    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(2, 5, dtype=torch.float64))
-    for b in range(2):
-        for n in range(5):
-            torch.testing.assert_close(log_probs[b, n], naive(vocabulary, hidden[b, n]))
-
-
 def test_nll_equals_the_full_softmax_in_value_and_gradient(vocabulary):
     hidden = torch.randn(60, DIM, dtype=torch.float64, requires_grad=True)
     words = torch.randint(0, VOCAB, (60,))
@@ -71,11 +51,8 @@ def test_nll_equals_the_full_softmax_in_value_and_gradient(vocabulary):
 
 
 def test_nll_never_computes_words_of_bands_that_do_not_occur(vocabulary, monkeypatch):
-    rows = []
-    rare = AdaptiveVocabulary._rare
-    monkeypatch.setattr(
-        AdaptiveVocabulary, "_rare", lambda self, h, band: (rows.append((band, len(h))), rare(self, h, band))[1]
-    )
+    rows, rare = [], vocabulary._rare
+    monkeypatch.setattr(vocabulary, "_rare", lambda h, band: (rows.append((band, len(h))), rare(h, band))[1])
     vocabulary.nll(torch.randn(5, DIM, dtype=torch.float64), torch.tensor([0, 9, 3, 10, 1]))
     assert rows == [(1, 2), (2, 0)]
 
@@ -88,7 +65,9 @@ def test_torchs_adaptive_softmax_with_the_same_weights_agrees(vocabulary):
             oracle.tail[band - 1][0].weight.copy_(vocabulary.projections[band].weight.T)
             oracle.tail[band - 1][1].weight.copy_(vocabulary.embeddings[band].weight)
     hidden, words = torch.randn(40, DIM, dtype=torch.float64), torch.randint(0, VOCAB, (40,))
-    torch.testing.assert_close(vocabulary.log_probs(hidden), oracle.log_prob(hidden))
+    log_probs = vocabulary.log_probs(hidden)
+    torch.testing.assert_close(log_probs, oracle.log_prob(hidden))
+    torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(40, dtype=torch.float64))
     torch.testing.assert_close(-vocabulary.nll(hidden, words), oracle(hidden, words).output)
 
 

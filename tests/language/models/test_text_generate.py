@@ -19,17 +19,8 @@ def next_log_probs(model, source, prefixes):
     return model(input_ids=source.expand(len(ids), -1), decoder_input_ids=ids).logits[:, -1]
 
 
-def greedy(model, source, prefix, steps):
-    words = list(prefix)
-    for _ in range(steps):
-        words.append(next_log_probs(model, source, [words]).argmax().item())
-        if words[-1] == EOS:
-            break
-    return words
-
-
 def beam_search(model, source, prefix, steps, beams, length_penalty):
-    """The textbook's: a hypothesis is finished with eos; stop with as many finished ones as beams."""
+    """The textbook's: a hypothesis is finished with eos; stop with as many finished ones as beams. One beam is greedy."""
     running, finished = [(0.0, list(prefix))], []
     for step in range(1, steps + 1):
         candidates = []
@@ -87,11 +78,10 @@ def likes_to_end(model, bonus=2.0):
 def test_greedy(preset, attention):
     model = likes_to_end(tiny(preset, attention))
     inputs, alone = sentences(model)
-    out = model.generate(**inputs, max_new_tokens=8, do_sample=False)
-    slow = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=False)
+    out, slow = (model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=kept) for kept in (True, False))
     assert torch.equal(out, slow)
     for row, (source, prefix) in zip(out, alone):
-        assert trimmed(row) == greedy(model, source, prefix, 8)
+        assert trimmed(row) == beam_search(model, source, prefix, 8, 1, 0.0)[1]
 
 
 @pytest.mark.parametrize("preset", ["mt_transformer_base", "clm_wt103_base"])
@@ -99,11 +89,9 @@ def test_greedy(preset, attention):
 def test_beam_search(preset, attention, monkeypatch):
     model = likes_to_end(tiny(preset, attention))
     inputs, alone = sentences(model)
-    moves = []
-    reorder = DecoderLayerCache.reorder_cache
-    monkeypatch.setattr(
-        DecoderLayerCache, "reorder_cache", lambda self, rows: (moves.append(rows), reorder(self, rows))[1]
-    )
+    moves, reorder = [], DecoderLayerCache.reorder_cache
+    spy = lambda self, rows: (moves.append(rows), reorder(self, rows))[1]  # noqa: E731
+    monkeypatch.setattr(DecoderLayerCache, "reorder_cache", spy)
     settings = dict(max_new_tokens=6, num_beams=3, early_stopping=True, length_penalty=0.6, do_sample=False)
     out = model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
     assert any(not torch.equal(rows, torch.arange(9)) for rows in moves)  # beams did change places
@@ -122,26 +110,20 @@ def test_starts_of_unequal_length_are_padded_on_the_left(attention):
     ids = torch.tensor([[0] * (4 - len(s)) + s for s in starts])
     out = model.generate(ids, attention_mask=(ids != 0).long(), max_new_tokens=6, do_sample=False)
     for row, start in zip(out, starts):
-        assert trimmed(row)[4 - len(start) :] == greedy(model, None, start, 6)
+        assert trimmed(row)[4 - len(start) :] == beam_search(model, None, start, 6, 1, 0.0)[1]
 
 
 @pytest.mark.parametrize("attention", ROUTED)
 def test_words_one_by_one_equal_the_whole(attention):
     causal = tiny("clm_wt103_base", attention)
-    ids = words(2, 9)
-    cache, parts = causal.new_cache(), []
-    for start, end in ((0, 4), (4, 5), (5, 9)):
-        parts.append(causal(ids[:, start:end], past_key_values=cache).logits)
+    ids, cache = words(2, 9), causal.new_cache()
+    parts = [causal(ids[:, i:j], past_key_values=cache).logits for i, j in ((0, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(torch.cat(parts, 1), causal(ids).logits, rtol=0, atol=1e-10)
     assert cache.get_seq_length() == 9
     model = tiny("mt_transformer_base", attention)
     source, mask = words(2, 6, seed=3), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    encoded = model.encoder(source, mask)
-    cache, parts = model.new_cache(), []
-    for n in range(9):
-        inputs = dict(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=ids[:, n : n + 1])
-        out = model(**inputs, past_key_values=cache)
-        parts.append(out.logits)
+    inputs = dict(encoder_outputs=model.encoder(source, mask), attention_mask=mask, past_key_values=model.new_cache())
+    parts = [model(**inputs, decoder_input_ids=ids[:, n : n + 1]).logits for n in range(9)]
     whole = model(input_ids=source, attention_mask=mask, decoder_input_ids=ids).logits
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
 

@@ -44,15 +44,21 @@ def feed_forward(ffn, x, activation=torch.relu):
     return activation(x @ ffn.inner.weight.T + ffn.inner.bias) @ ffn.outer.weight.T + ffn.outer.bias
 
 
+def encoded(layers, x, allowed, activation=torch.relu):
+    """The output of post-normalised layers of an encoder."""
+    for layer in layers:
+        x = norm(layer.self_norm, x + attend(layer.self_attn, x, x, allowed))
+        x = norm(layer.ffn_norm, x + feed_forward(layer.ffn, x, activation))
+    return x
+
+
 def test_the_dense_translation_model_is_the_transformer():
     model = tiny("mt_transformer_base")
     source, target, real = words(2, 7), words(2, 5, seed=2), torch.ones(2, 7, dtype=torch.bool)
     real[1, 4:] = False
     table = model.encoder.embedding.weight
     x = table[source] * math.sqrt(32) + position_table(7, 32)
-    for layer in model.encoder.layers:
-        x = norm(layer.self_norm, x + attend(layer.self_attn, x, x, real[:, None] | torch.eye(7, dtype=torch.bool)))
-        x = norm(layer.ffn_norm, x + feed_forward(layer.ffn, x))
+    x = encoded(model.encoder.layers, x, real[:, None] | torch.eye(7, dtype=torch.bool))
     y = table[target] * math.sqrt(32) + position_table(5, 32)
     for layer in model.decoder.layers:
         y = norm(layer.self_norm, y + attend(layer.self_attn, y, y, torch.ones(1, 5, 5).tril() > 0))
@@ -68,10 +74,7 @@ def test_the_dense_masked_language_model_is_roberta():
     model = tiny("mlm_base")
     ids = words(2, 6)
     x = norm(model.embedding_norm, model.embedding.weight[ids] + model.positions.weight[:6])
-    everything = torch.ones(1, 6, 6, dtype=torch.bool)
-    for layer in model.layers:
-        x = norm(layer.self_norm, x + attend(layer.self_attn, x, x, everything))
-        x = norm(layer.ffn_norm, x + feed_forward(layer.ffn, x, F.gelu))
+    x = encoded(model.layers, x, torch.ones(1, 6, 6, dtype=torch.bool), F.gelu)
     x = norm(model.head_norm, F.gelu(x @ model.head.weight.T + model.head.bias))
     expected = (x @ model.embedding.weight.T + model.output.bias).log_softmax(-1)
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-9)

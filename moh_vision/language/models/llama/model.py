@@ -1,80 +1,52 @@
-"""LLaMA-style causal language models with heads as experts: transformers' LLaMA, Qwen2 and Qwen3.
-
-They are transformers' classes with other attention layers and the config field `moh`. Importing this module
-registers them with AutoConfig and AutoModelForCausalLM, so saved models load without remote code.
-
-    from moh_vision.language.models.llama.model import load_moh_llama3
-    model = load_moh_llama3("MoH-LLaMA3-8B")            # the released folder
-    model = AutoModelForCausalLM.from_pretrained(RUN)   # ours
-"""
+"""LLaMA-style causal language models with heads as experts: transformers' LLaMA, Qwen2 and Qwen3 with other attention
+layers and the config field `moh`. Importing this module registers them with AutoConfig and AutoModelForCausalLM."""
 
 import os
+from collections import UserList
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from moh_vision.attention import BudgetSpec, RoutingStats
 from moh_vision.attention.budget import converted_budget
-from moh_vision.language.models.base import RoutedLoss
-from moh_vision.language.models.llama.attention import (
-    MoHLlamaAttention,
-    MoHQwen2Attention,
-    MoHQwen3Attention,
-    RoutedAttention,
-)
-from moh_vision.language.models.llama.configs import (
+from moh_vision.language.models.base import RoutedLoss, register
+from moh_vision.language.models.configs import (
     MoHLlamaConfig,
     MoHQwen2Config,
     MoHQwen3Config,
     checked_moh,
     layer_budgets,
 )
+from moh_vision.language.models.llama.attention import (
+    MoHLlamaAttention,
+    MoHQwen2Attention,
+    MoHQwen3Attention,
+    RoutedAttention,
+)
 from moh_vision.models.convert import zero_router
 from moh_vision.models.head_order import Batch, order_heads
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
-
-class Collected:
+class Collected(UserList):
     """Collects the statistics of a forward pass from layer to layer.
 
     Not a list: FSDP rebuilds lists among a module's arguments, so a layer's entries would be lost.
     """
 
-    def __init__(self):
-        self.entries: list[RoutingStats | None] = []
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def append(self, entry: RoutingStats) -> None:
-        self.entries.append(entry)
-
     def take(self) -> list[RoutingStats]:
-        """The entries, once.
-
-        A checkpointed layer keeps this object for backward, so it must not hold the graph. Its length stays, so that
-        recomputation appends nothing.
-        """
-        found, self.entries = self.entries, [None] * len(self.entries)
+        """The entries, once: a checkpointed layer keeps this object for backward, so it must not hold the graph. Its length
+        stays, so that recomputation appends nothing."""
+        found, self.data = self.data, [None] * len(self)
         return found
 
 
 class RoutedCausalLM(RoutedLoss):
     """Methods beside transformers' own; a mixin before one of its classes.
 
-    `forward`, `generate`, `save_pretrained` and `from_pretrained` are transformers'. The loss of
-    `forward(labels=...)` is only cross-entropy: to train routers use `routed_loss` and add their losses, as
+    The loss of `forward(labels=...)` is only cross-entropy: to train routers use `routed_loss` and add their losses, as
     `moh_vision.language.task.LanguageTask` does.
     """
 
@@ -94,19 +66,15 @@ class RoutedCausalLM(RoutedLoss):
 
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
-        """Make the attention of every layer that a config describes, around the layer's modules.
-
-        The model is unchanged. New "moh" routers are drawn from a normal distribution of deviation 0.02.
-        """
+        """Make the attention of every layer that a config describes, around the layer's modules; the model is unchanged."""
         moh = dict(config.moh or {"router": "dense"})
         moh.pop("head_budget", None)
         layers = zip(model.model.layers, layer_budgets(config), strict=True)
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
-    def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
-        hidden, stats = self.states_and_stats(**inputs)
-        return self.lm_head(hidden), stats
+    def log_probs(self, hidden: Tensor) -> Tensor:
+        """Logits, as transformers has them."""
+        return self.lm_head(hidden)
 
     def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T], in float32."""
@@ -117,17 +85,13 @@ class RoutedCausalLM(RoutedLoss):
         return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing), nll
 
     def states_and_stats(self, attention_mask: Tensor | None = None, **inputs) -> tuple[Tensor, list[RoutingStats]]:
-        """Return the last layer's normed output [B, N, C], and every layer's statistics, without padding.
-
-        Args:
-            attention_mask: as for forward; zeros of a [B, past + N] mask are left out of the statistics.
-            **inputs: as for forward, without labels.
-        """
+        """Return the last layer's normed output [B, N, C], and every layer's statistics, without what a mask
+        [B, past + N] hides. Arguments are those of forward, without labels."""
         self.refuse_reentrant()
-        given = inputs.get("input_ids")
-        tokens = (inputs.get("inputs_embeds") if given is None else given).shape[1]
         padded = None
         if attention_mask is not None and attention_mask.dim() == 2:
+            given = inputs.get("input_ids")
+            tokens = (inputs["inputs_embeds"] if given is None else given).shape[1]
             padded = attention_mask[:, -tokens:] == 0
         inputs.setdefault("use_cache", inputs.get("past_key_values") is not None)
         stats = Collected()
@@ -135,54 +99,37 @@ class RoutedCausalLM(RoutedLoss):
         return hidden, stats.take()
 
     def refuse_reentrant(self) -> None:
-        """Raise ValueError if activation checkpointing would be reentrant.
-
-        Its first pass records no graph, so its statistics have no gradient: routers would silently learn nothing
-        from the balance loss.
-        """
-        if not (self.training and torch.is_grad_enabled()):
-            return
-        for layer in self.model.layers:
-            if getattr(layer, "gradient_checkpointing", False):
-                keywords = getattr(layer._gradient_checkpointing_func, "keywords", {})
-                if keywords.get("use_reentrant", True):
-                    raise ValueError(
-                        "reentrant activation checkpointing would lose the routers' balance loss: enable it with "
-                        "use_reentrant=False"
-                    )
+        """Refuse reentrant activation checkpointing: its first pass records no graph, so routers would silently learn
+        nothing from the balance loss."""
+        for layer in self.model.layers if self.training and torch.is_grad_enabled() else ():
+            function = getattr(layer, "_gradient_checkpointing_func", None)
+            reentrant = getattr(function, "keywords", {}).get("use_reentrant", True)
+            if getattr(layer, "gradient_checkpointing", False) and reentrant:
+                raise ValueError(
+                    "reentrant activation checkpointing would lose the routers' balance loss: enable it with "
+                    "use_reentrant=False"
+                )
 
 
 class MoHLlamaForCausalLM(RoutedCausalLM, LlamaForCausalLM):
-    """LLaMA; `MoHLlamaConfig` says how its heads are routed."""
-
     config_class = MoHLlamaConfig
     attention_class = MoHLlamaAttention
 
 
 class MoHQwen2ForCausalLM(RoutedCausalLM, Qwen2ForCausalLM):
-    """Qwen2."""
-
     config_class = MoHQwen2Config
     attention_class = MoHQwen2Attention
 
 
 class MoHQwen3ForCausalLM(RoutedCausalLM, Qwen3ForCausalLM):
-    """Qwen3."""
-
     config_class = MoHQwen3Config
     attention_class = MoHQwen3Attention
 
 
 # transformers' class -> ours.
-FAMILIES: dict[type, type] = {
-    LlamaForCausalLM: MoHLlamaForCausalLM,
-    Qwen2ForCausalLM: MoHQwen2ForCausalLM,
-    Qwen3ForCausalLM: MoHQwen3ForCausalLM,
-}
+FAMILIES = {ours.__bases__[1]: ours for ours in (MoHLlamaForCausalLM, MoHQwen2ForCausalLM, MoHQwen3ForCausalLM)}
 
-for model_class in FAMILIES.values():
-    AutoConfig.register(model_class.config_class.model_type, model_class.config_class)
-    AutoModelForCausalLM.register(model_class.config_class, model_class)
+register(AutoModelForCausalLM, *FAMILIES.values())
 
 
 def convert_llama(
@@ -199,16 +146,14 @@ def convert_llama(
 
     Its class and config class become ours (`MoHLlamaForCausalLM`, ...); modules and weights stay the same objects.
     "query_norm" adds no parameters; those of "moh" start at zero. With all heads active the output equals the dense
-    model's, bit for bit.
+    model's, bit for bit. Where it differs from `moh_vision.convert`:
 
     Args:
         model: of transformers, or a dense one of ours.
-        head_budget: see `moh_vision.convert`. With a share, each layer's shared heads are min(half of all, half of
-            the active) for "query_norm", 40 % of the active ones for "moh". The released MoH-LLaMA3-8B is
-            [(16, 8)] * 32.
+        head_budget: with a share, each layer's shared heads are min(half of all, half of the active) for "query_norm",
+            40 % of the active ones for "moh". The released MoH-LLaMA3-8B is [(16, 8)] * 32.
         router: "query_norm" (Jin 2024, section 4.4; the default) or "moh" (its eq. 5 and 6).
         scope: "token"; a causal model has no other.
-        executor: a name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: gate_scale and two_stage of "moh".
         group: choose query heads by whole key-value groups, by the norm of the group's queries. Only so does decoding
             read fewer keys and values: those of a group that is off are skipped.
@@ -216,21 +161,13 @@ def convert_llama(
             heads by contribution, so the shared heads are the strongest, not the first. Key-value heads move
             with all their query heads: first the strongest group, and within a group the strongest head. The
             dense output stays, up to the order of its sums.
-
-    Returns:
-        the model.
     """
     if scope != "token":
         raise ValueError(f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'")
     router = "query_norm" if router is None else router
     ours = family_of(model)
-    moh = dict(
-        router=router,
-        head_budget=converted_budget(head_budget),
-        executor=executor,
-        group=group,
-        router_kwargs=router_kwargs or None,
-    )
+    moh = dict(router=router, head_budget=converted_budget(head_budget), executor=executor, group=group)
+    moh["router_kwargs"] = router_kwargs or None
     config = model.config
     # A new one, for other models may have the old one too. Making it checks the options.
     fields = dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh)
@@ -242,8 +179,7 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        layers = [layer.self_attn for layer in model.model.layers]
-        order_heads(model.model, layers, calibrate, use_cache=False)
+        order_heads(model.model, [layer.self_attn for layer in model.model.layers], calibrate, use_cache=False)
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
         zero_router(attention.router)
@@ -256,20 +192,18 @@ def convert_llama(
 
 def family_of(model: nn.Module) -> type:
     """Return our class for a dense model; refuse models that `convert_llama` cannot change."""
-    ours = FAMILIES.get(type(model))
-    if type(model) in FAMILIES.values():
-        ours = type(model)
-        if model.config.moh is not None:
-            raise ValueError("the model has routed heads already: set_head_budget changes how many run")
-    if ours is None:
+    ours = FAMILIES.get(type(model), type(model))
+    if ours not in FAMILIES.values():
         raise ValueError(
             f"convert takes {', '.join(family.__name__ for family in FAMILIES)} of transformers, not {type(model).__name__}"
         )
+    if getattr(model.config, "moh", None) is not None:
+        raise ValueError("the model has routed heads already: set_head_budget changes how many run")
     for i, layer in enumerate(model.model.layers):
         attn = layer.self_attn
         if type(attn) not in (ours.attention_class, ours.attention_class.__bases__[1]):
             raise ValueError(f"model.layers.{i}.self_attn is a {type(attn).__name__}, whose heads are not known")
-        for name in PROJECTIONS:
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(attn, name)
             if type(linear) is not nn.Linear:
                 raise ValueError(
@@ -283,23 +217,18 @@ def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -
     """Load a folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running its code.
 
     Its config.json is LLaMA's, without routing, which its code fixes: the first half of the heads are shared; of the
-    others each token chooses a quarter of all heads, by the length of their queries.
-
-    In 16 bits that code computes scores in 16 bits too, with ties; here they are float32.
+    others each token chooses a quarter of all heads, by the length of their queries. In 16 bits that code computes
+    scores in 16 bits too, with ties; here they are float32.
 
     Args:
         path: the folder, or its name on the hub.
-        executor: a name in `moh_vision.attention.EXECUTORS`.
         **kwargs: of from_pretrained, such as dtype.
     """
-    where = ("revision", "token", "cache_dir", "local_files_only", "force_download", "subfolder")
-    about, _ = PreTrainedConfig.get_config_dict(path, **{name: kwargs[name] for name in where if name in kwargs})
-    if about.get("model_type") != "llama" or about.get("moh") is not None:
-        raise ValueError(
-            f"{path}: config.json has model_type {about.get('model_type')!r}"
-            + (" and says itself how heads are routed: use from_pretrained" if about.get("moh") is not None else "")
-            + ", expected 'llama' without a field 'moh'"
-        )
+    described, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
+    kind, routed = described.get("model_type"), described.get("moh") is not None
+    if kind != "llama" or routed:
+        how = " and says itself how heads are routed: use from_pretrained" if routed else ""
+        raise ValueError(f"{path}: config.json has model_type {kind!r}{how}, expected 'llama' without a field 'moh'")
     kwargs["trust_remote_code"] = False
     model = LlamaForCausalLM.from_pretrained(path, **kwargs)
     if hasattr(model.config, "auto_map"):
