@@ -17,6 +17,7 @@ benchmarks/results/checkpoint.json.
 
 import argparse
 import hashlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -63,19 +64,21 @@ def timed_rounds(accelerator, state, folder, rounds):
     run, times = folder / "run", {name: [] for name in NAMES}
     savers = [Saver(accelerator, run, state, keep=1, background=background) for background in (False, True)]
 
-    def waiting(step):
+    steps = itertools.count(1)
+
+    def waiting():
         begin = time.perf_counter()
-        savers[0].save(3 * step + 1, {})
+        savers[0].save(next(steps), {})
         times["waiting"].append(time.perf_counter() - begin)
 
-    def background(step):
+    def background():
         begin = time.perf_counter()
-        savers[1].save(3 * step + 2, {})
+        savers[1].save(next(steps), {})
         times["stall"].append(time.perf_counter() - begin)
         savers[1].finish(last=True)
         times["written"].append(time.perf_counter() - begin)
 
-    def bare(step):
+    def bare():
         (saved,) = (run / "checkpoints").iterdir()
         begin = time.perf_counter()
         copy([*saved.iterdir()], folder / "copy")
@@ -87,7 +90,7 @@ def timed_rounds(accelerator, state, folder, rounds):
         works = (bare, waiting, background)
         for work in works if number % 2 else reversed(works):
             os.sync()
-            work(number)
+            work()
     return {name: seconds[-rounds:] for name, seconds in times.items()}
 
 

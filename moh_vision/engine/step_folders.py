@@ -20,7 +20,16 @@ import shutil
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Tuple
 
-from moh_vision.engine.io import TensorFiles, __version__, fsync, give_name, hidden_path, sha256_of, write_tensors
+from moh_vision.engine.io import (
+    TensorFiles,
+    __version__,
+    fsync,
+    give_name,
+    hidden_path,
+    sha256_of,
+    tensor_files,
+    write_tensors,
+)
 
 FORMAT = 4
 RECORD = "step.json"
@@ -55,10 +64,10 @@ def damage(folder: Path, step: int) -> Optional[str]:
         form, version, found = record["format"], record["version"], record["step"]
         if form != FORMAT:
             return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
+        sums = dict(record["sha256"])
         # The same text after reading and writing: nothing is missing, added or changed.
         if text != record_text({key: value for key, value in record.items() if key != "own_sha256"}):
             return f"{RECORD} does not have its own sha256"
-        sums = dict(record["sha256"])
     except FileNotFoundError:
         return f"{RECORD} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -187,7 +196,7 @@ def export(run: Path, folder: Path, join: bool) -> None:
             give_name(hidden, place)
         elif name == EXPORTED[1] and place.exists():  # of an earlier setting: it is not the newest
             place.rename(run / f"old_{name}")
-        elif join:
+        elif join and tensor_files(source):
             parts = TensorFiles(source)
             write_tensors(place, {key: parts.read(key) for key in parts.shapes}, parts.metadata)
 

@@ -221,6 +221,7 @@ def test_rotation_keeps_the_good_one_and_passes_over_damaged_newer_ones(trained)
 def test_ema_switched_on_and_off(trained):
     run, state, _ = trained
     save(run, 8, TrainingState(state.task, state.optimizers))
+    save(run, 9, TrainingState(state.task, state.optimizers), keep=3)
     assert not (run / "ema.safetensors").exists() and (run / "old_ema.safetensors").exists()
     said = []
     state.restore(run / "checkpoints" / "step_8", said.append)

@@ -138,7 +138,7 @@ def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch, back
     with pytest.raises(SaveError, match=f"{tmp_path}: step 6 could not be saved .*Not a directory.*earlier .* intact"):
         saver.save(6, {})
         saver.save(7, {})
-    assert saver.failed == 5 and len(told) == 4
+    assert saver.failed == 5 and sum("training goes on" in text for text in told) == 4
     with pytest.raises(SaveError, match="step 9 could not be saved"):
         training.saver(tmp_path, 2).save(9, {}, last=True)
 
