@@ -186,11 +186,7 @@ def test_losses_per_token_and_statistics_without_padding():
         assert (entry.probs[1, :3] == 0).all() and (entry.probs[1, 3:].sum(-1) - 1).abs().max() < 1e-6
 
 
-def enable_checkpointing(model, **options):
-    older = model.gradient_checkpointing_enable  # renamed in transformers 5.23
-    getattr(model, "activation_checkpointing_enable", older)(options)
-
-
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("all_heads_on_top", [False, True])
 def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_top):
     ids, labels = words(), words(seed=2)
@@ -208,23 +204,18 @@ def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_to
     if all_heads_on_top:
         model = routed(pairs=[(3, 2), (4, 4)]).train()
     want = gradients(model)
-    enable_checkpointing(model, use_reentrant=False)
+    model.gradient_checkpointing_enable(dict(use_reentrant=False))
     for got, wanted in zip(gradients(model), want):
         torch.testing.assert_close(got, wanted)
-    enable_checkpointing(model, use_reentrant=True)
+    stats = model.routed_loss(labels, input_ids=ids)[2]
+    kept = weakref.ref(stats[0].probs)  # a step without backward leaves nothing behind
+    del stats
+    gc.collect()
+    assert kept() is None
+    model.gradient_checkpointing_enable(dict(use_reentrant=True))
     with pytest.raises(ValueError, match="use_reentrant=False"):
         model.routed_loss(labels, input_ids=ids)
     model.eval().routed_loss(labels, input_ids=ids)
-
-
-def test_a_checkpointed_step_without_backward_leaves_nothing_behind():
-    model = routed().train()
-    enable_checkpointing(model, use_reentrant=False)
-    _, _, stats = model.routed_loss(words(), input_ids=words())
-    kept = weakref.ref(stats[0].probs)
-    del stats, _
-    gc.collect()
-    assert kept() is None
 
 
 def test_a_language_task_trains_router_and_model():
@@ -252,12 +243,6 @@ def test_parameters_of_table_a(preset):
     assert model.config.moh is None if share == 1 else model.config.moh["router"] == "moh"
 
 
-@pytest.mark.parametrize("router", ["query_norm", "moh"])
-def test_a_budget_may_say_how_many_heads_are_shared(router):
-    layers = moh_vision.head_budget(empty("clm_small", router=router, head_budget="uniform:0.75:0.2"))["layers"]
-    assert {(b["shared"], b["active"]) for b in layers} == {(2, 9)}
-
-
 def test_macs_of_table_a_and_the_command(capsys):
     for preset, active in (("clm_small", 12), ("clm_moh_small_75", 9)):
         found = count(preset, tokens=128).macs
@@ -280,3 +265,6 @@ def test_overrides_are_fields():
     )
     assert [layer.executor for layer in attention_layers(model)] == ["masked"] * 2
     assert model.lm_head.weight.shape == (40, 32)
+    for router in ("query_norm", "moh"):  # a budget may say how many heads are shared
+        layers = moh_vision.head_budget(empty("clm_small", router=router, head_budget="uniform:0.75:0.2"))["layers"]
+        assert {(b["shared"], b["active"]) for b in layers} == {(2, 9)}

@@ -1,10 +1,8 @@
 """Names, refusals and parameter counts of the text models."""
 
-import ast
 import re
 
 import pytest
-from conftest import ROOT
 from refusals import one_line
 from text_tiny import TINY, empty
 
@@ -121,18 +119,6 @@ def test_any_moa_name_and_attention_per_kind():
 def test_refusals_are_one_line(preset, overrides, message):
     with one_line(message):
         empty(preset, **overrides)
-
-
-def test_only_text_models_import_transformers():
-    """So that `import moh_vision` does without the extra: what is imported there never leads to a text model."""
-    for path in (ROOT / "moh_vision").rglob("*.py"):
-        inside = path.relative_to(ROOT / "moh_vision").as_posix()
-        if not inside.startswith(("attention/", "models/", "__init__", "language/__init__")):
-            continue
-        for node in ast.parse(path.read_text()).body:
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            assert not any(part in n for n in names for part in ("language.models", "transformers")), inside
 
 
 def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():
