@@ -37,12 +37,9 @@ def test_mae_gates_and_what_ftg_plus_trains():
         assert millions(empty(name)) == millions(base)
 
 
-def test_wikitext_103_base_has_247_million_parameters():
+def test_wikitext_103_base_and_iwslt_with_separate_vocabularies():
     assert millions(empty("clm_wt103_base")) == pytest.approx(PAPERS["clm_wt103_base"][0], abs=0.5)
     assert millions(empty("clm_wt103_uni_mae_7")) == millions(empty("clm_wt103_base"))
-
-
-def test_iwslt_with_separate_vocabularies():
     model = empty("mt_transformer_base", vocab_size=8848, target_vocab_size=6632, intermediate_size=1024)
     assert millions(model) == pytest.approx(39.47, abs=0.01)
 
@@ -68,17 +65,12 @@ def test_where_gates_of_mae_pool():
 
 
 def test_any_moa_name_and_attention_per_kind():
-    model = create_text_model("mt_moa_3K7E10D", **TINY, encoder_layers=1, decoder_layers=1)
-    budget = attention_layers(model)[0].budget
+    fields = dict(TINY, encoder_layers=1, decoder_layers=1)
+    budget = attention_layers(create_text_model("mt_moa_3K7E10D", **fields))[0].budget
     assert (budget.routed, budget.heads, budget.head_dim) == (3, 7, 10)
-    model = create_text_model(
-        "mt_transformer_base",
-        **TINY,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention={"router": "moh", "head_budget": 0.5},
-        cross_attention={"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4},
-    )
+    fields["encoder_attention"] = {"router": "moh", "head_budget": 0.5}
+    fields["cross_attention"] = {"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4}
+    model = create_text_model("mt_transformer_base", **fields)
     routers = [type(layer.router).__name__ for layer in attention_layers(model)]
     assert routers == ["MoHRouter", "DenseRouter", "MoARouter"]
 
