@@ -82,10 +82,9 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     found, weights = results(run), load_file(run / "model.safetensors")
     assert found["step"] == 40 and found["averaged_steps"] == [40, 20]
     assert found["validation"]["perplexity"] == pytest.approx(math.exp(found["validation"]["loss"]))
-    attentions = dict(mt=3, mlm=1, clm=1)[kind]
-    assert len(found["gate_entropy"]) == attentions
-    experts = 4  # of MAE: heads left out, of MoA: as they are
-    assert all(0 < entropy <= math.log(experts) + 1e-4 for entropy in found["gate_entropy"].values())
+    assert len(found["gate_entropy"]) == (3 if kind == "mt" else 1)
+    # 4 experts: of MAE heads left out, of MoA as they are.
+    assert all(0 < entropy <= math.log(4) + 1e-4 for entropy in found["gate_entropy"].values())
     report = (run / "gates.md").read_text()
     assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in found["gate_entropy"].items())
     assert kind != "mt" or "`_fünf`" in report
@@ -105,8 +104,7 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
         load = HeadLoad.read(run / "head_load.json")
         assert load.groups == {"text": ["val"]} and load.runs()[0][0, -1] > 0
         assert load.share()[0].sum() == pytest.approx(2)  # of 4 experts
-    vocabulary = Vocabulary.load(run / "tokenizer.json")
-    assert vocabulary.specials == (5 if kind == "mlm" else 4)
+    assert Vocabulary.load(run / "tokenizer.json").specials == (5 if kind == "mlm" else 4)
     if kind == "mt":
         assert set(found["bleu"]) == {"soft", "argmax", "random"}
         assert len((run / "translations.txt").read_text().splitlines()) == 40

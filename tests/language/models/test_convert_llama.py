@@ -141,21 +141,16 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
         assert not torch.equal(before, after)
 
 
-def released(tmp_path):
+def test_the_released_layout(tmp_path):
     """A folder as MoH-LLaMA3-8B is: LLaMA's names and config, weights in .bin, and code that must not run."""
-    model = dense(dtype=torch.float32)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    plain = dense(dtype=torch.float32)
+    plain.config.save_pretrained(tmp_path)
+    torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
     config = json.loads((tmp_path / "config.json").read_text())
     theta, code = config.pop("rope_parameters")["rope_theta"], "modeling_llama.LlamaForCausalLM"
     config.update(rope_theta=theta, architectures=["LlamaForCausalLM"], transformers_version="4.33.1")
     (tmp_path / "config.json").write_text(json.dumps(dict(config, auto_map={"AutoModelForCausalLM": code})))
     (tmp_path / "modeling_llama.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    return model
-
-
-def test_the_released_layout(tmp_path):
-    plain = released(tmp_path)
     model = load_moh_llama3(tmp_path)
     assert pairs_of(model) == [(4, 2)] * DEPTH and moh_vision.head_budget(model)["share"] == 0.75
     assert not (tmp_path / "ran").exists()

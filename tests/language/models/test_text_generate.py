@@ -140,11 +140,10 @@ def test_the_window_of_100_inputs_slides_in_the_cache():
 
 def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
-    out = model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True)
-    for layer in out.past_key_values.layers:
-        kept = layer.self_attention
-        assert kept._keys[:, :, :5].shape == kept._values[:, :, :5].shape == (2, 1, 5, 6)
-        assert layer.cross_attention.keys.shape == layer.cross_attention.values.shape == (2, 1, 7, 6)
+    for layer in model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True).past_key_values.layers:
+        own, kept = layer.self_attention, layer.cross_attention
+        assert [t[:, :, :5].shape for t in (own._keys, own._values)] == [(2, 1, 5, 6)] * 2
+        assert kept.keys.shape == kept.values.shape == (2, 1, 7, 6)
 
 
 def test_sampling_and_several_answers():
