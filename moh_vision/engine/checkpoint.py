@@ -38,8 +38,7 @@ class Snapshot(NamedTuple):
 class TrainingState:
     """What a run goes on from; every process calls its methods.
 
-    `task` is what accelerate wraps, or its wrapper: its `model`, and what is trained beside it. `scaler` is that of
-    fp16, or None.
+    `task` is what accelerate wraps, or its wrapper: its `model`, and what is trained beside it; `scaler` is fp16's.
     """
 
     task: nn.Module

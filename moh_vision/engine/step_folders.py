@@ -5,8 +5,8 @@
     .step_200.old     an earlier step 200: a checkpoint until the new one has its name
     .step_200.gone    being deleted
 
-A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one
-whose files have the sums of its step.json is loaded: safetensors hold none, and a flipped bit would load unnoticed.
+A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one whose
+files have the sums of its step.json is loaded.
 """
 
 from __future__ import annotations
@@ -118,9 +118,7 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
     return None
 
 
-def resume_point(
-    run: Path, max_steps: int, fresh: bool, say: Callable[[str], None] = print
-) -> Optional[Tuple[int, Path]]:
+def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) -> Optional[Tuple[int, Path]]:
     """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
     found = None if fresh else latest_checkpoint(run, say)
     if found and found[0] > max_steps:
@@ -167,8 +165,7 @@ def put_in_place(hidden: Path, step: int) -> Path:
 def rotate(run: Path, step: int, keep: int, every: int) -> None:
     """Delete what the checkpoint of `step` makes superfluous; newer folders are damaged ones that this run passed over.
 
-    A checkpoint of a stop between two saves (`every` steps apart) is the first to go, so that in the end the run has
-    the same checkpoints as without a stop.
+    That of a stop between two saves (`every` steps apart) goes first: the run ends with the same ones as without a stop.
     """
     parent = run / "checkpoints"
     named = [(number, path) for number, path in by_age(parent) if number <= step and not path.name.startswith(".")]
@@ -207,14 +204,11 @@ def _named(hidden: Path) -> Path:
 
 def _discard(folder: Path) -> None:
     # Renamed first: an interrupted deletion leaves rubbish, not a damaged checkpoint.
-    gone = folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")
-    folder.rename(gone)
-    _delete(gone)
+    _delete(folder.rename(folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")))
 
 
 def _delete(path: Path) -> None:
     """Delete a file or a folder that may be there, as far as that goes."""
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
+    shutil.rmtree(path, ignore_errors=True)
+    if not path.is_dir():
         path.unlink(missing_ok=True)

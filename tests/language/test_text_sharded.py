@@ -1,5 +1,7 @@
 """train_text.py with sharded weights (FSDP2), on two gloo processes."""
 
+import re
+
 import pytest
 import sharded_on_cpu
 import torch
@@ -124,8 +126,6 @@ def test_a_translation_model_with_tied_weights(tmp_path, preset, mode):
     ],
 )
 def test_what_cannot_be_sharded(tmp_path, more, words):
-    import re
-
     data = write_pairs(tmp_path / "pairs", train=60, val=9, test=4)
     with pytest.raises(torch.multiprocessing.ProcessExitedException):
         sharded(tmp_path, arguments(MT, data, tmp_path / "run", 3, *more))

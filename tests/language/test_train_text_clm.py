@@ -24,6 +24,7 @@ from moh_vision.models.head_load import HeadLoad
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]
+HALVED = [*CLM, "--data.vocab_size", 20, "--model.convert", "{head_budget: 'uniform:0.5'}"]
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
@@ -127,9 +128,10 @@ def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
     assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
 
 
-def test_ids_without_a_tokenizer(place, tmp_path):
-    """data.vocab_size is all that is known of them; such a run is resumed too."""
-    options = ["--data.root", place / "ids", "--data.vocab_size", 24, *CLM, "--model.pretrained", place / "llama"]
+def test_ids_without_a_tokenizer(place, tmp_path, capsys):
+    """data.vocab_size is all that is known of them; such a run is resumed too, with the same ids."""
+    shutil.copytree(place / "ids", tmp_path / "ids")
+    options = ["--data.root", tmp_path / "ids", "--data.vocab_size", 24, *CLM, "--model.pretrained", place / "llama"]
     train(tmp_path / "whole", 4, *options)
     train(tmp_path / "run", 2, *options)
     train(tmp_path / "run", 4, *options)
@@ -138,6 +140,10 @@ def test_ids_without_a_tokenizer(place, tmp_path):
     assert about["vocab_size"] == 24 and about["eos_token_id"] == 2
     assert not (tmp_path / "run" / "tokenizer.json").exists()
     assert results(tmp_path / "run")["validation"]["word_perplexity"] > 1
+    file = tmp_path / "ids" / "train-00000" / "ids.bin"
+    np.fromfile(file, "<u2")[::-1].tofile(file)
+    argv = [*FAST.split(), "--max-steps", 6, "--output", tmp_path / "run", *options]
+    assert "the text of train is not the one that" in refusals.refused(capsys, train_text.main, *argv)
 
 
 PRESET = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 48 --model.kwargs.num_hidden_layers 2 "
@@ -176,67 +182,46 @@ def test_from_scratch(place, tmp_path, preset):
 
 
 def test_checkpointing_changes_nothing(place, tmp_path):
-    options = [
-        "--data.root", place / "ids", "--data.vocab_size", 20, "--model.name", "clm_pretrained", "--model.pretrained",
-        place / "llama", "--model.convert", "{head_budget: 'uniform:0.5'}",
-    ]  # fmt: skip
+    options = [*HALVED, "--data.root", place / "ids", "--model.pretrained", place / "llama"]
     without, kept = (train(tmp_path / name, 2, *options, "--checkpointing", name) for name in ("false", "true"))
     assert [e["loss"] for e in without[:2]] == pytest.approx([e["loss"] for e in kept[:2]], rel=1e-4)
 
 
-def test_a_run_of_another_text_is_refused(place, tmp_path, capsys):
-    (tmp_path / "d").mkdir()
-    for split in ("train", "val"):
-        np.save(tmp_path / "d" / f"{split}.npy", np.arange(400) % 20)
-    options = ["--data.root", tmp_path / "d", "--data.vocab_size", 20, "--model.name", "clm_pretrained"]
-    options += ["--model.pretrained", place / "llama"]
-    train(tmp_path / "run", 2, *options)
-    np.save(tmp_path / "d" / "train.npy", np.arange(400)[::-1] % 20)
-    argv = [*FAST.split(), "--max-steps", 4, "--output", tmp_path / "run", *options]
-    error = refusals.refused(capsys, train_text.main, *argv)
-    assert "the text of train is not the one that" in error
-
-
 def test_mistakes(place, tmp_path, capsys):
-    run, ids = tmp_path / "run", ["--data.root", place / "ids", "--data.vocab_size", 20]
-    for name in ("mt_mae_7", "clm_moh_small_75"):
-        error = refused(run, capsys, "--model.name", name, "--model.pretrained", place / "llama")
-        assert f"model.pretrained needs model.name clm_pretrained, not {name}" in error
-    assert "needs model.pretrained" in refused(run, capsys, *CLM, "--model.convert.head_budget", 0.5)
-    assert "model_type" in refused(run, capsys, *CLM, *ids, "--model.pretrained", place / "plain")
-    llama = [*CLM, *ids, "--model.pretrained", place / "llama"]
-    assert "model.convert: there is no 'head_budge'" in refused(run, capsys, *llama, "--model.convert.head_budge", 0.5)
-    assert "model.convert: router 'moa'" in refused(run, capsys, *llama, "--model.convert.router", "moa")
-    assert "model.kwargs" in refused(run, capsys, *llama, "--model.kwargs.hidden_size", 8)
-    assert "data.block 65: the model has 64 positions" in refused(run, capsys, *llama, "--data.block", 65)
-    error = refused(run, capsys, *CLM, "--model.pretrained", place / "llama", "--data.root", place / "ids")
-    assert "no folder with tokenizer.json, so data.tokenizer must say what its tokens are" in error
-    error = refused(run, capsys, "--model.name", "clm_small", "--data.root", place / "ids")
-    assert "data.tokenizer must say of which tokenizer, or data.vocab_size" in error
-    assert "no such folder" in refused(run, capsys, *CLM, *ids, "--model.pretrained", tmp_path / "none")
-    config = place / "llama" / "config.json"
-    error = refused(run, capsys, *CLM, *ids, "--model.pretrained", config)
-    assert f"model.pretrained {config} is a file: give its folder; --init-from takes" in error
-    error = refused(run, capsys, *llama, "--data.vocab_size", 12)
-    assert "token id 12, but the vocabulary has 12 tokens" in error and "train-00000:" in error
-    broken = tmp_path / "broken"
-    shutil.copytree(place / "llama", broken)
+    llama, config, broken = place / "llama", place / "llama" / "config.json", tmp_path / "broken"
+    shutil.copytree(llama, broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
-    assert f"model.pretrained {broken}: " in refused(run, capsys, *CLM, *ids, "--model.pretrained", broken)
-    mixture = ["--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"]
-    assert "needs model.name clm_" in refused(run, capsys, *mixture)
+    ids = ["--data.root", place / "ids"]
+    sized = [*ids, "--data.vocab_size", 20]
+    taken = [*CLM, *sized, "--model.pretrained", llama]
+    for told, *options in (
+        ("needs model.name clm_pretrained, not mt_mae_7", "--model.name", "mt_mae_7", "--model.pretrained", llama),
+        ("not clm_moh_small_75", "--model.name", "clm_moh_small_75", "--model.pretrained", llama),
+        ("needs model.pretrained", *CLM, "--model.convert.head_budget", 0.5),
+        ("model_type", *CLM, *sized, "--model.pretrained", place / "plain"),
+        ("model.convert: there is no 'head_budge'", *taken, "--model.convert.head_budge", 0.5),
+        ("model.convert: router 'moa'", *taken, "--model.convert.router", "moa"),
+        ("model.kwargs", *taken, "--model.kwargs.hidden_size", 8),
+        ("data.block 65: the model has 64 positions", *taken, "--data.block", 65),
+        ("no folder with tokenizer.json, so data.tokenizer must", *CLM, "--model.pretrained", llama, *ids),
+        ("data.tokenizer must say of which tokenizer, or data.vocab_size", "--model.name", "clm_small", *ids),
+        ("no such folder", *CLM, *sized, "--model.pretrained", tmp_path / "none"),
+        (f"{config} is a file: give its folder; --init-from takes", *CLM, *sized, "--model.pretrained", config),
+        ("token id 12, but the vocabulary has 12 tokens", *taken, "--data.vocab_size", 12),
+        (f"model.pretrained {broken}: ", *CLM, *sized, "--model.pretrained", broken),
+        ("needs model.name clm_", "--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"),
+    ):
+        assert told in refused(tmp_path / "run", capsys, *options)
 
 
 def test_dry_run(place, tmp_path, capsys):
-    argv = ["--data.root", place / "ids", "--data.vocab_size", 20, "--model.name", "clm_pretrained"]
-    argv += ["--model.pretrained", place / "llama", "--model.convert", "{head_budget: 'uniform:0.5'}", "--dry-run"]
+    argv = [*HALVED, "--data.root", place / "ids", "--model.pretrained", place / "llama", "--dry-run"]
     train_text.main([*FAST.split(), "--output", str(tmp_path / "run"), *map(str, argv)])
-    out = capsys.readouterr().out
-    assert "active heads: 4 of 8" in out and not (tmp_path / "run").exists()
+    assert "active heads: 4 of 8" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers, capsys):
+def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers):
     """In one line, also from a process of the loader, which must not be waited for."""
     ids = np.full(8000, 5, "<u2")
     ids[4001] = 77
@@ -246,15 +231,11 @@ def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers, capsys):
     argv = [*FAST.split(), "--data.root", tmp_path, "--data.vocab_size", 20, "--data.bin_dtype", "uint16", *CLM]
     argv += ["--data.workers", workers, "--max-steps", 900]
     argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]
-    if workers:  # the end of the process is what might wait
-        command = [sys.executable, ROOT / "train_text.py", *map(str, argv)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        code, lines = done.returncode, done.stderr.splitlines()
-    else:
-        with pytest.raises(SystemExit) as stop:
-            train_text.main([str(a) for a in argv])
-        code, lines = stop.value.code, capsys.readouterr().err.splitlines()
-    assert code == 1 and len(lines) == 1, lines
+    # A process, because its end is what might wait.
+    command = [sys.executable, ROOT / "train_text.py", *map(str, argv)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and len(lines) == 1, lines
     assert lines[0].startswith("train_text.py: error: ") and "token id 77, but the vocabulary has 20" in lines[0]
     assert "Traceback" not in lines[0] and "worker" not in lines[0]
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from llama_tiny import DEPTH, FAMILIES, GROUPS, HEADS, SIZES, dense, slow, words
+from llama_tiny import DEPTH, FAMILIES, GROUPS, HEADS, SIZES, by_norm, dense, slow, words
 from refusals import one_line
 from safetensors.torch import load_file
 from torch import nn
@@ -23,9 +23,6 @@ def head_contributions(model, batches):
     return head_lengths(model.model, [layer.self_attn for layer in model.model.layers], batches, use_cache=False)
 
 
-CLASSES = dict(llama="MoHLlamaForCausalLM", qwen2="MoHQwen2ForCausalLM", qwen3="MoHQwen3ForCausalLM")
-
-
 def pairs_of(model):
     return [(b["shared"], b["routed"]) for b in moh_vision.head_budget(model)["layers"]]
 
@@ -36,7 +33,7 @@ def test_in_place_without_new_parameters(family):
     config, parameters, modules = model.config, dict(model.named_parameters()), set(map(id, model.modules()))
     before = [layer.self_attn for layer in model.model.layers]
     assert moh_vision.convert(model, head_budget=0.75) is model
-    assert type(model).__name__ == CLASSES[family]
+    assert type(model).__name__ == f"MoH{FAMILIES[family][1].__name__}"
     assert model.config.model_type == f"moh_{family}" and model.config.moh["router"] == "query_norm"
     assert config.model_type == family and not hasattr(config, "moh")  # which another model may have too
     assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == {id(model.config)}
@@ -144,50 +141,29 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
         assert not torch.equal(before, after)
 
 
-def released(tmp_path):
-    """A folder as MoH-LLaMA3-8B is: LLaMA's names and config, weights in .bin, and code that must not run."""
-    model = dense(dtype=torch.float32)
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    config = json.loads((tmp_path / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config.update(
-        rope_theta=rope["rope_theta"],
-        architectures=["LlamaForCausalLM"],
-        auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
-        transformers_version="4.33.1",
-    )
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "modeling_llama.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    return model
-
-
-def published(layer, queries):
-    """The rule of the released file: half of the heads, and of the others a quarter of all by softmaxed, scaled norms."""
-    H = len(queries)
-    shared, routed = int(H * 0.5), int(H * 0.25)
-    norms = torch.stack([torch.norm(queries[h], p=2) for h in range(H - shared, H)])
-    scores = (norms / norms.std(unbiased=True)).softmax(0)
-    mask = torch.zeros_like(scores).scatter(0, scores.topk(routed).indices, 1.0)
-    return torch.cat([torch.ones_like(mask), mask])
-
-
 def test_the_released_layout(tmp_path):
-    plain = released(tmp_path)
+    """A folder as MoH-LLaMA3-8B is: LLaMA's names and config, weights in .bin, and code that must not run."""
+    plain = dense(dtype=torch.float32)
+    plain.config.save_pretrained(tmp_path)
+    torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
+    config = json.loads((tmp_path / "config.json").read_text())
+    theta, code = config.pop("rope_parameters")["rope_theta"], "modeling_llama.LlamaForCausalLM"
+    config.update(rope_theta=theta, architectures=["LlamaForCausalLM"], transformers_version="4.33.1")
+    (tmp_path / "config.json").write_text(json.dumps(dict(config, auto_map={"AutoModelForCausalLM": code})))
+    (tmp_path / "modeling_llama.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     model = load_moh_llama3(tmp_path)
     assert pairs_of(model) == [(4, 2)] * DEPTH and moh_vision.head_budget(model)["share"] == 0.75
     assert not (tmp_path / "ran").exists()
     ids = words(2, 6)
     with torch.no_grad():
-        want = torch.stack([slow(plain.double(), row, published) for row in ids]).float()
+        want = torch.stack([slow(plain.double(), row, by_norm([(4, 2)] * DEPTH)) for row in ids]).float()
         torch.testing.assert_close(model(ids).logits, want, rtol=1e-3, atol=1e-3)
         assert (plain.float()(ids).logits - want).abs().max() > 0.1
     model.save_pretrained(tmp_path / "ours")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-    names = load_file(tmp_path / "ours" / "model.safetensors")
-    assert set(names) == set(plain.state_dict())
-    with pytest.raises(ValueError, match="ours: config.json has model_type 'moh_llama' .*use from_pretrained"):
+    assert set(load_file(tmp_path / "ours" / "model.safetensors")) == set(plain.state_dict())
+    with one_line("ours: config.json has model_type 'moh_llama' .*use from_pretrained"):
         load_moh_llama3(tmp_path / "ours")
     assert load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed").dtype == torch.bfloat16
 

@@ -140,11 +140,10 @@ def test_the_window_of_100_inputs_slides_in_the_cache():
 
 def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
-    out = model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True)
-    for layer in out.past_key_values.layers:
-        kept = layer.self_attention
-        assert kept._keys[:, :, :5].shape == kept._values[:, :, :5].shape == (2, 1, 5, 6)
-        assert layer.cross_attention.keys.shape == layer.cross_attention.values.shape == (2, 1, 7, 6)
+    for layer in model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True).past_key_values.layers:
+        own, kept = layer.self_attention, layer.cross_attention
+        assert [t[:, :, :5].shape for t in (own._keys, own._values)] == [(2, 1, 5, 6)] * 2
+        assert kept.keys.shape == kept.values.shape == (2, 1, 7, 6)
 
 
 def test_sampling_and_several_answers():
@@ -166,8 +165,7 @@ def test_a_cache_does_what_transformers_asks():
     whole = model(ids).logits
     cache = model(ids[:, :4], use_cache=True).past_key_values
     cache.batch_repeat_interleave(2)
-    twice = ids.repeat_interleave(2, 0)
-    model(twice[:, 4:6], past_key_values=cache)
+    model(ids.repeat_interleave(2, 0)[:, 4:6], past_key_values=cache)
     cache.crop(-2)
     assert cache.get_seq_length() == 4
     cache.batch_select_indices(torch.tensor([0, 3]))
@@ -181,15 +179,13 @@ def test_a_cache_does_what_transformers_asks():
 def test_rows_of_a_cache_of_translations_change_places_with_their_sources(attention):
     model = tiny("mt_transformer_base", attention)
     source, mask = words(3, 6), torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 2 + [0] * 4])
-    target = words(3, 5, seed=2)
+    target, rows = words(3, 5, seed=2), torch.tensor([2, 0])
+    first = model(input_ids=source, attention_mask=mask, decoder_input_ids=target[:, :3], use_cache=True)
+    first.past_key_values.batch_select_indices(rows)
+    encoded = (first.encoder_last_hidden_state[rows],)
+    inputs = dict(encoder_outputs=encoded, attention_mask=mask[rows], past_key_values=first.past_key_values)
+    rest = model(**inputs, decoder_input_ids=target[rows, 3:])
     whole = model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
-    cache = model.new_cache()
-    encoded = model.encoder(source, mask)
-    model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=target[:, :3], past_key_values=cache)
-    rows = torch.tensor([2, 0])
-    cache.batch_select_indices(rows)
-    inputs = dict(encoder_outputs=(encoded[0][rows],), attention_mask=mask[rows], decoder_input_ids=target[rows, 3:])
-    rest = model(**inputs, past_key_values=cache)
     torch.testing.assert_close(rest.logits, whole[rows, 3:], rtol=0, atol=1e-10)
 
 

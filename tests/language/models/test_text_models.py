@@ -157,9 +157,9 @@ def test_padding_changes_nothing(attention):
     mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).long()
     target_mask = torch.arange(6) < torch.tensor(target_lengths)[:, None]
     source, target = source * mask, target * target_mask
-    model = tiny("mt_transformer_base", attention)
-    encoder = tiny("mlm_base", attention)
-    causal = tiny("clm_wt103_base", attention)
+    model, encoder, causal = (
+        tiny(preset, attention) for preset in ("mt_transformer_base", "mlm_base", "clm_wt103_base")
+    )
     together = model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
     masked, right = encoder(source, mask).logits, causal(source, mask).logits
     left_ids = torch.stack([row.roll(7 - n) for row, n in zip(source, lengths)])
@@ -167,12 +167,11 @@ def test_padding_changes_nothing(attention):
     left = causal(left_ids, left_mask).logits
     for b, (n, t) in enumerate(zip(lengths, target_lengths)):
         ids = source[b : b + 1, :n]
-        alone = model(input_ids=ids, decoder_input_ids=target[b : b + 1, :t]).logits
-        torch.testing.assert_close(together[b, :t], alone[0], rtol=0, atol=1e-10)
-        torch.testing.assert_close(masked[b, :n], encoder(ids).logits[0], rtol=0, atol=1e-10)
+        translated = model(input_ids=ids, decoder_input_ids=target[b : b + 1, :t]).logits[0]
         alone = causal(ids).logits[0]
-        torch.testing.assert_close(right[b, :n], alone, rtol=0, atol=1e-10)
-        torch.testing.assert_close(left[b, 7 - n :], alone, rtol=0, atol=1e-10)
+        pairs = [(together[b, :t], translated), (masked[b, :n], encoder(ids).logits[0])]
+        for got, want in [*pairs, (right[b, :n], alone), (left[b, 7 - n :], alone)]:
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

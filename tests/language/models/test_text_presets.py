@@ -1,10 +1,8 @@
 """Names, refusals and parameter counts of the text models."""
 
-import ast
 import re
 
 import pytest
-from conftest import ROOT
 from refusals import one_line
 from text_tiny import TINY, empty
 
@@ -39,12 +37,9 @@ def test_mae_gates_and_what_ftg_plus_trains():
         assert millions(empty(name)) == millions(base)
 
 
-def test_wikitext_103_base_has_247_million_parameters():
+def test_wikitext_103_base_and_iwslt_with_separate_vocabularies():
     assert millions(empty("clm_wt103_base")) == pytest.approx(PAPERS["clm_wt103_base"][0], abs=0.5)
     assert millions(empty("clm_wt103_uni_mae_7")) == millions(empty("clm_wt103_base"))
-
-
-def test_iwslt_with_separate_vocabularies():
     model = empty("mt_transformer_base", vocab_size=8848, target_vocab_size=6632, intermediate_size=1024)
     assert millions(model) == pytest.approx(39.47, abs=0.01)
 
@@ -70,17 +65,12 @@ def test_where_gates_of_mae_pool():
 
 
 def test_any_moa_name_and_attention_per_kind():
-    model = create_text_model("mt_moa_3K7E10D", **TINY, encoder_layers=1, decoder_layers=1)
-    budget = attention_layers(model)[0].budget
+    fields = dict(TINY, encoder_layers=1, decoder_layers=1)
+    budget = attention_layers(create_text_model("mt_moa_3K7E10D", **fields))[0].budget
     assert (budget.routed, budget.heads, budget.head_dim) == (3, 7, 10)
-    model = create_text_model(
-        "mt_transformer_base",
-        **TINY,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention={"router": "moh", "head_budget": 0.5},
-        cross_attention={"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4},
-    )
+    fields["encoder_attention"] = {"router": "moh", "head_budget": 0.5}
+    fields["cross_attention"] = {"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4}
+    model = create_text_model("mt_transformer_base", **fields)
     routers = [type(layer.router).__name__ for layer in attention_layers(model)]
     assert routers == ["MoHRouter", "DenseRouter", "MoARouter"]
 
@@ -121,18 +111,6 @@ def test_any_moa_name_and_attention_per_kind():
 def test_refusals_are_one_line(preset, overrides, message):
     with one_line(message):
         empty(preset, **overrides)
-
-
-def test_only_text_models_import_transformers():
-    """So that `import moh_vision` does without the extra: what is imported there never leads to a text model."""
-    for path in (ROOT / "moh_vision").rglob("*.py"):
-        inside = path.relative_to(ROOT / "moh_vision").as_posix()
-        if not inside.startswith(("attention/", "models/", "__init__", "language/__init__")):
-            continue
-        for node in ast.parse(path.read_text()).body:
-            names = [node.module] if isinstance(node, ast.ImportFrom) else []
-            names += [a.name for a in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-            assert not any(part in n for n in names for part in ("language.models", "transformers")), inside
 
 
 def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():

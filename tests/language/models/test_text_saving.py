@@ -6,6 +6,7 @@ import pytest
 import torch
 from refusals import one_line
 from safetensors.torch import load_file, save_file
+from small_runs import same
 from text_tiny import ATTENTIONS, TINY, tiny, words
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
@@ -24,10 +25,6 @@ def inputs_of(preset):
     return {**inputs, "decoder_input_ids": words(2, 5, seed=2)} if "mt" in preset else inputs
 
 
-def fields_of(model):
-    return {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "dtype", "architectures")}
-
-
 @pytest.mark.parametrize("attention", sorted(ATTENTIONS))
 @pytest.mark.parametrize("preset", CLASSES)
 def test_a_loaded_model_is_the_saved_one(preset, attention, tmp_path):
@@ -36,10 +33,9 @@ def test_a_loaded_model_is_the_saved_one(preset, attention, tmp_path):
     for kind in CLASSES[preset]:
         loaded = kind.from_pretrained(tmp_path)
         assert type(loaded) is type(model)
-        assert all(getattr(loaded.config, name) == value for name, value in fields_of(model).items())
-        state = loaded.state_dict()
-        assert state.keys() == model.state_dict().keys()
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        fields, others = model.config.to_dict(), ("_name_or_path", "dtype", "architectures")
+        assert all(getattr(loaded.config, name) == value for name, value in fields.items() if name not in others)
+        assert same(loaded, model)
         buffers = dict(loaded.named_buffers())
         for name, value in model.named_buffers():
             if not name.rpartition(".")[2].startswith("taken_"):  # written before they are read
@@ -88,30 +84,22 @@ def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
     save_file(kept, file, metadata={"format": "pt"})
     loaded = MaskedLMModel.from_pretrained(tmp_path)
     router = loaded.layers[0].self_attn.router
-    assert torch.equal(router.norm.running_var, torch.ones(32))
-    assert torch.equal(router.norm.running_mean, torch.zeros(32))
-    assert torch.equal(router.norm.weight, torch.ones(32)) and router.norm.num_batches_tracked == 0
-    assert torch.equal(router.hidden.bias, torch.zeros(256)) and 0 < router.hidden.weight.std() < 0.1
+    assert router.norm.running_var.eq(1).all() and router.norm.running_mean.eq(0).all()
+    assert router.norm.weight.eq(1).all() and router.norm.num_batches_tracked == 0
+    assert router.hidden.bias.eq(0).all() and 0 < router.hidden.weight.std() < 0.1
     assert torch.equal(loaded.embedding.weight, model.embedding.weight)
+
+
+MT, MLM = "mt_transformer_base", "mlm_base"
 
 
 @pytest.mark.parametrize(
     "preset, given, changed, message",
     [
+        (MT, dict(vocab_size=50), {}, "has 40 words in .*embedding.weight, the model is to have 50: use the token"),
+        (MT, {}, dict(intermediate_size=64), r"ffn.inner.bias has shape \[48\] in the checkpoint, \[64\] in the model"),
         (
-            "mt_transformer_base",
-            dict(vocab_size=50),
-            {},
-            "has 40 words in .*embedding.weight, the model is to have 50: use",
-        ),
-        (
-            "mt_transformer_base",
-            {},
-            dict(intermediate_size=64),
-            r"ffn.inner.bias has shape \[48\] in the checkpoint, \[64\]",
-        ),
-        (
-            "mlm_base",
+            MLM,
             {},
             dict(attention={"router": "moe"}),
             "attention: .*moe.* is not a dict with a router out of dense, mae",
