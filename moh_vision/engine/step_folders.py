@@ -182,6 +182,8 @@ def export(run: Path, folder: Path, join: bool) -> None:
     for name in EXPORTED:
         source, place, hidden = folder / name, run / name, hidden_path(run / name)
         _delete(hidden)
+        if source.exists() and place.exists() and place.samefile(source):
+            continue  # a rename of one name of a file to another one does nothing
         if source.exists():
             try:
                 os.link(source, hidden)
