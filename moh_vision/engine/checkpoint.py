@@ -48,8 +48,7 @@ class TrainingState:
 
     def snapshot(self) -> Snapshot:
         """Copy the state. The main process has what is not sharded; on a GPU the copies go through pinned memory."""
-        tied = _tied(self.task)
-        weights = {WRAPPED.sub("", n): t for n, t in self.task.state_dict().items() if n not in tied}
+        weights = {WRAPPED.sub("", name): tensor for name, tensor in _once(self.task).items()}
         files = {
             WEIGHTS: {n.removeprefix(MODEL): t for n, t in weights.items() if n.startswith(MODEL)},
             BESIDE: {n: t for n, t in weights.items() if not n.startswith(MODEL)},
@@ -67,7 +66,7 @@ class TrainingState:
         if sharded:
             files = {f"{name}-{PartialState().process_index:05}": tensors for name, tensors in files.items()}
         if self.ema:
-            files[EMA] = {n: t for n, t in self.ema.module.state_dict().items() if n not in _tied(self.ema.module)}
+            files[EMA] = _once(self.ema.module)
         copies = {file: {name: _own(tensor) for name, tensor in tensors.items()} for file, tensors in files.items()}
         taken = {file: {n: t for n, t in tensors.items() if t is not None} for file, tensors in copies.items()}
         if torch.accelerator.is_available():
@@ -126,6 +125,12 @@ def _tied(module: nn.Module) -> Dict[str, str]:
     first: Dict[nn.Parameter, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
+
+
+def _once(module: nn.Module) -> Dict[str, Tensor]:
+    """Return a state dict with tied tensors under their first name alone."""
+    tied = _tied(module)
+    return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
 
 
 def _shard(tensor: DTensor) -> Tuple[int, int, bool]:

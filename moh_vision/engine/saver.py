@@ -40,6 +40,7 @@ class Saver:
         self.keep, self.every, self.background = keep, every, background
         self.failed = self.in_a_row = 0
         self.problem = self.unexpected = self.thread = None
+        # The threads' own: what they tell each other does not meet what training sends.
         self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
 
     def save(self, step: int, metadata: Dict[str, object], last: bool = False) -> None:

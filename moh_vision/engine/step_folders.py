@@ -20,16 +20,7 @@ import shutil
 from pathlib import Path
 from typing import Callable, Dict, List, Optional, Tuple
 
-from moh_vision.engine.io import (
-    TensorFiles,
-    __version__,
-    fsync,
-    give_name,
-    hidden_path,
-    sha256_of,
-    tensor_files,
-    write_tensors,
-)
+from moh_vision.engine.io import TensorFiles, __version__, fsync, give_name, hidden_path, sha256_of, write_tensors
 
 FORMAT = 4
 RECORD = "step.json"
@@ -195,8 +186,7 @@ def export(run: Path, folder: Path, join: bool) -> None:
             give_name(hidden, place)
         elif name == EXPORTED[1] and place.exists():  # of an earlier setting: it is not the newest
             place.rename(run / f"old_{name}")
-        elif join and tensor_files(source):
-            parts = TensorFiles(source)
+        elif join and (parts := TensorFiles(source)).shapes:
             write_tensors(place, {key: parts.read(key) for key in parts.shapes}, parts.metadata)
 
 
@@ -206,7 +196,8 @@ def _named(hidden: Path) -> Path:
 
 def _discard(folder: Path) -> None:
     # Renamed first: an interrupted deletion leaves rubbish, not a damaged checkpoint.
-    _delete(folder.rename(folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")))
+    gone = folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")
+    _delete(folder.rename(gone))
 
 
 def _delete(path: Path) -> None:

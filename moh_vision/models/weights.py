@@ -14,6 +14,7 @@ from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
 from moh_vision.engine.commands import closest, nearest, reason_of
+from moh_vision.engine.io import tensor_files
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
@@ -106,7 +107,7 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
 def described_by(path: str, kind: Optional[str]) -> dict:
     """Read the metadata of a run's file or folder; empty for files without metadata."""
     file = weights_file(path)
-    return read_described(file, kind)[1] if file.suffix == ".safetensors" and file.is_file() else {}
+    return read_described(file, kind)[1] if file.suffix == ".safetensors" and tensor_files(file) else {}
 
 
 def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
@@ -228,7 +229,7 @@ def init_from(
         classes: class names of the model; None: assumed to be the source's if it has as many.
     """
     local = source.removeprefix("local-dir:")
-    if Path(local).exists():
+    if tensor_files(Path(local)):
         file = weights_file(local)
         state, theirs = read_tensors(file), classes and saved_with(file)
     elif source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
@@ -281,10 +282,8 @@ def near_model(source: str) -> str:
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
     """Give a resumed run's model the shared heads that it took from `init_from`."""
-    for folder in (checkpoint, checkpoint.parents[1]):  # a sharded checkpoint has no weights file, the run has
-        file = folder / "model.safetensors"
-        if file.exists():
-            return take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
+    file = checkpoint / "model.safetensors"
+    take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
 def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:

@@ -14,6 +14,7 @@ from processes import on_two_ranks
 from refusals import one_line
 from safetensors import safe_open
 from safetensors.torch import load_file
+from small_runs import same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,6 +27,7 @@ from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step_folders import by_age, latest_checkpoint, record_text, resume_point
 from moh_vision.models.weight_files import read_tensors, weights_file
+from moh_vision.models.weights import to_validate
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 
@@ -103,7 +105,7 @@ def stopped_and_resumed(run, kind, optimizer):
     train(whole, range(6))
     train(first, range(3))
     saver = Saver(PartialState(), run, first, keep=1)
-    saver.save(3, {"architecture": "moh_vit_tiny_patch16_224"})
+    saver.save(3, dict(architecture="moh_vit_tiny_patch16_224", arguments=VIT))
     train(first, range(3, 6))
     saver.finish(last=True)
     assert_same(bits(whole), bits(first))
@@ -173,6 +175,9 @@ def test_two_processes(tmp_path):
     one.restore(folder)
     assert all(torch.equal(value, weights[name]) for name, value in one.task.model.state_dict().items())
     assert all(own["exp_avg"].any() for own in one.optimizers[0].state_dict()["state"].values())
+    (folder / "ema.safetensors").unlink()
+    opened, about = to_validate(str(folder), "", {})
+    assert about["of_run"] and same(opened.state_dict(), weights)
     # The last save of a sharded run puts its weights together.
     assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
     alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))
