@@ -15,9 +15,8 @@ Reported are medians and quartiles of seconds, and of the ratio to the copy, rou
 benchmarks/results/checkpoint.json.
 """
 
-import argparse
-import hashlib
 import itertools
+import json
 import os
 import shutil
 import tempfile
@@ -27,7 +26,7 @@ from pathlib import Path
 import timm
 import torch
 from accelerate import Accelerator
-from timing import machine, spread, write_report
+from timing import about_machine, cell, markdown, new_report, parser_of, spread, write_report
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
@@ -94,39 +93,39 @@ def timed_rounds(accelerator, state, folder, rounds):
     return {name: seconds[-rounds:] for name, seconds in times.items()}
 
 
-def sha256_speed(megabytes=200):
-    """MB/s of one core."""
-    data = os.urandom(10**6)
-    begin, digest = time.perf_counter(), hashlib.sha256()
-    for _ in range(megabytes):
-        digest.update(data)
-    return round(megabytes / (time.perf_counter() - begin))
+def table(report):
+    rows = []
+    for name in NAMES:
+        seconds, ratio = report[name]["seconds"], report[name]["to copy"]
+        rows.append([name, *(cell(found["median"], found["quartiles"]) for found in (seconds, ratio))])
+    about = (
+        f"{about_machine(report)} {report['state_mb']} MB of state, {report['rounds']} rounds; medians [quartiles].\n"
+    )
+    return about + "\n" + markdown(["", "seconds", "of a copy"], rows)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "checkpoint")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--depth", type=int, default=17, help="blocks of the model")
     parser.add_argument("--folder", type=Path, default=HERE, help="on the disk to measure")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "checkpoint.json")
     args = parser.parse_args()
+    if args.table:
+        return print(table(json.loads(args.output.read_text())), end="")
 
     torch.manual_seed(0)
-    report = dict(machine=machine(), load_before=os.getloadavg(), sha256_mb_per_s=sha256_speed(), rounds=args.rounds)
+    report = new_report(rounds=args.rounds)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=args.folder))
     try:
         times = timed_rounds(*training_state(args.depth), folder, args.rounds)
-        run = folder / "run"
-        (saved,) = (run / "checkpoints").iterdir()
+        (saved,) = (folder / "run" / "checkpoints").iterdir()
         report["state_mb"] = round(sum(p.stat().st_size for p in saved.iterdir()) / 1e6)
     finally:
         shutil.rmtree(folder)
-    print(f"{report['state_mb']} MB of state; sha256 {report['sha256_mb_per_s']} MB/s on one core")
     for name, seconds in times.items():
-        report[name] = found = dict(seconds=spread(seconds))
-        found["to copy"] = ratio = spread([a / b for a, b in zip(seconds, times["copy"])])
-        low, high = ratio["quartiles"]
-        print(f"{name:8}{found['seconds']['median']:8.2f} s{ratio['median']:8.2f} ({low:.2f} to {high:.2f}) of a copy")
+        ratio = [a / b for a, b in zip(seconds, times["copy"])]
+        report[name] = {"seconds": spread(seconds), "to copy": spread(ratio)}
+    print(table(report))
     write_report(args.output, report)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnxruntime
 import timm
 import torch
-from timing import cell, interleaved, machine, markdown, to_first
+from timing import about_machine, cell, interleaved, machine, markdown, to_base
 from torch import nn
 
 import moh_vision  # noqa: F401  registers the models
@@ -67,12 +67,12 @@ def main():
         steps = {f"PyTorch {case}": lambda m=m, x=images: m(x) for case, m in models.items() if "masked" not in case}
         for case, session in sessions.items():
             steps[f"onnxruntime {case}"] = lambda s=session, x=images: s.run(None, {"images": x.numpy()})
-        for name, found in to_first(interleaved(steps, ROUNDS, SECONDS)).items():
+        for name, found in to_base(interleaved(steps, ROUNDS, SECONDS)).items():
             ratio = cell(found["ratio"], found["quartiles"])
             rows.append([str(batch), *name.split(" ", 1), ratio, str(found["rounds"])])
     columns = ["batch", "runtime", "heads", "over dense PyTorch [quartiles]", "rounds"]
-    about = machine()
-    print(markdown(f"{NAME}, {about['cpu']}, torch {about['torch']}, {about['date']}", columns, rows))
+    print(NAME, about_machine(dict(machine=machine())))
+    print(markdown(columns, rows), end="")
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@
     python benchmarks/gpu.py --add                    # go on where the time did not suffice
     python benchmarks/gpu.py --parts numerics layer   # parts whose names begin so
     python benchmarks/gpu.py --device cpu --quick     # tiny shapes: checks that the benchmark itself runs
-    python benchmarks/gpu.py --table                  # the goals as Markdown, from the results that are there
+    python benchmarks/gpu.py --table                  # the goals and what was reached, as Markdown
 
 Numerics (gpu_numerics.py) come first, with fresh random weights and inputs. Every executor runs every case in every dtype;
 output and gradients are compared with the executor `reference` in float64, and computed twice, whose bits are compared. Below
 float64 all executors get the routing that float64 gave, and the router is checked by itself. An executor that is off by more
 than DTYPES allows is not timed in that dtype, and the run ends with exit code 1. Memory that is free is NaN before every check.
 
-Then follow times (gpu_times.py), the most wanted first; goals and verdicts are in gpu_goals.py:
+Then follow times (gpu_times.py), the most wanted first:
 
     dense       fused qkv product, scaled_dot_product_attention (torch's choice, and each backend), output product
     released    the published MoH operations: all heads, gates by softmax, top-k and a mask, then an einsum
@@ -27,21 +27,20 @@ median and quartiles of the ratios to the fastest dense contestant, round by rou
 its inputs. The share of the roofline is the least time over the time taken: the least time is that of the multiplications of
 the heads that run, or of moving inputs, outputs and weights once, at the rates that matrix products and copies reach in the
 same run. A failure is recorded and the run goes on, in a new process if the device answers no more; parts that the time does
-not suffice for are listed under "skipped". Results go to benchmarks/results/gpu.json.
+not suffice for are listed under "skipped". A goal is met if the lower quartile reaches it: smaller differences are noise. Results
+go to benchmarks/results/gpu.json.
 """
 
-import argparse
 import importlib.util
 import json
 import os
 import sys
 import time
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from device_run import Run
-from gpu_goals import goal_table, judged
 from gpu_numerics import CASES, DTYPES, QUICK_CASES, numerics, races, summary, wrong
+from gpu_run import Run
 from gpu_times import (
     MODELS,
     QUICK_SHAPES,
@@ -54,11 +53,71 @@ from gpu_times import (
     sampling,
     training,
 )
+from timing import cell, markdown, parser_of
 
 from moh_vision.attention import kernels
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results" / "gpu.json"
+
+class Goal(NamedTuple):
+    """Largest time of `packed` over that of `base`: dense attention on the fastest backend of the card, or `masked`.
+
+    On one H100 or H200 in bfloat16; `auto` takes `packed` where it was measured to pay.
+    """
+
+    part: str  # "layer", "prefill" or "step"
+    shape: str
+    scope: str
+    share: float  # of the heads that run
+    mode: str  # "forward" or "train" (forward and backward; a step: the whole training step)
+    base: str
+    limit: float
+
+
+def goals():
+    """All goals: those of a layer in both modes, then the prompt and whole steps."""
+    limits = {  # shape, scope: at shares 0.5 and 0.75
+        ("n1024", "token"): (0.82, 0.92),
+        ("n4096", "token"): (0.65, 0.84),
+        ("n16384", "token"): (0.56, 0.79),
+        ("vit_base", "token"): (1.0, 1.0),
+        ("dit_xlarge", "token"): (1.0, 1.0),
+        **{(shape, "sample"): (0.58, 0.83) for shape in SHAPES},
+    }
+    for (shape, scope), pair in limits.items():
+        for share, limit in zip((0.5, 0.75), pair):
+            for mode in ("forward", "train"):
+                yield Goal("layer", shape, scope, share, mode, "dense", limit)
+                if limit == 1.0:
+                    yield Goal("layer", shape, scope, share, mode, "masked", 0.95)
+    yield Goal("prefill", "llama_8b", "token", 0.5, "forward", "dense", 0.7)
+    for family in ("vit_base", "dit_xlarge"):
+        yield Goal("step", family, "token", 0.75, "train", "dense", 1.02)
+        yield Goal("step", family, "sample", 0.5, "train", "dense", 0.9)
+
+
+def reached(goal, tables):
+    """Median and quartiles of the first form that was measured; a graph's replay is the time of the device alone."""
+    for form in ("compiled",) if goal.part == "step" else ("graph", "eager"):
+        about = dict(part=goal.part, shape=goal.shape, mode=goal.mode, form=form, dtype="bfloat16")
+        for table in tables:
+            row = table["rows"].get(f"packed {goal.share} {goal.scope}", {})
+            if all(table[key] == value for key, value in about.items()) and "ratio" in row:
+                if goal.base == "masked":
+                    return row.get("to_masked")
+                return dict(median=row["ratio"], quartiles=row["quartiles"])
+    return None
+
+
+def goal_table(report):
+    """Markdown: the goals of which there is a measurement on a card, and how many have none."""
+    rows, tables = [], report["tables"] if "card" in report and not report["quick"] else []
+    every = {goal: reached(goal, tables) for goal in goals()}
+    for goal, found in every.items():
+        if found:
+            met = "met" if found["quartiles"][0] <= goal.limit else "missed"
+            rows.append([*map(str, goal), cell(found["median"], found["quartiles"]), met])
+    left = f"{len(every) - len(rows)} of {len(every)} goals are not measured.\n"
+    return (markdown([*Goal._fields, "measured [quartiles]", ""], rows) + "\n" if rows else "") + left
 
 
 def plan(run):
@@ -134,19 +193,19 @@ def carry_out(run, prefixes):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "gpu")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda (the default) or cpu")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, one share, two rounds")
     parser.add_argument("--parts", nargs="+", default=[""], help="beginnings of names of parts; default: all")
     parser.add_argument("--minutes", type=float, default=7.3, help="for everything; the rest is skipped (default 7.3)")
     parser.add_argument("--compile-seconds", type=float, default=200.0, help="for all of torch.compile (default 200)")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="of weights and inputs; default: a new one")
-    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu.json, on a CPU gpu_on_cpu.json")
-    parser.add_argument("--add", action="store_true", help="keep what is in --out and measure what it lacks")
-    parser.add_argument("--table", action="store_true", help="only print the goals and what of them is in --out")
-    parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)  # after the device was lost
+    parser.add_argument("--add", action="store_true", help="keep what is in --output and measure what it lacks")
+    parser.add_argument("--resume", action="store_true", help="as --add, in the same time: after the device was lost")
     args = parser.parse_args()
-    out = args.out or (RESULTS.with_stem("gpu_on_cpu") if args.device == "cpu" else RESULTS)
+    out = args.output
+    if args.device == "cpu" and out == parser.get_default("output"):
+        out = out.with_stem("gpu_on_cpu")
     if args.table:
         print(goal_table(json.loads(out.read_text()) if out.is_file() else {}), end="")
         return 0
@@ -171,8 +230,6 @@ def main():
         print("the device answers no more: going on in a new process", flush=True)
         options = [arg for arg in sys.argv[1:] if arg != "--resume"]
         os.execv(sys.executable, [sys.executable, __file__, *options, "--resume"])
-    run.report["goals"] = judged(run.report)
-    run.write()
     print(*summary(run.report), sep="\n")
     print("\nskipped:", "; ".join(run.report["skipped"]) or "nothing")
     print(goal_table(run.report))

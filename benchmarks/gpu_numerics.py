@@ -8,7 +8,7 @@ from typing import NamedTuple, Optional
 
 import torch
 from attention import Released, copies, draw_router, output
-from device_run import one_line
+from gpu_run import one_line
 from torch import nn
 
 from moh_vision.attention import EXECUTORS, HeadMixtureAttention, Routing, resolve_budget

@@ -10,11 +10,10 @@ Every round runs each loader once, in another order, with 1 and with 2 worker pr
 that the start of the workers does not count (the last column has it), and stops with the last but one: timm's prefetcher holds a batch
 back until the next is there.
 Reported are medians and quartiles of images per second, and of the time over that of the best loader that is not ours, round by round.
-Results go to benchmarks/results/loader.json and docs/results/loader.md.
+Results go to benchmarks/results/loader.json.
 """
 
-import argparse
-import os
+import json
 import random
 import tempfile
 import time
@@ -26,7 +25,7 @@ import torch
 import webdataset
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from timing import about_machine, cell, interleaved, machine, spread, write_report
+from timing import about_machine, cell, interleaved, markdown, new_report, parser_of, spread, write_report
 from timm.data import create_dataset, create_loader, create_transform
 
 from moh_vision.__main__ import main as command
@@ -36,12 +35,9 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream
 
-HERE = Path(__file__).parent
 BATCH, SIDE, CLASSES = 32, 224, 10
 MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
 AUGMENTATION = dict(is_training=True, color_jitter=None, interpolation="bicubic", mean=MEAN, std=STD)
-TITLE = "# Loaders of training images\n"
-COLUMNS = ("images / s", "time over the best", "seconds to the first batch")
 
 
 def write_images(folder, count):
@@ -127,35 +123,31 @@ def judge(times, stalls, workers):
     ]
 
 
-def page(report):
-    """docs/results/loader.md."""
+def table(report):
+    """A row for a loader; for each number of workers images a second and time over the best, and until the first batch."""
     counts = sorted({row["workers"] for row in report["rows"]})
-    columns = [f"{what}, {n} worker{'s' * (n > 1)}" for n in counts for what in COLUMNS]
-    lines = [TITLE, __doc__.split("\n\n", 2)[2].split("Reported are")[0].strip() + "\n", about_machine(report) + "\n"]
-    lines += [
-        f"{report['images']} JPEGs, {report['kilobytes']} KB on average; {report['rounds']} rounds. Medians [quartiles].\n"
-    ]
-    lines += [f"| loader | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
+    kinds = ("images / s", "time over the best", "first batch, s")
+    lines = []
     for name in dict.fromkeys(row["loader"] for row in report["rows"]):
-        cells = []
-        for row in (row for row in report["rows"] if row["loader"] == name):
-            speed, ratio, first = row["images_per_second"], row["time_to_best"], row["seconds_to_first_batch"]
-            cells += [f"{speed['median']:.0f} [{speed['quartiles'][0]:.0f} {speed['quartiles'][1]:.0f}]"]
-            cells += [cell(each["median"], each["quartiles"]) for each in (ratio, first)]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "    python benchmarks/loader.py"]) + "\n"
+        lines.append([name])
+        for row in sorted((row for row in report["rows"] if row["loader"] == name), key=lambda row: row["workers"]):
+            speed, ratio = row["images_per_second"], row["time_to_best"]
+            lines[-1] += [f"{speed['median']:.0f}", cell(ratio["median"], ratio["quartiles"])]
+            lines[-1] += [f"{row['seconds_to_first_batch']['median']:.1f}"]
+    columns = [f"{kind}, {n} worker{'s' * (n > 1)}" for n in counts for kind in kinds]
+    return f"{about_machine(report)} {report['rounds']} rounds.\n\n" + markdown(["loader", *columns], lines)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "loader")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=180, help="no round begins later")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "loader.json")
-    parser.add_argument("--page", type=Path, default=HERE.parent / "docs" / "results" / "loader.md")
     args = parser.parse_args()
+    if args.table:
+        return print(table(json.loads(args.output.read_text())), end="")
 
-    report = dict(machine=machine(), load_before=os.getloadavg(), images=args.images)
+    report = new_report(images=args.images)
     with tempfile.TemporaryDirectory(prefix="loader-") as folder:
         report["kilobytes"] = write_images(Path(folder), args.images)
         made = {(name, n): partial(make, n) for name, make in loaders(Path(folder)).items() for n in args.workers}
@@ -165,8 +157,7 @@ def main():
     report["rounds"] = len(next(iter(times.values())))
     report["rows"] = [row for workers in args.workers for row in judge(times, stalls, workers)]
     write_report(args.output, report)
-    args.page.write_text(page(report))
-    print(page(report))
+    print(table(report))
 
 
 if __name__ == "__main__":

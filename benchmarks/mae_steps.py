@@ -8,14 +8,12 @@ has G steps too, MAE takes (G + 5 F) / 5; Peng 2020 (section 3) says about 1.2 t
 benchmarks/results/mae_steps.json.
 """
 
-import argparse
-import os
+import json
 from functools import partial
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from timing import interleaved, machine, spread, write_report
+from timing import interleaved, new_report, parser_of, spread, write_report
 
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.step import Updater
@@ -23,7 +21,6 @@ from moh_vision.language.models.create import create_text_model
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.mae import mae_routers
 
-HERE = Path(__file__).parent
 SMALL = dict(hidden_size=256, intermediate_size=1024, encoder_layers=3, decoder_layers=3)
 # preset, and which of the descent's epochs: 0 has G and F, 1 has F alone
 STEPS = {
@@ -79,24 +76,27 @@ def measure(rounds, words, sentences, tokens):
     return interleaved(steps, rounds, before=draw)
 
 
+def table(report):
+    for name, ratio in report["to dense"].items():
+        print(f"{name:20} {ratio['median']:6.3f} ({ratio['quartiles'][0]:.3f} to {ratio['quartiles'][1]:.3f})")
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "mae_steps")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--words", type=int, default=8000)
     parser.add_argument("--sentences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "mae_steps.json")
     args = parser.parse_args()
-    report = dict(
-        machine=machine(), threads=torch.get_num_threads(), model=SMALL, load_before=os.getloadavg(), rounds=args.rounds
-    )
-    report.update(words=args.words, sentences=args.sentences, tokens=args.tokens)
-    times = measure(args.rounds, args.words, args.sentences, args.tokens)
+    if args.table:
+        return table(json.loads(args.output.read_text()))
+    sizes = dict(rounds=args.rounds, words=args.words, sentences=args.sentences, tokens=args.tokens)
+    report = new_report(threads=torch.get_num_threads(), model=SMALL, **sizes)
+    times = measure(**sizes)
     times["MAE-7, five epochs"] = (times["G and F"] + 4 * times["F"]) / 5
     report["dense_seconds"] = round(times["dense"].median().item(), 4)
     report["to dense"] = {name: spread(seconds / times["dense"]) for name, seconds in times.items()}
-    for name, ratio in report["to dense"].items():
-        print(f"{name:20} {ratio['median']:6.3f} ({ratio['quartiles'][0]:.3f} to {ratio['quartiles'][1]:.3f})")
+    table(report)
     write_report(args.output, report)
 
 

@@ -19,20 +19,28 @@ medians and quartiles of the ratio to dense, round by round. `bound` is the rati
 a head needs is skipped and nothing else costs time. Results go to benchmarks/results/models.json.
 """
 
-import argparse
 import itertools
 import json
-import os
 import sys
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
-from pathlib import Path
 
 import timm
 import torch
 from attention import ReleasedRouter, draw_router
-from timing import PATHS, about_machine, cell, interleaved, machine, markdown, to_first, use_path, write_report
+from timing import (
+    PATHS,
+    about_machine,
+    cell,
+    interleaved,
+    markdown,
+    new_report,
+    parser_of,
+    to_base,
+    use_path,
+    write_report,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -43,7 +51,6 @@ from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.models.counts import count_macs
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention, AggregatedHeads, CosineAttention
 
-HERE = Path(__file__).parent
 SHARES = (0.75, 0.5)
 STEPS, GUIDED_STEPS, GUIDANCE = 50, 10, 4.0  # of a sampling run
 SECONDS, ROUNDS = 20.0, (5, 15)  # per case; at least and at most; sampling runs all its steps
@@ -144,14 +151,6 @@ PARTS = {
     "transnext": (transnexts, ("forward", "train"), (2,)),
     "sampling": (dits_that_sample, ("denoise",), (1, 4, 8)),
     "converted": (converted, ("forward",), (1,)),
-}
-# (part, name): time over dense that is aimed at, in every mode and batch
-GOALS = {
-    **{(part, "token 0.5"): 0.95 for part in ("vit_base", "dit_small")},
-    **{(part, "token 0.75"): 1.00 for part in ("vit_base", "dit_small")},
-    ("sampling", "timestep 0.5"): 0.86,
-    ("sampling", "timestep 0.75"): 0.93,
-    ("converted", "token 0.5"): 0.72,
 }
 
 
@@ -275,47 +274,37 @@ def measure(models, mode, batch, pixels, dtype):
         times = interleaved(steps, STEPS if mode == "denoise" else GUIDED_STEPS, warm_up=1)
     else:
         times = interleaved(steps, ROUNDS, SECONDS)
-    rows = to_first(times)
+    rows = to_base(times)
     for name, model in models.items():
         left = 1.0 if name == "released" else bound(model, pixels)
         rows[name].update(share=round(share(model), 3), bound=round(left, 3))
     return rows
 
 
-def figures(part, name, row):
-    """Cells of one model in a table."""
-    ratio = cell(row["ratio"], row["quartiles"], GOALS.get((part, name)))
-    return [name, f"{row['share']:.2f}", f"{row['bound']:.2f}", ratio]
-
-
 def tables(report):
-    """One row a case: time over dense, quartiles, and the bound."""
+    """Time over dense, medians: a row for each case, a column for each kind of heads."""
     names = dict.fromkeys(name for case in report["cases"] for name in case["times"] if name != "dense")
-    cases = []
+    rows = []
     for case in report["cases"]:
-        found = {name: row for name, row in case["times"].items() if name in names}
-        cells = {name: f"{cell(row['ratio'], row['quartiles'])}, {row['bound']:.2f}" for name, row in found.items()}
-        about = f"{case['part']}, {case['mode']}, {case['batch']}, {case['dtype']}"
-        cases.append([about, *(cells.get(name, "") for name in names)])
-    text = markdown("Time over dense, quartiles, bound", ("model, mode, batch, dtype", *names), cases)
-    return about_machine(report) + "\n\n" + text
+        ratios = (f"{case['times'][name]['ratio']:.2f}" if name in case["times"] else "" for name in names)
+        rows.append([f"{case['part']}, {case['mode']}", str(case["batch"]), case["dtype"], *ratios])
+    return about_machine(report) + "\n\n" + markdown(["model, mode", "batch", "dtype", *names], rows)
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, "models")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=list(MODES))
     parser.add_argument("--batches", nargs="+", type=int, help="default: those of the part")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=DTYPES)
-    parser.add_argument("--threads", nargs="+", type=int, default=[2])
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--path", choices=PATHS, help="operators; default: what a user gets")
-    parser.add_argument("--output", type=Path, default=HERE / "results" / "models.json")
-    parser.add_argument("--table", action="store_true", help="only print what is in --output, as Markdown")
     args = parser.parse_args()
     if args.table:
-        return print(tables(json.loads(args.output.read_text())))
+        return print(tables(json.loads(args.output.read_text())), end="")
 
-    report = dict(machine=machine(), path=use_path(args.path), load_before=os.getloadavg(), cases=[])
+    torch.set_num_threads(args.threads)
+    report = new_report(path=use_path(args.path), cases=[])
     for part in args.parts:
         make, modes, batches = PARTS[part]
         pixels = SIZES.get(part, {}).get("img_size", 224)
@@ -323,16 +312,13 @@ def main():
         models = make()
         for layer in itertools.chain(*map(routed, models.values())):
             draw_router(layer.router)
-        for threads in args.threads:
-            torch.set_num_threads(threads)
-            for mode in filter(args.modes.__contains__, modes):
-                for batch in args.batches or batches:
-                    for dtype in args.dtypes:
-                        about = dict(part=part, mode=mode, batch=batch, dtype=dtype, threads=threads)
-                        report["cases"].append(dict(about, times=measure(models, mode, batch, pixels, dtype)))
-                        print(*about.values())
-                        for name, row in report["cases"][-1]["times"].items():
-                            print("   ", *figures(part, name, row), sep="  ", flush=True)
+        chosen = [mode for mode in modes if mode in args.modes]
+        for mode, batch, dtype in itertools.product(chosen, args.batches or batches, args.dtypes):
+            about = dict(part=part, mode=mode, batch=batch, dtype=dtype, threads=args.threads)
+            report["cases"].append(dict(about, times=measure(models, mode, batch, pixels, dtype)))
+            print(*about.values())
+            for name, row in report["cases"][-1]["times"].items():
+                print(f"    {name:16}{cell(row['ratio'], row['quartiles'])}, bound {row['bound']:.2f}", flush=True)
     write_report(args.output, report)
 
 

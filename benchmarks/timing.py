@@ -1,5 +1,6 @@
-"""What all benchmarks share: interleaved times, their spread, the machine, the operators in use, and the report."""
+"""What all benchmarks share: interleaved times on a CPU or a GPU, their spread, the machine, reports and tables."""
 
+import argparse
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ import torch
 
 from moh_vision.attention import kernels
 
+RESULTS = Path(__file__).parent / "results"
 PATHS = ("cpp", "torch")
 
 
@@ -20,6 +22,28 @@ def wall(step):
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
+
+
+def clock_of(device):
+    """A function that runs a step and returns its seconds.
+
+    On a CPU it is `wall`; on a GPU the time between two events, before which the L2 cache is overwritten.
+    """
+    if device == "cpu":
+        return wall
+    size = 2 * torch.cuda.get_device_properties(device).L2_cache_size
+    flush = torch.empty(max(size, 2**27), dtype=torch.uint8, device=device)
+
+    def between_events(step):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return between_events
 
 
 def interleaved(steps, rounds, seconds=None, warm_up=2, before=None, clock=wall):
@@ -64,11 +88,14 @@ def spread(values, digits=3):
     return dict(median=round(middle, digits), quartiles=[round(low, digits), round(high, digits)])
 
 
-def to_first(times):
-    """{name: dict(ratio, quartiles, milliseconds, milliseconds_quartiles, rounds)}: ratios to the first, by round."""
-    base, rows = next(iter(times.values())), {}
+def to_base(times, base=None):
+    """{name: dict(ratio, quartiles, milliseconds, milliseconds_quartiles, rounds)}.
+
+    Ratios are those to the times of `base`, left out the first name, round by round.
+    """
+    rows = {}
     for name, seconds in times.items():
-        ratio, milliseconds = spread(seconds / base), spread(1e3 * seconds)
+        ratio, milliseconds = spread(seconds / times[base or next(iter(times))]), spread(1e3 * seconds, 4)
         rows[name] = dict(
             ratio=ratio["median"],
             quartiles=ratio["quartiles"],
@@ -79,20 +106,14 @@ def to_first(times):
     return rows
 
 
-def verdict(low, limit):
-    """Whether a goal is met: the lower quartile reaches it, because smaller differences are noise."""
-    return "met" if round(low, 3) <= round(limit, 3) else "**missed**"
+def cell(middle, quartiles):
+    """A figure in a table: median and quartiles."""
+    return f"{middle:.2f} [{quartiles[0]:.2f} {quartiles[1]:.2f}]"
 
 
-def cell(middle, quartiles, limit=None):
-    """A figure in a table: median, quartiles, and the goal if there is one."""
-    text = f"{middle:.2f} [{quartiles[0]:.2f} {quartiles[1]:.2f}]"
-    return text if limit is None else f"{text}, goal {limit:.2f} {verdict(quartiles[0], limit)}"
-
-
-def markdown(title, columns, rows):
-    """A table under its title."""
-    lines = [f"## {title}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+def markdown(columns, rows):
+    """A table; its first column is text."""
+    lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 
@@ -113,11 +134,12 @@ def machine():
 
 
 def about_machine(report):
-    """One line for the head of tables."""
+    """One line for the head of a table."""
     m = report["machine"]
-    about = f"{m['cores']} cores of {m['cpu']} ({m.get('isa', 'instruction set not recorded')}), torch {m['torch']}"
-    before, after = (report[when][0] for when in ("load_before", "load_after"))
-    return f"{about}, operators: {report.get('path', 'torch')}, {m['date']}, load {before:.1f} before and {after:.1f} after."
+    operators = f", operators: {report['path']}" if "path" in report else ""
+    return (
+        f"{m['cores']} cores of {m['cpu']} ({m['isa']}), torch {m['torch'].partition('+')[0]}{operators}, {m['date']}."
+    )
 
 
 def use_path(path):
@@ -126,11 +148,20 @@ def use_path(path):
     return kernels.path()
 
 
-def write_report(path, report, indent=1, quiet=False):
+def parser_of(doc, result):
+    """A parser with what all benchmarks take: where their result goes, and whether it is only shown."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / f"{result}.json", help="default: %(default)s")
+    parser.add_argument("--table", action="store_true", help="only print what is in --output, as docs/results have it")
+    return parser
+
+
+def new_report(**about):
+    return dict(machine=machine(), load_before=os.getloadavg(), **about)
+
+
+def write_report(path, report, indent=1):
     """As JSON, with the load of the machine at the end."""
     report["load_after"] = os.getloadavg()
-    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=indent) + "\n")
-    if not quiet:
-        print(path)

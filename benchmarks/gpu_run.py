@@ -1,4 +1,4 @@
-"""The stop watch of benchmarks/gpu.py: a report that survives failures, a time limit, and times on a GPU or a CPU."""
+"""A run of benchmarks/gpu.py: a report that survives failures, a time limit, and tables of contestants."""
 
 import gc
 import importlib.metadata
@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 
 import torch
-from timing import interleaved, machine, spread, wall
+from timing import cell, clock_of, interleaved, new_report, spread, to_base
 
 SECONDS, ROUNDS = 1.5, (5, 50)  # of one table; at least and at most
 PART = 90.0  # seconds of a part that does not use torch.compile: what hangs must not take the time of all others
@@ -53,21 +53,15 @@ class Run:
     def __init__(self, device, out, minutes, compile_seconds, quick, **about):
         self.device, self.out, self.quick, self.cuda = device, out, quick, device == "cuda"
         self.deadline, self.compile_seconds = time.monotonic() + 60 * minutes, compile_seconds
-        self.lost = False  # the device answers no more
+        self.clock, self.lost = clock_of(device), False  # lost: the device answers no more
         installed = {d.name: d.version for d in importlib.metadata.distributions()}
         versions = {name: installed.get(name) for name in PACKAGES} | dict(cuda=torch.version.cuda)
-        self.report = dict(
-            machine=machine(), versions=versions, quick=quick, **about, seconds={}, errors={}, skipped=[]
-        )
-        self.flush = None
+        self.report = new_report(versions=versions, quick=quick, **about, seconds={}, errors={}, skipped=[])
         if self.cuda:
             p = torch.cuda.get_device_properties(device)
             size = dict(memory_gib=round(p.total_memory / 2**30, 1), l2_mib=p.L2_cache_size / 2**20)
-            capability, parts = f"{p.major}.{p.minor}", p.multi_processor_count
-            self.report["card"] = dict(
-                name=p.name, capability=capability, multiprocessors=parts, **size, **self.clocks()
-            )
-            self.flush = torch.empty(max(2 * p.L2_cache_size, 2**27), dtype=torch.uint8, device=self.device)
+            about = dict(capability=f"{p.major}.{p.minor}", multiprocessors=p.multi_processor_count)
+            self.report["card"] = dict(name=p.name, **about, **size, **self.clocks())
 
     def part(self, name, measure, *arguments, compiles=False):
         """Call measure(self, *arguments). A failure, or the end of the time, goes into the report and is not raised.
@@ -110,15 +104,15 @@ class Run:
         self.deadline, self.compile_seconds = self.report["time_left"]
 
     def add(self):
-        """Go on with the report of an earlier run, without what it skipped or where it failed, which may run again.
+        """Go on with the report of an earlier run; what it skipped, or where it failed, may run again.
 
         Raises:
             ValueError: it is of another card or other versions.
         """
         earlier = json.loads(self.out.read_text())
-        for what in ("versions", "quick"):
-            if earlier[what] != self.report[what]:
-                raise ValueError(f"{self.out} was measured with {what} {earlier[what]}, this is {self.report[what]}")
+        for key in ("versions", "quick"):
+            if earlier[key] != self.report[key]:
+                raise ValueError(f"{self.out} was measured with {key} {earlier[key]}, this is {self.report[key]}")
         here, there = (report.get("card", {}).get("name") for report in (self.report, earlier))
         if here != there:
             raise ValueError(f"{self.out} was measured on {there}, this is {here}")
@@ -139,22 +133,9 @@ class Run:
             return dict(nvidia_smi=one_line(error))
         return dict(zip(fields.split(","), (value.strip() for value in out.split(","))))
 
-    def seconds(self, step):
-        """Time of one call: between two events on a GPU, whose L2 cache is overwritten before; on a CPU wall time."""
-        if not self.cuda:
-            return wall(step)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.flush.zero_()
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / 1e3
-
     def interleaved(self, steps):
         """{name: step} -> {name: seconds [rounds], float64}."""
-        rounds = (1, 2) if self.quick else ROUNDS
-        return interleaved(steps, rounds, SECONDS, warm_up=0, clock=self.seconds)
+        return interleaved(steps, (1, 2) if self.quick else ROUNDS, SECONDS, warm_up=0, clock=self.clock)
 
     def median(self, step):
         """Seconds of one step by itself."""
@@ -170,8 +151,9 @@ class Run:
             floors: {name: the least seconds that it could take}, for some or none.
 
         Returns:
-            about, with the rows by name; ratios are to the fastest whose name begins with "dense", and to the one that
-            is called "masked" instead of the first word. Where time runs out, what is ready then is measured.
+            about, with the rows by name; `ratio` is to `base`, the fastest whose name begins with "dense", and
+            `to_masked` to the one called "masked" instead of the first word. Where time runs out, what is ready then
+            is measured.
         """
         if self.cuda:  # what earlier tables held
             gc.collect()
@@ -193,20 +175,18 @@ class Run:
                 raise
         times = self.interleaved(steps)
         dense = [name for name in times if name.startswith("dense")]
-        base = min(dense, key=lambda name: times[name].quantile(0.5).item(), default=None)
-        for name, taken in times.items():
-            rows[name].update(microseconds=spread(1e6 * taken), rounds=len(taken))
-            if base is not None:
-                rows[name]["to_dense"] = spread(taken / times[base])
+        base = min(dense or times, key=lambda name: times[name].quantile(0.5).item(), default=None)
+        for name, row in to_base(times, base).items():
+            rows[name].update(row)
             masked = " ".join(["masked", *name.split()[1:]])
             if masked in times and masked != name:
-                rows[name]["to_masked"] = spread(taken / times[masked])
+                rows[name]["to_masked"] = spread(times[name] / times[masked])
             if name in floors:
-                rows[name]["roofline"] = float(f"{floors[name] / taken.quantile(0.5).item():.3g}")
+                rows[name]["roofline"] = float(f"{floors[name] / times[name].quantile(0.5).item():.3g}")
         print("\n" + " ".join(str(value) for value in about.values()))
         for name, row in rows.items():
-            print(f"  {name:21}{line(row)}", flush=True)
-        return dict(about, fastest_dense=base, clocks=self.clocks(), rows=rows)
+            print(f"  {name:21}{line(row, base)}", flush=True)
+        return dict(about, base=base, clocks=self.clocks(), rows=rows)
 
     def peak_mib(self, step):
         """Memory that a call takes on the card, beside what was allocated before it."""
@@ -240,12 +220,9 @@ def captured(step):
     return graph.replay
 
 
-def line(row):
+def line(row, base):
     if "error" in row:
         return f"  {row['error'][:100]}"
-    text = f"{row['microseconds']['median']:12.1f} us"
-    if "to_dense" in row:
-        low, high = row["to_dense"]["quartiles"]
-        text += f"{row['to_dense']['median']:9.3f} [{low:.3f} {high:.3f}] of dense"
+    text = f"{row['milliseconds']:12.3f} ms  {cell(row['ratio'], row['quartiles'])} of {base}"
     text += f"   {row['roofline']:.2f} of the roofline" if "roofline" in row else ""
     return text + (f"   peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else "")
