@@ -135,24 +135,6 @@ class Released(nn.Module):
         return self.layer.proj(torch.einsum("bnh,bnhd->bnhd", gates, o).flatten(2))
 
 
-class Experts(nn.Module):
-    """MAE as its formula reads: every expert of h - 1 heads computed by itself, then mixed by the gate."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        layer, y = self.layer, 0
-        q, k, v = layer.project(Call(x, None))
-        gate = layer.router(x).stats.probs[:, 0]  # [B, experts]
-        for expert, members in enumerate(layer.router.members.bool()):
-            o = F.scaled_dot_product_attention(q[:, members], k[:, members], v[:, members])  # [B, h - 1, N, D]
-            w = layer.proj.weight.unflatten(1, (-1, layer.head_dim))[:, members].flatten(1)
-            y = y + gate[:, expert, None, None] * F.linear(o.transpose(1, 2).flatten(2), w)
-        return y * layer.router.scale + layer.proj.bias
-
-
 def output(module, x, **options):
     """y [B, N, C] of one attention layer."""
     y = module(x, **options)
@@ -260,7 +242,7 @@ def mae_case(tokens, dtype):
         512, HeadBudget(8, 64, 8, 0), router="mae", router_kwargs=dict(mode="sampled"), dtype=dtype
     )
     about = dict(shape="mae_f_step", batch=8, tokens=tokens, width=512, heads=8, active=7, scope="sample")
-    modules = {"dense": Dense(512, 8, dtype), **copies(layer, EXECUTORS), "every_expert": Experts(layer)}
+    modules = {"dense": Dense(512, 8, dtype), **copies(layer, EXECUTORS)}
     return about, modules, torch.randn(8, tokens, 512, dtype=dtype), 7 / 8
 
 

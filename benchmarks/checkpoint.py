@@ -4,7 +4,7 @@
     python benchmarks/checkpoint.py --folder /mnt/disk       # where runs are written: the disk is most of the time
 
 The state is that of a ViT-S of 17 blocks in training: weights, their average, AdamW's two moments. Every round does each
-of these once, in alternating order, after a sync that leaves the disk nothing else to do:
+of these once, in a random order, after a sync that leaves the disk nothing else to do:
 
     copy      the files of a checkpoint, one after the other, each flushed to the disk
     waiting   a save with save_in_background false: copied to main memory, written, summed, flushed, renamed
@@ -20,13 +20,12 @@ import json
 import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import timm
 import torch
 from accelerate import Accelerator
-from timing import about_machine, cell, markdown, new_report, parser_of, spread, write_report
+from timing import about_machine, cell, interleaved, markdown, new_report, parser_of, spread, wall, write_report
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
@@ -59,38 +58,28 @@ def copy(paths, target):
 
 
 def timed_rounds(accelerator, state, folder, rounds):
-    """{name: [seconds]}, after a round that does not count."""
-    run, times = folder / "run", {name: [] for name in NAMES}
-    savers = [Saver(accelerator, run, state, keep=1, background=background) for background in (False, True)]
+    """{name: seconds [rounds]}, after a round that does not count."""
+    run, stalls, numbers = folder / "run", [], itertools.count(1)
+    waiting, background = (Saver(accelerator, run, state, keep=1, background=b) for b in (False, True))
 
-    steps = itertools.count(1)
+    def in_background():
+        stalls.append(wall(lambda: background.save(next(numbers), {})))
+        background.finish(last=True)
 
-    def waiting():
-        begin = time.perf_counter()
-        savers[0].save(next(steps), {})
-        times["waiting"].append(time.perf_counter() - begin)
+    steps = dict(
+        copy=lambda: copy([*next((run / "checkpoints").iterdir()).iterdir()], folder / "copy"),
+        waiting=lambda: waiting.save(next(numbers), {}),
+        written=in_background,
+    )
 
-    def background():
-        begin = time.perf_counter()
-        savers[1].save(next(steps), {})
-        times["stall"].append(time.perf_counter() - begin)
-        savers[1].finish(last=True)
-        times["written"].append(time.perf_counter() - begin)
+    def after_sync(step):
+        os.sync()
+        return wall(step)
 
-    def bare():
-        (saved,) = (run / "checkpoints").iterdir()
-        begin = time.perf_counter()
-        copy([*saved.iterdir()], folder / "copy")
-        times["copy"].append(time.perf_counter() - begin)
-        shutil.rmtree(folder / "copy")
-
-    savers[0].save(0, {}, last=True)
-    for number in range(rounds + 1):
-        works = (bare, waiting, background)
-        for work in works if number % 2 else reversed(works):
-            os.sync()
-            work()
-    return {name: seconds[-rounds:] for name, seconds in times.items()}
+    waiting.save(0, {}, last=True)
+    remove = lambda _: shutil.rmtree(folder / "copy", ignore_errors=True)  # noqa: E731
+    times = interleaved(steps, rounds, warm_up=1, before=remove, clock=after_sync)
+    return {**times, "stall": torch.tensor(stalls[-rounds:], dtype=torch.float64)}
 
 
 def table(report):
@@ -123,8 +112,7 @@ def main():
     finally:
         shutil.rmtree(folder)
     for name, seconds in times.items():
-        ratio = [a / b for a, b in zip(seconds, times["copy"])]
-        report[name] = {"seconds": spread(seconds), "to copy": spread(ratio)}
+        report[name] = {"seconds": spread(seconds), "to copy": spread(seconds / times["copy"])}
     print(table(report))
     write_report(args.output, report)
 

@@ -46,7 +46,6 @@ from gpu_times import (
     QUICK_SHAPES,
     SHAPES,
     SHARES,
-    block,
     layers,
     peaks,
     prompt,
@@ -158,8 +157,6 @@ def plan(run):
         numerics_of(dtype, [first], 0.75)
         if not run.quick:
             numerics_of(dtype, [first], 1.0)
-    for mode in ("forward", "train"):
-        add(f"block {mode} {best}", block, mode, best)
     for form in (best, *others):
         add(f"sampling {form}", sampling, form)
     for family in families:

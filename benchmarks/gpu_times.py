@@ -1,7 +1,6 @@
-"""Times of benchmarks/gpu.py: one layer, a prompt, a block, whole training steps and sampling."""
+"""Times of benchmarks/gpu.py: one layer, a prompt, whole training steps and sampling."""
 
 import functools
-import itertools
 from typing import NamedTuple
 
 import timm
@@ -211,26 +210,6 @@ def drawn(name, arguments):
     for layer in routed(model):
         draw_router(layer.router)
     return model
-
-
-def block(run, mode, form):
-    """Report the times of one block of ViT-B, attention and MLP."""
-    small = dict(img_size=32, embed_dim=96) if run.quick else {}
-    B, N, C = (2, 5, 96) if run.quick else (256, 197, 768)
-    contestants = {"dense": (VIT, small)}
-    for scope, share in itertools.product(("token", "sample"), SHARES):
-        for name in TIMED:
-            kept = dict(small, head_budget=f"uniform:{share}", scope=scope, executor=name)
-            contestants[f"{name} {share} {scope}"] = (f"moh_{VIT}", kept)
-    x = torch.randn(B, N, C, device=run.device, dtype=torch.bfloat16, requires_grad=mode == "train")
-
-    def make(name, arguments):
-        model = drawn(name, dict(arguments, depth=1)).blocks[0]
-        return layer_step(model.to(run.device, torch.bfloat16), x, mode)
-
-    about = dict(part="block", shape="vit_base", scope="both", dtype="bfloat16", mode=mode, form=form)
-    about.update(batch=B, tokens=N)
-    report_table(run, about, {label: functools.partial(make, *model) for label, model in contestants.items()})
 
 
 def training_step(run, model, batch, pixels, form):

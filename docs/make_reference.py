@@ -3,9 +3,9 @@
 tests/test_docs.py compares the first two with what this makes, and the names in the third with the registry.
 """
 
+import re
 import sys
 from pathlib import Path
-from typing import Dict
 
 import timm
 import torch
@@ -17,7 +17,6 @@ from moh_vision.classification.config import ClsConfig, ValidateConfig
 from moh_vision.commands.macs import PAPERS, count, image_models
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
-from moh_vision.engine.keys import needs_of
 from moh_vision.language.config import LanguageConfig
 
 PAGES = Path(__file__).parent / "reference"
@@ -32,48 +31,56 @@ SCRIPTS = {
 HEAD = "<!-- Written by docs/make_reference.py; change the code instead. -->\n"
 
 
+ABOUT_KEYS = """\
+A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are the same, options override the file, and
+later options earlier ones. What a key takes and means, a script prints:
+
+    python train_cls.py --help                     # all keys, in short
+    python train_cls.py --help optim data.augment  # the whole text of keys or sections
+    python train_cls.py --config FILE --print_config
+
+**Files.** `--config` takes a path, or the name of a configuration of the package, such as `quickstart/cls`. `base: FILE`, relative to the file it stands in, names another one,
+whose keys it takes where it has none of its own; bases may have bases. A file holds only keys of its script, and no options of one call, such as `dry_run`. RUN/config.yaml
+has all keys as the run used them, and is a file for `--config`.
+
+**Values.** `int`, `float`, `bool` and `text` as in YAML; `null`, or nothing in the file, is an empty default below: the text of the key says what is done then. Lists are
+`--data.crop_scale 0.2 1.0` or `[0.2, 1.0]`. A mapping is YAML, `--model.kwargs "{depth: 2}"`, or set by parts, `--model.kwargs.depth 2`. A number has limits, a choice its words; both are in the text, and a value
+outside of them is refused.
+
+**Needs.** A key that has no effect beside the others is refused by name: `--ema.warmup true` without `--ema.decay`. The text says what a key needs. Keys of the model that
+are left out keep the registered model's own value.
+
+**Another start.** A run goes on only with the keys that it began with, but for those that change no number, such as `log_every` ([scale](../guides/scale.md)); `--allow_change KEY` permits another.
+
+Below stands every key with its default, once: what a later script shares with an earlier one is left out, where the default is the same.
+"""
+
+
 def config_page() -> str:
-    """Every key of every script, with type, default and meaning; keys that scripts share stand once."""
-    parts = [HEAD, "# Configuration keys\n"]
-    parts.append(
-        "A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are the same.\n"
-        "A key that has no effect beside the others is refused by name. An empty default is null.\n"
-    )
-    seen: Dict[tuple, str] = {}
+    """How keys work, and every key of every script with its default; what scripts share stands once."""
+    parts, seen = [HEAD, "# Configuration keys\n", ABOUT_KEYS], set()
     for script, (_, kind) in SCRIPTS.items():
-        every = dict(pair for _, keys in groups_of(kind) for pair in keys.items())
         parts.append(f"## {script}\n")
         for title, keys in groups_of(kind):
-            # What all keys of a section need stands in its title.
-            common = [name for name, k in keys.items() if k.kind.needs and len(k.about["needs"]) == 1]
-            title += f"; n{needs_of(common[0], every)[1:-1]}" if common else ""
-            rows = {}
-            for name, k in keys.items():
-                text = f"{k.text} {'' if name in common else needs_of(name, every)}".rstrip()
-                rows[name] = f"| {_cell(k.allowed)} | {_code(default_of(k))} | {_cell(text)} |"
-            new = [row for row in rows.items() if row not in seen]
-            if not new:
-                continue
-            shared = sorted({seen[row] for row in rows.items() if row in seen})
-            seen.update(dict.fromkeys(new, script))
-            parts.append(f"**{title}**" + (f", and those of {', '.join(shared)}" if shared else "") + "\n")
-            rows = [f"| `{name}` {row}" for name, row in new]
-            parts.append("\n".join(["| key | type | default | |", "|---|---|---|---|", *rows]) + "\n")
+            rows = [f"| `{name}` | {_code(default_of(found))} |" for name, found in keys.items()]
+            new = [row for row in rows if row not in seen]
+            seen.update(new)
+            if new:
+                parts.append("\n".join([f"| {title} | |", "|---|---|", *new]) + "\n")
     return "\n".join(parts)
 
 
 def commands_page() -> str:
     """Write the list of scripts and commands; what each takes, it says itself."""
-    scripts = [f"| `{script}` | `python -m moh_vision.{module}` |" for script, (module, _) in SCRIPTS.items()]
-    lines = [f"| `python -m moh_vision {name}` | {line} |" for name, line in COMMANDS.items()]
+    scripts = [f"- `{script}`: `moh_vision.{module}`" for script, (module, _) in SCRIPTS.items()]
+    lines = [f"- `{name}`: {line}" for name, line in COMMANDS.items()]
     parts = [
         HEAD,
         "# Commands\n",
-        "The scripts; each is a module too. Their options are [configuration keys](config.md).\n",
-        "\n".join(["| script | module |", "|---|---|", *scripts]) + "\n",
-        "What people do with finished runs, data and models. `python -m moh_vision COMMAND --help` says what each takes; "
-        "[analysis](../guides/analysis.md) has examples.\n",
-        "\n".join(["| command | |", "|---|---|", *lines]) + "\n",
+        "The scripts; each is a module too (`python -m`). Their options are [configuration keys](config.md).\n",
+        "\n".join(scripts) + "\n",
+        "`python -m moh_vision COMMAND`, for finished runs, data and models; `--help` says what each takes, [analysis](../guides/analysis.md) has examples.\n",
+        "\n".join(lines) + "\n",
     ]
     return "\n".join(parts)
 
@@ -83,8 +90,8 @@ def models_page() -> str:
     parts = [HEAD, "# Models\n"]
     parts.append(
         "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention scores of the heads "
-        "that run),\ncounted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced here; small runs of ours "
-        "are in [results](../README.md).\n"
+        "that run),\ncounted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced here, FIDs those of Jin 2024 on ImageNet 256 x 256; "
+        "small runs of ours:\n[quality](../results/quality.md).\n"
     )
     papers = yaml.safe_load((PACKAGE / "commands" / "paper_rows.yaml").read_text(encoding="utf-8"))
     for title, names, unit in (
@@ -114,8 +121,10 @@ def _share(name: str) -> str:
 def _scores(row: dict) -> str:
     names = dict(top1="top-1 {} %", fid="FID {}", bleu="BLEU {}", test_perplexity="perplexity {}")
     words = [text.format(row[key]) for key, text in names.items() if key in row]
-    steps = f", {row['steps']} steps" if "steps" in row else ""
-    return f"{row['row']}: {', '.join(words)} ({row['data']}{steps}; {row['source']})" if words else ""
+    about = [row["data"], row["source"].partition(",")[0]]  # of images all scores are of one paper and data set
+    if "fid" in row:
+        about = [f"{row['steps']} steps", *re.findall(r"cfg = [\d.]+", row["row"])]
+    return f"{', '.join(words)} ({', '.join(about)})" if words else ""
 
 
 def _cell(text: str) -> str:

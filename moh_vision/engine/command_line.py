@@ -280,9 +280,7 @@ def help_text(prog: str, kind: type, about: List[str]) -> str:
     lines += ["A key comes with its default here. In names - and _ are the same.", ""]
     for title, keys in groups:
         lines += [f"{title}:", *(line for name, f in keys.items() for line in _lines(name, f, width)), ""]
-    return "\n".join(
-        [*lines, f"The whole text of a key or section: {prog} --help KEY ...", "of all keys: docs/reference/config.md"]
-    )
+    return "\n".join([*lines, f"The whole text of a key or section: {prog} --help KEY ..."])
 
 
 def _lines(name: str, found: Key, width: int) -> List[str]:
