@@ -8,6 +8,7 @@ also gives its peak memory, in turn and in alternating order; both read the weig
 Results go to benchmarks/results/fidelity.json.
 """
 
+import json
 import resource
 import statistics
 import tempfile
@@ -82,7 +83,6 @@ def speed(args, folder):
                 rounds[name].append(row)
                 print(f"round {number}: {name:16}{row['seconds']:8.1f} s {row['peak_mib']:6} MiB", flush=True)
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["ours"], rounds["torch_fidelity"])]
-    print(f"time, ours over torch-fidelity: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
     result = dict(images=args.images, rounds=args.rounds, time_ratio=statistics.median(ratios), time_ratios=ratios)
     for name, rows in rounds.items():
         seconds = [row["seconds"] for row in rows]
@@ -90,6 +90,11 @@ def speed(args, folder):
         images_per_s = round(args.images / statistics.median(seconds), 2)
         result[name] = dict(seconds=seconds, images_per_s=images_per_s, **peaks, numbers=rows[-1]["numbers"])
     return result
+
+
+def line(speed):
+    low, high = min(speed["time_ratios"]), max(speed["time_ratios"])
+    return f"time, ours over torch-fidelity: {speed['time_ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
 def main():
@@ -100,12 +105,13 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     args = parser.parse_args()
     if args.table:
-        return print(args.output.read_text(), end="")
+        return print(line(json.loads(args.output.read_text())["speed"]))
     if not args.data:
         parser.error("--data SHARDS is needed")
     report = new_report(threads=torch.get_num_threads(), batch=args.batch)
     with tempfile.TemporaryDirectory() as folder:
         report["speed"] = speed(args, Path(folder))
+    print(line(report["speed"]))
     write_report(args.output, report)
 
 
