@@ -14,7 +14,7 @@ from moh_vision.attention import RoutingStats, head_budget
 from moh_vision.engine.best import BEST
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.ranks import total
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.engine.step_folders import damage
@@ -48,7 +48,6 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
                 on_routing(stats)
             return nll
 
-        total = total_over_processes(accelerator)
         with whole_weights(task):
             scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
         log.pause()
@@ -108,7 +107,7 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
     Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
     the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
     """
-    config, log, total = run.config, run.log, total_over_processes(run.accelerator)
+    config, log = run.config, run.log
     texts = text.texts()
     load = HeadLoad(head_budget(run.model)["layers"], {"text": [name for name, _ in texts]})
     texts = texts if load.choosing() else []
