@@ -32,27 +32,31 @@ HEAD = "<!-- Written by docs/make_reference.py; change the code instead. -->\n"
 
 
 ABOUT_KEYS = """\
-A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are the same, options override the file, and
-later options earlier ones. What a key takes and means, a script prints:
+A key is set in the YAML file of `--config`, in sections, or as an option: `--optim.lr 1e-3`. In options `-` and `_` are
+the same, options override the file, and later options earlier ones. What a key takes and means, a script prints:
 
     python train_cls.py --help                     # all keys, in short
     python train_cls.py --help optim data.augment  # the whole text of keys or sections
     python train_cls.py --config FILE --print_config
 
-**Files.** `--config` takes a path, or the name of a configuration of the package, such as `quickstart/cls`. `base: FILE`, relative to the file it stands in, names another one,
-whose keys it takes where it has none of its own; bases may have bases. A file holds only keys of its script, and no options of one call, such as `dry_run`. RUN/config.yaml
-has all keys as the run used them, and is a file for `--config`.
+**Files.** `--config` takes a path, or the name of a configuration of the package, such as `quickstart/cls`.
+`base: FILE`, relative to the file it stands in, names another one, whose keys it takes where it has none of its own;
+bases may have bases. A file holds only keys of its script, and no options of one call, such as `dry_run`.
+RUN/config.yaml has all keys as the run used them, and is a file for `--config`.
 
-**Values.** `int`, `float`, `bool` and `text` as in YAML; `null`, or nothing in the file, is an empty default below: the text of the key says what is done then. Lists are
-`--data.crop_scale 0.2 1.0` or `[0.2, 1.0]`. A mapping is YAML, `--model.kwargs "{depth: 2}"`, or set by parts, `--model.kwargs.depth 2`. A number has limits, a choice its words; both are in the text, and a value
-outside of them is refused.
+**Values.** `int`, `float`, `bool` and `text` as in YAML; `null`, or nothing in the file, is an empty default below: the
+text of the key says what is done then. Lists are `--data.crop_scale 0.2 1.0` or `[0.2, 1.0]`. A mapping is YAML,
+`--model.kwargs "{depth: 2}"`, or set by parts, `--model.kwargs.depth 2`. A number has limits, a choice its words; both
+are in the text, and a value outside of them is refused.
 
-**Needs.** A key that has no effect beside the others is refused by name: `--ema.warmup true` without `--ema.decay`. The text says what a key needs. Keys of the model that
-are left out keep the registered model's own value.
+**Needs.** A key that has no effect beside the others is refused by name: `--ema.warmup true` without `--ema.decay`. The
+text says what a key needs. Keys of the model that are left out keep the registered model's own value.
 
-**Another start.** A run goes on only with the keys that it began with, but for those that change no number, such as `log_every` ([scale](../guides/scale.md)); `--allow_change KEY` permits another.
+**Another start.** A run goes on only with the keys that it began with, but for those that change no number, such as
+`log_every` ([scale](../guides/scale.md)); `--allow_change KEY` permits another.
 
-Below stands every key with its default, once: what a later script shares with an earlier one is left out, where the default is the same.
+Below stands every key with its default, once: what a later script shares with an earlier one is left out, where the
+default is the same.
 """
 
 
@@ -79,7 +83,8 @@ def commands_page() -> str:
         "# Commands\n",
         "The scripts; each is a module too (`python -m`). Their options are [configuration keys](config.md).\n",
         "\n".join(scripts) + "\n",
-        "`python -m moh_vision COMMAND`, for finished runs, data and models; `--help` says what each takes, [analysis](../guides/analysis.md) has examples.\n",
+        "`python -m moh_vision COMMAND`, for finished runs, data and models; `--help` says what each takes,\n"
+        "[analysis](../guides/analysis.md) has examples.\n",
         "\n".join(lines) + "\n",
     ]
     return "\n".join(parts)
@@ -89,9 +94,9 @@ def models_page() -> str:
     """Every image model of the registry and every preset of text models, counted; the papers' scores beside them."""
     parts = [HEAD, "# Models\n"]
     parts.append(
-        "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention scores of the heads "
-        "that run),\ncounted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced here, FIDs those of Jin 2024 on ImageNet 256 x 256; "
-        "small runs of ours:\n[quality](../results/quality.md).\n"
+        "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention\n"
+        "scores of the heads that run), counted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced\n"
+        "here, FIDs those of Jin 2024 on ImageNet 256 x 256; small runs of ours: [quality](../results/quality.md).\n"
     )
     papers = yaml.safe_load((PACKAGE / "commands" / "paper_rows.yaml").read_text(encoding="utf-8"))
     for title, names, unit in (

@@ -31,10 +31,7 @@ RUN_PAGES = [
     README,
     "docs/getting-started.md",
     "docs/concepts.md",
-    *(
-        f"docs/guides/{n}.md"
-        for n in "classifier diffusion data scale extend analysis convert elastic export publish sampling scores validation".split()
-    ),
+    *(f"docs/guides/{n}.md" for n in "classifier diffusion data scale extend analysis convert sampling scores".split()),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
 LAUNCHERS = r"(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "

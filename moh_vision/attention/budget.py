@@ -164,10 +164,6 @@ def change_routed(
         spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
         budgets: what the layers have.
         groups: for each layer how many heads are chosen together, see `resolve_budget`; None: 1 everywhere.
-
-    Raises:
-        ValueError: naming the layer, if it has no routed heads, or its shared heads would have to change, or what a list
-            asks for is not whole groups.
     """
     if groups is not None and any(group != 1 for group in groups):
         return _in_groups(change_routed, spec, budgets, groups)
@@ -217,11 +213,7 @@ def change_routed(
 
 
 def check_groups(budget: HeadBudget, group: int) -> None:
-    """Refuse a budget that is not made of whole groups of `group` heads.
-
-    Raises:
-        ValueError: naming the number.
-    """
+    """Refuse a budget that is not made of whole groups of `group` heads."""
     if isinstance(group, bool) or not isinstance(group, int) or group < 1:
         raise ValueError(f"group={group!r} is not a number of heads, 1 or more")
     for what in ("heads", "shared", "routed"):
@@ -295,11 +287,7 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
 
 
 def parse_share(spec: object) -> tuple[str, float, float | None]:
-    """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None).
-
-    Raises:
-        ValueError: if it is neither a share nor one of the spellings of `resolve_budget`.
-    """
+    """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None)."""
     kind, *numbers = spec.split(":") if isinstance(spec, str) and ":" in spec else ("ramp", spec)
     try:
         target, shared = (math.nan if isinstance(n, bool) else float(n) for n in (numbers + [0])[:2])

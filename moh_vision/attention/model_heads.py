@@ -13,11 +13,7 @@ from moh_vision.attention.routing import Routing
 
 
 def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
-    """Every `HeadMixtureAttention` of a model, in order.
-
-    Raises:
-        ValueError: if there is none.
-    """
+    """Every `HeadMixtureAttention` of a model, in order."""
     layers = [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
     if not layers:
         raise ValueError(
@@ -78,9 +74,6 @@ def head_budget(model: nn.Module) -> dict:
     Returns:
         dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
         are head-weighted totals, the figure that the papers quote.
-
-    Raises:
-        ValueError: if the model has no such layer.
     """
     layers = []
     for name, module in model.named_modules():
@@ -114,9 +107,6 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
         scope: a choice for the whole sequence is repeated for each token, and a layer without routing runs all heads
         with gate 1. Shared heads come first. Class and register tokens are tokens as others, in the order of the
         model; the N tokens of a map [H, W] are its rows, one after another.
-
-    Raises:
-        ValueError: for a model without such layers, or naming a layer that does not route exactly once in the call.
     """
     layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, HeadMixtureAttention)}
     if not layers:

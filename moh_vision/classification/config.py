@@ -186,7 +186,7 @@ class ValidateConfig(OpenedClsConfig):
     """Validation of a classifier."""
 
     labels: Optional[Labels] = key(None)
-    """ImageNet's ReaL, V2, A, R or Sketch (docs/guides/validation.md)."""
+    """ImageNet's ReaL, V2, A, R or Sketch (docs/guides/classifier.md)."""
     score_file: Optional[str] = key(None)
     """JSON with the scores; must not exist."""
     predictions: Optional[str] = key(None, ends=(".csv",))

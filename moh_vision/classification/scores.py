@@ -14,7 +14,7 @@ from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batch
 from moh_vision.data.order import rank_slice
 from moh_vision.engine.io import write_csv, write_whole
 from moh_vision.engine.logging import peak_memory_mib
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.ranks import total
 from moh_vision.engine.sharding import whole_weights
 from moh_vision.evaluation.accuracy import evaluate, likeliest
 from moh_vision.models.head_load import HeadLoad
@@ -54,7 +54,6 @@ def validate(
         predicted.append(torch.cat([classes.cpu().double(), probabilities.cpu().double()], 1))
         return logits, labels
 
-    total = total_over_processes(accelerator)
     images = LabelledImages(source, transform, seed=0, replace=False)
     batches = evaluation_batches(images, slices, data.workers, unreadable)
     since = time.monotonic()

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from moh_vision.commands.figures import check_figure, draw_lines, lines_of, write_figure
 from moh_vision.commands.runs import TEXT, ScoredRun, find_run, grouped, read_json
+from moh_vision.engine.io import by_age
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import finish, make_accelerator
-from moh_vision.engine.step_folders import by_age
 from moh_vision.language.evaluation import lm
 from moh_vision.language.evaluation.lm_suites import SUITES
 

@@ -1,4 +1,4 @@
-"""Publish a run: a folder for timm, diffusers or transformers, with a model card; docs/guides/publish.md.
+"""Publish a run: a folder for timm, diffusers or transformers, with a model card; docs/guides/convert.md.
 
 python -m moh_vision publish RUN --output FOLDER
 python -m moh_vision publish RUN --output FOLDER --push OWNER/NAME --private --license apache-2.0

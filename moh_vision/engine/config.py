@@ -115,7 +115,7 @@ class OptimConfig(Section, section="optim"):
     """Optimiser and schedule."""
 
     name: str = key("adamw", needs=TRAINS, also="optimizer opt")
-    """One of timm's optimisers, such as adamw, nadamw, lion, lamb, sgd or muon (docs/guides/optimisers.md)."""
+    """One of timm's optimisers, such as adamw, nadamw, lion, lamb, sgd or muon (docs/guides/classifier.md)."""
     lr: float = key(1e-3, gt=0, needs=TRAINS, also="learning_rate base_lr")
     """Peak learning rate."""
     weight_decay: float = key(0.05, ge=0, needs=TRAINS, also="wd")

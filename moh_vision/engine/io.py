@@ -47,6 +47,12 @@ def step_of(folder: Path) -> Optional[int]:
     return int(found[2]) if found and Path(found[1], "config.yaml").is_file() else None
 
 
+def by_age(parent: Path) -> List[Tuple[int, Path]]:
+    """Return (step, folder) of what may be a checkpoint, the newest first."""
+    folders = [path for path in parent.glob("step_*") if re.fullmatch("step_[0-9]+", path.name) and path.is_dir()]
+    return sorted(((int(folder.name[5:]), folder) for folder in folders), reverse=True)
+
+
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
     """Let one process at a time write into a folder, which exists; `option` named it.
@@ -158,9 +164,15 @@ def save_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, ob
 
 
 def tensor_files(place: Path) -> List[Path]:
-    """Return NAME.safetensors if it exists, else the parts NAME-00000.safetensors and so on of a sharded run."""
-    parts = place.parent.glob(f"{place.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors")
-    return [place] if place.exists() else sorted(parts)
+    """Return NAME.safetensors if it exists, else the parts NAME-00000.safetensors and so on of a sharded run.
+
+    A run that is not at its end has them in its newest checkpoint.
+    """
+    if place.exists():
+        return [place]
+    folders = [place.parent, *(folder for _, folder in by_age(place.parent / "checkpoints"))]
+    parts = (sorted(folder.glob(f"{place.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors")) for folder in folders)
+    return next(filter(None, parts), [])
 
 
 class TensorFiles:

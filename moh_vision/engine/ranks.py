@@ -76,15 +76,9 @@ def first(make: Callable[[], T]) -> T:
     return made[0] if made else make()
 
 
-def total_over_processes(accelerator) -> Callable[[Tensor], Tensor]:
-    """Return a function that sums a tensor in main memory over all processes."""
-
-    def total(tensor: Tensor) -> Tensor:
-        if accelerator.num_processes == 1:
-            return tensor
-        return accelerator.reduce(tensor.to(accelerator.device), "sum").cpu()
-
-    return total
+def total(tensor: Tensor) -> Tensor:
+    """Sum a tensor in main memory over all processes."""
+    return reduce(tensor.to(PartialState().device), "sum").cpu()
 
 
 def greatest(values: Tensor) -> List[float]:

@@ -59,22 +59,14 @@ class Run:
     infinite, or saves that fail, one line and exit code 1. A run stopped by a signal saves, and exits with 128 +
     the signal's number.
 
+    `settings` is an `AttentionRecord`, or None on a device without operators; `checkpoint` the folder that the run goes
+    on from, or None; `start`, `stop` and `done` count steps; `stopped` is a signal's number, or 0.
+
     Args:
-        name: of the script, for messages.
-        kind: the dataclass of its configuration, a `RunConfig`.
+        name: the script's.
+        kind: of its configuration, a `RunConfig`.
         argv: command line without the program; None: that of the process.
         attention: `moh_vision.attention.settings`, kept by the run, see `keep_settings`.
-
-    Attributes:
-        config: of the command line, a `RunConfig`.
-        settings: an `AttentionRecord`, or None on a device without operators.
-        accelerator: accelerate's Accelerator.
-        folder: of the run.
-        checkpoint: the folder that the run goes on from, or None.
-        start, stop, done: first step, number of all steps, and steps that are done.
-        stopped: number of the signal that stopped the run, or 0.
-        model, ema: the unwrapped model, and the average of its weights or None.
-        log: a `RunLog`.
     """
 
     def __init__(self, name: str, kind: type, argv: Optional[List[str]], attention):
@@ -119,7 +111,7 @@ class Run:
         return user_errors(self.name, kinds, **options)
 
     def take_up(self, steps: int) -> Optional[Path]:
-        """Lock the run of so many steps in config.output, if any; return the checkpoint to resume from."""
+        """Lock an earlier run in config.output; return the checkpoint to resume from, or None."""
         found = self._place.take_up(steps, lock=not self.config.dry_run)
         self.start, self.checkpoint = found or (0, None)
         self.stop, self.done = steps, self.start

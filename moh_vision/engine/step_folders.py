@@ -2,7 +2,6 @@
 
     step_200          a checkpoint: .safetensors files, and step.json with the step, plain values and sums
     .step_200.tmp     of a save that did not end
-    .step_200.old     an earlier step 200: a checkpoint until the new one has its name
     .step_200.gone    being deleted
 
 A checkpoint is written into a hidden folder, flushed, and renamed; only then are old ones deleted. The newest one whose
@@ -11,20 +10,27 @@ files have the sums of its step.json is loaded.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
-from moh_vision.engine.io import TensorFiles, __version__, fsync, give_name, hidden_path, sha256_of, write_tensors
+from moh_vision.engine.io import (
+    TensorFiles,
+    __version__,
+    by_age,
+    fsync,
+    give_name,
+    hidden_path,
+    sha256_of,
+    tensor_files,
+    write_tensors,
+)
 
 FORMAT = 4
 RECORD = "step.json"
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 EXPORTED = ("model.safetensors", "ema.safetensors")  # what RUN has of its newest checkpoint
 
 
@@ -79,16 +85,6 @@ def damage(folder: Path, step: int) -> Optional[str]:
     return f"{strangers[0]} is not in {RECORD}" if strangers else None
 
 
-def by_age(parent: Path) -> List[Tuple[int, Path]]:
-    """(step, folder) of what may be a checkpoint, the newest first."""
-    found = []
-    for folder in parent.glob("*step_*"):
-        number = re.fullmatch(r"step_([0-9]+)|\.step_([0-9]+)\.old", folder.name)
-        if number and folder.is_dir():
-            found.append((int(number[1] or number[2]), not folder.name.startswith("."), folder))
-    return [(step, folder) for step, _, folder in sorted(found, reverse=True)]
-
-
 def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
     """Return (step, folder) of the newest whole checkpoint, or None if there is none.
 
@@ -129,26 +125,20 @@ def begin(run: Path, step: int) -> None:
 
 
 def tidy(run: Path) -> None:
-    """Delete leftovers of interrupted saves, and restore a checkpoint that one had renamed."""
+    """Delete leftovers of interrupted saves."""
     checkpoints, exports = run / "checkpoints", (hidden_path(run / name) for name in EXPORTED)
     for path in (*checkpoints.glob(".step_*.tmp"), *checkpoints.glob(".step_*.gone"), *exports):
         _delete(path)
-    for aside in checkpoints.glob(".step_*.old"):
-        if not _named(aside).exists():
-            aside.rename(_named(aside))
 
 
 def put_in_place(hidden: Path, step: int) -> Path:
-    """Give a sealed folder its name, and return it; its predecessor stays a checkpoint until then."""
-    final = _named(hidden)
-    aside = final.with_name(f".{final.name}.old")
+    """Give a sealed folder its name, and return it. A whole checkpoint of the same step stays."""
+    final = hidden.with_name(f"step_{step}")
+    if not damage(final, step):
+        _delete(hidden)
+        return final
     if final.exists():
-        if damage(final, step):
-            _discard(final)  # what this run passed over when it resumed
-        else:
-            if aside.exists():
-                _discard(aside)
-            final.rename(aside)
+        _discard(final)  # what this run passed over when it resumed
     give_name(hidden, final)
     return final
 
@@ -158,17 +148,15 @@ def rotate(run: Path, step: int, keep: int, every: int) -> None:
 
     That of a stop between two saves (`every` steps apart) goes first: the run ends with the same ones as without a stop.
     """
-    parent = run / "checkpoints"
-    named = [(number, path) for number, path in by_age(parent) if number <= step and not path.name.startswith(".")]
-    folders = [path for number, path in sorted(named, key=lambda f: f[0] != step and f[0] % every > 0)]
-    for old in [*folders[keep:], *parent.glob(".step_*.old")]:
+    folders = [(number, path) for number, path in by_age(run / "checkpoints") if number <= step]
+    for _, old in sorted(folders, key=lambda f: f[0] != step and f[0] % every > 0)[keep:]:
         _discard(old)
 
 
 def export(run: Path, folder: Path, join: bool) -> None:
     """Give a checkpoint's weights their names in the run: as links, where the file system has them.
 
-    Parts of a sharded model are put together in main memory, if `join` says so.
+    Parts of a sharded model are put together in main memory, if `join` says so; until then `tensor_files` finds them.
     """
     for name in EXPORTED:
         source, place, hidden = folder / name, run / name, hidden_path(run / name)
@@ -178,26 +166,22 @@ def export(run: Path, folder: Path, join: bool) -> None:
         if source.exists():
             try:
                 os.link(source, hidden)
-            except OSError as error:
-                if error.errno not in NO_LINKS:
-                    raise
+            except OSError:  # not every file system has links
                 shutil.copyfile(source, hidden)
                 fsync(hidden)
             give_name(hidden, place)
         elif name == EXPORTED[1] and place.exists():  # of an earlier setting: it is not the newest
             place.rename(run / f"old_{name}")
-        elif join and (parts := TensorFiles(source)).shapes:
+        elif join and tensor_files(source):
+            parts = TensorFiles(source)
             write_tensors(place, {key: parts.read(key) for key in parts.shapes}, parts.metadata)
-
-
-def _named(hidden: Path) -> Path:
-    return hidden.with_name(hidden.stem.removeprefix("."))
+        elif tensor_files(source):
+            _delete(place)  # of an earlier end: no longer the newest
 
 
 def _discard(folder: Path) -> None:
     # Renamed first: an interrupted deletion leaves rubbish, not a damaged checkpoint.
-    gone = folder.with_name(f".{folder.name.removeprefix('.').removesuffix('.old')}.gone")
-    _delete(folder.rename(gone))
+    _delete(folder.rename(folder.with_name(f".{folder.name}.gone")))
 
 
 def _delete(path: Path) -> None:

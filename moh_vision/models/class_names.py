@@ -15,9 +15,6 @@ def listed(names: Any, where: str) -> Optional[List[str]]:
 
     Args:
         where: place of the names, for messages.
-
-    Raises:
-        ValueError: for anything else.
     """
     if isinstance(names, dict):
         names = [names.get(str(c)) for c in range(len(names))]
@@ -29,11 +26,7 @@ def listed(names: Any, where: str) -> Optional[List[str]]:
 
 
 def saved_with(file: Path) -> Optional[List[str]]:
-    """Read the class names saved with weights by a run, timm or our pipeline; None without names.
-
-    Raises:
-        ValueError: naming the file, if it holds something else.
-    """
+    """Read the class names saved with weights by a run, timm or our pipeline; None without names."""
     if file.suffix == ".safetensors":
         names = read_safetensors(file, lambda name: False)[1].get("classes")
         if names:

@@ -142,11 +142,7 @@ def route_heads(
 
 
 def dense_attentions(model: nn.Module) -> List[nn.Module]:
-    """Return the attention layers of a timm model, or of our model with router "dense".
-
-    Raises:
-        ValueError: for another model, or an attention that computes more than heads.
-    """
+    """Return the attention layers of a timm model, or of our model with router "dense"."""
     if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
         if not all(isinstance(attn.router, DenseRouter) for attn in attentions):
@@ -247,9 +243,6 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 
     Args:
         batches: see `convert`.
-
-    Raises:
-        ValueError: for another kind of model, or no batch.
     """
     layers = attention_layers(model)
     if not all(type(layer) is HeadMixtureAttention for layer in layers):

@@ -135,11 +135,7 @@ IN_BLOCK = {
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Translate diffusers' names and MoH's routers; official and our names pass through.
-
-    Raises:
-        ValueError: for a diffusers DiT whose blocks have different embeddings: ours has one.
-    """
+    """Translate diffusers' names and MoH's routers; official and our names pass through."""
     if any(name.startswith("transformer_blocks.") for name in state_dict):
         return _from_diffusers(state_dict, model)
     return rename_routers(state_dict)
@@ -343,9 +339,6 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             class_labels: [B], 0 .. num_classes; num_classes means "no class".
             return_dict: return an object with `.sample`, or a tuple.
 
-        Raises:
-            ValueError: for hidden_states of another shape; on a CPU also for class_labels out of range.
-
         Returns:
             Sample [B, out_channels, size, size]; with learn_sigma half of it interpolates the variance.
         """
@@ -376,11 +369,7 @@ def _layer_budgets(
 
 
 def settings_of(model: nn.Module) -> dict:
-    """Return our constructor arguments for diffusers' DiT, dense.
-
-    Raises:
-        ValueError: naming a setting that ours lacks.
-    """
+    """Return our constructor arguments for diffusers' DiT, dense."""
     theirs = model.config
     for name, needed in (
         ("activation_fn", "gelu-approximate"),
@@ -411,11 +400,7 @@ def settings_of(model: nn.Module) -> dict:
 
 
 def from_diffusers(model: nn.Module) -> nn.Module:
-    """Copy diffusers' DiT into a dense `MoHDiTTransformer2DModel`; outputs are equal to rounding.
-
-    Raises:
-        ValueError: naming a setting that ours lacks.
-    """
+    """Copy diffusers' DiT into a dense `MoHDiTTransformer2DModel`; outputs are equal to rounding."""
     weight = model.pos_embed.proj.weight
     ours = MoHDiTTransformer2DModel(**settings_of(model)).to(weight.device, weight.dtype)
     with torch.no_grad():

@@ -35,9 +35,6 @@ class ElasticBudget:
 
     Attributes:
         budgets: share, as `set_head_budget` takes it -> one `HeadBudget` per layer; the smallest first.
-
-    Raises:
-        ValueError: "budget_range ...", for no such pair or if the shared heads do not allow a share.
     """
 
     def __init__(self, model: nn.Module, ends: Sequence[Union[float, str]], seed: int):

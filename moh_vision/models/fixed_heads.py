@@ -23,9 +23,6 @@ def fix_timestep(model: nn.Module, timestep: float) -> None:
         model: a `MoHDiTTransformer2DModel` with scope "sample" and route_by "timestep"; it is changed. The gates
             become part of the output projections.
         timestep: 0 .. 1000.
-
-    Raises:
-        ValueError: for another model.
     """
     config = getattr(model, "config", {})
     layers = attention_layers(model)

@@ -47,9 +47,6 @@ def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
 
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call it before loading: the new routers are untrained.
-
-    Raises:
-        ValueError: naming a layer whose budget does not allow these shared heads.
     """
     layers, trained = [], []
     for name, layer in model.named_modules():

@@ -17,9 +17,6 @@ def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iter
 
     Args:
         model, attentions, batches, options: see `head_lengths`.
-
-    Raises:
-        ValueError: if there is no batch.
     """
     for attn, lengths in zip(attentions, head_lengths(model, attentions, batches, **options)):
         permute_heads(attn, lengths)
@@ -41,9 +38,6 @@ def head_lengths(
     Returns:
         For every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token
             (in a DiT before the gate, which scales all heads alike).
-
-    Raises:
-        ValueError: if there is no batch, or for something else than a batch.
     """
     totals: List[Union[Tensor, float]] = [0.0] * len(attentions)
     tokens = [0.0] * len(attentions)  # per layer: a class token may be in some layers only

@@ -19,9 +19,6 @@ def train_only(model: nn.Module, which: str) -> None:
     Args:
         which: "all": nothing is frozen (FTALL); "gates" (FTG); or "gates_and_outputs": also the matrix (without
             bias) of every attention's output projection (FTG+).
-
-    Raises:
-        ValueError: for a model without gates, or with unused gates.
     """
     if which == "all":
         return

@@ -17,6 +17,7 @@ from torch import nn
 
 from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import closest, reason_of
+from moh_vision.engine.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
 from moh_vision.models.weights import FETCHING, check_name, create, described_by, init_from, near_model, taken_for
@@ -39,7 +40,7 @@ def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
     if m.head_budget is not None and "head_budget" in (m.convert or {}):
         raise ValueError("model.head_budget and model.convert.head_budget are the same thing: give one")
     saved = Path(config.output, "model.safetensors")
-    if saved.is_file() and not fresh:
+    if not fresh and tensor_files(saved):
         about = read_safetensors(saved, lambda name: False)[1]
         if (about.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
             return about["architecture"], about["arguments"]

@@ -29,9 +29,6 @@ class Teacher(nn.Module):
 
     Attributes:
         classes: class names in order; None if only their number is known.
-
-    Raises:
-        ValueError: naming key and source, if it cannot be opened.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
@@ -72,11 +69,7 @@ class Teacher(nn.Module):
             raise ValueError(f"{self.name} has {found[-1]} classes, the data {classes}")
 
     def match_grid(self, grid: int) -> int:
-        """Resize images so that `tokens` gives grid x grid patches; return a token's width.
-
-        Raises:
-            ValueError: naming the model, if it has no such patches.
-        """
+        """Resize images so that `tokens` gives grid x grid patches; return a token's width."""
         model, channels = self.teacher.model, self.mean.shape[1]
         try:
             self.size = grid * model.feature_info[-1]["reduction"]

@@ -199,9 +199,6 @@ class TransNeXt(nn.Module):
         dynamic_img_size: take images of any size.
         drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after
             projections, of attention, and of residual branches (rising with depth).
-
-    Raises:
-        ValueError: for sizes or budgets that do not fit.
     """
 
     _model_args = RecordedArguments()

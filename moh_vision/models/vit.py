@@ -255,9 +255,6 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
         pretrained: load the configuration's weights, or those of `base`.
         base: a ViT in timm's registry, such as "vit_small_patch14_reg4_dinov2", whose settings the model takes:
             patch size, width, registers, pooling, norms. `convert` records it.
-
-    Raises:
-        ValueError: if timm has no such model, or `convert` refuses it.
     """
     model_cls = MoHVisionTransformer
     base = kwargs.pop("base", None) if variant == "moh_vit" else None

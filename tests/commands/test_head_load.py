@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from accelerate import Accelerator
+from accelerate import PartialState
 from PIL import Image
 from processes import on_two_ranks
 
@@ -15,7 +15,7 @@ from moh_vision.__main__ import main
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, head_usage
 from moh_vision.commands.figures import write_figure
 from moh_vision.commands.head_load import draw, most_different, short_names
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.ranks import total
 from moh_vision.models.head_load import HeadLoad
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3)
@@ -82,8 +82,9 @@ def test_one_layer_at_a_time():
 
 
 def sum_on_a_rank(rank, path):
+    PartialState(cpu=True)
     load = made(seed=rank)
-    load.reduce(total_over_processes(Accelerator(cpu=True)))
+    load.reduce(total)
     if rank == 0:
         load.save(path)
 

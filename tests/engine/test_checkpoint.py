@@ -20,22 +20,27 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from moh_vision.attention import head_budget
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.config import ModelConfig
 from moh_vision.engine.ema import make_ema
+from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.step_folders import by_age, latest_checkpoint, record_text, resume_point
+from moh_vision.engine.step_folders import latest_checkpoint, record_text, resume_point
+from moh_vision.models.pretrained import described
 from moh_vision.models.weight_files import read_tensors, weights_file
-from moh_vision.models.weights import to_validate
+from moh_vision.models.weights import keep_shared_heads, to_validate
 
+NAME = "moh_vit_tiny_patch16_224"
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 
 
 def beginning(kind="plain", optimizer="adamw"):
     """A task as training has it, of a model of some kind, with EMA, optimiser and scaler; as a `TrainingState`."""
     torch.manual_seed(0)
-    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT)
+    model = timm.create_model(NAME, **VIT)
     if "frozen" in kind:
         model.patch_embed.requires_grad_(False)
     if "tied" in kind:
@@ -105,7 +110,7 @@ def stopped_and_resumed(run, kind, optimizer):
     train(whole, range(6))
     train(first, range(3))
     saver = Saver(PartialState(), run, first, keep=1)
-    saver.save(3, dict(architecture="moh_vit_tiny_patch16_224", arguments=VIT))
+    saver.save(3, dict(architecture=NAME, arguments=VIT, config=dict(model=dict(pretrained="gone"))))
     train(first, range(3, 6))
     saver.finish(last=True)
     assert_same(bits(whole), bits(first))
@@ -150,12 +155,19 @@ def on_a_rank(rank, folder, cases):
         beginning("ddp frozen").restore(folder / "sharded:adamw" / "checkpoints" / "step_3")
     two = beginning("sharded head")  # they go on from one's checkpoint
     two.restore(folder / "alone" / "checkpoints" / "step_3")
-    saver = Saver(PartialState(), folder / "two", two, keep=1)
+    run = folder / "two"
+    saver = Saver(PartialState(), run, two, keep=1)
+    saver.save(1, {}, last=True)
+    assert (run / "model.safetensors").exists()
+    saver.save(2, {})
+    saver.wait()
+    # That of step 1 is old; the parts of step 2 are found.
+    assert not (run / "model.safetensors").exists() and read_tensors(weights_file(str(run), "model"))
     saver.save(3, {}, last=True)
     with mock.patch("moh_vision.engine.saver.save_tensors", full) if rank else contextlib.nullcontext():
         saver.save(4, {})
         saver.wait()
-    assert "No space left" in saver.problem and [s for s, _ in by_age(folder / "two" / "checkpoints")] == [3]
+    assert "No space left" in saver.problem and [s for s, _ in by_age(run / "checkpoints")] == [3]
     dist.destroy_process_group()
 
 
@@ -178,6 +190,13 @@ def test_two_processes(tmp_path):
     (folder / "ema.safetensors").unlink()
     opened, about = to_validate(str(folder), "", {})
     assert about["of_run"] and same(opened.state_dict(), weights)
+    other = timm.create_model(NAME, **VIT, head_budget="uniform:0.75")
+    before = head_budget(other)
+    keep_shared_heads(other, folder)  # of a resumed run
+    now, trained = (head_budget(model)["layers"][1]["shared"] for model in (other, opened))
+    assert now == trained == 3 != before["layers"][1]["shared"]
+    resumed = SimpleNamespace(model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1])
+    assert described(resumed, "classifier", fresh=False) == (NAME, VIT)  # without the pre-trained model
     # The last save of a sharded run puts its weights together.
     assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
     alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))

@@ -163,15 +163,6 @@ def test_rubbish_beside_is_no_checkpoint(run):
     assert latest_checkpoint(run, said.append)[0] == 4 and not said
 
 
-def test_a_copy_that_was_moved_aside_is_taken(training, run):
-    """The save of a step that was there ended between its two renames."""
-    checkpoints = run / "checkpoints"
-    (checkpoints / "step_4").rename(checkpoints / ".step_4.old")
-    assert latest_checkpoint(run) == (4, checkpoints / ".step_4.old")
-    assert training.save(run, 6, keep=2) is None
-    assert sorted(p.name for p in checkpoints.iterdir()) == ["step_4", "step_6"]
-
-
 def test_all_damaged_is_no_fresh_start(training, run, capsys):
     for step in (2, 4):
         (run / "checkpoints" / f"step_{step}" / "optimizer.safetensors").write_bytes(b"")

@@ -41,6 +41,7 @@ def steps_2_and_4(checkpoints):
 
 
 def step_6_is_there_and_alone(checkpoints):
+    """Saved again, a whole checkpoint stays as it is; here it has the weights of step 4."""
     put(checkpoints / "step_4", checkpoints / "step_6", 6)
     for step in (2, 4):
         shutil.rmtree(checkpoints / f"step_{step}")
@@ -53,30 +54,15 @@ def step_6_is_there_and_damaged(checkpoints):
 
 
 def killed_before(checkpoints):
-    """The only checkpoint is without its name, and there is rubbish."""
+    """There is rubbish beside the only checkpoint."""
     shutil.rmtree(checkpoints / "step_2")
-    (checkpoints / "step_4").rename(checkpoints / ".step_4.old")
     for name in (".step_6.tmp", ".step_2.gone", ".step_5.tmp"):
         (checkpoints / name).mkdir()
         (checkpoints / name / "model.safetensors").write_bytes(b"torn")
     (checkpoints.parent / ".ema.safetensors.tmp").write_bytes(b"torn")
 
 
-def killed_before_and_damaged(checkpoints):
-    """Step 6 was being saved again; the new folder got its name and then a bad sector, the old one is still there."""
-    step_6_is_there_and_damaged(checkpoints)
-    put(checkpoints / "step_4", checkpoints / ".step_6.old", 6)
-    shutil.rmtree(checkpoints / "step_4")
-
-
-BEFORE = (
-    only_step_4,
-    steps_2_and_4,
-    step_6_is_there_and_alone,
-    step_6_is_there_and_damaged,
-    killed_before,
-    killed_before_and_damaged,
-)
+BEFORE = (only_step_4, steps_2_and_4, step_6_is_there_and_alone, step_6_is_there_and_damaged, killed_before)
 
 
 FAST = (only_step_4, step_6_is_there_and_alone)
@@ -113,7 +99,7 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
         step, folder = latest_checkpoint(run, lambda text: None)
         training.load(folder)
         found = next(step for step in (4, 6) if states[step] == training.state())
-        assert step == found or before.__name__.startswith(("step_6", "killed_before_and")), where
+        assert step == found or before.__name__.startswith("step_6"), where
         ends[found] += 1
         for name in ("model", "ema"):
             with safe_open(run / f"{name}.safetensors", "pt") as file:
@@ -125,7 +111,7 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
         assert training.save(run, 7, 1) is None, where
         assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_7"] and hidden(run) == [], where
         assert damage(run / "checkpoints" / "step_7", 7) is None
-    assert ends[4] > 5 and ends[6] > 3
+    assert ends[4] > 5 and (ends[6] > 3 or before is step_6_is_there_and_alone)
     print(f"{before.__name__}: {sum(ends.values())} of {len(points) + 1} kills resumed, at steps {ends}")
 
 

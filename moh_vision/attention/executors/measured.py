@@ -40,11 +40,7 @@ def table() -> dict:
 
 
 def use_table(table: dict | None) -> None:
-    """Set the table of this process; {}: an empty one, None: back to the user's cache.
-
-    Raises:
-        ValueError: it is malformed, or has kernels that were compared on another GPU.
-    """
+    """Set the table of this process; {}: an empty one, None: back to the user's cache."""
     global _table
     rows = checked(table.get("rows", {})) if table else {}
     on_gpu = any(row[4] == "OnGpu" for kind in rows.values() for row in kind)

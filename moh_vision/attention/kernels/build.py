@@ -51,9 +51,6 @@ def path(device: str = "cpu") -> str:
     Without `use` it is the first of them that is there. The choice is made at the first call, which logs it under
     `moh_vision.attention` (a WARNING where operators for the CPU could be built), and stays: a library built meanwhile
     does not change a process that runs.
-
-    Raises:
-        ValueError: the environment variable MOH_VISION_KERNELS is neither "auto" nor "off".
     """
     if device not in PATHS:
         return "torch"
@@ -71,9 +68,6 @@ def use(path: str | None) -> None:
 
     Args:
         path: "cpp", "triton", "torch", or None: back to what `path` finds.
-
-    Raises:
-        ValueError: another name, "cpp" where no library is found that loads, or "triton" where it cannot run.
     """
     global _used, _interprets
     if path not in ("cpp", "triton", "torch", None):
@@ -159,9 +153,6 @@ def build() -> str:
 
     Returns:
         The compiler that was used.
-
-    Raises:
-        ValueError: no compiler, an error of the compiler, or a cache folder that cannot be written; says what to do.
     """
     compiler, place = _compiler(), library_path()
     try:

@@ -52,9 +52,6 @@ class MAERouter(nn.Module):
         pool: what the gate reads: "sequence"; or the tokens so far, "running", or their last 100, "window" (appendix A,
             language models).
         dropout: of the hidden layer.
-
-    Raises:
-        ValueError: for a budget that leaves heads out, or a leave_out that leaves none.
     """
 
     needs_query = False
@@ -108,11 +105,7 @@ class MAERouter(nn.Module):
         self.members.fill_(1).scatter_(1, torch.tensor(left_out, device=self.members.device), 0)
 
     def set_mode(self, mode: str) -> None:
-        """Choose among MODES.
-
-        Raises:
-            ValueError: for another mode, or one that needs a gate where there is none.
-        """
+        """Choose among MODES."""
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
         if self.out is None and mode not in UNGATED:

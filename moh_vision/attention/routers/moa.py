@@ -23,9 +23,6 @@ class MoARouter(TopKRouter):
         budget: heads = E, head_dim = D, shared = 0, routed = k.
         renormalise: False: w_i = p_i, as in the published code.
         noisy: in training, add noise of a learned scale to the logits before choosing (eq. 3; off in the paper's runs).
-
-    Raises:
-        ValueError: for a budget with shared heads.
     """
 
     needs_query = False

@@ -31,9 +31,6 @@ class QueryNormRouter(TopKRouter):
         dim: C, not used.
         budget: in heads, also with groups.
         group: heads in a group, those of one key-value head; 1: heads are chosen one by one, as released.
-
-    Raises:
-        ValueError: if the heads, the shared or the routed ones are not whole groups.
     """
 
     needs_query = True

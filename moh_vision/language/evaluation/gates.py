@@ -20,7 +20,7 @@ from moh_vision.attention.routers import MAERouter
 from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.ranks import total
 from moh_vision.language.data.vocabulary import Vocabulary
 
 
@@ -229,7 +229,7 @@ def read_gates(
                 ids, padding = batch["input_ids"], None if mask is None else mask == 0
             r.statistics.update([stats[place] for place in r.places], ids, padding)
     for r in readings:
-        r.statistics.reduce(total_over_processes(accelerator))
+        r.statistics.reduce(total)
     return readings
 
 

@@ -26,7 +26,7 @@ from torch import nn
 from moh_vision.attention import head_budget
 from moh_vision.engine.commands import Parser, Progress, nearest, reason_of, refuse_output, say
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.ranks import total
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite_table
 from moh_vision.language.evaluation.perplexity import causal_losses, exp, perplexity, summary
@@ -137,7 +137,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     ways = dict(task_manager=manager, batch_size=options.batch_size, limit=options.limit)
     scored = evaluate_rows(tasks, harness, counting, **ways)
     if load:
-        load.reduce(total_over_processes(accelerator))
+        load.reduce(total)
         load.of = dict(model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit)
         if accelerator.is_main_process:
             load.save(Path(options.head_load))
@@ -178,7 +178,7 @@ def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     windows = sliding_windows(ids, context, stride, options.batch_size, **share)
     windows = Progress.over(windows, "perplexity", enabled=accelerator.is_main_process)
     try:
-        scores = perplexity(causal_losses(model), windows, device, total_over_processes(accelerator))
+        scores = perplexity(causal_losses(model), windows, device, total)
     except ValueError as error:
         raise ValueError(f"{options.perplexity}: {error}") from None
     nats, words, size = scores["loss"] * scores["tokens"], text["words"], text["bytes"]

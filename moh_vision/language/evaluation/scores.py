@@ -7,18 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.attention import RoutingStats, head_budget
 from moh_vision.engine.best import BEST
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.io import write_whole
-from moh_vision.engine.ranks import total_over_processes
+from moh_vision.engine.io import TensorFiles, by_age, write_whole
+from moh_vision.engine.ranks import total
 from moh_vision.engine.run import Run
 from moh_vision.engine.sharding import load_whole, whole_weights
-from moh_vision.engine.step_folders import by_age, damage
+from moh_vision.engine.step_folders import damage
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import report_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, summary
@@ -49,7 +48,6 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
                 on_routing(stats)
             return nll
 
-        total = total_over_processes(accelerator)
         with whole_weights(task):
             scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
         log.pause()
@@ -92,16 +90,12 @@ def average_checkpoints(run: Path, count: int, every: int = 1) -> tuple[dict[str
             whole[step] = folder
     if not whole:
         raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
-    files = [folder / "model.safetensors" for folder in whole.values()]
-    missing = next((file for file in files if not file.exists()), None)
-    if missing:
-        raise ValueError(f"{missing}: no such file; the weights of sharded runs are not averaged")
     averages = {}
-    newest, *others = (safe_open(file, "pt") for file in files)
-    for name in newest.keys():  # one tensor at a time in memory
-        mean = newest.get_tensor(name)
+    newest, *others = (TensorFiles(folder / "model.safetensors") for folder in whole.values())
+    for name in newest.shapes:  # one tensor at a time in memory
+        mean = newest.read(name)
         if mean.is_floating_point():
-            values = torch.stack([mean, *(file.get_tensor(name) for file in others)])
+            values = torch.stack([mean, *(file.read(name) for file in others)])
             mean = values.double().mean(0).to(mean.dtype)
         averages[name] = mean
     return averages, list(whole)
@@ -113,7 +107,7 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
     Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
     the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
     """
-    config, log, total = run.config, run.log, total_over_processes(run.accelerator)
+    config, log = run.config, run.log
     texts = text.texts()
     load = HeadLoad(head_budget(run.model)["layers"], {"text": [name for name, _ in texts]})
     texts = texts if load.choosing() else []

@@ -72,9 +72,6 @@ def attend(
     Returns:
         o [B, N, H*D], 0 where a head is off or a query sees no key; and the log of the sum of exponentials of every
         pair's scores [P], float32, -inf where it sees no key. The second has no gradient.
-
-    Raises:
-        ValueError: other dtypes or shapes, or a mask that requires a gradient.
     """
     (B, H, N, D), (_, G, M, _) = q.shape, k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:

@@ -322,9 +322,6 @@ def pairs(active: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         token: int32 [B * N * H], b * N + n of every pair. What lies beyond the last pair is undefined.
         offsets: int32 [H * B + 1], where segment h * B + b begins. The last is the number of pairs.
-
-    Raises:
-        ValueError: `active` has another type or number of dimensions, or more than 2^31 - 1 pairs.
     """
     if active.dim() != 3 or active.dtype != torch.bool:
         raise ValueError("pairs: active must be bool [B, N, H]")
@@ -384,9 +381,6 @@ def forward(
     Returns:
         weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (the logits), probs [B, N, E], counts [B, H], and
         the list of pairs: token (int32) [B * N * (shared + routed)], offsets (int32) [H * B + 1].
-
-    Raises:
-        ValueError: shapes or types are wrong, or there is no such router.
     """
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, kind, weight.shape[0])
