@@ -1,6 +1,6 @@
 """Time and memory of one attention layer, against plain attention, in one interleaved run.
 
-    python benchmarks/attention.py                       # the whole grid, about 20 minutes on 2 cores
+    python benchmarks/attention.py                       # the whole grid, less than 25 minutes on 2 cores
     python benchmarks/attention.py --shapes vit_small --shares 0.5 --modes forward --output /tmp/one.json
     python benchmarks/attention.py --path torch --output /tmp/torch.json    # without the C++ operators
     python benchmarks/attention.py --table               # the tables of docs/results/speed.md

@@ -100,10 +100,11 @@ def reached(goal, tables):
         about = dict(part=goal.part, shape=goal.shape, mode=goal.mode, form=form, dtype="bfloat16")
         for table in tables:
             row = table["rows"].get(f"packed {goal.share} {goal.scope}", {})
-            if all(table[key] == value for key, value in about.items()) and "ratio" in row:
-                if goal.base == "masked":
-                    return row.get("to_masked")
-                return dict(median=row["ratio"], quartiles=row["quartiles"])
+            found = row.get("to_masked") if goal.base == "masked" else None
+            if goal.base == "dense" and "ratio" in row and table["base"].startswith("dense"):
+                found = dict(median=row["ratio"], quartiles=row["quartiles"])
+            if found and all(table[key] == value for key, value in about.items()):
+                return found
     return None
 
 

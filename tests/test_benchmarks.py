@@ -118,6 +118,21 @@ def test_the_gpu_benchmark_finds_and_survives_failures(run, monkeypatch, capsys)
     assert report["errors"] == {} and len(report["races"]) == 2 and len(report["tables"]) == tables
 
 
+def test_goals_of_the_gpu_benchmark():
+    import gpu
+
+    about = dict(part="layer", shape="n1024", dtype="bfloat16", mode="train", base="dense flash")
+    row = dict(ratio=0.83, quartiles=[0.82, 0.84], to_masked=dict(median=0.5, quartiles=[0.5, 0.5]))
+    graph = dict(
+        about, form="graph", rows={"packed 0.5 token": row, "packed 0.75 token": dict(row, quartiles=[0.93, 0.95])}
+    )
+    others = [dict(graph, form="eager"), dict(graph, shape="n4096", base="masked 0.5"), dict(graph, part="step")]
+    shown = gpu.goal_table(dict(card={}, quick=False, tables=[graph, *others]))
+    assert "| layer | n1024 | token | 0.5 | train | dense | 0.82 | 0.83 [0.82 0.84] | met |" in shown
+    assert "| 0.92 | 0.83 [0.93 0.95] | missed |" in shown and shown.endswith("51 of 53 goals are not measured.\n")
+    assert gpu.goal_table(dict(card={}, quick=True, tables=[graph])).startswith("53 of 53 goals")
+
+
 @pytest.mark.parametrize("scope", ("token", "sample"))
 @pytest.mark.parametrize("heads, share", ((6, 0.5), (12, 0.75), (6, 1.0)))
 def test_released_attention_is_ours(heads, share, scope):
