@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from timing import interleaved, machine, spread, write_report
 
 from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.step import Updater
 from moh_vision.language.models.create import create_text_model
 from moh_vision.language.task import LanguageTask
@@ -42,7 +43,7 @@ class Training:
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
         model = create_text_model(preset, vocab_size=words, **SMALL)
-        self.descent = BlockDescent(accelerator, model, mae_routers(model), False, mode, 5, 1.0)
+        self.descent = BlockDescent(accelerator, model, mae_routers(model), False, BlockDescentConfig(mode))
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         self.descent.prepare(LanguageTask(model, 0.01, 0.1).train(), optimizer)
         self.accelerator, self.updater = accelerator, Updater(accelerator, clip_norm=0.0)

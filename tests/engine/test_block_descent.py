@@ -19,6 +19,7 @@ from moh_vision.classification import train as train_cls
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of
+from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.step import Updater
 from moh_vision.models.mae import mae_routers, train_only
 
@@ -54,8 +55,7 @@ class Training:
         self.accelerator = Accelerator(cpu=True)
         self.model = model
         train_only(model, which)
-        settings = {**dict(mode="bcd", period=5, gate_lr=1.0), **settings}
-        self.descent = BlockDescent(self.accelerator, model, mae_routers(model), False, **settings)
+        self.descent = BlockDescent(self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings))
         task = ClassificationTask(model, 0.01).train()
         if compile:
             task.compile(backend=compile)
@@ -255,8 +255,8 @@ def test_a_model_without_gates_has_one_plain_phase():
 def test_fsdp_is_refused_in_turns_only():
     sharded = SimpleNamespace(distributed_type="FSDP")
     with pytest.raises(ValueError, match="block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint"):
-        BlockDescent(sharded, model := vit(), mae_routers(model), False, "bcd", 5, 1.0)
-    BlockDescent(sharded, model, mae_routers(model), False, "joint", 5, 1.0)
+        BlockDescent(sharded, model := vit(), mae_routers(model), False, BlockDescentConfig())
+    BlockDescent(sharded, model, mae_routers(model), False, BlockDescentConfig(mode="joint"))
 
 
 # ---------------------------------------------------------------- fine-tuning sets

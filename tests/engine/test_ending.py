@@ -18,7 +18,7 @@ from moh_vision.engine.logging import NEXT, OF_FILES, ending
     "command", [*(command for commands in NEXT.values() for command in commands), *OF_FILES.values()]
 )
 def test_what_comes_next_is_a_command(command, capsys):
-    module, *words = shlex.split(command)[2:]
+    module, *words = shlex.split(f"python -m moh_vision{command}")[2:]
     module, name = ("moh_vision.__main__", words[:1]) if module == "moh_vision" else (module, [])
     with contextlib.suppress(SystemExit):
         importlib.import_module(module).main([*name, "--help"])

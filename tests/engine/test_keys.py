@@ -13,7 +13,7 @@ from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
-from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, value_at
+from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of
 from moh_vision.language.config import LanguageConfig
 
 KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, OpenedDitConfig]
@@ -35,7 +35,7 @@ def changed(config, values):
     """The configuration with other values, whatever they contradict."""
     for name, value in values.items():
         section, _, field = name.rpartition(".")
-        setattr(value_at(config, section) if section else config, field, value)
+        setattr(getattr(config, section) if section else config, field, value)
     return config
 
 
@@ -121,7 +121,7 @@ def outside(found, section):
 def test_a_value_out_of_its_range_is_refused(kind):
     config, tried = parse(kind), 0
     for name, found in keys_of(kind).items():
-        section = value_at(config, name.rpartition(".")[0]) if "." in name else config
+        section = getattr(config, name.rpartition(".")[0]) if "." in name else config
         wrong, fine = outside(found, section)
         for value in wrong:
             text = (

@@ -7,8 +7,7 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from moh_vision.engine.logging import RunLog, write_json
-from moh_vision.engine.tracking import check_tracker, numbers, open_tracker
+from moh_vision.engine.logging import RunLog, check_tracker, numbers, open_tracker, write_json
 
 
 class Recorder:
@@ -69,7 +68,7 @@ def test_none_without_a_name_and_on_other_processes(tmp_path):
 
 
 def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr("moh_vision.engine.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("moh_vision.engine.logging.find_spec", lambda name: None)
     with pytest.raises(ValueError, match="tracker wandb: the package is not installed"):
         check_tracker("wandb")
 
