@@ -13,10 +13,7 @@ BEST = "best.safetensors"
 
 
 class Best:
-    """The best validation of a run so far, of the lowest "loss" or the highest of any other score `key`.
-
-    So many validations in a row without a better one as `patience` end the run; 0: it never ends.
-    """
+    """The best validation of a run: of the lowest "loss", or the highest other score `key`; patience 0 never ends it."""
 
     def __init__(self, key: str, patience: int = 0):
         self.key, self.patience = key, patience

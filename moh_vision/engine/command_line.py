@@ -62,20 +62,21 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
     known = keys_of(runs) | keys if runs else keys
     values = {name: value for file in files for name, value in _read(file, known, "" if runs else prog) if name in keys}
     prints = options.pop("print_config", False)
-    given = set()
+    given: set[str] = set()
     for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
         whole = next((known for known in keys if name.startswith(f"{known}.")), name)
         values[whole] = _put(values.get(whole), name[len(whole) :].split(".")[1:], value)
         given.add(whole)
-    config = _without_idle(_make(kind, values, frozenset(given)), values, ", ".join(files), prog)
+    config = _without_idle(_make(kind, values), values, given, ", ".join(files), prog)
+    config.given = frozenset(given)
     if prints:
         say(dump(config.tree()))
         raise SystemExit(0)
     return config
 
 
-def _make(kind: type, values: dict[str, Any], given: frozenset[str]) -> Any:
-    """A configuration of values by dotted name; `given` are options."""
+def _make(kind: type, values: dict[str, Any]) -> Any:
+    """A configuration of values by dotted name."""
     for name, found in keys_of(kind).items():
         if found.default is MISSING and values.get(name) is None:
             raise ValueError(f"--{name} is needed: {found.text}")
@@ -87,28 +88,26 @@ def _make(kind: type, values: dict[str, Any], given: frozenset[str]) -> Any:
             arguments[f.name] = replace(f.default_factory(), **own)
         elif f.name in values:
             arguments[f.name] = values[f.name]
-    made = kind(**arguments)
-    made.given = given
-    return made
+    return kind(**arguments)
 
 
-def _without_idle(config: Section, values: dict[str, Any], files: str, prog: str) -> Any:
+def _without_idle(config: Section, values: dict[str, Any], given: set[str], files: str, prog: str) -> Any:
     """Refuse keys without effect; leave out, and name, those of files that an option made so."""
     left_out: dict[str, str] = {}
     for name, needed, decide in idle_keys(config):
         value = attrgetter(name)(config)
         # Off anyway, or as it always is.
-        if name not in values or not value or name not in config.given and value == keys_of(type(config))[name].default:
+        if name not in values or not value or name not in given and value == keys_of(type(config))[name].default:
             continue
-        if name in config.given or not config.given & decide:
-            where = f"--config {files}: " if files and name not in config.given else ""
+        if name in given or not given & decide:
+            where = f"--config {files}: " if files and name not in given else ""
             raise ValueError(f"{where}{name} {value!r} needs {needed}, and has no effect otherwise")
         left_out[name] = f"{name} {value!r} (needs {needed})"
     if not left_out:
         return config
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{prog}: left out of {files}, without effect here: {', '.join(left_out.values())}", file=sys.stderr)
-    return _make(type(config), {name: values[name] for name in values if name not in left_out}, config.given)
+    return _make(type(config), {name: values[name] for name in values if name not in left_out})
 
 
 def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
@@ -210,10 +209,7 @@ def dump(tree: dict) -> str:
 
 
 def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
-    """Yield dotted keys and values of a configuration for a script ("": any), its base's first.
-
-    The name is a path relative to `beside`, or ships with the package; `upon` files have brought it.
-    """
+    """Yield dotted keys and values of a file, beside a folder or shipped, for a script ("": any), its base's first."""
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
     if path is None:

@@ -31,10 +31,7 @@ class Step:
         self.norms: dict[str, float] = {}  # of the gradients, by phase
 
     def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
-        """Do step `number`, from 0, with the next micro-batches; return whether weights were updated.
-
-        The task gets a batch and `more` as keyword arguments.
-        """
+        """Do step `number`, whose micro-batches and `more` the task takes; return whether weights were updated."""
         set_learning_rate(self.optimizer, self.learning_rate(number))
         self.task.train()
         accelerator, last = self.accelerator, self.accumulation - 1
@@ -126,11 +123,8 @@ class Updater:
         self.last_bad: int | None = None  # step
 
     def __call__(self, task, optimizer, step: int, losses: list[dict], clip_norm=None) -> tuple[float, bool]:
-        """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated.
-
-        `clip_norm` replaces the general one; 0 does not clip. After ten bad steps in a row: FloatingPointError.
-        """
-        clip_norm = self.clip_norm if clip_norm is None else clip_norm
+        """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated."""
+        clip_norm = self.clip_norm if clip_norm is None else clip_norm  # 0: no clipping
         norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # FSDP
         loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()

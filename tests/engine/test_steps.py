@@ -55,12 +55,14 @@ def test_accelerate_told_otherwise_is_refused(monkeypatch):
     assert make_accelerator("no").gradient_accumulation_steps == 1
 
 
-def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
+def small_training():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    update = Updater(accelerator, clip_norm=1.0)
-    before = model.weight.detach().clone()
+    return model, optimizer, Updater(accelerator, clip_norm=1.0), model.weight.detach().clone()
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
+    model, optimizer, update, before = small_training()
 
     def step(value, number):
         loss = model(torch.full((1, 2), value)).sum()
@@ -80,13 +82,9 @@ def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
 
 @pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    before = model.weight.detach().clone()
+    model, optimizer, update, before = small_training()
     for p in model.parameters():
         p.grad = torch.full_like(p, gradient)
-    update = Updater(accelerator, clip_norm=1.0)
     assert update(model, optimizer, 0, [dict(loss=torch.tensor(loss))])[1] is False
     assert torch.equal(model.weight, before) and update.skipped == 1
 
@@ -116,14 +114,8 @@ def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkey
         if (step + 1) % every == 0:
             log.metrics(step + 1, {}, "loss 2")
     log.close()
-    shown = capsys.readouterr().out.splitlines()
-    left = [line.partition(" MiB")[2] for line in shown]
-    assert (
-        left
-        == {1: ["", ", 0:00:08 left", ", 0:00:07 left", ", 0:00:06 left"], 2: [", 0:00:08 left", ", 0:00:06 left"]}[
-            every
-        ]
-    )
+    left = [line.partition(" MiB, 0:00:0")[2] for line in capsys.readouterr().out.splitlines()]
+    assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
 
 
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
