@@ -15,6 +15,7 @@ from small_runs import SMALL, outcome
 from moh_vision.attention import measure
 from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
+from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 
@@ -207,6 +208,16 @@ def train_on_a_rank(rank, folder):
 def test_two_processes_that_were_told_otherwise(tmp_path):
     on_two_ranks(train_on_a_rank, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "attention.json").read_text())["path"] == "torch"
+
+
+def measure_on_a_rank(rank, folder):
+    os.environ.update(MOH_VISION_MEASURE="auto", MOH_VISION_CACHE=str(folder / "cache"), MOH_VISION_KERNELS="off")
+    train_cls.main([*SMALL["cls"].split(), *f"--max-steps 1 --model.router mae --output {folder / 'run'}".split()])
+
+
+def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
+    on_two_ranks(measure_on_a_rank, tmp_path)
+    assert json.loads((tmp_path / "run" / "attention.json").read_text())["table"]["rows"]
 
 
 def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
