@@ -1,5 +1,4 @@
 import contextlib
-import json
 import math
 import os
 import signal
@@ -12,7 +11,6 @@ from accelerate import Accelerator
 from refusals import one_line
 
 from moh_vision.engine.commands import user_errors
-from moh_vision.engine.logging import RunLog
 from moh_vision.engine.run import RunFolder, make_accelerator
 from moh_vision.engine.step import Updater, average_over_step, learning_rate, set_learning_rate
 
@@ -89,45 +87,7 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
     assert torch.equal(model.weight, before) and update.skipped == 1
 
 
-def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 4, "loss": 1}\n{"step": 5, "loss": 9}\n{"step": 6, "lo')
-    log = RunLog(path, start=4, total=6, enabled=True, title="t")
-    log.step(8)
-    log.metrics(5, {"loss": 2.0}, "loss 2")
-    log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(e["step"], e["loss"]) for e in lines] == [(4, 1), (5, 2.0)]
-    assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
-    assert "t 5/6: loss 2," in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkeypatch, every):
-    """The first step, of a minute here, compiles and fills caches; the others take a second."""
-    now = 0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    log = RunLog(tmp_path / "metrics.jsonl", start=0, total=10, enabled=True, title="t")
-    for step in range(4):
-        now += 1 if step else 60
-        log.step(8)
-        if (step + 1) % every == 0:
-            log.metrics(step + 1, {}, "loss 2")
-    log.close()
-    left = [line.partition(" MiB, 0:00:0")[2] for line in capsys.readouterr().out.splitlines()]
-    assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
-
-
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
-
-
-def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for _ in range(2):
-        log = RunLog(path, start=2, total=2, enabled=True, title="t")
-        log.event(2, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
-        log.close()
-    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
 
 
 def differs_from(new):
