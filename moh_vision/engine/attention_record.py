@@ -33,9 +33,8 @@ class AttentionRecord:
     """The path of the attention operators and the table of `auto`, kept in FOLDER/attention.json.
 
     Both decide the last bits of results, so resumed work keeps what it began with, and all processes, each of which
-    makes the record, use the main one's; if one lacks the operators, all take plain PyTorch. `folder` is None for new
-    work. Settings in `allowed`, keys of --allow-change, are this machine's. The `table` is None until `measure` makes
-    one. `refused` names unusable stored settings, as `changed_keys` does; `line` says which path runs and why.
+    makes the record, use the main one's. Settings in `allowed`, keys of --allow-change, are this machine's. `table` is
+    None until `measure` makes one; `refused` names unusable stored settings; `line` says which path runs and why.
     """
 
     def __init__(self, attention, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):

@@ -80,9 +80,8 @@ def refuse_unwritable(option: str, path: Path | str) -> None:
     try:
         while not place.exists() or place == path and place.is_file():
             place = place.parent
-        with tempfile.TemporaryFile(dir=place) as file:  # permissions miss root, /proc and full disks
+        with tempfile.TemporaryFile(dir=place, buffering=0) as file:  # permissions miss root, /proc and full disks
             file.write(bytes(4096))
-            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written: {place}: {error.strerror}") from None

@@ -1,7 +1,4 @@
-"""Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text.
-
-Help, docs/reference/config.md, refusals, the comparison on resume and the tests' sweep read these fields.
-"""
+"""Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text."""
 
 from __future__ import annotations
 

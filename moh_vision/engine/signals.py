@@ -13,13 +13,12 @@ SAME_SECONDS = 1.0
 class StopSignals:
     """Takes note of SIGTERM and SIGINT from `with` on.
 
-    Where no step is `begun`, a signal ends the process, with exit code 128 + its number, and says so of the steps that
-    a finished run has `done`. Otherwise the first one is only noted, as `received`.
+    Where no step is `begun`, a signal ends the process, exit code 128 + its number. Else it is noted, as `received`.
     """
 
     def __init__(self):
         self.received, self.begun = 0, False
-        self.done: int | None = None
+        self.done: int | None = None  # steps of a finished run
         self._since, self._before = 0.0, {}
 
     def __enter__(self) -> StopSignals:
