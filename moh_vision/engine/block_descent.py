@@ -54,10 +54,9 @@ def phases_of(epoch: int, period: int) -> tuple[str, ...]:
 class BlockDescent:
     """Leads a training loop through its phases; `settings` is a `BlockDescentConfig`.
 
-    What does not move in a phase has requires_grad False: it costs nothing, and DistributedDataParallel waits for no
-    gradient of it. In mode "joint" gates and experts learn at once through the mixture (the paper's NoBCD). In both
-    modes gates learn by SGD without momentum, weight decay or schedule: with momentum, the paper saw one expert win
-    over all others (appendix A). Only joint training clips their gradient, as part of the whole.
+    What does not move in a phase requires no gradient: it costs nothing, and DistributedDataParallel waits for none. In
+    mode "joint" gates and experts learn at once (NoBCD), and their gradient is clipped as a whole. In both modes gates
+    learn by SGD without momentum: with it, the paper saw one expert win over all others (appendix A).
     """
 
     def __init__(self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings):

@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
         return options
 
-    def parse_with_rest(self, argv: list[str] | None, first: str) -> tuple[argparse.Namespace, list[str]]:
+    def parse_with_rest(self, argv: list[str], first: str) -> tuple[argparse.Namespace, list[str]]:
         """Read options behind the positional argument `first`; return those of another parser too."""
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
             raise ValueError(f"{first} comes before {argv[0]}")
@@ -80,8 +80,9 @@ def refuse_unwritable(option: str, path: Path | str) -> None:
     try:
         while not place.exists() or place == path and place.is_file():
             place = place.parent
-        with tempfile.TemporaryFile(dir=place, buffering=0) as file:  # permissions miss root, /proc and full disks
+        with tempfile.TemporaryFile(dir=place) as file:  # permissions miss root, /proc and full disks
             file.write(bytes(4096))
+            file.flush()
             os.fsync(file.fileno())
     except OSError as error:
         raise ValueError(f"{option} {path} cannot be written: {place}: {error.strerror}") from None

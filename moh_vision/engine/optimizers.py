@@ -60,8 +60,8 @@ def own_value(name: str, option: str):
 def make_optimizer(model: nn.Module, optim, undecayed: Collection[str] | None = None) -> torch.optim.Optimizer:
     """Make timm's optimiser for the parameters that require a gradient.
 
-    Weight decay leaves out biases, norms and parameters named by `undecayed`; None: by the model's no_weight_decay().
-    The muon family orthogonalises updates of matrices inside the layers (Jordan 2024); its AdamW takes all others.
+    Weight decay leaves out biases, norms and `undecayed` names; None: those of the model's no_weight_decay(). The muon
+    family (Jordan 2024) takes the matrices inside the layers, its AdamW all others.
     """
     options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
     options = {name: value for name, value in options.items() if value is not None}

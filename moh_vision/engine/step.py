@@ -112,8 +112,8 @@ def average_over_step(accelerator, losses: list[dict]) -> dict:
 class Updater:
     """Applies gradients unless loss or gradient is not finite; gives up after ten such steps in a row.
 
-    One all-reduce an update lets all processes decide alike: it tells each whether any had a loss that is not finite,
-    got a signal (`stop`, its number, or 0), or met an unreadable sample of `unreadable`, a `BadSamples` or None.
+    One all-reduce an update tells all processes whether any had a loss that is not finite, got a signal (its number is
+    `stop`), or met an unreadable sample of `unreadable`, a `BadSamples`.
     """
 
     def __init__(self, accelerator, clip_norm: float, signals=None, unreadable=None):
