@@ -22,6 +22,7 @@ from moh_vision.attention.executors.choice import is_traced, key_of, sizes_of
 from moh_vision.attention.executors.masked import Masked
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.model_heads import attention_layers
+from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Call, Routing
 
 log = logging.getLogger("moh_vision.attention")
@@ -261,6 +262,8 @@ def copied(layer: nn.Module) -> nn.Module:
     other.executor = layer.all_heads
     other._forward_pre_hooks.clear()  # of `collect`
     other._forward_pre_hooks_with_kwargs.clear()
+    for norm in (module for module in other.modules() if isinstance(module, GateNorm)):
+        norm.of_all = False  # the main process measures alone
     return other
 
 

@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Callable, Collection, List, Optional, Tuple
+from typing import Callable, Collection
 
 from accelerate.utils import gather_object
 
@@ -19,10 +19,8 @@ RECORD = "attention.json"
 PATH, TABLE = KEPT_KEYS
 
 
-def keep_settings(
-    attention, folder: Optional[Path], accelerator, held: ExitStack, allowed: Collection[str] = ()
-) -> Optional[AttentionRecord]:
-    """Set how this process computes attention until `held` is closed; None without operators."""
+def keep_settings(attention, folder: Path | None, accelerator, held: ExitStack, allowed: Collection[str] = ()):
+    """Return an `AttentionRecord` that holds until `held` is closed; None on a device without operators."""
     device = accelerator.device.type
     if device not in attention.PATHS:
         return None
@@ -34,25 +32,18 @@ def keep_settings(
 class AttentionRecord:
     """The path of the attention operators and the table of `auto`, kept in FOLDER/attention.json.
 
-    Both decide the last bits of results, so resumed work keeps what it began with, whatever was built or
-    measured since, and all processes use the main process's. If one of them lacks the operators, all take
-    plain PyTorch. Every process makes the record; unless it refuses, its settings hold in this process.
-
-    `folder` is None for new work. Settings in `allowed`, keys of --allow-change, are taken from this machine.
-    Stored operators of another kind of `device` are ignored: the bits differ anyway. Plain PyTorch stays plain
-    PyTorch. The `table` is None until `measure` makes one, before the first step. `refused` names unusable
-    stored settings, as `changed_keys` does; `line` tells the user which path runs and why.
+    Both decide the last bits of results, so resumed work keeps what it began with, and all processes, each of which
+    makes the record, use the main one's. Settings in `allowed`, keys of --allow-change, are this machine's. `table` is
+    None until `measure` makes one; `refused` names unusable stored settings; `line` says which path runs and why.
     """
 
-    def __init__(self, attention, folder: Optional[Path], allowed: Collection[str] = (), device: str = "cpu"):
+    def __init__(self, attention, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):
         self.attention, self.folder = attention, folder
         self.allowed, self.device = allowed, device
         self.settle()
 
-    def settle(self, build: bool = False) -> List[str]:
-        """Decide the settings; return what is refused. With `build`, unless something else is refused, build
-        missing operators for a CPU first.
-        """
+    def settle(self, build: bool = False) -> list[str]:
+        """Decide the settings; return what is refused. With `build`, build missing operators for a CPU first."""
         attention, device, here = self.attention, self.device, {}
         attention.use(None)
 
@@ -71,25 +62,21 @@ class AttentionRecord:
             raise ValueError(problem)
         ranks = gather_object([here])
         here, self.line, self.refused = ranks[0], ranks[0]["about"], []
+        # Operators of another kind of device are ignored: the bits differ anyway.
         kept_path = kept(PATH) if kept(PATH) in attention.PATHS[device] else None
         self.path, self.table = kept_path or here["path"], kept(TABLE)
         if self.table is None and here["off"]:
             self.table = {}
 
-        lacking = [
-            f"process {rank}: {seen['about']}" if rank else seen["about"]
-            for rank, seen in enumerate(ranks)
-            if seen["path"] != self.path
-        ]
+        lacking = [rank for rank, seen in enumerate(ranks) if seen["path"] != self.path]
+        plain = "attention runs in plain PyTorch"
         if self.path != "torch" and lacking:
+            why = f"process {lacking[0]}: " * (lacking[0] > 0) + ranks[lacking[0]]["about"]
             if kept_path:
-                self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({lacking[0]})")
-            self.path = "torch"
-            self.line = f"attention runs in plain PyTorch on all processes ({lacking[0]})"
+                self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({why})")
+            self.path, self.line = "torch", f"{plain} on all processes ({why})"
         elif self.path != here["path"]:
-            self.line = (
-                f"attention runs in plain PyTorch, as {self.folder} began; --allow-change {PATH} takes the operators"
-            )
+            self.line = f"{plain}, as {self.folder} began; --allow-change {PATH} takes the operators"
         if not self.refused:
             attention.use(self.path)
             try:
@@ -98,7 +85,7 @@ class AttentionRecord:
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
 
-    def measure(self, make: Callable[[], Tuple[dict, str]], folder: Path, accelerator) -> None:
+    def measure(self, make: Callable[[], tuple[dict, str]], folder: Path, accelerator) -> None:
         """Take the main process's table, with a line for the user or "", and write it into a folder."""
         self.table, line = from_first(make)
         self.attention.use_table(self.table)
@@ -117,7 +104,6 @@ def _read(file: Path) -> dict:
         if record["path"] not in ("cpp", "triton", "torch") or not isinstance(record["table"], (dict, type(None))):
             raise ValueError("path is cpp, triton or torch, table is a mapping or null")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ValueError(
-            f"{file}: not a record of attention that can be read ({error!r}); delete it to take this machine's settings"
-        ) from None
+        what = f"not a record of attention that can be read ({error!r})"
+        raise ValueError(f"{file}: {what}; delete it to take this machine's settings") from None
     return record

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
-
-from safetensors import safe_open
 
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import TensorFiles
+from moh_vision.engine.logging import logged
 
 BEST = "best.safetensors"
 
 
 class Best:
-    """The best validation of a run so far; of equal ones the first.
-
-    `key` names the score: the lowest "loss" is best, or the highest of any other. `patience` is how many
-    validations in a row without a better one end the run; 0: it never ends.
-    """
+    """The best validation of a run: of the lowest "loss", or the highest other score `key`; patience 0 never ends it."""
 
     def __init__(self, key: str, patience: int = 0):
         self.key, self.patience = key, patience
-        self.value: Optional[float] = None
+        self.value: float | None = None
         self.step, self.waited = 0, 0
 
     def better(self, value: float) -> bool:
@@ -43,10 +37,8 @@ class Best:
         file = run / BEST
         if from_file and file.exists():
             try:
-                with safe_open(file, "pt") as opened:
-                    about = opened.metadata()
-                self.value = json.loads(about[f"best_{self.key}"])
-                self.step = json.loads(about["step"])
+                about = TensorFiles(file).metadata
+                self.value, self.step = about[f"best_{self.key}"], about["step"]
             except Exception as error:  # damaged headers make many kinds
                 raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
@@ -59,19 +51,12 @@ class Best:
         """Whether the run should end."""
         return 0 < self.patience <= self.waited
 
-    def about(self) -> Dict[str, float]:
+    def about(self) -> dict[str, float]:
         """Return the best score and its step for results.json, if there was a validation."""
         return {} if self.value is None else {f"best_{self.key}": self.value, "best_step": self.step}
 
 
-def earlier_scores(metrics: Path, key: str, start: int) -> List[Tuple[int, float]]:
+def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float]]:
     """Return (steps done, score) of validations in metrics.jsonl up to step `start`."""
-    found = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # a torn last line
-        if "validation" in entry and entry["step"] <= start:
-            found.append((entry["step"], entry["validation"][key]))
-    return found
+    looks = [entry for entry in logged(metrics) if "validation" in entry and entry["step"] <= start]
+    return [(look["step"], look["validation"][key]) for look in looks]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from itertools import tee
-from typing import Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,14 +27,14 @@ class Phase:
     """A forward and backward pass over the micro-batches of a step, and an update."""
 
     name: str  # GATES or WEIGHTS
-    salt: Tuple[int, ...]  # of the seeds: each phase draws its own random numbers
+    salt: tuple[int, ...]  # of the seeds: each phase draws its own random numbers
     task: nn.Module
     optimizer: torch.optim.Optimizer
     batches: Iterator[dict]
     gates: Sequence[nn.Parameter]  # those that move here, unseen by DistributedDataParallel
-    statistics: List[Tuple[Tensor, Tensor]]  # buffers of all gates, and earlier copies of them
+    statistics: list[tuple[Tensor, Tensor]]  # buffers of all gates, and earlier copies of them
 
-    def update(self, updater, step: int, losses: List[dict]) -> Tuple[float, bool]:
+    def update(self, updater, step: int, losses: list[dict]) -> tuple[float, bool]:
         """Call an `Updater`; an update that is skipped also restores the statistics."""
         # Exact all-reduce of few numbers; DistributedDataParallel would send all weights.
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
@@ -46,37 +46,23 @@ class Phase:
         return norm, updated
 
 
-def phases_of(epoch: int, period: int) -> Tuple[str, ...]:
+def phases_of(epoch: int, period: int) -> tuple[str, ...]:
     """Return the phases of the steps of an epoch, from 0 (Peng 2020, algorithm 3)."""
     return (GATES, WEIGHTS) if epoch % period == 0 else (WEIGHTS,)
 
 
 class BlockDescent:
-    """Leads a training loop through its phases; see `moh_vision.engine.step.Step`.
+    """Leads a training loop through its phases; `settings` is a `BlockDescentConfig`.
 
-    What does not move, the gates in F and all else in G, has requires_grad False: it costs nothing, and
-    DistributedDataParallel waits for no gradient of it. The gates' gradients are averaged here. Their batch
-    norm takes statistics of all processes in both phases, as in any training forward (`GateNorm`); a skipped
-    update restores them.
-
-    In mode "joint" gates and all experts learn at once through the mixture (the paper's NoBCD). In both modes
-    gates learn by SGD without momentum, weight decay or schedule: with momentum, the paper saw one expert win
-    over all others (appendix A). Only joint training clips their gradient, as part of the whole.
+    What does not move in a phase requires no gradient: it costs nothing, and DistributedDataParallel waits for none. In
+    mode "joint" gates and experts learn at once (NoBCD), and their gradient is clipped as a whole. In both modes gates
+    learn by SGD without momentum: with it, the paper saw one expert win over all others (appendix A).
     """
 
-    def __init__(
-        self,
-        accelerator,
-        model: nn.Module,
-        routers: List[nn.Module],
-        compiled: bool,
-        mode: str,
-        period: int,
-        gate_lr: float,
-    ):
+    def __init__(self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings):
         if compiled and routers:  # torch 2.15's inductor, unlike other backends, gives the loss no gradient
             raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")
-        self.accelerator, self.period, self.gate_lr = accelerator, period, gate_lr
+        self.accelerator, self.period, self.gate_lr = accelerator, settings.period, settings.gate_lr
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]
         for router in routers:
@@ -87,24 +73,19 @@ class BlockDescent:
         self.weights = [p for p in model.parameters() if p.requires_grad and id(p) not in gates]
         self.trained = sum(p.numel() for p in [*self.gates, *self.weights])
         self.total = sum(p.numel() for p in model.parameters())
-        self.in_turns = bool(self.gates) and mode == "bcd"
+        self.in_turns = bool(self.gates) and settings.mode == "bcd"
         if self.in_turns:
             if accelerator.distributed_type == "FSDP":  # its weights cannot be frozen by phase
                 raise ValueError("block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint")
-            self.gate_optimizer = torch.optim.SGD(self.gates, lr=gate_lr)
+            self.gate_optimizer = torch.optim.SGD(self.gates, lr=self.gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
-        """Let accelerate prepare both, and after them the gates' optimiser: `optimizers`, saved and restored in this order.
-
-        With gates, the main optimiser keeps the parameters that it moves: not the gates, and nothing frozen.
-        In joint training the gates are its last group, for the gradient scaler and FSDP, but `_step_gates`
-        moves them. The optimiser has no scheduler yet.
-        """
-        if self.gates:
+        """Let accelerate prepare both, and after them the gates' optimiser: `optimizers`, saved and restored in this order."""
+        if self.gates:  # the optimiser keeps what it moves: not the gates, and nothing frozen
             own = {id(p) for p in self.weights}
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) in own]
-        if self.gates and not self.in_turns:
+        if self.gates and not self.in_turns:  # a group for the gradient scaler and FSDP
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
         self._switch(WEIGHTS, "soft")  # before DistributedDataParallel looks for gradients
@@ -120,14 +101,11 @@ class BlockDescent:
         return self.task, self.optimizer
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
-        """Enter the phases of a step one after the other, then leave the model as it is evaluated.
-
-        The micro-batches `batches` are taken when the first phase asks, and kept for a second.
-        """
+        """Enter the phases of a step one after the other, then leave the model as it is evaluated."""
         names = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
         if not self.weights and self.in_turns:  # only gates to train: in every epoch
             names = (GATES,)
-        for name, own in zip(names, tee(batches, len(names))):
+        for name, own in zip(names, tee(batches, len(names))):  # taken when the first phase asks
             # Taken anew in each step: a model that moves to another device gets new buffers.
             buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
             common = dict(name=name, batches=own, statistics=[(buffer, buffer.clone()) for buffer in buffers])
@@ -149,7 +127,7 @@ class BlockDescent:
         finally:
             self._switch(WEIGHTS, "soft")
 
-    def about(self) -> Dict[str, int]:
+    def about(self) -> dict[str, int]:
         """Return how many parameters are trained; empty for a model without gates."""
         return dict(trained_parameters=self.trained) if self.gates else {}
 

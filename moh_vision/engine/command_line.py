@@ -8,16 +8,16 @@ import re
 import shutil
 import sys
 import textwrap
-import typing
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Iterator
 
 import yaml
 
 from moh_vision.engine.commands import message_of, nearest, say
 from moh_vision.engine.io import run_of
-from moh_vision.engine.keys import Key, Section, as_type, flat, idle_keys, key, keys_of, needs_of, unknown_key, value_at
+from moh_vision.engine.keys import Key, Section, as_type, flat, idle_keys, key, keys_of, needs_of, unknown_key
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
 SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by configuration folder
@@ -35,21 +35,19 @@ class _Asked(Section):
     one, whose keys it takes where it has none of its own."""
     print_config: bool = key(False, kept=False)
     """Print the whole configuration as YAML, and stop."""
-    help: Optional[List[str]] = key(None, kept=False)
+    help: list[str] | None = key(None, kept=False)
     """KEY ...: the whole text of keys or sections."""
 
 
-def parse_config(kind: type, argv: Optional[List[str]], prog: str) -> Any:
+def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
     """Read the command line of a script into a configuration: options override files, later files earlier ones.
 
-    If `kind` names the kind of its `runs`, the configuration of the run in --checkpoint is read without a
-    --config, and keys in files that `kind` lacks are left out. A key without effect beside the others (see
-    `idle_keys`) is refused; if an option makes a file's key ineffective, the key is left out, with a line
-    on stderr.
+    With `kind.runs`, the configuration of the run in --checkpoint is read without a --config, and keys in files that
+    `kind` lacks are left out. A key without effect beside the others (see `idle_keys`) is refused.
     """
     keys, asked, runs = keys_of(kind), keys_of(_Asked), kind.runs
-    files: List[str] = []
-    options: Dict[str, Any] = {}
+    files: list[str] = []
+    options: dict[str, Any] = {}
     for name, value in _options(sys.argv[1:] if argv is None else argv, keys | asked):
         if name == "config":
             files.append(value)
@@ -64,58 +62,55 @@ def parse_config(kind: type, argv: Optional[List[str]], prog: str) -> Any:
     known = keys_of(runs) | keys if runs else keys
     values = {name: value for file in files for name, value in _read(file, known, "" if runs else prog) if name in keys}
     prints = options.pop("print_config", False)
-    given = set()
+    given: set[str] = set()
     for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
         whole = next((known for known in keys if name.startswith(f"{known}.")), name)
-        values[whole] = value if whole == name else _put(values.get(whole), name[len(whole) + 1 :].split("."), value)
+        values[whole] = _put(values.get(whole), name[len(whole) :].split(".")[1:], value)
         given.add(whole)
-    config = _make(kind, values)
+    config = _without_idle(_make(kind, values), values, given, ", ".join(files), prog)
     config.given = frozenset(given)
-    config = _without_idle(config, values, ", ".join(files), prog)
     if prints:
         say(dump(config.tree()))
         raise SystemExit(0)
     return config
 
 
-def _make(kind: type, values: Dict[str, Any]) -> Any:
-    """A section of values by dotted name."""
-    hints, keys, arguments = typing.get_type_hints(kind), keys_of(kind), {}
-    for name, found in keys.items():
+def _make(kind: type, values: dict[str, Any]) -> Any:
+    """A configuration of values by dotted name."""
+    for name, found in keys_of(kind).items():
         if found.default is MISSING and values.get(name) is None:
             raise ValueError(f"--{name} is needed: {found.text}")
+    arguments = {}
     for f in fields(kind):
-        if isinstance(hints[f.name], type) and issubclass(hints[f.name], Section):
-            start = f"{f.name}."  # the defaults are this field's, not its class's
-            own = {n.removeprefix(start): values.get(n, k.default) for n, k in keys.items() if n.startswith(start)}
-            arguments[f.name] = _make(hints[f.name], own)
+        start = f"{f.name}."
+        own = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+        if own:  # the defaults are this field's, not its class's
+            arguments[f.name] = replace(f.default_factory(), **own)
         elif f.name in values:
             arguments[f.name] = values[f.name]
     return kind(**arguments)
 
 
-def _without_idle(config: Section, values: Dict[str, Any], files: str, prog: str) -> Any:
+def _without_idle(config: Section, values: dict[str, Any], given: set[str], files: str, prog: str) -> Any:
     """Refuse keys without effect; leave out, and name, those of files that an option made so."""
-    left_out: Dict[str, str] = {}
+    left_out: dict[str, str] = {}
     for name, needed, decide in idle_keys(config):
-        value = value_at(config, name)
+        value = attrgetter(name)(config)
         # Off anyway, or as it always is.
-        if name not in values or not value or name not in config.given and value == keys_of(type(config))[name].default:
+        if name not in values or not value or name not in given and value == keys_of(type(config))[name].default:
             continue
-        if name in config.given or not config.given & decide:
-            where = f"--config {files}: " if files and name not in config.given else ""
+        if name in given or not given & decide:
+            where = f"--config {files}: " if files and name not in given else ""
             raise ValueError(f"{where}{name} {value!r} needs {needed}, and has no effect otherwise")
         left_out[name] = f"{name} {value!r} (needs {needed})"
     if not left_out:
         return config
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{prog}: left out of {files}, without effect here: {', '.join(left_out.values())}", file=sys.stderr)
-    found = _make(type(config), {name: value for name, value in values.items() if name not in left_out})
-    found.given = config.given
-    return found
+    return _make(type(config), {name: values[name] for name in values if name not in left_out})
 
 
-def _options(argv: List[str], keys: Dict[str, Key]) -> Iterator[Tuple[str, Any]]:
+def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of every option; a section's value gives one for each key."""
     rest = list(argv)
     while rest:
@@ -129,7 +124,7 @@ def _options(argv: List[str], keys: Dict[str, Key]) -> Iterator[Tuple[str, Any]]
             texts.append(rest.pop(0))
         if name in keys:
             yield name, _value(name, texts, keys[name])
-        elif any(name.startswith(f"{known}.") and "Dict[" in str(found.hint) for known, found in keys.items()):
+        elif any(name.startswith(f"{known}.") and "mapping" in found.allowed for known, found in keys.items()):
             yield name, load(_single(name, texts), f"--{name}")
         elif any(known.startswith(f"{name}.") for known in keys):
             yield from _known({name: load(_single(name, texts), f"--{name}")}, keys, f"--{name}")
@@ -137,7 +132,7 @@ def _options(argv: List[str], keys: Dict[str, Key]) -> Iterator[Tuple[str, Any]]
             raise ValueError(unknown_key(name, keys))
 
 
-def _value(name: str, texts: List[str], found: Key) -> Any:
+def _value(name: str, texts: list[str], found: Key) -> Any:
     """Return the first reading of the texts that has the key's type: YAML, as they stand, or a list."""
     if name == "help":
         return texts or [""]
@@ -153,17 +148,18 @@ def _value(name: str, texts: List[str], found: Key) -> Any:
     return readings[0] if len(texts) == 1 else _single(name, texts)
 
 
-def _single(name: str, texts: List[str]) -> str:
+def _single(name: str, texts: list[str]) -> str:
     if len(texts) != 1:
         raise ValueError(f'key "{name}": Expected one value. Got {" ".join(texts) or "none"}')
     return texts[0]
 
 
-def _put(earlier: Any, path: List[str], value: Any) -> dict:
-    """A mapping with a value put at a path inside it."""
-    whole = dict(earlier) if isinstance(earlier, dict) else {}
-    whole[path[0]] = _put(whole.get(path[0]), path[1:], value) if path[1:] else value
-    return whole
+def _put(earlier: Any, path: list[str], value: Any) -> Any:
+    """The value, or the earlier mapping with it put at a path inside."""
+    if not path:
+        return value
+    whole = earlier if isinstance(earlier, dict) else {}
+    return {**whole, path[0]: _put(whole.get(path[0]), path[1:], value)}
 
 
 class _Loader(yaml.SafeLoader):
@@ -186,18 +182,18 @@ class _Loader(yaml.SafeLoader):
 class _Dumper(yaml.SafeDumper):
     """Quotes what `_Loader` would read as something else."""
 
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 for _kind, _form in dict(
     null="~|null|Null|NULL|", bool="true|True|TRUE|false|False|FALSE", int=r"[-+]?(0|[1-9][0-9]*)",
     float=r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 ).items():  # fmt: skip
-    for _reader in (_Loader, _Dumper):  # YAML 1.2: no, 1:30 and 2001-01-01 are texts
-        _reader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_form})\\Z"), None)
+    # YAML 1.2: no, 1:30 and 2001-01-01 are texts
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_form})\\Z"), None)
 
 
-def load(text: str, where: str, otherwise: Optional[str] = None) -> Any:
+def load(text: str, where: str, otherwise: str | None = None) -> Any:
     """Return the plain values of a YAML text, else `otherwise` or a ValueError that names `where`."""
     try:
         return _Loader(text).get_single_data()
@@ -212,11 +208,8 @@ def dump(tree: dict) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
-def _read(name: str, keys: Dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
-    """Yield dotted keys and values of a configuration for a script ("": any), its base's first.
-
-    The name is a path relative to `beside`, or ships with the package; `upon` files have brought it.
-    """
+def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
+    """Yield dotted keys and values of a file, beside a folder or shipped, for a script ("": any), its base's first."""
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
     if path is None:
@@ -236,7 +229,7 @@ def _read(name: str, keys: Dict[str, Key], prog: str, beside: Path = Path(), opt
     yield from _known(tree, keys, f"{script} takes this file; {path}" if prog and script != prog else str(path))
 
 
-def _known(tree: dict, keys: Dict[str, Key], where: str) -> Iterator[Tuple[str, Any]]:
+def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values; ValueError, naming `where`, for a key that is none."""
     for name, value in flat(tree, keys):
         if any(known.startswith(f"{name}.") for known in keys) and name not in keys:
@@ -248,14 +241,14 @@ def _known(tree: dict, keys: Dict[str, Key], where: str) -> Iterator[Tuple[str, 
         yield name, value
 
 
-def groups_of(kind: type) -> List[Tuple[str, Dict[str, Key]]]:
+def groups_of(kind: type) -> list[tuple[str, dict[str, Key]]]:
     """Return (title, keys by name) of every script's keys, keys outside sections, and each section."""
-    groups: Dict[str, Dict[str, Key]] = {}
+    groups: dict[str, dict[str, Key]] = {"": {}}
     for name, found in keys_of(kind).items():
         groups.setdefault(name.rpartition(".")[0], {})[name] = found
-    titles = {name: next(iter(own.values())).kind.__doc__ for name, own in groups.items()}
-    found = [(re.split(r"\.(?=\s|$)", titles[name])[0], groups[name]) for name in sorted(groups, key=bool)]
-    return [("Options of every script", keys_of(_Asked)), *found]
+    titles = [next(iter(own.values())).kind.__doc__ for own in groups.values()]
+    titles = [re.split(r"\.(?=\s|$)", title)[0] for title in titles]
+    return [("Options of every script", keys_of(_Asked)), *zip(titles, groups.values())]
 
 
 def default_of(found: Key) -> str:
@@ -265,7 +258,7 @@ def default_of(found: Key) -> str:
     return found.default if isinstance(found.default, str) else json.dumps(found.default)
 
 
-def help_text(prog: str, kind: type, about: List[str]) -> str:
+def help_text(prog: str, kind: type, about: list[str]) -> str:
     """Write `--help`: at most two lines of text a key, or the whole text of keys and sections `about`."""
     groups, every, found = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
     for name in (word.removeprefix("--").replace("-", "_") for text in about for word in text.split()):
@@ -283,7 +276,7 @@ def help_text(prog: str, kind: type, about: List[str]) -> str:
     return "\n".join([*lines, f"The whole text of a key or section: {prog} --help KEY ..."])
 
 
-def _lines(name: str, found: Key, width: int) -> List[str]:
+def _lines(name: str, found: Key, width: int) -> list[str]:
     """Return the key with its default, then its text, and what leaving it out means."""
     head = f"  --{name} {default_of(found)}".rstrip()
     text = re.split(r"(?<=[^.])[.;] |[:;]? *$", found.text)[0].rstrip(".:;")

@@ -13,7 +13,7 @@ import tempfile
 import time
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, List, Optional, Sized, Tuple, Union
+from typing import Callable, Iterable, Iterator, Sized
 
 from tqdm import tqdm
 
@@ -46,20 +46,16 @@ class Parser(argparse.ArgumentParser):
     def print_help(self, file=None) -> None:
         say(self.format_help().rstrip())
 
-    def parse(self, argv: Optional[List[str]] = None) -> argparse.Namespace:
+    def parse(self, argv: list[str] | None = None) -> argparse.Namespace:
         """Read options; None: of this process. For an unknown option, name the nearest known one."""
         options, unknown = self.parse_known_args(argv)
         if unknown:
-            known = [option for action in self._actions for option in action.option_strings]
-            near = nearest(unknown[0].split("=")[0], known, 1)
+            near = nearest(unknown[0].split("=")[0], self._option_string_actions, 1)
             raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
         return options
 
-    def parse_with_rest(self, argv: Optional[List[str]], first: str) -> Tuple[argparse.Namespace, List[str]]:
-        """Read options, and leave those of another parser. The positional argument `first`, --help's name,
-        must come first: else it could be a value of the other parser's options.
-        """
-        argv = sys.argv[1:] if argv is None else list(argv)
+    def parse_with_rest(self, argv: list[str], first: str) -> tuple[argparse.Namespace, list[str]]:
+        """Read options behind the positional argument `first`; return those of another parser too."""
         if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
             raise ValueError(f"{first} comes before {argv[0]}")
         options, rest = self.parse_known_args(argv)
@@ -68,7 +64,7 @@ class Parser(argparse.ArgumentParser):
         return options, rest
 
 
-def refuse_output(option: str, path: Optional[str]) -> None:
+def refuse_output(option: str, path: str | None) -> None:
     """Raise ValueError for a file that is there already, or whose folder is not."""
     if path and os.path.exists(path):
         raise ValueError(f"{option} {path} exists; give another path")
@@ -78,7 +74,7 @@ def refuse_output(option: str, path: Optional[str]) -> None:
         refuse_unwritable(option, path)
 
 
-def refuse_unwritable(option: str, path: Union[Path, str]) -> None:
+def refuse_unwritable(option: str, path: Path | str) -> None:
     """Raise ValueError, with the system's reason, if a path or the first folder above it is not writable."""
     place = path = Path(path).absolute()
     try:
@@ -113,26 +109,24 @@ def say(text: str) -> bool:
     return True
 
 
-class Progress:
+class Progress(contextlib.AbstractContextManager):
     """Progress of long work, in a `with` block: a bar on a terminal, else a line after 10 s and every minute.
 
     `total` steps (None: unknown) of a `unit`; `done` were there before. A `scaled` bar writes 1.5M.
     """
 
     def __init__(
-        self, title: str, total: Optional[int], unit: str, done: int = 0, enabled: bool = True, scaled: bool = False
+        self, title: str, total: int | None, unit: str, done: int = 0, enabled: bool = True, scaled: bool = False
     ):
-        self.terminal, self.enabled = sys.stderr.isatty(), enabled
         self.title, self.total, self.unit = title, total, unit
         self.first = self.done = done
-        self.started, self.scaled = time.monotonic(), scaled
+        self.started = time.monotonic()
         self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
-
-    def __enter__(self):
-        shape = dict(total=self.total, initial=self.first, desc=self.title, unit=self.unit, unit_scale=self.scaled)
+        terminal = sys.stderr.isatty()
+        self.writes_lines = enabled and not terminal
+        shape = dict(total=total, initial=done, desc=title, unit=unit, unit_scale=scaled, dynamic_ncols=True)
         # leave: unless it stands below the bar of a run
-        self.bar = tqdm(**shape, disable=not (self.enabled and self.terminal), dynamic_ncols=True, leave=None)
-        return self
+        self.bar = tqdm(**shape, disable=not (enabled and terminal), leave=None)
 
     def __exit__(self, *_) -> None:
         self.bar.close()
@@ -146,7 +140,7 @@ class Progress:
         """So many steps more are done."""
         self.done += count
         self.bar.update(count)
-        if count and self.enabled and not self.terminal and time.monotonic() >= self.next_line:
+        if count and self.writes_lines and time.monotonic() >= self.next_line:
             self.next_line = time.monotonic() + LINE_EVERY
             if self.total is None:
                 say(f"{self.title}: {self.done} {self.unit}s")
@@ -167,7 +161,7 @@ class Progress:
         self.bar.set_postfix_str(text)
 
 
-def nearest(name: str, allowed: Iterable[str], most: int = 3) -> List[str]:
+def nearest(name: str, allowed: Iterable[str], most: int = 3) -> list[str]:
     """Return allowed names that a mistyped one may mean, the likeliest first."""
     allowed = list(allowed)
     if name in allowed:
@@ -229,34 +223,23 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
     # Say once that a hub cannot be reached, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
-        with extras_named():
-            yield
-    except kinds as error:
+        yield
+    except (*kinds, ModuleNotFoundError) as error:
+        text = message_of(error)
+        if isinstance(error, ModuleNotFoundError):
+            if error.name not in EXTRAS:
+                raise
+            text = f"the package {error.name} is missing: pip install 'moh_vision[{EXTRAS[error.name]}]'"
         # Once on every machine: a folder may be missing on one of them.
         if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"(rank {rank}) "
-            print(f"{command}: error: {where}{message_of(error)}", file=sys.stderr)
+            print(f"{command}: error: {where}{text}", file=sys.stderr)
         raise SystemExit(code) from None
 
 
-@contextlib.contextmanager
-def extras_named():
-    """Raise ValueError that names what to install if an extra's package is missing."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        extra = EXTRAS.get(error.name)
-        if extra is None:
-            raise
-        raise ValueError(f"the package {error.name} is missing: pip install 'moh_vision[{extra}]'") from None
-
-
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
-    """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted.
-
-    `kept`: what the same command finds finished after an interruption or on a full disk, such as "shards".
-    """
+    """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted; `kept` is what stays."""
     os.environ.setdefault(BUILD, "auto")
     goes_on = f"; finished {kept} are kept, the same command goes on" if kept else ""
     try:
@@ -264,9 +247,8 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
             try:
                 work()
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                raise ValueError(f"{message_of(error)}{goes_on}") from None
+                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                raise ValueError(message_of(error) + goes_on * is_full) from None
     except SystemExit as end:
         return end.code or 0
     except KeyboardInterrupt:

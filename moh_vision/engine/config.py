@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Dict, Iterator, List, Literal, Optional, Set, Tuple, Union
+from typing import Any, Iterator, Literal
 
 from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes
 
-HeadBudgets = Union[float, str, List[Tuple[int, int]]]  # see ModelConfig
+HeadBudgets = float | str | list[tuple[int, int]]  # see ModelConfig
 MAX_SEED = 2**63 - 1
 TRAINS = "train_only!=gates"
 
@@ -22,32 +22,32 @@ class ModelConfig(Section, section="model"):
 
     name: str = key("moh_vit_small_patch16_224")
     """Model name in timm's registry."""
-    head_budget: Optional[HeadBudgets] = key(None, ge=0)
+    head_budget: HeadBudgets | None = key(None, ge=0)
     """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; "uniform:0.75:0.4" also says the share of shared
     heads among them; or one [shared, routed] per layer, as `python -m moh_vision search` writes it."""
-    router: Optional[str] = key(None, needs="not .pretrained")
+    router: str | None = key(None, needs="not .pretrained")
     """Who chooses the heads."""
-    scope: Optional[str] = key(None, needs="not .pretrained")
+    scope: str | None = key(None, needs="not .pretrained")
     """"token" or "sample"."""
-    executor: Optional[str] = key(None, needs="not .pretrained")
+    executor: str | None = key(None, needs="not .pretrained")
     """How attention is computed."""
-    router_kwargs: Optional[Dict[str, Any]] = key(None, needs="not .pretrained")
+    router_kwargs: dict[str, Any] | None = key(None, needs="not .pretrained")
     """Options of the router, such as {gate_scale: paper}."""
-    embed_dim: Optional[int] = key(None, ge=1, needs="not .pretrained")
+    embed_dim: int | None = key(None, ge=1, needs="not .pretrained")
     """Width."""
-    depth: Optional[int] = key(None, ge=1, needs="not .pretrained")
+    depth: int | None = key(None, ge=1, needs="not .pretrained")
     """Layers."""
-    num_heads: Optional[int] = key(None, ge=1, needs="not .pretrained")
+    num_heads: int | None = key(None, ge=1, needs="not .pretrained")
     """Heads per layer."""
-    patch_size: Optional[int] = key(None, ge=1)
+    patch_size: int | None = key(None, ge=1)
     """Side of a patch."""
-    kwargs: Optional[Dict[str, Any]] = key(None)
+    kwargs: dict[str, Any] | None = key(None)
     """Further arguments of the model."""
-    pretrained: Optional[str] = key(None)
+    pretrained: str | None = key(None)
     """Start from a dense model and its weights; name must be "pretrained". Classification: a ViT of timm (NAME,
     hf-hub:OWNER/NAME or local-dir:FOLDER). Diffusion: a registered DiT, or the folder of a DiT of diffusers or of its
     pipeline. Both: a run of ours, or what publish made of it."""
-    convert: Optional[Dict[str, Any]] = key(None, needs=".pretrained")
+    convert: dict[str, Any] | None = key(None, needs=".pretrained")
     """Arguments of moh_vision.convert, such as {router: moh, scope: token}, where a share is uniform; left out, without
     head_budget: the model stays dense."""
 
@@ -58,21 +58,18 @@ class ModelConfig(Section, section="model"):
             raise ValueError("model.name pretrained needs model.pretrained, which says where the model comes from")
 
     def arguments(self) -> dict:
-        """Return timm.create_model's keyword arguments that are set; of a pre-trained model those
-        that it changes."""
+        """Return timm.create_model's keyword arguments that are set; of a pre-trained model those that it changes."""
         other = ("name", "kwargs", "pretrained", "convert")
         own = {name: value for name, value in vars(self).items() if name not in other and value is not None}
         return {**own, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
-        """Return the model's arguments that data and other keys decide, such as num_classes;
-        model.kwargs may not differ."""
+        """Return the model's arguments that data and other keys decide; model.kwargs may not differ."""
         for name, value in values.items():
             said = (self.kwargs or {}).get(name, value)
             if said != value:
-                raise ValueError(
-                    f"model.kwargs.{name} {said!r} has no effect: the data and other keys make it {value!r}"
-                )
+                why = f"the data and other keys make it {value!r}"
+                raise ValueError(f"model.kwargs.{name} {said!r} has no effect: {why}")
         return values
 
 
@@ -83,7 +80,7 @@ class ImagesConfig(Section, section="data"):
     root: str = key("digits", also="data_path dataset path")
     """"digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls), or with train/CLASS/*.jpg
     and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set; for diffusion also a folder of latents."""
-    img_size: Optional[int] = key(None, ge=1, also="resolution")
+    img_size: int | None = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
     workers: int = key(2, ge=0, free=True)
     """Loader processes of each rank."""
@@ -99,10 +96,10 @@ class DataConfig(ImagesConfig):
     """Read samples in the seed's order; false: read the training shards as a stream, which promises less
     (docs/guides/streaming.md). data.root then has classes.txt, the validation split, and the shards where data.stream names
     none."""
-    stream: Optional[str] = key(None, needs="not .exact_order")
+    stream: str | None = key(None, needs="not .exact_order")
     """URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar", joined by "::"; also paths, and
     "pipe:COMMAND" where that is on the command line."""
-    samples: Optional[int] = key(None, ge=1, needs="not .exact_order")
+    samples: int | None = key(None, ge=1, needs="not .exact_order")
     """Images of an epoch of a stream; left out: those that train.shards.json in data.root counts."""
     augment: Literal["none", "affine", "crop_flip", "flip"] = key("none")
     """"none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror) or "flip"."""
@@ -120,11 +117,11 @@ class OptimConfig(Section, section="optim"):
     """Peak learning rate."""
     weight_decay: float = key(0.05, ge=0, needs=TRAINS, also="wd")
     """Not applied to biases, norms and what the model's no_weight_decay() names."""
-    betas: Optional[Tuple[float, float]] = key(None, ge=0, lt=1, needs=TRAINS)
+    betas: tuple[float, float] | None = key(None, ge=0, lt=1, needs=TRAINS)
     """Of Adam, Lion and the like; left out: the optimiser's own."""
-    eps: Optional[float] = key(None, gt=0, needs=TRAINS)
+    eps: float | None = key(None, gt=0, needs=TRAINS)
     """Added to the denominator; left out: the optimiser's own."""
-    momentum: Optional[float] = key(None, gt=0, lt=1, needs=TRAINS)
+    momentum: float | None = key(None, gt=0, lt=1, needs=TRAINS)
     """Of SGD, Muon and the like; left out: the optimiser's own, or 0.9."""
     batch_size: int = key(128, ge=1, also="data.batch_size train_batch_size per_device_train_batch_size")
     """Images per step over all processes and accumulation."""
@@ -195,7 +192,7 @@ class RunConfig(CommonConfig):
     """Print model, budget, parameters and MACs, and stop."""
     fresh: bool = key(False, kept=False)
     """Move an earlier run in --output aside and start over."""
-    allow_change: List[str] = key([], kept=False)
+    allow_change: list[str] = key([], kept=False)
     """KEY: resume although it has changed; may be given several times."""
     max_steps: int = key(1000, ge=1, free=True, also="epochs num_epochs num_train_epochs")
     """Optimiser steps."""
@@ -209,13 +206,13 @@ class RunConfig(CommonConfig):
     """How many checkpoints stay."""
     save_in_background: bool = key(True, free=True)
     """Write a checkpoint while training goes on, from a copy in main memory; false: wait for it."""
-    init_from: Optional[str] = key(None)
+    init_from: str | None = key(None)
     """Weights to start from: a run folder, a file of weights, or a timm model name. An image model takes the shared heads
     of their routers; model.head_budget says how many heads run."""
     train_only: Literal["all", "gates", "gates_and_outputs"] = key("all")
     """What learns: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
     attention (Peng 2020, section 5.2). The rest stays as it is, also a head that init_from makes anew."""
-    budget_range: Optional[Tuple[Union[float, str], Union[float, str]]] = key(None, ge=0)
+    budget_range: tuple[float | str, float | str] | None = key(None, ge=0)
     """Smallest and largest share of active heads, such as [0.5, 1.0] or ["uniform:0.5", "uniform:1.0"]. Every step runs a
     share drawn from it, and the model works at any of them afterwards. model.head_budget, best the smallest share, then
     says only how many heads are shared."""
@@ -230,7 +227,7 @@ class RunConfig(CommonConfig):
     """Keep only the inputs of the layers and compute the rest again for the gradient: less memory, a third more time."""
     compile: bool = key(False)
     """Compile the model and its losses with torch.compile."""
-    tracker: Optional[Literal["tensorboard", "wandb"]] = key(None, free=True)
+    tracker: Literal["tensorboard", "wandb"] | None = key(None, free=True)
     """Also log to "tensorboard" (events in OUTPUT/tensorboard) or "wandb"."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -243,14 +240,12 @@ class RunConfig(CommonConfig):
                 setattr(self.optim, name, own_value(self.optim.name, name))
         for name in self.allow_change:
             if name == "optim.name":
-                raise ValueError(
-                    "--allow-change optim.name: a checkpoint keeps the state of its own optimiser; init_from begins a run "
-                    "with its weights"
-                )
+                why = "a checkpoint keeps the state of its own optimiser; init_from begins a run with its weights"
+                raise ValueError(f"--allow-change {name}: {why}")
             if name not in keys_of(type(self)) and name not in KEPT_KEYS:
                 raise ValueError(f"--allow-change {name}: {unknown_key(name, keys_of(type(self)))}")
 
-    def routers(self) -> Set[str]:
+    def routers(self) -> set[str]:
         """Return the routers that the model may have; model.pretrained's are unknown here."""
         raise NotImplementedError
 
@@ -264,10 +259,8 @@ class RunConfig(CommonConfig):
         yield "balance_weight", routers & {"moh", "query_norm"}, "router moh or query_norm", model
         yield "moa_balance_weight z_weight", "moa" in routers, "router moa", model
         yield "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"
-        for option, words in dict(betas="two betas", eps="eps", momentum="momentum").items():
-            example = "sgd" if option == "momentum" else "adamw"
-            taken = takes(self.optim.name, option)
-            yield f"optim.{option}", taken, f"an optim.name with {words}, such as {example}", "optim.name"
+        for option, words in OPTIONS.items():
+            yield f"optim.{option}", takes(self.optim.name, option), f"an optim.name with {words}", "optim.name"
 
     def moa_weights(self) -> dict:
         """Keyword arguments of a `RoutedTask`."""
@@ -288,7 +281,7 @@ class ImageRunConfig(RunConfig):
         if self.init_from and self.model.pretrained:
             raise ValueError("init_from and model.pretrained both bring weights: give one")
 
-    def routers(self) -> Set[str]:
+    def routers(self) -> set[str]:
         m = self.model
         if m.pretrained:
             return {(m.convert or {}).get("router") or "moh"}

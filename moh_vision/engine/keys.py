@@ -1,30 +1,28 @@
-"""Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text.
-
-Help, docs/reference/config.md, refusals, the comparison on resume and the tests' sweep read these fields.
-"""
+"""Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import fnmatch
 import functools
 import inspect
 import math
 import operator
 import re
 import textwrap
+import types
 import typing
 from dataclasses import MISSING, dataclass
-from fnmatch import filter as matching
-from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Dict, FrozenSet, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple, Union
+from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple
 
 from moh_vision.engine.commands import nearest
 
 NUMBERS = dict(
     gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
 )  # fmt: skip
-Idle = Tuple[str, Any, str, str]  # keys, their effect, what they need, the keys that decide
+UNIONS = (typing.Union, types.UnionType)  # Optional[X] and X | None
+Idle = tuple[str, Any, str, str]  # keys, their effect, what they need, the keys that decide
 
 
 def key(default: Any = MISSING, **about: Any) -> Any:
@@ -54,7 +52,7 @@ class Key(NamedTuple):
     field: str  # its name there
     hint: Any  # its type
     default: Any
-    about: Dict[str, Any]  # what `key` was told
+    about: dict[str, Any]  # what `key` was told
 
     def as_type(self, value: Any, name: str) -> Any:
         """Return the value as the key's type, or raise ValueError, naming the key."""
@@ -68,10 +66,9 @@ class Key(NamedTuple):
         """Raise ValueError, naming the key, for a value that is out of its range."""
         numbers = list(_numbers(value))
         fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (value != [] or self.default == [])
-        for limit, (_, holds) in NUMBERS.items():
-            bound = self.about.get(limit)
+        for _, holds, bound in self.bounds:
             bound = getattr(section, bound) if isinstance(bound, str) else bound
-            fine = fine and (bound is None or all(holds(n, bound) for n in numbers))
+            fine = fine and all(holds(n, bound) for n in numbers)
         fine = fine and not (self.about.get("rising") and value[0] > value[1])
         fine = fine and not (value and "ends" in self.about and not value.endswith(self.about["ends"]))
         if not fine:
@@ -79,13 +76,15 @@ class Key(NamedTuple):
             raise ValueError(f"{name} {value!r} is out of range: {allowed}")
 
     @property
+    def bounds(self) -> list[tuple[str, Callable, Any]]:
+        """Words, comparison and bound of each limit of its numbers."""
+        return [(*how, self.about[limit]) for limit, how in NUMBERS.items() if limit in self.about]
+
+    @property
     def limits(self) -> str:
         """Its range in words."""
-        found = []
-        for limit, (words, _) in NUMBERS.items():
-            bound = self.about.get(limit)
-            if bound is not None:
-                found.append(f"{words} {f'{self.kind.section}.{bound}' if isinstance(bound, str) else bound}")
+        section = f"{self.kind.section}."
+        found = [f"{words} {section * isinstance(bound, str)}{bound}" for words, _, bound in self.bounds]
         if "ends" in self.about:
             found.append(f"a path that ends in {' or '.join(self.about['ends'])}")
         return " and ".join(found) + ", the smaller one first" * self.about.get("rising", False)
@@ -101,7 +100,7 @@ class Key(NamedTuple):
         return texts_of(self.kind).get(self.field, "")
 
 
-def _numbers(value: Any) -> Iterator[Union[int, float]]:
+def _numbers(value: Any) -> Iterator[int | float]:
     if isinstance(value, (list, tuple)):
         for inner in value:
             yield from _numbers(inner)
@@ -111,27 +110,24 @@ def _numbers(value: Any) -> Iterator[Union[int, float]]:
 
 @dataclass
 class Section:
-    """Keys that belong together, in their types and ranges however it is made.
+    """Keys that belong together, in their types and ranges however it is made."""
 
-    A subclass's arguments: its `section`'s name, what all keys need, and whether all are free.
-    """
-
-    section: ClassVar[str] = ""
-    needs: ClassVar[str] = ""
-    free: ClassVar[bool] = False
-    runs: ClassVar[Optional[type]] = None  # configuration of the runs for its key checkpoint
-    given: ClassVar[FrozenSet[str]] = frozenset()  # options on the command line
+    section: ClassVar[str] = ""  # its name; a subclass's arguments are these
+    needs: ClassVar[str] = ""  # what all keys need
+    free: ClassVar[bool] = False  # whether all keys are
+    runs: ClassVar[type | None] = None  # configuration of the runs for its key checkpoint
+    given: ClassVar[frozenset[str]] = frozenset()  # options on the command line
 
     def __init_subclass__(cls, **about: Any) -> None:
         for name, value in about.items():
             setattr(cls, name, value)
 
     def __post_init__(self):
-        own = [found for name, found in keys_of(type(self)).items() if found.kind is type(self)]
-        names = [f"{self.section}.{found.field}".strip(".") for found in own]
-        for found, name in zip(own, names):
+        own = [found for found in keys_of(type(self)).values() if found.kind is type(self)]
+        named = {f"{self.section}.{found.field}".strip("."): found for found in own}
+        for name, found in named.items():
             setattr(self, found.field, found.as_type(getattr(self, found.field), name))
-        for found, name in zip(own, names):
+        for name, found in named.items():
             found.check(getattr(self, found.field), name, self)
         self.agree()
 
@@ -156,19 +152,19 @@ def plain(value: Any) -> Any:
 
 
 @functools.cache
-def keys_of(kind: type) -> Dict[str, Key]:
+def keys_of(kind: type) -> dict[str, Key]:
     """Every key of a configuration or section by its dotted name."""
     return dict(_fields(kind, ""))
 
 
-def _fields(kind: type, prefix: str, made: Optional[Section] = None) -> Iterator[Tuple[str, Key]]:
+def _fields(kind: type, prefix: str, made: Section | None = None) -> Iterator[tuple[str, Key]]:
     hints = typing.get_type_hints(kind)
     for f in dataclasses.fields(kind):
         hint, name = hints[f.name], prefix + f.name
         if isinstance(hint, type) and issubclass(hint, Section):
             yield from _fields(hint, f"{name}.", f.default_factory())
             continue
-        about: Dict[str, Any] = dict(free=kind.free, kept=True)
+        about: dict[str, Any] = dict(free=kind.free, kept=True)
         for base in reversed(kind.__mro__):
             about.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
         needs = [*kind.needs.split("; "), *about.get("needs", "").split("; ")]
@@ -180,9 +176,9 @@ def _fields(kind: type, prefix: str, made: Optional[Section] = None) -> Iterator
 
 
 @functools.cache
-def texts_of(kind: type) -> Dict[str, str]:
+def texts_of(kind: type) -> dict[str, str]:
     """The strings below the keys of a section."""
-    found: Dict[str, str] = {}
+    found: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if issubclass(base, Section)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for line, below in zip(body, body[1:]):
@@ -194,7 +190,7 @@ def texts_of(kind: type) -> Dict[str, str]:
 def as_type(hint: Any, value: Any) -> Any:
     """Return the value, lists as tuples and whole numbers as floats if the type says so; or TypeError."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Union:
+    if origin in UNIONS:
         for kind in sorted(inner, key=lambda kind: kind is not type(value)):
             try:
                 return as_type(kind, value)
@@ -216,7 +212,7 @@ def as_type(hint: Any, value: Any) -> Any:
 def words_of(hint: Any) -> str:
     """Return a type for people: a Literal's allowed values, `or null` for an Optional."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Union:
+    if origin in UNIONS:
         return " or ".join(map(words_of, inner))
     if origin is typing.Literal:
         return ", ".join(map(str, inner))
@@ -225,49 +221,44 @@ def words_of(hint: Any) -> str:
     return {str: "text", type(None): "null", dict: "mapping", Any: "any"}.get(origin or hint) or hint.__name__
 
 
-def idle_keys(config: Section) -> Iterator[Tuple[str, str, Set[str]]]:
+def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
     """Yield (key, what it needs, the keys that decide) for keys without effect beside the others."""
     keys = keys_of(type(config))
-    values = {name: value_at(config, name) for name in keys}
+    values = {name: operator.attrgetter(name)(config) for name in keys}
     for name, found in keys.items():
         for need in found.about["needs"]:
             if not any(_met(condition, values) for condition in need.split(" or ")):
                 yield name, _in_words(need, keys), deciding(need)
     for patterns, has_effect, words, decide in config.idle():
         for pattern in patterns.split() if not has_effect else ():
-            yield from ((name, words, set(decide.split())) for name in matching(keys, pattern))
+            yield from ((name, words, set(decide.split())) for name in fnmatch.filter(keys, pattern))
 
 
-def value_at(config: Any, name: str) -> Any:
-    """The value of a dotted key."""
-    return functools.reduce(getattr, name.split("."), config)
-
-
-def deciding(need: str) -> Set[str]:
+def deciding(need: str) -> set[str]:
     """The keys in a need."""
     return {_parts(condition)[1] for condition in need.split(" or ")}
 
 
-def _parts(condition: str) -> Tuple[str, str, str, str]:
+def _parts(condition: str) -> tuple[str, str, str, str]:
     return re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", condition).groups("")
 
 
-def _met(condition: str, values: Dict[str, Any]) -> bool:
+def _met(condition: str, values: dict[str, Any]) -> bool:
     negated, name, sign, pattern = _parts(condition)
     value = values.get(name)
     if sign:
         text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        return fnmatchcase(text, pattern) == (sign == "=")
+        return fnmatch.fnmatchcase(text, pattern) == (sign == "=")
     return bool(value) != bool(negated)
 
 
-def needs_of(name: str, keys: Dict[str, Key]) -> str:
+def needs_of(name: str, keys: dict[str, Key]) -> str:
     """What a key needs to have an effect, as a sentence; empty if it always has one."""
     needs = "; ".join(_in_words(need, keys) for need in keys[name].about["needs"])
     return f"Needs {needs}." if needs else ""
 
 
-def _in_words(need: str, keys: Dict[str, Key]) -> str:
+def _in_words(need: str, keys: dict[str, Key]) -> str:
     if " or " in need:
         return " or ".join(_in_words(condition, keys) for condition in need.split(" or "))
     negated, name, sign, pattern = _parts(need)
@@ -279,7 +270,7 @@ def _in_words(need: str, keys: Dict[str, Key]) -> str:
     return f"{name} left out" if negated else f"{name} above 0" if hint in (int, float) else name
 
 
-def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:
+def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> list[str]:
     """Return keys, with both values, that differ from a saved configuration's and may not."""
     if not isinstance(old, dict):
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
@@ -291,7 +282,7 @@ def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> List[str]:
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names]
 
 
-def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[Tuple[str, Any]]:
+def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted keys and values of nested sections; mappings are values of keys, or hold keys."""
     for short, value in tree.items():
         name = f"{prefix}{short}"
@@ -301,7 +292,7 @@ def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[Tuple[st
             yield name, value
 
 
-def unknown_key(name: str, keys: Dict[str, Key]) -> str:
+def unknown_key(name: str, keys: dict[str, Key]) -> str:
     """The message for a name that is no key, with the one that it may mean."""
     known = [*keys, *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key and "." not in name)]
     leaf = name.rpartition(".")[2]

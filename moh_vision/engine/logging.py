@@ -1,8 +1,9 @@
-"""What a run reports: environment.jsonl, metrics.jsonl, a bar or plain lines, and its files."""
+"""What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a bar or plain lines, and its files."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
@@ -12,83 +13,66 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Iterator
 
 import torch
+from accelerate.tracking import TensorBoardTracker, WandBTracker
 from tqdm import tqdm
 
 from moh_vision.engine.commands import Progress, say
 from moh_vision.engine.io import __version__, write_whole
-from moh_vision.engine.tracking import numbers
 
 UNITS = dict(images="img", tokens="tok")  # as shown
 PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transformers", "torch-fidelity")
-VALIDATE = "python -m moh_vision.classification.validate --checkpoint {run}"
-SAMPLE = "python -m moh_vision.diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png"
-COMMAND = "python -m moh_vision"
-NEXT = {  # what to type after a run, by script
-    "train_cls.py": (VALIDATE, f"{COMMAND} predict {{run}} IMAGES"),
-    "train_dit.py": (SAMPLE,),
-    "train_text.py": (f"{COMMAND} publish {{run}} --output FOLDER", f"{COMMAND} table {{run}}"),
+NEXT = {  # what to type after a run, behind "python -m moh_vision", by script
+    "train_cls.py": (".classification.validate --checkpoint {run}", " predict {run} IMAGES"),
+    "train_dit.py": (".diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",),
+    "train_text.py": (" publish {run} --output FOLDER", " table {run}"),
 }
 OF_FILES = {  # and where the run has such a file
-    "config.yaml": f"{COMMAND} report {{run}} --output report.html",
-    "head_load.json": f"{COMMAND} head-load {{run}} --output heads.png",
-    "gates.md": f"{COMMAND} gates {{run}} --output gates.png",
+    "config.yaml": " report {run} --output report.html",
+    "head_load.json": " head-load {run} --output heads.png",
+    "gates.md": " gates {run} --output gates.png",
 }
 FEW_STEPS = dict(noise="--sampler dpm-solver++ --steps 20", flow="--sampler heun --steps 20")
 
 
+@dataclass
 class RunLog:
-    """Logs a run to `path` (metrics.jsonl), a tracker and the screen; only on the main process.
+    """Logs a run to metrics.jsonl, a tracker and the screen."""
 
-    Lines of more than `start` steps, left by an interrupted run, are dropped. A run at its end that
-    `ends_with_validation` only repeats its last validation, replacing its line.
-    """
+    path: Path  # of metrics.jsonl; its lines of more than `start` steps are dropped
+    start: int
+    total: int
+    enabled: bool  # on the main process
+    title: str
+    tracker: Any = None
+    unit: str = "images"
+    ends_with_validation: bool = True  # a run at its end does its last one again
 
-    def __init__(
-        self,
-        path: Path,
-        start: int,
-        total: int,
-        enabled: bool,
-        title: str,
-        tracker=None,
-        unit: str = "images",
-        ends_with_validation: bool = True,
-    ):
-        self.enabled = enabled
-        self.tracker = tracker
-        self.terminal = sys.stderr.isatty()
-        self.title, self.total, self.unit = title, total, unit
+    def __post_init__(self):
         self.pause()
         self.warm = 0.0  # end of this process's first step, which compiles and fills caches
-        if not enabled:
-            return
-        if path.exists():
-            finished = start == total and ends_with_validation
-            kept = [line for line in path.read_text().splitlines() if _step_of(line, finished) <= start]
-            write_whole(path, "".join(line + "\n" for line in kept))
-        self.file = open(path, "a", buffering=1)
-        self.bar = tqdm(
-            total=total,
-            initial=start,
-            desc=title,
-            disable=not self.terminal,
-            dynamic_ncols=True,
-            bar_format="{desc} {n}/{total} |{bar:10}| {elapsed}<{remaining}{postfix}",
-        )
+        if self.enabled:
+            again = self.start == self.total and self.ends_with_validation
+            kept = [e for e in logged(self.path) if e["step"] + (again and "validation" in e) <= self.start]
+            write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
+        self.file = open(self.path if self.enabled else os.devnull, "a", buffering=1)
+        form = "{desc} {n}/{total} |{bar:10}| {elapsed}<{remaining}{postfix}"
+        shape = dict(total=self.total, initial=self.start, desc=self.title, bar_format=form, dynamic_ncols=True)
+        self.bar = tqdm(**shape, disable=not (self.enabled and sys.stderr.isatty()))
 
     def step(self, count: int) -> None:
         """Count a step of so many images or tokens."""
         self.count, self.steps = self.count + count, self.steps + 1
         if not self.warm:
             self.warm, self.steps = time.monotonic(), 0
-        if self.enabled:
-            self.bar.update()
+        self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
         """Write a line {"step": step, **values}, and show `show`, the rate and peak memory."""
@@ -97,22 +81,18 @@ class RunLog:
         left = (self.total - step) * (time.monotonic() - max(self.since, self.warm)) / max(self.steps, 1)
         remaining = f", {timedelta(seconds=round(left))} left" if self.steps else ""
         self.pause()
-        if not self.enabled:
-            return
         self._write(step, {**values, f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
         speed = f"{rate:.0f} {UNITS[self.unit]}/s"
-        if self.terminal:  # what matters most first: a narrow terminal cuts the end
+        if self.bar.disable:
+            self.say(f"{self.title} {step}/{self.total}: {show}, {speed}, peak {memory:.0f} MiB{remaining}")
+        else:  # what matters most first: a narrow terminal cuts the end
             loss, _, more = show.partition(", ")
             self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}")
-        else:
-            about = f"{show}, {speed}, peak {memory:.0f} MiB{remaining}"
-            say(f"{self.title} {step}/{self.total}: {about}")
 
     def event(self, step: int, values: dict, show: str) -> None:
         """Log a validation or the like in metrics.jsonl and on the screen."""
-        if self.enabled:
-            self._write(step, values)
-            self.say(show)
+        self._write(step, values)
+        self.say(show)
 
     def stopped(self, done: int, signum: int) -> None:
         """Say that a signal ended the run after `done` steps, which are saved."""
@@ -144,11 +124,49 @@ class RunLog:
         self.count, self.steps, self.since = 0, 0, time.monotonic()
 
     def close(self) -> None:
-        if self.enabled:
-            self.bar.close()
-            self.file.close()
+        self.bar.close()
+        self.file.close()
         if self.tracker:
             self.tracker.finish()
+
+
+def check_tracker(name: str | None) -> None:
+    """Raise ValueError if the package is not installed."""
+    if name is not None and find_spec(name) is None:
+        raise ValueError(f"tracker {name}: the package is not installed (pip install {name}); or leave tracker out")
+
+
+def open_tracker(name: str | None, run: Path, start: int, title: str, config: dict, enabled: bool):
+    """Open accelerate's tracker for a run; None without a name, or if not `enabled`."""
+    if name is None or not enabled:
+        return None
+    if name == "tensorboard":  # without what an interrupted run wrote after `start` steps
+        tracker = TensorBoardTracker("tensorboard", run, purge_step=start + 1)
+    else:  # a run resumes under its id
+        which = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]
+        tracker = WandBTracker(title, dir=str(run), name=run.name, id=which, resume="allow")
+    tracker.start()
+    if name == "wandb":
+        tracker.store_init_configuration(config)
+    return tracker
+
+
+def numbers(values: dict, prefix: str = "") -> dict:
+    """Flatten {"a": 1, "b": {"c": 2.0}, "d": [...]} to {"a": 1, "b/c": 2.0}."""
+    result = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            result |= numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            result[prefix + name] = value
+    return result
+
+
+def logged(metrics: Path) -> Iterator[dict]:
+    """Yield the entries of metrics.jsonl, without a torn last one."""
+    for line in metrics.read_text().splitlines() if metrics.exists() else []:
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
 
 
 def record_start(folder: Path, **start) -> None:
@@ -160,7 +178,7 @@ def record_start(folder: Path, **start) -> None:
     write_whole(file, earlier + json.dumps(start) + "\n")
 
 
-def versions() -> Dict[str, str]:
+def versions() -> dict[str, str]:
     """Return versions of this package and of those that its numbers depend on."""
     found = {"moh_vision": __version__}
     for name in PACKAGES:
@@ -169,7 +187,7 @@ def versions() -> Dict[str, str]:
     return found
 
 
-def commit(clone: Path) -> Optional[str]:
+def commit(clone: Path) -> str | None:
     """Return the commit of a clone, with "-dirty" if tracked files differ; else None."""
     git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
     words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -178,15 +196,16 @@ def commit(clone: Path) -> Optional[str]:
     return None
 
 
-def ending(script: str, run: Path, objective: Optional[str] = None) -> str:
+def ending(script: str, run: Path, objective: str | None = None) -> str:
     """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
     commands = [*NEXT.get(script, ()), *(command for name, command in OF_FILES.items() if (run / name).exists())]
-    return "\n".join([f"{run} has {files}", "next", *(f"  {command.format(**names)}" for command in commands)])
+    following = (f"  python -m moh_vision{command.format(**names)}" for command in commands)
+    return "\n".join([f"{run} has {files}", "next", *following])
 
 
-def without_nan(values: dict) -> Tuple[dict, List[str]]:
+def without_nan(values: dict) -> tuple[dict, list[str]]:
     """Replace NaN and infinity, which JSON lacks, by None; also return names of those replaced."""
     replaced = {}  # a dict keeps the order, and each name once
 
@@ -216,11 +235,3 @@ def peak_memory_mib() -> float:
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def _step_of(line: str, finished: bool) -> float:
-    try:
-        entry = json.loads(line)
-        return int(entry["step"]) + (finished and "validation" in entry)
-    except (ValueError, KeyError, TypeError):
-        return math.inf  # a torn last line

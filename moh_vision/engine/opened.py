@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, ClassVar, Dict, List, Sequence, Tuple
+from typing import Any, Callable, ClassVar, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ class Opened:
 
     config: Any
     model: nn.Module
-    metadata: Dict[str, Any]
-    splits: Dict[str, Any] = field(default_factory=dict, repr=False)  # those that are open
+    metadata: dict[str, Any]
+    splits: dict[str, Any] = field(default_factory=dict, repr=False)  # those that are open
     kind: ClassVar[str] = ""
     unit: ClassVar[str] = "images"  # what its data are counted in
     loss_name: ClassVar[str] = ""
@@ -41,7 +41,7 @@ class Opened:
         """Open a split, prepared as for validation."""
         raise NotImplementedError(f"{self.kind}: data")
 
-    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+    def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         """Return batches of `count` evenly spread training samples, and as many between them."""
         raise NotImplementedError(f"{self.kind}: halves")
 
@@ -59,14 +59,14 @@ class Opened:
         sizes = [len(batch["images"]) for batch in batches]
         return sum(float(self.loss(batch)) * size for batch, size in zip(batches, sizes)) / sum(sizes)
 
-    def scores(self) -> Dict[str, Any]:
+    def scores(self) -> dict[str, Any]:
         """Return scores of the model as it is, such as top1, fid or perplexity."""
         raise NotImplementedError(f"{self.kind}: scores")
 
-    def forward(self) -> Tuple[Callable[[], Any], int]:
+    def forward(self) -> tuple[Callable[[], Any], int]:
         """Return one pass of a batch, to be timed, and the size of the batch."""
         raise NotImplementedError(f"{self.kind}: forward")
 
-    def example(self) -> Tuple[List[Tensor], Dict[str, Tensor]]:
+    def example(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return arguments of a forward of batch 1, of which only the shapes matter."""
         raise NotImplementedError(f"{self.kind}: example")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from fnmatch import fnmatch
-from typing import Collection, List, Optional
+from typing import Collection
 
 import torch
 from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_weight_decay
@@ -19,11 +19,11 @@ from moh_vision.engine.commands import closest
 # restored where a gradient is zero, as it is for MAE's gates (madgrad*).
 LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
 NOT_SHARDED = ("*adafactor*", "*adamuon")  # what torch's sharded tensors cannot do
-OPTIONS = ("betas", "eps", "momentum")
+OPTIONS = dict(betas="two betas, such as adamw", eps="eps, such as adamw", momentum="momentum, such as sgd")
 LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # prefix of a layer's parameters
 
 
-def names() -> List[str]:
+def names() -> list[str]:
     """Return the names that optim.name may have."""
     return list_optimizers(exclude_filters=list(LEFT_OUT))
 
@@ -57,19 +57,17 @@ def own_value(name: str, option: str):
     return value or 0.9 if option == "momentum" else value  # timm's, for a class's 0
 
 
-def make_optimizer(model: nn.Module, optim, undecayed: Optional[Collection[str]] = None) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, optim, undecayed: Collection[str] | None = None) -> torch.optim.Optimizer:
     """Make timm's optimiser for the parameters that require a gradient.
 
-    Weight decay leaves out biases, norms and parameters named by `undecayed` (None: by the model's
-    no_weight_decay(), if it has one). The muon family orthogonalises updates of matrices inside the layers
-    (Jordan 2024); its AdamW takes routers, embeddings, label tables, convolutions, the output layer, vectors,
-    and all without weight decay.
+    Weight decay leaves out biases, norms and `undecayed` names; None: those of the model's no_weight_decay(). The muon
+    family (Jordan 2024) takes the matrices inside the layers, its AdamW all others.
     """
     options = {name: getattr(optim, name) for name in OPTIONS if takes(optim.name, name)}
     options = {name: value for name, value in options.items() if value is not None}
     groups = dict(weight_decay=optim.weight_decay)
     if get_optimizer_info(optim.name).opt_class is Muon:
-        aside = [name for name, p in model.named_parameters() if not _is_hidden_matrix(name, p)]
+        aside = [n for n, p in model.named_parameters() if p.ndim != 2 or ".router." in n or not LAYER.search(n)]
         groups.update(fallback_list=aside, fallback_no_weight_decay=True)
     if undecayed is not None:
         model = param_groups_weight_decay(model, no_weight_decay_list=undecayed, **groups)
@@ -77,7 +75,3 @@ def make_optimizer(model: nn.Module, optim, undecayed: Optional[Collection[str]]
     else:
         groups["layer_decay"] = getattr(optim, "layer_decay", None)
     return create_optimizer_v2(model, optim.name, lr=optim.lr, **groups, **options)
-
-
-def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
-    return parameter.ndim == 2 and ".router." not in name and LAYER.search(name) is not None

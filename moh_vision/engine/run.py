@@ -7,7 +7,6 @@ import gc
 import os
 import shlex
 import sys
-from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from itertools import chain
@@ -28,14 +27,13 @@ from moh_vision.engine.commands import MISTAKES, BadData, user_errors
 from moh_vision.engine.ema import make_ema
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.keys import changed_keys
-from moh_vision.engine.logging import RunLog, ending, record_start, write_json
+from moh_vision.engine.logging import RunLog, check_tracker, ending, open_tracker, record_start, write_json
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import attempt, by_main, from_first, say
 from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.step_folders import export, resume_point
-from moh_vision.engine.tracking import check_tracker, open_tracker
 
 CONFIG = "config.yaml"
 IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
@@ -140,7 +138,7 @@ class Run:
             check_sharded(self.config.optim.name)
         c, self.model, self.elastic = self.config, model, elastic
         trained = nn.ModuleList([model, beside]) if beside else model
-        self.descent = BlockDescent(self.accelerator, trained, mae_routers, c.compile, **asdict(c.block_descent))
+        self.descent = BlockDescent(self.accelerator, trained, mae_routers, c.compile, c.block_descent)
 
     def open(self, data=None) -> None:
         """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
@@ -189,7 +187,7 @@ class Run:
         usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # missing in some configurations
         lr = partial(learning_rate, peak=o.lr, **{**usual, **(schedule or {})})
         self._step = Step(
-            accelerator, c, descent=self.descent, task=task, optimizer=optimizer, learning_rate=lr,
+            c, descent=self.descent, task=task, optimizer=optimizer, learning_rate=lr,
             signals=self.signals, unreadable=unreadable,
         )  # fmt: skip
         self.task = self._step.task

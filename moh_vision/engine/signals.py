@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Optional
 
 # A launcher passes on a signal that every process already got: that is no second signal.
 SAME_SECONDS = 1.0
@@ -14,20 +13,17 @@ SAME_SECONDS = 1.0
 class StopSignals:
     """Takes note of SIGTERM and SIGINT from `with` on.
 
-    Where no step is `begun`, a signal ends the process with exit code 128 + its number: there is nothing to save.
-    Otherwise the first one is only noted, as `received`; another one, over `SAME_SECONDS` later, exits without cleaning
-    up, which might wait for dead processes. Once `done` gives the steps of a finished run, a signal says that they
-    are saved. A signal that was ignored before, as SIGINT by nohup, stays ignored.
+    Where no step is `begun`, a signal ends the process, exit code 128 + its number. Else it is noted, as `received`.
     """
 
     def __init__(self):
         self.received, self.begun = 0, False
-        self.done: Optional[int] = None
+        self.done: int | None = None  # steps of a finished run
         self._since, self._before = 0.0, {}
 
     def __enter__(self) -> StopSignals:
         for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:
+            if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT by nohup
                 self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -47,4 +43,5 @@ class StopSignals:
             os.write(2, f"{name}: finishing this step and saving; once more leaves at once\n".encode())
         elif now - self._since > SAME_SECONDS:
             os.write(2, f"{name} again: left without saving\n".encode())
+            # To clean up might wait for dead processes.
             os._exit(128 + number)

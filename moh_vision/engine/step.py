@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 from itertools import islice
-from typing import Callable, Dict, Iterable, List, Optional, Tuple
+from typing import Callable, Iterable
 
 import torch
 from accelerate.utils import gather_object
-from torch import nn
 
 from moh_vision.engine.block_descent import GATES, BlockDescent
 from moh_vision.engine.ranks import greatest
@@ -19,38 +18,20 @@ MAX_BAD_STEPS = 10
 
 
 class Step:
-    """Does one optimiser step of a task: every phase of `descent`, every micro-batch, the update.
-
-    `task` is what accelerate wraps, `losses` its results for the micro-batches of the last phase, and `norms`
-    the gradient norms by phase.
-    """
+    """Does one optimiser step of a task: every phase of `descent`, every micro-batch, the update."""
 
     def __init__(
-        self,
-        accelerator,
-        config,
-        *,
-        descent: BlockDescent,
-        task: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        learning_rate: Callable[[int], float],
-        signals=None,
-        unreadable=None,
+        self, config, *, descent: BlockDescent, task, optimizer, learning_rate: Callable, signals=None, unreadable=None
     ):
-        self.accelerator, self.descent = accelerator, descent
-        self.learning_rate = learning_rate
+        self.descent, self.accelerator, self.learning_rate = descent, descent.accelerator, learning_rate
         self.accumulation, self.seed = config.optim.accumulation, config.seed
-        self.updater = Updater(accelerator, config.optim.clip_norm, signals, unreadable)
+        self.updater = Updater(self.accelerator, config.optim.clip_norm, signals, unreadable)
         self.task, self.optimizer = descent.prepare(task, optimizer)
-        self.losses: List[dict] = []
-        self.norms: Dict[str, float] = {}
+        self.losses: list[dict] = []  # of the micro-batches of the last phase
+        self.norms: dict[str, float] = {}  # of the gradients, by phase
 
     def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
-        """Do step `number` with the next micro-batches; return whether weights were updated.
-
-        Learning rate and all random numbers follow from `number`, from 0. The task gets batches as keyword
-        arguments, with `more`.
-        """
+        """Do step `number`, whose micro-batches and `more` the task takes; return whether weights were updated."""
         set_learning_rate(self.optimizer, self.learning_rate(number))
         self.task.train()
         accelerator, last = self.accelerator, self.accumulation - 1
@@ -80,14 +61,7 @@ class Step:
 
 
 def learning_rate(
-    step: int,
-    peak: float,
-    schedule: str,
-    warmup_steps: int,
-    max_steps: int,
-    floor: float,
-    warmup_lr: float = 0.0,
-    as_timm: bool = False,
+    step: int, peak: float, schedule: str, warmup_steps: int, max_steps: int, floor: float, warmup_lr=0.0, as_timm=False
 ) -> float:
     """Return the learning rate of a step, a pure function: resuming needs no scheduler state.
 
@@ -115,11 +89,10 @@ def set_learning_rate(optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
-def average_over_step(accelerator, losses: List[dict]) -> dict:
+def average_over_step(accelerator, losses: list[dict]) -> dict:
     """Average a task's results over micro-batches and processes; every process calls it.
 
-    Also returned: balance_share, the auxiliary losses' share of the mean loss, and head_usage, for each layer the
-    share of the step's tokens that ran each head.
+    Added: balance_share, of the auxiliary losses in the loss; head_usage, the share of tokens that ran each head.
     """
     names = [name for name in losses[0] if name != "head_runs"]  # a list of [H + 1] tensors
     layers = [len(runs) for runs in losses[0]["head_runs"]]
@@ -139,26 +112,19 @@ def average_over_step(accelerator, losses: List[dict]) -> dict:
 class Updater:
     """Applies gradients unless loss or gradient is not finite; gives up after ten such steps in a row.
 
-    A step may have several updates (see `block_descent`); one that is not finite counts for the step. All
-    processes decide alike: one all-reduce a step tells each whether any had a loss that is not finite, got a
-    signal (`stop`, its number, or 0), or met an unreadable sample. `skipped` counts this process's steps with
-    an update left out; `unreadable` is a `BadSamples`, or None.
+    One all-reduce an update tells all processes whether any had a loss that is not finite, got a signal (its number is
+    `stop`), or met an unreadable sample of `unreadable`, a `BadSamples`.
     """
 
     def __init__(self, accelerator, clip_norm: float, signals=None, unreadable=None):
-        self.accelerator = accelerator
-        self.clip_norm = clip_norm
+        self.accelerator, self.clip_norm = accelerator, clip_norm
         self.signals, self.unreadable = signals, unreadable
         self.skipped = self.in_a_row = self.stop = 0
-        self.last_bad: Optional[int] = None  # step
+        self.last_bad: int | None = None  # step
 
-    def __call__(self, task, optimizer, step: int, losses: List[dict], clip_norm=None) -> Tuple[float, bool]:
-        """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated.
-
-        `clip_norm` replaces the general one; 0 does not clip. FloatingPointError after ten bad steps in a row;
-        UnreadableImage if all processes together have met more unreadable samples than allowed.
-        """
-        clip_norm = self.clip_norm if clip_norm is None else clip_norm
+    def __call__(self, task, optimizer, step: int, losses: list[dict], clip_norm=None) -> tuple[float, bool]:
+        """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated."""
+        clip_norm = self.clip_norm if clip_norm is None else clip_norm  # 0: no clipping
         norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # FSDP
         loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()
@@ -176,10 +142,11 @@ class Updater:
             scaler.update()  # it has unscaled these gradients, and expects the step's end
         optimizer.zero_grad(set_to_none=True)
         finite = not (bad_loss or bad_norm)
-        if finite:
-            self.in_a_row = self.in_a_row if step == self.last_bad else 0
-        elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above 1 it still seeks its scale
-            self._count(step, optimizer, norm.item(), loss.item())
+        if step != self.last_bad:  # a step of several updates counts once
+            if finite:
+                self.in_a_row = 0
+            elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above 1 it still seeks its scale
+                self._count(step, optimizer, norm.item(), loss.item())
         return norm.item(), finite
 
     def stop_after_all(self) -> int:
@@ -188,8 +155,6 @@ class Updater:
         return int(greatest(torch.tensor([float(received)], device=self.accelerator.device))[0])
 
     def _count(self, step: int, optimizer, norm: float, loss: float) -> None:
-        if step == self.last_bad:
-            return
         self.last_bad = step
         self.skipped += 1
         self.in_a_row += 1

@@ -15,6 +15,7 @@ from small_runs import SMALL, outcome
 from moh_vision.attention import measure
 from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
+from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 
@@ -70,31 +71,36 @@ def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path, path):
     assert goes_on(tmp_path, path, COLD) == ([path, COLD], [], False)
 
 
-def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(tmp_path):
-    begin(tmp_path, "torch", COLD)
-    assert goes_on(tmp_path, "cpp", WARM) == (["torch", COLD], [], False)
-    assert goes_on(tmp_path, "cpp", WARM, "attention.path") == (["cpp", COLD], [], False)
-    assert goes_on(tmp_path, "cpp", WARM, "attention.table") == (["torch", {}], [], True)
-    assert f"as {tmp_path} began" in AttentionRecord(Machine("cpp", WARM), tmp_path).line
+@pytest.mark.parametrize("stored, path, allowed, found", [
+    (("torch", COLD), "cpp", "", (["torch", COLD], [], False)),
+    (("torch", COLD), "cpp", "attention.path", (["cpp", COLD], [], False)),
+    (("torch", COLD), "cpp", "attention.table", (["torch", {}], [], True)),
+    (("cpp", {}), "cpp", "", (["cpp", {}], [], False)),  # where nothing is measured
+    (("cpp", None), "cpp", "", (["cpp", {}], [], True)),  # it ended before it had measured
+    (("cpp", COLD), "torch", "attention.path", (["torch", COLD], [], False)),
+    (("torch", {"border": 3}), "torch", "attention.table", (["torch", {}], [], True)),
+    (None, "cpp", "", (["cpp", {}], [], True)),
+])  # fmt: skip
+def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(tmp_path, stored, path, allowed, found):
+    if stored:
+        (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
+    assert goes_on(tmp_path, path, WARM, allowed) == found
 
 
-def test_where_nothing_is_measured_the_table_is_empty(tmp_path):
-    record = AttentionRecord(Machine("cpp", None), None)
-    record.save(tmp_path)
-    assert json.loads((tmp_path / "attention.json").read_text()) == dict(path="cpp", table={})
-    assert goes_on(tmp_path, "cpp", WARM) == (["cpp", {}], [], False)
+def test_a_record_that_has_not_measured(tmp_path):
+    for table, written in ((None, {}), (COLD, None)):
+        record = AttentionRecord(Machine("cpp", table), None)
+        record.save(tmp_path)
+        assert json.loads((tmp_path / "attention.json").read_text()) == dict(path="cpp", table=written)
 
 
-def test_a_run_that_ended_before_it_had_measured_measures(tmp_path):
-    AttentionRecord(Machine("cpp", COLD), None).save(tmp_path)
-    assert goes_on(tmp_path, "cpp", WARM) == (["cpp", {}], [], True)
-
-
-def test_operators_that_are_gone_are_refused_by_name(tmp_path):
-    begin(tmp_path, "cpp", COLD)
-    _, words, _ = goes_on(tmp_path, "torch", WARM)
-    assert words == ["attention.path: 'cpp' -> 'torch' (attention runs on torch)"]
-    assert goes_on(tmp_path, "torch", WARM, "attention.path") == (["torch", COLD], [], False)
+@pytest.mark.parametrize("stored, words", [
+    (("cpp", COLD), "attention.path: 'cpp' -> 'torch' (attention runs on torch)"),  # operators that are gone
+    (("torch", {"border": 3}), "attention.table: a table has a limit"),  # of another version
+])  # fmt: skip
+def test_what_is_unusable_is_refused_by_name(tmp_path, stored, words):
+    (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
+    assert goes_on(tmp_path, "torch", WARM)[1] == [words]
 
 
 def test_on_a_gpu(tmp_path):
@@ -109,21 +115,11 @@ def test_on_a_gpu(tmp_path):
     assert not AttentionRecord(machine, tmp_path, device="cuda").refused and machine.used == ["triton", COLD]
 
 
-def test_a_folder_without_a_record_is_not_checked(tmp_path):
-    assert goes_on(tmp_path, "cpp", COLD) == (["cpp", {}], [], True)
-
-
 @pytest.mark.parametrize("text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9])
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "attention.json").write_text(text)
     with one_line("attention.json: not a record of attention that can be read"):
         goes_on(tmp_path, "cpp", COLD)
-
-
-def test_a_table_of_another_version_is_refused_by_name(tmp_path):
-    (tmp_path / "attention.json").write_text('{"path": "torch", "table": {"border": 3}}')
-    assert goes_on(tmp_path, "torch", COLD)[1] == ["attention.table: a table has a limit"]
-    assert goes_on(tmp_path, "torch", COLD, "attention.table") == (["torch", {}], [], True)
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -214,6 +210,16 @@ def test_two_processes_that_were_told_otherwise(tmp_path):
     assert json.loads((tmp_path / "run" / "attention.json").read_text())["path"] == "torch"
 
 
+def measure_on_a_rank(rank, folder):
+    os.environ.update(MOH_VISION_MEASURE="auto", MOH_VISION_CACHE=str(folder / "cache"), MOH_VISION_KERNELS="off")
+    train_cls.main([*SMALL["cls"].split(), *f"--max-steps 1 --model.router mae --output {folder / 'run'}".split()])
+
+
+def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
+    on_two_ranks(measure_on_a_rank, tmp_path)
+    assert json.loads((tmp_path / "run" / "attention.json").read_text())["table"]["rows"]
+
+
 def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
     train_dit.main(train.arguments(tmp_path / "run", 1, "off", "--dry-run"))
     assert "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off" in capsys.readouterr().out
@@ -221,9 +227,7 @@ def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
 
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv(
-        "MOH_VISION_CACHE", str(tmp_path / "cache")
-    )  # which holds no operators: all runs in plain PyTorch
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))  # without operators: all runs in plain PyTorch
     run, whole = tmp_path / "run", tmp_path / "whole"
     per_sample = ("--model.scope", "sample")
     train(run, 1, "off", *per_sample)

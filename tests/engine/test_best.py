@@ -28,12 +28,8 @@ def test_of_other_scores_the_highest_is_the_best():
 
 def test_nan_is_not_better():
     nan = float("nan")
-    assert judged(Best("loss", 2), [nan, 1.0, nan, nan]) == [
-        (False, False),
-        (True, False),
-        (False, False),
-        (False, True),
-    ]
+    found = judged(Best("loss", 2), [nan, 1.0, nan, nan])
+    assert found == [(False, False), (True, False), (False, False), (False, True)]
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):

@@ -1,3 +1,6 @@
+import shlex
+from operator import attrgetter
+
 import pytest
 import yaml
 from conftest import ROOT
@@ -11,80 +14,104 @@ from moh_vision.engine.keys import changed_keys
 from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
 
+KINDS = dict(cls=ClsConfig, dit=DitConfig, sample=SampleConfig)
+DRAW = "--checkpoint run --grid g.png"
+
 
 def parse(*argv, kind=ClsConfig):
     return parse_config(kind, list(argv), "test")
 
 
-def test_yaml_then_command_line(tmp_path):
-    file = tmp_path / "c.yaml"
-    file.write_text("max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}\n")
-    config = parse("--config", str(file), "--model.depth", "3", "--optim.lr=1e-4")
-    assert (config.max_steps, config.model.head_budget, config.model.depth, config.optim.lr) == (7, "ramp:0.5", 3, 1e-4)
-    assert (config.dry_run, config.fresh, config.allow_change) == (False, False, [])
+def written(tmp_path, kind, text, argv):
+    """Parse a file with such a text, if any, and options."""
+    (tmp_path / "c.yaml").write_text(text)
+    return parse(*["--config", str(tmp_path / "c.yaml")] * bool(text), *shlex.split(argv), kind=KINDS[kind])
 
 
-@pytest.mark.parametrize(
-    "text, value", [("0.5", 0.5), ("uniform:0.5", "uniform:0.5"), ("[[1,2],[2,3]]", [(1, 2), (2, 3)])]
-)
-def test_budget_forms(text, value):
-    assert parse("--model.head_budget", text).model.head_budget == value
+@pytest.mark.parametrize("kind, text, argv, values", [
+    ("cls", "max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}", "--model.depth 3 --optim.lr=1e-4",
+     {"max_steps": 7, "model.head_budget": "ramp:0.5", "model.depth": 3, "optim.lr": 1e-4, "fresh": False, "allow_change": []}),
+    ("cls", "", "--model.head_budget 0.5", {"model.head_budget": 0.5}),
+    ("cls", "", "--model.head_budget uniform:0.5", {"model.head_budget": "uniform:0.5"}),
+    ("cls", "", "--model.head_budget [[1,2],[2,3]]", {"model.head_budget": [(1, 2), (2, 3)]}),
+    ("cls", "", "--max-steps 3 --dry-run --fresh --allow-change optim.lr --model.head-budget=0.5",
+     {"max_steps": 3, "dry_run": True, "fresh": True, "allow_change": ["optim.lr"], "model.head_budget": 0.5}),
+    ("cls", "", "--model.kwargs '{global_pool: avg}' --model.router_kwargs.two_stage false",
+     {"model.kwargs": {"global_pool": "avg"}, "model.router_kwargs": {"two_stage": False}}),
+    ("cls", "", "--compile --channels-last --seed 3", {"compile": True, "channels_last": True, "seed": 3}),
+    ("cls", "", "--compile false", {"compile": False}),
+    ("cls", "", "--ema.decay 0.9 --ema.warmup --optim.betas 0.8 0.95 --seed 3",
+     {"ema.warmup": True, "optim.betas": (0.8, 0.95), "seed": 3}),
+    ("sample", "", f"{DRAW} --cfg-scale 1.5 --classes 207 n02099601 007", {"cfg_scale": 1.5, "classes": ["207", "n02099601", "007"]}),
+    ("sample", "", f"{DRAW} --classes 7", {"classes": ["7"]}),
+    ("sample", "", f"""{DRAW} '--classes=["3",a]'""", {"classes": ["3", "a"]}),
+    ("dit", "", "--preview.every 1 --preview.classes 207 n02099601 007", {"preview.classes": ["207", "n02099601", "007"]}),
+])  # fmt: skip
+def test_options(tmp_path, kind, text, argv, values):
+    config = written(tmp_path, kind, text, argv)
+    assert {name: attrgetter(name)(config) for name in values} == values
 
 
-def test_hyphens_and_flags():
-    config = parse("--max-steps", "3", "--dry-run", "--fresh", "--allow-change", "optim.lr", "--model.head-budget=0.5")
-    assert config.max_steps == 3 and config.model.head_budget == 0.5
-    assert (config.dry_run, config.fresh, config.allow_change) == (True, True, ["optim.lr"])
+def test_arguments_of_the_model():
+    model = parse("--model.kwargs", "{global_pool: avg}", "--model.router_kwargs.two_stage", "false").model
+    assert model.arguments() == dict(router_kwargs=dict(two_stage=False), global_pool="avg")
 
 
-def test_free_form_arguments():
-    config = parse("--model.kwargs", "{global_pool: avg}", "--model.router_kwargs.two_stage", "false")
-    assert config.model.arguments() == dict(router_kwargs=dict(two_stage=False), global_pool="avg")
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--lr", "1"], "unknown key 'lr', did you mean 'optim.lr'"),
-        (["--optim.learning-rate", "1"], "unknown key 'optim.learning_rate', did you mean 'optim.lr'"),
-        (["--out_dir", "1"], "unknown key 'out_dir', did you mean 'output'"),
-        (["--zebra", "1"], "unknown key 'zebra'; --help lists the known ones"),
-        (["--max-steps", "many"], 'key "max_steps": Expected int or null. Got value: many'),
-        (["--max-steps", "0"], "max_steps 0 is out of range: at least 1"),
-        (["--seed", "many"], 'key "seed": Expected int. Got value: many'),
-        (["--name", "x"], "unknown key 'name', did you mean 'model.name'"),
-        (["--optim.foo", "1"], "unknown key 'optim.foo'; --help lists the known ones"),
-        (["--config", "text/foo"], "--config text/foo: no such file$"),
-        (["--optim.lr", "-1"], "optim.lr -1.0 is out of range: above 0"),
-        (["--optim.schedule", "step"], 'key "optim.schedule": Expected .*cosine.*constant.*Got value: step'),
-        (["--ema.decay", "1"], "ema.decay 1.0 is out of range"),
-        (["--data.workers", "-1"], "data.workers -1 is out of range"),
-        (["--config", "/no/where.yaml"], "--config /no/where.yaml: no such file"),
-        (["--config", "cls/cifar10_vit"], "--config cls/cifar10_vit: no such file, did you mean cls/cifar10_vit_cpu"),
-        (["--allow-change", "optim.lrr"], "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
-    ],
-)
-def test_mistakes_are_one_line(argv, words):
+@pytest.mark.parametrize("kind, text, argv, words", [
+    ("cls", "", "--lr 1", "unknown key 'lr', did you mean 'optim.lr'"),
+    ("cls", "", "--optim.learning-rate 1", "unknown key 'optim.learning_rate', did you mean 'optim.lr'"),
+    ("cls", "", "--out_dir 1", "unknown key 'out_dir', did you mean 'output'"),
+    ("cls", "", "--zebra 1", "unknown key 'zebra'; --help lists the known ones"),
+    ("cls", "", "--name x", "unknown key 'name', did you mean 'model.name'"),
+    ("cls", "", "--optim.foo 1", "unknown key 'optim.foo'; --help lists the known ones"),
+    ("cls", "", "--checkpoint x", "unknown key 'checkpoint'"),
+    ("cls", "", "--max-steps many", 'key "max_steps": Expected int or null. Got value: many'),
+    ("cls", "", "--seed many", 'key "seed": Expected int. Got value: many'),
+    ("cls", "", "--optim.schedule step", 'key "optim.schedule": Expected .*cosine.*constant.*Got value: step'),
+    ("cls", "", "--mix.mode pairs", 'key "mix.mode": Expected .*batch.*Got value: pairs'),
+    ("cls", "", "--model.kwargs 5", 'key "model.kwargs": Expected mapping or null. Got value: 5'),
+    ("cls", "", "--optim.betas 0.8 --seed 3", 'key "optim.betas"'),
+    ("cls", "", "--max-steps 0", "max_steps 0 is out of range: at least 1"),
+    ("cls", "", "--optim.lr -1", "optim.lr -1.0 is out of range: above 0"),
+    ("cls", "", "--data.max_bad_fraction 1", "data.max_bad_fraction 1.0 is out of range: at least 0 and below 1"),
+    ("cls", "", "--data.crop_scale [0.5,0.1]", "data.crop_scale .* is out of range"),
+    ("cls", "", "--optim.warmup_lr 1", "optim.warmup_lr 1.0 is out of range: at least 0 and at most optim.lr"),
+    ("sample", "", f"--checkpoint run --seed {2**63}", "seed 9223372036854775808 is out of range"),
+    ("sample", "", "--steps 5", "--checkpoint is needed"),
+    ("sample", "", "--checkpoint run --out x --extractor runs/cls", "extractor 'runs/cls' needs score, and"),
+    ("cls", "", "--config text/foo", "--config text/foo: no such file$"),
+    ("cls", "", "--config /no/where.yaml", "--config /no/where.yaml: no such file"),
+    ("cls", "", "--config cls/cifar10_vit", "--config cls/cifar10_vit: no such file, did you mean cls/cifar10_vit_cpu"),
+    ("cls", "", "--allow-change optim.lrr", "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
+    ("cls", "", "--optim.warmup_epochs 1 --optim.warmup_steps 1", "are the same thing: give one"),
+    # keys without effect
+    ("cls", "", "--optim.cooldown_epochs 1", "optim.cooldown_epochs 1.0 needs optim.epochs"),
+    ("cls", "", "--data.auto_augment rand-m9", "data.auto_augment 'rand-m9' needs data.augment imagenet"),
+    ("cls", "", "--data.erase_prob 0.5 --data.augment flip", "data.erase_prob 0.5 needs data.augment imagenet"),
+    ("cls", "", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs optim.schedule other than constant"),
+    ("cls", "", "--ema.warmup", "ema.warmup True needs ema.decay above 0"),
+    ("cls", "", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
+    ("cls", "optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
+    ("cls", "optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
+    ("cls", "model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
+    # of files
+    ("cls", "modle: {depth: 3}", "", "c.yaml: unknown key 'modle', did you mean 'model'"),
+    ("cls", "model: {dept: 3}", "", "c.yaml: unknown key 'model.dept', did you mean 'model.depth'"),
+    ("cls", "max_steps: [1", "", "c.yaml: not readable as YAML"),
+    ("cls", "- 1", "", "c.yaml: expected keys and values, found list"),
+    ("cls", "optim: {lr: fast}", "", 'key "optim.lr"'),
+    ("cls", "optim: 3", "", 'c.yaml: key "optim" is a section of keys, got 3'),
+    ("cls", "fresh: true", "", "c.yaml: fresh is an option of one call, which no file holds: --fresh"),
+    ("cls", "base: nowhere", "", "c.yaml: base nowhere: no such file"),
+    ("cls", "base: cls/cifar10_vit", "", "did you mean cls/cifar10_vit_cpu"),
+    ("cls", "base: c.yaml", "", "c.yaml: base 'c.yaml': expected a file, and at most 20 of them upon each other"),
+    ("cls", "base: [a]", "", "base \\['a'\\]: expected a file"),
+    ("cls", "base: b.yaml", "", "b.yaml: unknown key 'modle', did you mean 'model'"),
+])  # fmt: skip
+def test_mistakes_are_one_line(tmp_path, kind, text, argv, words):
+    (tmp_path / "b.yaml").write_text("modle: 1")
     with one_line(words):
-        parse(*argv)
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("modle: {depth: 3}", "unknown key 'modle', did you mean 'model'"),
-        ("model: {dept: 3}", "unknown key 'model.dept', did you mean 'model.depth'"),
-        ("max_steps: [1", "not readable as YAML"),
-        ("- 1", "expected keys and values, found list"),
-        ("optim: {lr: fast}", 'key "optim.lr"'),
-        ("optim: 3", 'key "optim" is a section of keys, got 3'),
-    ],
-)
-def test_mistakes_in_a_file_name_it(tmp_path, text, words):
-    file = tmp_path / "c.yaml"
-    file.write_text(text)
-    with one_line(words):
-        parse("--config", str(file))
+        written(tmp_path, kind, text, argv)
 
 
 def test_yaml_cannot_run_code(tmp_path):
@@ -107,6 +134,7 @@ def test_changed_keys():
 
 
 def test_a_saved_configuration_reads_back(tmp_path):
+    assert not {"fresh", "dry_run", "allow_change"} & set(parse("--fresh").tree())
     config = parse("--model.head_budget", "[[1,2],[2,3]]", "--optim.betas", "[0.9, 0.95]")
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(config.tree()))
@@ -159,17 +187,6 @@ def test_print_config_prints_a_config(tmp_path, capsys):
     assert parse("--config", str(file)) == parse("--max-steps", "7")
 
 
-def test_sampling_options():
-    config = parse("--checkpoint", "run", "--out", "images", "--cfg-scale", "1.5", kind=SampleConfig)
-    assert config.cfg_scale == 1.5
-    with pytest.raises(ValueError, match="extractor 'runs/cls' needs score, and"):
-        parse("--checkpoint", "run", "--out", "x", "--extractor", "runs/cls", kind=SampleConfig)
-    with pytest.raises(ValueError, match="checkpoint"):
-        parse("--steps", "5", kind=SampleConfig)
-    with pytest.raises(ValueError, match="seed 9223372036854775808 is out of range"):
-        parse("--checkpoint", "run", "--seed", str(2**63), kind=SampleConfig)
-
-
 RECIPE = [
     "moh_transnext_small_80",
     "moh_transnext_small_75",
@@ -210,76 +227,11 @@ def test_steps_from_epochs():
     assert steps("--max-steps", "320", "--optim.warmup_epochs", "2") == (320, 320, 31)
 
 
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["--optim.warmup_epochs", "1", "--optim.warmup_steps", "1"], "are the same thing: give one"),
-        (["--optim.cooldown_epochs", "1"], "optim.cooldown_epochs 1.0 needs optim.epochs"),
-        (["--data.auto_augment", "rand-m9"], "data.auto_augment 'rand-m9' needs data.augment imagenet"),
-        (["--data.erase_prob", "0.5", "--data.augment", "flip"], "data.erase_prob 0.5 needs data.augment imagenet"),
-        (["--data.max_bad_fraction", "1"], "data.max_bad_fraction 1.0 is out of range: at least 0 and below 1"),
-        (["--data.repeats", "0"], "data.repeats 0 is out of range"),
-        (["--data.crop_pct", "1.5"], "data.crop_pct 1.5 is out of range"),
-        (["--data.crop_scale", "[0.5, 0.1]"], "data.crop_scale .* is out of range"),
-        (["--optim.layer_decay", "2"], "optim.layer_decay 2.0 is out of range"),
-        (["--optim.warmup_lr", "1"], "optim.warmup_lr 1.0 is out of range: at least 0 and at most optim.lr"),
-        (["--mix.mixup", "-1"], "mix.mixup -1.0 is out of range"),
-        (["--mix.mode", "pairs"], 'key "mix.mode": Expected .*batch.*Got value: pairs'),
-        (["--checkpoint", "x"], "unknown key 'checkpoint'"),
-        (["--model.kwargs", "5"], r'key "model.kwargs": Expected mapping or null. Got value: 5'),
-    ],
-)
-def test_mistakes_in_the_recipe(argv, words):
-    with one_line(words):
-        parse(*argv)
-
-
 def test_an_odd_micro_batch_cannot_be_mixed():
     config = parse("--optim.batch_size", "30", "--optim.accumulation", "5", "--mix.mixup", "0.8")
     config.check_micro_batch(1)
     with pytest.raises(ValueError, match="accumulation 5 x processes 2 makes micro-batches of 3"):
         config.check_micro_batch(2)
-
-
-def test_a_switch_may_stand_alone():
-    config = parse("--compile", "--channels-last", "--seed", "3")
-    assert config.compile and config.channels_last and config.seed == 3
-    assert parse("--compile", "false").compile is False
-
-
-def test_bools_and_pairs_in_sections_are_flags_too():
-    config = parse("--ema.decay", "0.9", "--ema.warmup", "--optim.betas", "0.8", "0.95", "--seed", "3")
-    assert config.ema.warmup and config.optim.betas == (0.8, 0.95) and config.seed == 3
-    with pytest.raises(ValueError, match='"optim.betas"'):
-        parse("--optim.betas", "0.8", "--seed", "3")
-
-
-# ---------------------------------------------------------------- keys without effect
-
-
-@pytest.mark.parametrize("text, argv, message", [
-    ("", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs optim.schedule other than constant"),
-    ("", "--ema.warmup", "ema.warmup True needs ema.decay above 0"),
-    ("", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
-    ("optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
-    ("optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
-    ("model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
-])  # fmt: skip
-def test_a_key_without_effect_is_refused(tmp_path, text, argv, message):
-    file = tmp_path / "c.yaml"
-    file.write_text(text or "seed: 0")
-    with one_line(message):
-        parse("--config", str(file), *argv.split())
-
-
-@pytest.mark.parametrize("argv, value", [
-    ("--classes 207 n02099601 007", ["207", "n02099601", "007"]), ("--classes 7", ["7"]), ('--classes=["3",a]', ["3", "a"]),
-])  # fmt: skip
-def test_a_list_takes_values_one_by_one(argv, value):
-    words = argv.split() if "=" not in argv else [argv]
-    assert parse("--checkpoint", "run", "--grid", "g.png", *words, kind=SampleConfig).classes == value
-    words = [word.replace("--", "--preview.") for word in words]
-    assert parse("--preview.every", "1", *words, kind=DitConfig).preview.classes == value
 
 
 def test_configurations_are_found_by_name(tmp_path, monkeypatch):
@@ -364,20 +316,6 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     assert "base" not in config.tree()
 
 
-@pytest.mark.parametrize("text, words", [
-    ("base: nowhere", "a.yaml: base nowhere: no such file"),
-    ("base: cls/cifar10_vit", "did you mean cls/cifar10_vit_cpu"),
-    ("base: a.yaml", "a.yaml: base 'a.yaml': expected a file, and at most 20 of them upon each other"),
-    ("base: [a]", "base \\['a'\\]: expected a file"),
-    ("base: b.yaml", "b.yaml: unknown key 'modle', did you mean 'model'"),
-])  # fmt: skip
-def test_a_base_that_is_none(tmp_path, text, words):
-    (tmp_path / "a.yaml").write_text(text)
-    (tmp_path / "b.yaml").write_text("modle: 1")
-    with one_line(words):
-        parse("--config", str(tmp_path / "a.yaml"))
-
-
 def test_options_win_over_files_wherever_they_stand(tmp_path):
     (tmp_path / "a.yaml").write_text("seed: 1\nmodel: {kwargs: {a: 1, b: 1}}\nlog_every: 3\n")
     (tmp_path / "b.yaml").write_text("log_every: 4\n")
@@ -387,13 +325,6 @@ def test_options_win_over_files_wherever_they_stand(tmp_path):
     found = parse(*options, *files)
     assert (found.seed, found.log_every, found.model.kwargs) == (7, 4, {"a": 1, "b": 2})
     assert found.given == {"seed", "model.kwargs"}
-
-
-def test_what_no_file_holds(tmp_path):
-    (tmp_path / "a.yaml").write_text("fresh: true")
-    with one_line("a.yaml: fresh is an option of one call, which no file holds: --fresh"):
-        parse("--config", str(tmp_path / "a.yaml"))
-    assert not {"fresh", "dry_run", "allow_change"} & set(parse("--fresh").tree())
 
 
 def test_validation_has_keys_of_its_own(tmp_path, capsys):

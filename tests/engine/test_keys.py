@@ -1,7 +1,7 @@
 """Every key of every configuration, from what its own field says: type, range, what it needs, and its help."""
 
+import contextlib
 import dataclasses
-import json
 import math
 import typing
 
@@ -13,7 +13,7 @@ from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
-from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, value_at
+from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of
 from moh_vision.language.config import LanguageConfig
 
 KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, OpenedDitConfig]
@@ -35,7 +35,7 @@ def changed(config, values):
     """The configuration with other values, whatever they contradict."""
     for name, value in values.items():
         section, _, field = name.rpartition(".")
-        setattr(value_at(config, section) if section else config, field, value)
+        setattr(getattr(config, section) if section else config, field, value)
     return config
 
 
@@ -55,11 +55,10 @@ VALUES = ["zebra", "''", "2001-01-01", "[1, 2, 3]", "[[x]]", "[a, b]", "{a: 1}",
 
 
 def is_of(hint, value):
-    try:
+    with contextlib.suppress(TypeError):
         as_type(hint, value)
         return True
-    except TypeError:
-        return False
+    return False
 
 
 @pytest.mark.parametrize("hint, fine, wrong", [
@@ -99,14 +98,11 @@ def test_a_value_of_another_type_is_refused_in_a_file(kind, tmp_path):
 
 def outside(found, section):
     """Values that are just out of a key's range, and others at its ends."""
-    about, whole = found.about, int in leaves(found.hint)
-    bounds = {
-        n: getattr(section, b) if isinstance(b, str) else b for n, b in about.items() if n in ("gt", "ge", "lt", "le")
-    }
-    step = 1 if whole else 0.001
-    out = {"gt": lambda b: b, "ge": lambda b: b - step, "lt": lambda b: b, "le": lambda b: b + step}
-    ends = {"gt": lambda b: b + step, "ge": lambda b: b, "lt": lambda b: b - step, "le": lambda b: b}
-    wrong, fine = [out[n](b) for n, b in bounds.items()], [ends[n](b) for n, b in bounds.items()]
+    about, step = found.about, 1 if int in leaves(found.hint) else 0.001
+    bounds = {name: about[name] for name in ("gt", "ge", "lt", "le") if name in about}
+    bounds = {name: getattr(section, b) if isinstance(b, str) else b for name, b in bounds.items()}
+    beyond, inside = dict(gt=0, ge=-step, lt=0, le=step), dict(gt=step, ge=0, lt=-step, le=0)
+    wrong, fine = ([b + by[name] for name, b in bounds.items()] for by in (beyond, inside))
     if float in leaves(found.hint):
         wrong += [math.inf, math.nan]
     if tuple in map(typing.get_origin, (found.hint, *typing.get_args(found.hint))):
@@ -121,13 +117,10 @@ def outside(found, section):
 def test_a_value_out_of_its_range_is_refused(kind):
     config, tried = parse(kind), 0
     for name, found in keys_of(kind).items():
-        section = value_at(config, name.rpartition(".")[0]) if "." in name else config
+        section = getattr(config, name.rpartition(".")[0]) if "." in name else config
         wrong, fine = outside(found, section)
         for value in wrong:
-            text = (
-                str(value) if isinstance(value, float) else json.dumps(value) if not isinstance(value, str) else value
-            )
-            text = {"inf": ".inf", "nan": ".nan"}.get(text, text).replace("Infinity", ".inf").replace("NaN", ".nan")
+            text = value if isinstance(value, str) else dump(value)
             with one_line(f"^{name} .* is out of range: .") as error:
                 parse(kind, f"--{name}={text}")
             tried += 1
@@ -137,18 +130,17 @@ def test_a_value_out_of_its_range_is_refused(kind):
     assert tried > 2
 
 
-def test_every_section_is_checked_however_it_is_made():
-    for kind, name in ((MixConfig, "mixup"), (OptimConfig, "weight_decay"), (OptimConfig, "lr")):
-        for number in (math.inf, math.nan):
-            with pytest.raises(ValueError, match=f"{number} is out of range"):
-                kind(**{name: number})
+@pytest.mark.parametrize("kind, name", [(MixConfig, "mixup"), (OptimConfig, "weight_decay"), (OptimConfig, "lr")])
+def test_every_section_is_checked_however_it_is_made(kind, name):
+    for number in (math.inf, math.nan):
+        with pytest.raises(ValueError, match=f"{number} is out of range"):
+            kind(**{name: number})
     with pytest.raises(ValueError, match='key "data.repeats": Expected int. Got value: x'):
         ClsDataConfig(repeats="x")
 
 
 def test_a_list_has_one_value_at_least():
-    for name in ("model.head_budget", "classes"):
-        kind = SampleConfig if name == "classes" else ClsConfig
+    for kind, name in ((ClsConfig, "model.head_budget"), (SampleConfig, "classes")):
         with one_line(f"{name} \\[\\] is out of range: at least one"):
             parse(kind, f"--{name}=[]")
     with one_line(r"model.head_budget \[\(1, -1\)\] is out of range: at least 0"):  # numbers at any depth
@@ -171,12 +163,10 @@ def met(condition, keys):
     differs, name = name.endswith("!"), name.rstrip("!")
     hint, others = keys[name].hint, typing.get_args(keys[name].hint)
     if sign:
-        value = (
-            None if pattern == "null" else load(pattern, "") if str not in leaves(hint) else pattern.replace("*", "x")
-        )
-        other = (
-            next((v for v in others if v != value), "other") if typing.get_origin(hint) is typing.Literal else "other"
-        )
+        text = pattern.replace("*", "x")
+        value = load(text, "") if pattern == "null" or str not in leaves(hint) else text
+        literals = others if typing.get_origin(hint) is typing.Literal else ()
+        other = next((v for v in literals if v != value), "other")
         other = value + 1 if isinstance(value, (int, float)) else other
         return name, *((other, value) if differs else (value, other))
     some = next(v for kind, v in {bool: True, int: 1, float: 0.5, str: "x"}.items() if kind in leaves(hint))
@@ -192,15 +182,10 @@ def test_a_key_has_no_effect_without_what_it_needs(kind):
         for need in found.about["needs"]:
             conditions = [met(condition, keys) for condition in need.split(" or ")]
             unmet = {other: no for other, _, no in conditions}
-            config = changed(parse(kind), unmet)
-            assert [d for n, _, d in idle_keys(config) if n == name and d == deciding(need)], (name, need)
-            for other, yes, _ in conditions:  # each of them is enough
-                config = changed(parse(kind), {**unmet, other: yes})
-                assert not [d for n, _, d in idle_keys(config) if n == name and d == deciding(need)], (
-                    name,
-                    need,
-                    other,
-                )
+            for other, yes in [(None, None), *((other, yes) for other, yes, _ in conditions)]:  # each of them is enough
+                config = changed(parse(kind), {**unmet, other: yes} if other else unmet)
+                idle = (name, deciding(need)) in [(n, d) for n, _, d in idle_keys(config)]
+                assert idle == (other is None), (name, need, other)
             tried += 1
     assert tried > 40 or kind in (ValidateConfig, OpenedDitConfig, SampleConfig)
 
@@ -254,10 +239,8 @@ def test_every_key_and_its_default_are_shown_in_80_columns(kind, capsys, monkeyp
     if kind is DitConfig:
         text = " ".join(" ".join(every).split())
         assert "--model.name moh_dit_small_patch2_75 Model name in timm's registry" in text
-        assert (
-            '--preview.sampler As in sample.py; left out: "ddim", or with objective flow "euler" --preview.steps 50'
-            in text
-        )
+        left_out = '; left out: "ddim", or with objective flow "euler"'
+        assert f"--preview.sampler As in sample.py{left_out} --preview.steps 50" in text
 
 
 def test_nobody_reads_the_help_to_its_end(monkeypatch):
@@ -266,18 +249,15 @@ def test_nobody_reads_the_help_to_its_end(monkeypatch):
         parse_config(ClsConfig, ["--help"], "script.py")
 
 
-def test_the_whole_text_of_a_key_and_of_a_section(capsys):
-    assert "as `python -m moh_vision search` writes it" in helped(ClsConfig, ["--help", "model.head-budget"], capsys)
-    text = helped(ClsConfig, ["--help", "ema"], capsys)
-    assert (
-        "--ema.decay 0.0\n  float, at least 0 and below 1\n" in text
-        and "--ema.warmup false" in text
-        and "--mix" not in text
-    )
-    both = helped(ClsConfig, ["--help", "optim.min_lr", "model.head-budget"], capsys)
-    assert "float, at least 0 and at most optim.lr" in both and "--model.head_budget " in both
-    text = helped(LanguageConfig, ["--help", "generate.length_penalty"], capsys)
-    assert text.endswith("to this power. Needs model.name mt_*; generate.beam other than 1.\n")
+@pytest.mark.parametrize("kind, names, shown", [
+    (ClsConfig, "model.head-budget", ["as `python -m moh_vision search` writes it"]),
+    (ClsConfig, "ema", ["--ema.decay 0.0\n  float, at least 0 and below 1\n", "--ema.warmup false"]),
+    (ClsConfig, "optim.min_lr model.head-budget", ["float, at least 0 and at most optim.lr", "--model.head_budget "]),
+    (LanguageConfig, "generate.length_penalty", ["to this power. Needs model.name mt_*; generate.beam other than 1.\n"]),
+])  # fmt: skip
+def test_the_whole_text_of_keys_and_sections(kind, names, shown, capsys):
+    text = helped(kind, ["--help", *names.split()], capsys)
+    assert all(words in text for words in shown) and "--mix" not in text and text.endswith(".\n")
     with one_line("--help modle: no such key or section"):
         parse_config(ClsConfig, ["--help", "modle"], "script.py")
 

@@ -1,5 +1,4 @@
 import contextlib
-import json
 import math
 import os
 import signal
@@ -12,7 +11,6 @@ from accelerate import Accelerator
 from refusals import one_line
 
 from moh_vision.engine.commands import user_errors
-from moh_vision.engine.logging import RunLog
 from moh_vision.engine.run import RunFolder, make_accelerator
 from moh_vision.engine.step import Updater, average_over_step, learning_rate, set_learning_rate
 
@@ -55,12 +53,14 @@ def test_accelerate_told_otherwise_is_refused(monkeypatch):
     assert make_accelerator("no").gradient_accumulation_steps == 1
 
 
-def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
+def small_training():
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    update = Updater(accelerator, clip_norm=1.0)
-    before = model.weight.detach().clone()
+    return model, optimizer, Updater(accelerator, clip_norm=1.0), model.weight.detach().clone()
+
+
+def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
+    model, optimizer, update, before = small_training()
 
     def step(value, number):
         loss = model(torch.full((1, 2), value)).sum()
@@ -80,62 +80,14 @@ def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
 
 @pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    before = model.weight.detach().clone()
+    model, optimizer, update, before = small_training()
     for p in model.parameters():
         p.grad = torch.full_like(p, gradient)
-    update = Updater(accelerator, clip_norm=1.0)
     assert update(model, optimizer, 0, [dict(loss=torch.tensor(loss))])[1] is False
     assert torch.equal(model.weight, before) and update.skipped == 1
 
 
-def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 4, "loss": 1}\n{"step": 5, "loss": 9}\n{"step": 6, "lo')
-    log = RunLog(path, start=4, total=6, enabled=True, title="t")
-    log.step(8)
-    log.metrics(5, {"loss": 2.0}, "loss 2")
-    log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(e["step"], e["loss"]) for e in lines] == [(4, 1), (5, 2.0)]
-    assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
-    assert "t 5/6: loss 2," in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkeypatch, every):
-    """The first step, of a minute here, compiles and fills caches; the others take a second."""
-    now = 0
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    log = RunLog(tmp_path / "metrics.jsonl", start=0, total=10, enabled=True, title="t")
-    for step in range(4):
-        now += 1 if step else 60
-        log.step(8)
-        if (step + 1) % every == 0:
-            log.metrics(step + 1, {}, "loss 2")
-    log.close()
-    shown = capsys.readouterr().out.splitlines()
-    left = [line.partition(" MiB")[2] for line in shown]
-    assert (
-        left
-        == {1: ["", ", 0:00:08 left", ", 0:00:07 left", ", 0:00:06 left"], 2: [", 0:00:08 left", ", 0:00:06 left"]}[
-            every
-        ]
-    )
-
-
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
-
-
-def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for _ in range(2):
-        log = RunLog(path, start=2, total=2, enabled=True, title="t")
-        log.event(2, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
-        log.close()
-    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
 
 
 def differs_from(new):

@@ -27,7 +27,7 @@ class GateNorm(_NormBase):
 
     def __init__(self, dim: int, causal: bool, device=None, dtype=None):
         super().__init__(dim, device=device, dtype=dtype)
-        self.causal = causal
+        self.causal, self.of_all = causal, True  # False: statistics of this process, which runs it alone
         # What a causal training forward took, for its repetition by activation checkpointing.
         self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
         self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
@@ -36,7 +36,7 @@ class GateNorm(_NormBase):
         """x [B, P, C]; padding_mask [B, P], True at padding. Returns float32 or better."""
         if not self.training:
             return normalise(x, self.running_mean, self.running_var, self.weight, self.bias, self.eps)
-        mean, var, n = moments(x.detach() if self.causal else x, padding_mask)
+        mean, var, n = moments(x.detach() if self.causal else x, padding_mask, self.of_all)
         again = recomputing()
         if self.causal:
             if not again:
@@ -64,7 +64,7 @@ def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor
     return (x.to(dtype) - mean.to(dtype)) * scale + bias.to(dtype)
 
 
-def moments(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def moments(x: Tensor, padding_mask: Tensor | None, of_all: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [C] and biased variance [C] of the unpadded vectors of all processes, x [B, P, C], and their number [].
 
     Two passes: a mean square less a squared mean would lose the digits of a small variance.
@@ -74,10 +74,10 @@ def moments(x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, Ten
         real = torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
     else:
         real = (~padding_mask).unsqueeze(-1).to(x.dtype)
-    total = summed(torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))]))  # [C + 1]
+    total = summed(torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))]), of_all)  # [C + 1]
     n = total[-1].detach()
     mean = total[:-1] / n.clamp_min(1)
-    var = summed(((x - mean).square() * real).sum((0, 1))) / n.clamp_min(1)
+    var = summed(((x - mean).square() * real).sum((0, 1)), of_all) / n.clamp_min(1)
     return mean, var, n
 
 
@@ -95,8 +95,8 @@ class AllReduce(torch.autograd.Function):
         return AllReduce.apply(grad)
 
 
-def summed(x: Tensor) -> Tensor:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+def summed(x: Tensor, of_all: bool) -> Tensor:
+    if of_all and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return AllReduce.apply(x)
     return x
 

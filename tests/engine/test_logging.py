@@ -1,0 +1,203 @@
+"""What a run reports: its metrics, a tracker, its starts, and what it prints at its end."""
+
+import contextlib
+import importlib
+import json
+import math
+import re
+import shlex
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+from accelerate import PartialState
+from small_runs import arguments
+
+from moh_vision import __version__
+from moh_vision.classification.train import main
+from moh_vision.diffusion.config import SampleConfig
+from moh_vision.diffusion.sampling import SAMPLERS
+from moh_vision.engine import logging
+from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, numbers, open_tracker, write_json
+
+
+def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 4, "loss": 1}\n{"step": 5, "loss": 9}\n{"step": 6, "lo')
+    log = RunLog(path, start=4, total=6, enabled=True, title="t")
+    log.step(8)
+    log.metrics(5, {"loss": 2.0}, "loss 2")
+    log.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(e["step"], e["loss"]) for e in lines] == [(4, 1), (5, 2.0)]
+    assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
+    assert "t 5/6: loss 2," in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkeypatch, every):
+    """The first step, of a minute here, compiles and fills caches; the others take a second."""
+    now = 0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    log = RunLog(tmp_path / "metrics.jsonl", start=0, total=10, enabled=True, title="t")
+    for step in range(4):
+        now += 1 if step else 60
+        log.step(8)
+        if (step + 1) % every == 0:
+            log.metrics(step + 1, {}, "loss 2")
+    log.close()
+    left = [line.partition(" MiB, 0:00:0")[2] for line in capsys.readouterr().out.splitlines()]
+    assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
+
+
+def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for _ in range(2):
+        log = RunLog(path, start=2, total=2, enabled=True, title="t")
+        log.event(2, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
+        log.close()
+    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
+
+
+# ---------------------------------------------------------------- a tracker
+
+
+class Recorder:
+    """A tracker with accelerate's methods."""
+
+    name = "wandb"
+
+    def __init__(self):
+        self.calls = []
+
+    def log(self, values, step):
+        self.calls.append((step, values))
+
+    def log_images(self, values, step, **kwargs):
+        self.calls.append((step, {k: (v.shape, v.dtype.name) for k, v in values.items()}, kwargs))
+
+    def finish(self):
+        self.calls.append("finished")
+
+
+def test_numbers():
+    values = dict(loss=0.5, step=3, on=True, head_usage=[[1.0]], name="x", none=None, validation=dict(top1=9.5, n=[1]))
+    assert numbers(values) == {"loss": 0.5, "step": 3, "validation/top1": 9.5}
+
+
+def test_the_log_hands_its_numbers_on(tmp_path):
+    recorder = Recorder()
+    log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", recorder)
+    log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
+    log.event(1, dict(validation=dict(top1=50.0)), "validation")
+    log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
+    log.close()
+    (step, first), second, images, end = recorder.calls
+    assert step == 0 and first["loss"] == 1.5 and "grad_norm" not in first and "images_per_s" in first
+    assert second == (1, {"validation/top1": 50.0}) and end == "finished"
+    assert images == (1, {"samples": ((4, 8, 8, 3), "uint8")}, {})
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["grad_norm"] is None and lines[1] == {"step": 1, "validation": {"top1": 50.0}}
+
+
+def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
+    values = dict(loss=math.nan, top1=50.0, validation=dict(fid=math.inf, per_layer=[1.0, -math.inf]), name="NaN")
+    finite = dict(loss=None, top1=50.0, validation=dict(fid=None, per_layer=[1.0, None]), name="NaN")
+    write_json(tmp_path / "results.json", values)
+    assert json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail) == finite
+    named = "null stands for a number that is not finite: loss, validation.fid, validation.per_layer"
+    assert capsys.readouterr().out == f"{tmp_path}/results.json: {named}\n"
+    log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t")
+    log.event(1, values, "scores")
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(finite, step=1)
+
+
+def test_no_tracker_and_a_missing_package(tmp_path, monkeypatch):
+    assert open_tracker(None, tmp_path, 0, "t", {}, True) is None
+    assert open_tracker("tensorboard", tmp_path, 0, "t", {}, False) is None
+    check_tracker(None)
+    monkeypatch.setattr(logging, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="tracker wandb: the package is not installed"):
+        check_tracker("wandb")
+
+
+def test_wandb_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
+    """wandb is not a dependency: a module of its name takes the calls."""
+    PartialState()  # as a script has it
+    started = []
+    fake = types.SimpleNamespace(
+        init=lambda **kwargs: started.append(kwargs) or types.SimpleNamespace(finish=lambda: None),
+        config=types.SimpleNamespace(update=lambda values, **_: started.append(values)),
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True).finish()
+    first, config, second, _ = started
+    assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
+    assert first["project"] == "moh_vision dit" and first["name"] == "run"
+
+
+# ---------------------------------------------------------------- starts and the end
+
+
+def git(folder, *words):
+    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    done = subprocess.run(["git", "-C", str(folder), *name, *words], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def test_a_line_for_every_start(tmp_path):
+    for steps in (1, 2):
+        main(arguments("cls", tmp_path / "run", steps, 1, "--tracker", "null"))
+    first, second = map(json.loads, (tmp_path / "run" / "environment.jsonl").read_text().splitlines())
+    assert (first["step"], second["step"]) == (0, 1) and first["date"] <= second["date"]
+    assert first["command"].startswith("train_cls.py --config configs/quickstart/cls.yaml")
+    assert "--max-steps 1" in first["command"] and "--max-steps 2" in second["command"]
+    assert first["versions"]["torch"] == torch.__version__.split("+")[0] and first["processes"] == 1
+    assert first["versions"]["moh_vision"] == __version__ and first["device"] and first["cores"] >= 1
+
+
+def test_commit(tmp_path):
+    assert commit(tmp_path) is None
+    git(tmp_path, "init", "-q")
+    assert commit(tmp_path) is None  # nothing is committed
+    (tmp_path / "file").write_text("1")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    head = git(tmp_path, "rev-parse", "HEAD")
+    assert commit(tmp_path) == head
+    (tmp_path / "file").write_text("2")
+    assert commit(tmp_path) == f"{head}-dirty"
+    (tmp_path / "inside").mkdir()
+    assert commit(tmp_path / "inside") is None  # installed inside somebody's clone
+
+
+@pytest.mark.parametrize("command", [*sum(logging.NEXT.values(), ()), *logging.OF_FILES.values()])
+def test_what_comes_next_is_a_command(command, capsys):
+    module, *words = shlex.split(f"python -m moh_vision{command}")[2:]
+    module, name = ("moh_vision.__main__", words[:1]) if module == "moh_vision" else (module, [])
+    with contextlib.suppress(SystemExit):
+        importlib.import_module(module).main([*name, "--help"])
+    taken = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
+    assert {w for w in words if w.startswith("--")} <= {option.replace("_", "-") for option in taken}
+
+
+def test_a_run_names_the_files_that_it_made(tmp_path, capsys):
+    main(arguments("cls", tmp_path / "run", 1, 1))
+    made, _, following = capsys.readouterr().out.partition(f"{tmp_path / 'run'} has ")[2].partition("\nnext\n")
+    named = made.split(", ")
+    assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
+    assert all((tmp_path / "run" / name).exists() for name in named) and "best.safetensors" not in named
+    assert shlex.split(following.splitlines()[0])[-1] == str(tmp_path / "run")
+
+
+@pytest.mark.parametrize("objective", ["noise", "flow"])
+def test_a_diffusion_run_suggests_few_steps_of_a_sampler_for_its_objective(tmp_path, objective):
+    command = ending("train_dit.py", tmp_path, objective).splitlines()[2]
+    config = parse_config(SampleConfig, shlex.split(command)[3:], "sample.py")
+    assert SAMPLERS[config.sampler] == objective and config.steps == 20
