@@ -29,8 +29,8 @@ from timing import about_machine, cell, interleaved, markdown, new_report, parse
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
-from moh_vision.engine.ema import make_ema
 from moh_vision.engine.saver import Saver
+from moh_vision.engine.weights import make_ema
 
 HERE = Path(__file__).parent
 NAMES = ("copy", "waiting", "stall", "written")

@@ -16,7 +16,7 @@ LIMITS = {
     "attention, C++": (2065, 2065),
     "models": (3980, 4000),
     "data": (2550, 2050),
-    "engine": (3700, 3450),
+    "engine": (3450, 3450),
     "evaluation": (1310, 1250),
     "classification": (1000, 1000),
     "diffusion": (3200, 3000),

@@ -15,7 +15,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.engine.io import write_csv, write_whole
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total
-from moh_vision.engine.sharding import whole_weights
+from moh_vision.engine.weights import whole_weights
 from moh_vision.evaluation.accuracy import evaluate, likeliest
 from moh_vision.models.head_load import HeadLoad
 

@@ -5,6 +5,7 @@ A tensor that FSDP2 shards stays in its parts: every process writes the rows tha
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
@@ -18,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.ema import ModelEma, gathered
 from moh_vision.engine.io import TensorFiles, write_tensors
-from moh_vision.engine.step_folders import read_record
+from moh_vision.engine.step_folders import RECORD
+from moh_vision.engine.weights import ModelEma, gathered
 
 WEIGHTS, BESIDE, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
 MODEL = "model."  # prefix of the model's tensors in the task
@@ -75,11 +76,8 @@ class TrainingState:
         return Snapshot({f: t for f, t in taken.items() if t}, dict(optimizers=optimizers, scaler=scaler))
 
     def restore(self, folder: Path, say: Callable[[str], None] = print) -> None:
-        """Load a checkpoint, of any number of processes.
-
-        That of another model, or of other optimisers, is a ValueError of one line.
-        """
-        record = read_record(folder)
+        """Load a checkpoint, of any number of processes; refuse that of another model, or of other optimisers."""
+        record = json.loads((folder / RECORD).read_text())
         try:
             files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
             stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}

@@ -57,11 +57,8 @@ def by_age(parent: Path) -> List[Tuple[int, Path]]:
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
     """Let one process at a time write into a folder, which exists; `option` named it.
 
-    The lock is on `folder`/.lock, which names the owner's host and process. The system releases it when the
-    process ends in any way; an unlocked .lock left by a kill does not matter. Over NFS the server keeps the
-    lock for all clients, and a crashed machine loses it with its lease. A file system without locks gets a
-    warning, and a second process is not noticed. `with_children` holds the lock until forked children,
-    which write into the folder, have ended too.
+    The lock is on `folder`/.lock, which names the owner. The system releases it when the process ends in any way; over
+    NFS a crashed machine loses it with its lease. `with_children` holds it until forked children have ended too.
     """
     place = Path(folder) / LOCK
     # POSIX locks (lockf) belong to the process; flock's to the open file, which children inherit.
@@ -196,6 +193,10 @@ class TensorFiles:
     def read(self, name: str) -> Tensor:
         """Read a whole tensor."""
         return self.rows(name, 0, self.shapes[name][0]) if len(self.parts[name]) > 1 else self.parts[name][0][...]
+
+    def join(self, place: Path) -> None:
+        """Write all tensors to one file, from main memory."""
+        write_tensors(place, {name: self.read(name) for name in self.shapes}, self.metadata)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read the rows from `start` to `stop`."""

@@ -25,8 +25,8 @@ def say(text: str) -> None:
 def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> Optional[str]:
     """Do this process's part of a write and wait for the others.
 
-    Return None if all did theirs, else the first failed process's message, on every process. Other
-    exceptions are raised here. A thread beside others has a process `group` of its own.
+    Return None if all did theirs, else the first failed process's message, on every process. A thread beside others has
+    a process `group` of its own.
     """
     problem = None
     try:
@@ -52,10 +52,6 @@ def by_main(part: Callable[[], None], accelerator) -> None:
         raise ValueError(problem)
 
 
-class MistakeElsewhere(SystemExit):
-    """The main process met a mistake, and has said which; the exit code is 2 here too."""
-
-
 def from_first(make: Callable[[], T]) -> T:
     """Return make() of the main process on every one; a mistake there ends all."""
     told: list = [False, None]
@@ -65,7 +61,7 @@ def from_first(make: Callable[[], T]) -> T:
     finally:
         broadcast_object_list(told)
     if not told[0]:
-        raise MistakeElsewhere(2)
+        raise SystemExit(2)  # the main process says why
     return told[1]
 
 

@@ -24,7 +24,6 @@ from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState, export_weights
 from moh_vision.engine.command_line import dump, load, parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, user_errors
-from moh_vision.engine.ema import make_ema
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import RunLog, check_tracker, ending, open_tracker, record_start, write_json
@@ -34,6 +33,7 @@ from moh_vision.engine.saver import SaveError, Saver, check_writable
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.step_folders import export, resume_point
+from moh_vision.engine.weights import make_ema
 
 CONFIG = "config.yaml"
 IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
@@ -59,12 +59,6 @@ class Run:
 
     `settings` is an `AttentionRecord`, or None on a device without operators; `checkpoint` the folder that the run goes
     on from, or None; `start`, `stop` and `done` count steps; `stopped` is a signal's number, or 0.
-
-    Args:
-        name: the script's.
-        kind: of its configuration, a `RunConfig`.
-        argv: command line without the program; None: that of the process.
-        attention: `moh_vision.attention.settings`, kept by the run, see `keep_settings`.
     """
 
     def __init__(self, name: str, kind: type, argv: Optional[List[str]], attention):
@@ -174,8 +168,8 @@ class Run:
     ) -> None:
         """Wrap the task, restore `take_up`'s checkpoint, open the log (`title`, `log_options`: see `RunLog`).
 
-        Exported weights have `metadata`, the model's name and the configuration. `schedule` has arguments of
-        `learning_rate` beyond config.optim; `ema` is an `EmaConfig`, `unreadable` a `BadSamples`.
+        Exported weights have `metadata` too. `schedule` has arguments of `learning_rate` beyond config.optim; `ema` is an
+        `EmaConfig`, `unreadable` a `BadSamples`.
         """
         c, accelerator = self.config, self.accelerator
         if c.compile:
@@ -395,8 +389,8 @@ class RunFolder:
     def open(self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
-        What `attention`, an `AttentionRecord`, refuses counts as changed. A run that `resumes` may have an
-        allowed change that does not fit: it calls `write_records` once the checkpoint is loaded.
+        A run that `resumes` may have an allowed change that does not fit: it calls `write_records` once the checkpoint
+        is loaded.
         """
         self.config = config
         self.records = [record for record in (data, attention) if record]
@@ -458,11 +452,7 @@ def only_records(folder: Path) -> bool:
 
 
 def finish(accelerator, signum: int = 0) -> None:
-    """End a run: wait for all, destroy the process group, exit with 128 + signum after a signal.
-
-    The caller has dropped its references to the wrapped task and optimiser: else gloo with
-    DistributedDataParallel aborts at exit about once in four times.
-    """
+    """End a run, for which nothing may hold the wrapped task: gloo with DDP would abort about once in four times."""
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     gc.collect()

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moh_vision.engine.checkpoint import Snapshot, TrainingState
 from moh_vision.engine.commands import refuse_unwritable
-from moh_vision.engine.io import fsync, save_tensors, sha256_of
+from moh_vision.engine.io import fsync, hidden_path, save_tensors, sha256_of
 from moh_vision.engine.ranks import attempt, from_all, say
-from moh_vision.engine.step_folders import begin, export, hidden_folder, put_in_place, rotate, seal, tidy
+from moh_vision.engine.step_folders import begin, export, put_in_place, rotate, seal, tidy
 
 MAX_FAILED_SAVES = 3
 
@@ -28,9 +28,7 @@ class Saver:
     """Saves a run, counts what fails, and gives up after three failures in a row.
 
     A thread of each process writes what `TrainingState.snapshot` copied; in the meantime training goes on, also after
-    a failure: a full disk may have room at the next save, and earlier checkpoints are whole. Every process calls the
-    methods. `keep` checkpoints stay, see `rotate`; steps are saved `every` so many. `failed` counts the saves that
-    failed since the process started, `in_a_row` those since the last that did not.
+    a failure: a full disk may have room at the next save. Every process calls the methods. `keep`, `every`: see `rotate`.
     """
 
     def __init__(
@@ -46,8 +44,7 @@ class Saver:
     def save(self, step: int, metadata: Dict[str, object], last: bool = False) -> None:
         """Begin to save after `step` steps; the `last` save, or without `background` any, also ends here.
 
-        Weights have the metadata, by which the model is built again. SaveError on every process, after three failures
-        in a row or a failed `last` save.
+        SaveError on every process, after three failures in a row or a failed `last` save.
         """
         if self.thread and self.thread.is_alive():
             say(f"step {step} waits for the checkpoint that is being written")
@@ -89,7 +86,7 @@ class Saver:
 
     def _write(self, step: int, snapshot: Snapshot, metadata: Dict[str, object], last: bool) -> Optional[str]:
         """Write a checkpoint, whole or not at all; return what went wrong on any process."""
-        hidden, sums = hidden_folder(self.run, step), {}
+        hidden, sums = hidden_path(self.run / "checkpoints" / f"step_{step}"), {}
 
         def write():
             sums.update(write_files(hidden, snapshot.files, metadata))
@@ -100,7 +97,7 @@ class Saver:
             rotate(self.run, step, self.keep, self.every)
             export(self.run, folder, join=last)
 
-        problem = self._by_main(lambda: begin(self.run, step)) or attempt(write, group=self.group)
+        problem = self._by_main(lambda: begin(self.run, hidden)) or attempt(write, group=self.group)
         if not problem:
             all_sums = {name: total for own in from_all(sums, self.group) for name, total in own.items()}
             problem = self._by_main(end)

@@ -17,26 +17,11 @@ import shutil
 from pathlib import Path
 from typing import Callable, Dict, Optional, Tuple
 
-from moh_vision.engine.io import (
-    TensorFiles,
-    __version__,
-    by_age,
-    fsync,
-    give_name,
-    hidden_path,
-    sha256_of,
-    tensor_files,
-    write_tensors,
-)
+from moh_vision.engine.io import TensorFiles, __version__, by_age, fsync, give_name, hidden_path, sha256_of
 
 FORMAT = 4
 RECORD = "step.json"
 EXPORTED = ("model.safetensors", "ema.safetensors")  # what RUN has of its newest checkpoint
-
-
-def read_record(folder: Path) -> dict:
-    """Read the step.json of a checkpoint that `damage` has looked at."""
-    return json.loads((folder / RECORD).read_text())
 
 
 def seal(folder: Path, step: int, sums: Dict[str, str], plain: Dict[str, object]) -> None:
@@ -113,15 +98,10 @@ def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) 
     return found
 
 
-def hidden_folder(run: Path, step: int) -> Path:
-    """Where a checkpoint is written."""
-    return hidden_path(run / "checkpoints" / f"step_{step}")
-
-
-def begin(run: Path, step: int) -> None:
-    """Make the hidden folder of a save."""
+def begin(run: Path, hidden: Path) -> None:
+    """Make the folder of a save."""
     tidy(run)
-    hidden_folder(run, step).mkdir(parents=True)
+    hidden.mkdir(parents=True)
 
 
 def tidy(run: Path) -> None:
@@ -156,7 +136,7 @@ def rotate(run: Path, step: int, keep: int, every: int) -> None:
 def export(run: Path, folder: Path, join: bool) -> None:
     """Give a checkpoint's weights their names in the run: as links, where the file system has them.
 
-    Parts of a sharded model are put together in main memory, if `join` says so; until then `tensor_files` finds them.
+    Parts of a sharded model are put together, if `join` says so; until then `io.tensor_files` finds them.
     """
     for name in EXPORTED:
         source, place, hidden = folder / name, run / name, hidden_path(run / name)
@@ -172,10 +152,9 @@ def export(run: Path, folder: Path, join: bool) -> None:
             give_name(hidden, place)
         elif name == EXPORTED[1] and place.exists():  # of an earlier setting: it is not the newest
             place.rename(run / f"old_{name}")
-        elif join and tensor_files(source):
-            parts = TensorFiles(source)
-            write_tensors(place, {key: parts.read(key) for key in parts.shapes}, parts.metadata)
-        elif tensor_files(source):
+        elif (parts := TensorFiles(source)).files and join:
+            parts.join(place)
+        elif parts.files:
             _delete(place)  # of an earlier end: no longer the newest
 
 

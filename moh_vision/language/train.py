@@ -21,7 +21,7 @@ from moh_vision.engine.commands import user_errors
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
-from moh_vision.engine.sharding import whole_weights
+from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, in_short

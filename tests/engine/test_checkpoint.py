@@ -24,11 +24,11 @@ from moh_vision.attention import head_budget
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.config import ModelConfig
-from moh_vision.engine.ema import make_ema
 from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step_folders import latest_checkpoint, record_text, resume_point
+from moh_vision.engine.weights import make_ema
 from moh_vision.models.pretrained import described
 from moh_vision.models.weight_files import read_tensors, weights_file
 from moh_vision.models.weights import keep_shared_heads, to_validate

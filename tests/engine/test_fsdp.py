@@ -23,8 +23,8 @@ from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.ema import make_ema
 from moh_vision.engine.step import Updater
+from moh_vision.engine.weights import make_ema
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 

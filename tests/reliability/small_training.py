@@ -17,7 +17,7 @@ from accelerate import Accelerator
 
 from moh_vision.engine import saver
 from moh_vision.engine.checkpoint import TrainingState
-from moh_vision.engine.ema import ModelEma
+from moh_vision.engine.weights import ModelEma
 
 CALLS = [(os, name) for name in ("mkdir", "rename", "link", "fsync", "unlink", "rmdir")]
 CALLS += [(pathlib.Path, "write_text"), (saver, "save_tensors")]

@@ -94,7 +94,7 @@ def launched_ranks() -> Iterator[None]:
 def write_latents(o: Namespace) -> None:
     """Encode the images of a split and their mirror images, with all processes of accelerate's PartialState.
 
-    After a mistake on rank 0 the others raise MistakeElsewhere.
+    After a mistake on rank 0 the others exit with 2.
     """
     from_first(lambda: _check(o))
     source = first(lambda: open_source(o.root, o.split))

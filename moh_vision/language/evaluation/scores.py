@@ -16,8 +16,8 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.ranks import total
 from moh_vision.engine.run import Run
-from moh_vision.engine.sharding import load_whole, whole_weights
 from moh_vision.engine.step_folders import damage
+from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import report_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, summary

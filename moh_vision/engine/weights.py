@@ -1,0 +1,75 @@
+"""The weights of a model in training: their moving average, and FSDP2's shards, gathered where they are needed whole."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Iterator
+
+import torch
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a process holds only parts of the weights at present."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@contextlib.contextmanager
+def whole_weights(task: nn.Module) -> Iterator[None]:
+    """Keep all weights gathered, so that each process may call any module as often as it likes.
+
+    Outside, a sharded module's forward waits for all processes: one with fewer batches would block the others. Every
+    process enters and leaves. Without FSDP, or in another such context, nothing is done.
+    """
+    units: list[FSDPModule] = [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.reshard()
+            unit.set_reshard_after_forward(True, recurse=False)  # as configured
+
+
+def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Load whole weights, tied ones stored once, into a model that may be sharded; for every process."""
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+class ModelEma(ModelEmaV3):
+    """timm's ModelEmaV3, whose `module` stays whole on every process with sharded weights.
+
+    Make it before accelerate shards the model. An update gathers one tensor at a time.
+    """
+
+    def apply_update_(self, model: nn.Module, decay: float) -> None:
+        if not is_sharded(model):
+            return super().apply_update_(model, decay)
+        for average, (_, value) in zip(self.module.state_dict().values(), gathered(model)):
+            if average.is_floating_point():
+                average.lerp_(value.to(average.dtype), 1 - decay)
+            else:
+                average.copy_(value)
+
+    @torch.no_grad()
+    def set(self, model: nn.Module) -> None:
+        """Start again from the weights of `model`."""
+        self.apply_update_(model, 0.0)
+
+
+def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> ModelEma | None:
+    """Make the average of a model, not sharded yet, moved to `device`; None for a decay of 0."""
+    model.to(device)
+    return ModelEma(model, decay=decay, use_warmup=warmup) if decay else None
+
+
+def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and tensors of a state dict, FSDP's shards whole; for every process together."""
+    for name, value in model.state_dict().items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
