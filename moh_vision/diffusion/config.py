@@ -124,11 +124,27 @@ class ScoreConfig(DrawConfig, section="score"):
 class FlowConfig(Section, section="flow", needs="objective=flow"):
     """Flow matching; see `moh_vision.diffusion.objectives.FlowMatchingLoss`."""
 
+    predict: Literal["velocity", "x", "noise"] = key("velocity")
+    """What the network predicts; "x", the image, learns from large patches of pixels (JiT, Li and He 2025). The loss and
+    the samplers see its velocity."""
     timesteps: Literal["uniform", "logit-normal"] = key("uniform")
     """How times are drawn from 0 (clean) to 1 (noise): "uniform", or "logit-normal", more of them in between."""
+    location: float = key(0.0, needs=".timesteps=logit-normal")
+    """Mean of the normal whose sigmoid the time is; above 0 nearer to the noise. JiT: 0.8."""
+    spread: float = key(1.0, gt=0, needs=".timesteps=logit-normal")
+    """Its standard deviation. JiT: 0.8."""
     shift: float = key(1.0, gt=0)
     """Above 1, moves times towards the noise, for larger latents (Esser 2024, eq. 23): about the side over the side at
-    which 1 was right."""
+    which 1 was right. RAE: the root of channels * side ** 2 / 4096 (Zheng 2025)."""
+
+
+@dataclass
+class DitModelConfig(ModelConfig):
+    """The model; what is left out keeps the registered model's own value."""
+
+    name: str = key("moh_dit_small_patch2_75")
+    patch_bottleneck: Optional[int] = key(None, ge=1, needs="not .pretrained")
+    """Width of a linear map between a patch and the embedding, for large patches (Li and He 2025: 128)."""
 
 
 @dataclass
@@ -152,7 +168,7 @@ class DitConfig(ImageRunConfig):
     vae: Optional[str] = key(None)
     """Name on the Hugging Face hub, or folder, of the VAE of the latents; "none" or left out: on pixels, or on latents
     where data.root holds them, whose own VAE decodes previews."""
-    model: ModelConfig = field(default_factory=lambda: ModelConfig(name="moh_dit_small_patch2_75"))
+    model: DitModelConfig = field(default_factory=DitModelConfig)
     objective: Literal["noise", "flow"] = key("noise")
     """What the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT."""
     learn_sigma: bool = key(True, needs="objective=noise")

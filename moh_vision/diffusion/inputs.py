@@ -16,7 +16,15 @@ from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
 from moh_vision.diffusion.latents.stored import LatentCache
-from moh_vision.diffusion.latents.vae import LatentSpace, NotAtHand, decode, encode_moments, load_vae, sample_posterior
+from moh_vision.diffusion.latents.vae import (
+    LatentSpace,
+    NotAtHand,
+    decode,
+    encode_moments,
+    image_channels,
+    load_vae,
+    sample_posterior,
+)
 from moh_vision.models.counts import count_macs, count_parameters
 
 IMG_SIZE_WITH_VAE = 256
@@ -154,14 +162,16 @@ class EncodedInputs(PixelInputs):
         self.vae = load_vae(vae).to(device)
         self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
         super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
-        self.channels, self.colours = self.space.latent_channels, self.vae.config.in_channels
+        self.channels, self.colours = self.space.latent_channels, image_channels(self.vae)
 
     def describe_vae(self) -> str:
-        encoder, channels = self.vae.encoder, self.vae.config.in_channels
-        macs = count_macs(encoder, torch.zeros(1, channels, self.pixels, self.pixels)).dense
+        costs = ""
+        if self.space.img_size is None:  # transformers' encoders, in an AutoencoderRAE, take more than images
+            images = torch.zeros(1, self.colours, self.pixels, self.pixels)
+            costs = f": {count_macs(self.vae.encoder, images).dense:,} MACs an image"
         return (
             f"VAE:          {self.space}: {count_parameters(self.vae):,} parameters, frozen, no part of the model\n"
-            f"              its encoder runs in every step: {macs:,} MACs an image, which stored latents spare\n"
+            f"              its encoder runs in every step{costs}, which stored latents spare\n"
         )
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> ImagesToEncode:

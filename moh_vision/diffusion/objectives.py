@@ -13,7 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from moh_vision.models.velocity import PREDICTS, to_velocity
+
 NUM_TIMESTEPS = 1000
+TIMESTEPS = ("uniform", "logit-normal")
+FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift")
 BETA_START, BETA_END = 1e-4, 0.02  # linear in t
 
 
@@ -21,7 +25,7 @@ def make_objective(config: dict) -> nn.Module:
     """Return the objective of a configuration or of a run's metadata; by default, the noise."""
     name, flow = config.get("objective", HybridLoss.name), config.get("flow")
     if name == FlowMatchingLoss.name and isinstance(flow, dict):
-        return FlowMatchingLoss(flow.get("timesteps", "uniform"), flow.get("shift", 1.0))
+        return FlowMatchingLoss(**{key: flow[key] for key in FLOW_KEYS if key in flow})
     if name != HybridLoss.name:
         raise ValueError(f"objective {name!r} with flow {flow!r}: expected noise, or flow with its section")
     return HybridLoss(config.get("min_snr_gamma"))
@@ -32,9 +36,9 @@ def draw_step(rng: np.random.Generator) -> int:
     return int(rng.integers(NUM_TIMESTEPS))
 
 
-def draw_time(rng: np.random.Generator, sampling: str, shift: float) -> np.float32:
+def draw_time(rng: np.random.Generator, sampling: str, shift: float, location: float, spread: float) -> np.float32:
     """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
-    t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-rng.standard_normal()))
+    t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-location - spread * rng.standard_normal()))
     return np.float32(NUM_TIMESTEPS * (shift * t / (1 + (shift - 1) * t)))  # Esser 2024, eq. 23
 
 
@@ -45,20 +49,31 @@ class FlowMatchingLoss(nn.Module):
     2024; Lipman 2023, eq. 23 with sigma_min = 0 and time reversed). Models and schedulers see 1000 t.
 
     Args:
-        timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(0, 1) (Esser 2024, section 3.1).
+        predict: what the network predicts, of `PREDICTS`; the model turns it into a velocity, and the target is the
+            true one through the same `to_velocity`, as in JiT (Li and He 2025).
+        timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(location, spread^2) (Esser 2024, 3.1).
         shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
     """
 
     name = "flow"
 
-    def __init__(self, timesteps: str = "uniform", shift: float = 1.0):
+    def __init__(
+        self,
+        predict: str = "velocity",
+        timesteps: str = "uniform",
+        location: float = 0.0,
+        spread: float = 1.0,
+        shift: float = 1.0,
+    ):
         super().__init__()
-        if timesteps not in ("uniform", "logit-normal"):
-            raise ValueError(f"flow.timesteps {timesteps!r} is not one of uniform, logit-normal")
-        if not (isinstance(shift, (int, float)) and 0 < shift < math.inf):
-            raise ValueError(f"flow.shift {shift!r} is out of range: above 0")
-        self.shift = shift
-        self.draw = partial(draw_time, sampling=timesteps, shift=shift)
+        for key, text, allowed in (("predict", predict, PREDICTS), ("timesteps", timesteps, TIMESTEPS)):
+            if text not in allowed:
+                raise ValueError(f"flow.{key} {text!r} is not one of {', '.join(allowed)}")
+        for key, number, above in (("shift", shift, 0), ("spread", spread, 0), ("location", location, -math.inf)):
+            if not (isinstance(number, (int, float)) and above < number < math.inf):
+                raise ValueError(f"flow.{key} {number!r} is out of range: above {above}")
+        self.predict, self.shift = predict, shift
+        self.draw = partial(draw_time, sampling=timesteps, shift=shift, location=location, spread=spread)
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Return x_t of x0 and noise [B, C, h, w] at t [B], 0 .. 1000."""
@@ -68,7 +83,8 @@ class FlowMatchingLoss(nn.Module):
     def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
         """Return the loss of a predicted velocity [B, C, h, w]: loss and mse, equal [B] tensors."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
-        mse = (output - (noise - x0)).square().flatten(1).mean(1)  # [B]
+        target = to_velocity(self.predict, dict(velocity=noise - x0, x=x0, noise=noise)[self.predict], xt, t)
+        mse = (output - target).square().flatten(1).mean(1)  # [B]
         return dict(loss=mse, mse=mse)
 
 

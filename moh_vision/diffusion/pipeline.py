@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, Schedu
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from moh_vision.diffusion import sampling
+from moh_vision.diffusion import flow_sde, sampling  # noqa: F401  diffusers opens schedulers of imported modules only
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance

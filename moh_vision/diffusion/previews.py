@@ -15,6 +15,7 @@ from tqdm import tqdm
 from moh_vision.diffusion.config import chosen_classes
 from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
+from moh_vision.diffusion.latents.vae import image_channels
 from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.commands import message_of
@@ -42,7 +43,7 @@ def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list[S
     previews, scores = Previews(config.preview, *how), Scores(config.score, *how)
     if 0 < config.score.every <= last:
         judged = config.score.sampled(config.output, config.data.root, objective.name)
-        channels = (inputs.vae or model).config.in_channels
+        channels = image_channels(inputs.vae or model)
         with accelerator.main_process_first():
             scores.scorer = make_scorer(judged, channels, **config.score.reads)
     return [previews, scores]

@@ -22,7 +22,7 @@ from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, write_images
 from moh_vision.diffusion.image_parts import ImageParts
-from moh_vision.diffusion.latents.vae import vae_fingerprint
+from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8
@@ -168,7 +168,7 @@ class Drawing:
     def open_scorer(self, **reads) -> None:
         """Open what --score compares with, if anything."""
         if self.config.score:
-            channels = (self.pipe.vae or self.pipe.transformer).config.in_channels
+            channels = image_channels(self.pipe.vae or self.pipe.transformer)
             self.scorer = make_scorer(self.config, channels, self.names, **reads)
 
     @property

@@ -55,15 +55,17 @@ def train(run: Run) -> None:
     objective = make_objective(config.tree())
     decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
+    decided["predict"] = getattr(objective, "predict", None)
     arguments |= config.model.decided(**decided)
     made = set_up_model(run, "diffusion", name, arguments, classes, config.max_steps)
     if made is None:
         return inputs.describe_vae() and say(inputs.describe_vae().rstrip())
     model, elastic = made
     origin = config.model.pretrained or config.init_from
-    before = trained_objective(origin) if origin and not run.checkpoint else objective.name
-    if before != objective.name:
-        say(f"{origin} was trained with objective {before}, this run with {objective.name}")
+    now = objective_said(config.tree())
+    before = trained_objective(origin) if origin and not run.checkpoint else now
+    if before != now:
+        say(f"{origin} was trained with objective {before}, this run with {now}")
     teacher, alignment = None, None
     if config.repa.teacher:
         with accelerator.main_process_first():
@@ -130,7 +132,13 @@ def trained_objective(source: str) -> str:
         config = json.loads(index.read_text())
     elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
         config = read_safetensors(weights_file(source), lambda name: False)[1].get("config")
-    return config.get("objective", "noise") if isinstance(config, dict) else "noise"
+    return objective_said(config) if isinstance(config, dict) else "noise"
+
+
+def objective_said(config: dict) -> str:
+    """Return the objective of a configuration, with what a flow predicts if that is no velocity."""
+    name, predict = config.get("objective", "noise"), (config.get("flow") or {}).get("predict", "velocity")
+    return name if name == "noise" or predict == "velocity" else f"{name} (predict {predict})"
 
 
 def main(argv: list[str] | None = None) -> None:

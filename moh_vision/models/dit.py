@@ -83,18 +83,9 @@ def _create_dit(
     num_classes: int = 1000,
     **overrides,
 ):
-    """Build a variant.
+    """Build a variant, with the configuration's weights (file, url or hf_hub_id) if `pretrained`.
 
-    Args:
-        pretrained: load the weights in the configuration (file, url or hf_hub_id).
-        img_size, in_chans: of the latents, or of the images in pixel space; default: the configuration's.
-        overrides: embed_dim, depth, num_heads, patch_size, head_dim, head_budget, mlp_ratio, learn_sigma, router,
-            scope, route_by, executor, router_kwargs, kv_heads, compat.
-
-    Raises:
-        ValueError: for an impossible size or budget, or weights that do not fit.
-        TypeError: for an argument that does not exist.
-        RuntimeError: if no weights are named.
+    `overrides` are of `MoHDiTTransformer2DModel`, or timm's names embed_dim, depth, num_heads and head_dim.
     """
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel  # imports diffusers
 

@@ -32,6 +32,7 @@ from moh_vision.attention import (
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routers import shared_share
 from moh_vision.models.convert import route_heads
+from moh_vision.models.velocity import PREDICTS, to_velocity
 from moh_vision.models.weight_files import rename_routers
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -194,6 +195,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
         compat: "official", or "diffusers" for the timestep frequencies and epsilon of diffusers.
+        patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
+        predict: "x" or "noise": the last layer predicts that, and the output is its velocity (`to_velocity`); None or
+            "velocity": the output is what the last layer predicts.
         out_channels: follows from learn_sigma; stored for diffusers' pipelines.
     """
 
@@ -222,6 +226,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         router_kwargs: Optional[dict] = None,
         kv_heads: Optional[int] = None,
         compat: str = "official",
+        patch_bottleneck: Optional[int] = None,
+        predict: Optional[str] = None,
         out_channels: Optional[int] = None,
     ):
         super().__init__()
@@ -229,9 +235,15 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             raise ValueError(f"img_size {sample_size} is not a multiple of patch_size {patch_size}")
         if hidden_size % 4:
             raise ValueError(f"embed_dim {hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
-        for what, value, allowed in (("compat", compat, COMPAT), ("route_by", route_by, ROUTE_BY)):
+        for what, value, allowed in (
+            ("compat", compat, COMPAT),
+            ("route_by", route_by, ROUTE_BY),
+            ("predict", predict or "velocity", PREDICTS),
+        ):
             if value not in allowed:
                 raise ValueError(f"{what} {value!r} is not one of {', '.join(allowed)}")
+        if predict in ("x", "noise") and learn_sigma:
+            raise ValueError(f"predict {predict!r} needs learn_sigma False: a flow has no variance")
         if scope != "sample" and route_by != "condition":
             raise ValueError(
                 f"route_by {route_by!r} needs scope 'sample': with scope {scope!r} routers read the tokens"
@@ -253,7 +265,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.gradient_checkpointing = False
         self.num_classes = num_classes
 
-        self.x_embedder = PatchEmbed(sample_size, patch_size, in_channels, hidden_size)
+        narrow = patch_bottleneck or hidden_size
+        self.x_embedder = PatchEmbed(sample_size, patch_size, in_channels, narrow, bias=not patch_bottleneck)
+        self.x_widen = nn.Linear(narrow, hidden_size) if patch_bottleneck else nn.Identity()
         theirs = compat == "diffusers"
         self.t_embedder = TimestepEmbedder(hidden_size, freq_shift=1 if theirs else 0)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size)
@@ -276,7 +290,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                     nn.init.zeros_(module.bias)
         init_routers(self)
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place; a patch is one vector
-        nn.init.zeros_(self.x_embedder.proj.bias)
+        if self.x_embedder.proj.bias is not None:
+            nn.init.zeros_(self.x_embedder.proj.bias)
         for weight in (
             self.y_embedder.embedding_table.weight,
             self.t_embedder.mlp[0].weight,
@@ -311,7 +326,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             # Only a warning: samplers with fractional timesteps may end on one.
             warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)
         stats: List[RoutingStats] = []
-        x = self.x_embedder(hidden_states) + self.pos_embed  # [B, N, C]
+        x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
         t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by: Optional[Tensor] = None
@@ -325,7 +340,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             if tokens is not None:
                 tokens.append(x)
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
-        return self._unpatchify(x), stats
+        return to_velocity(self.config.predict, self._unpatchify(x), hidden_states, timestep), stats
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True

@@ -2,6 +2,8 @@
 
 import math
 import re
+import subprocess
+import sys
 
 import diffusers
 import numpy as np
@@ -14,6 +16,7 @@ from test_pipeline import draw, transformer
 from test_sample import call, run_of
 from torch.utils.data import default_collate
 
+from moh_vision import open_run
 from moh_vision.data.batches import image_transform
 from moh_vision.data.sources import Digits
 from moh_vision.diffusion import FlowMatchingLoss, Guidance, MoHDiTPipeline, make_scheduler, sample_images, train
@@ -22,6 +25,7 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.models.head_load import HeadLoad
+from moh_vision.models.velocity import to_velocity
 
 FLOW = ("euler", "heun", "sde")
 
@@ -40,6 +44,27 @@ def test_the_loss_by_hand():
     assert terms["loss"].dtype == torch.float64 and torch.equal(terms["mse"], terms["loss"])
 
 
+def predictions(x0, noise):
+    return dict(velocity=noise - x0, x=x0, noise=noise)
+
+
+@pytest.mark.parametrize(
+    "predict, slowed",  # at t of 0.02, 0.05, 0.6, 0.96 and 1: by divisors of at least 0.05 (Li and He 2025)
+    [("velocity", [1] * 5), ("x", [0.4, 1, 1, 1, 1]), ("noise", [1, 1, 1, 0.8, 0])],
+)
+def test_whatever_is_predicted_the_loss_is_in_velocity(predict, slowed):
+    loss, t = FlowMatchingLoss(predict), torch.tensor([20, 50, 600, 960, 1000.0], dtype=torch.float64)
+    x0, noise = torch.randn(2, 5, 2, 4, 4, dtype=torch.float64)
+    xt, right, slowed = loss.add_noise(x0, noise, t), predictions(x0, noise)[predict], torch.tensor(slowed)
+    velocity = to_velocity(predict, right, xt, t)
+    torch.testing.assert_close(velocity, slowed.view(-1, 1, 1, 1) * (noise - x0))
+    assert loss(velocity, x0, xt, noise, t)["loss"].abs().max() == 0
+    divisor = dict(velocity=t**0, x=(t / 1000).clamp(min=0.05), noise=(1 - t / 1000).clamp(min=0.05))[predict]
+    wrong = loss(to_velocity(predict, right + 0.1, xt, t), x0, xt, noise, t)["mse"]
+    torch.testing.assert_close(wrong, (0.1 / divisor) ** 2)
+    torch.testing.assert_close(to_velocity(predict, right, xt, t[2])[2], velocity[2])  # one number for the batch
+
+
 @pytest.mark.parametrize(
     "arguments, quantiles",  # at 0.1587, 0.5 and 0.8413: one standard deviation of a normal to either side
     [
@@ -47,6 +72,7 @@ def test_the_loss_by_hand():
         (dict(timesteps="logit-normal"), [268.9, 500, 731.1]),  # sigmoids of -1, 0 and 1
         (dict(shift=3.0), [3 * 0.1587 / (1 + 2 * 0.1587) * 1000, 750, 3 * 0.8413 / (1 + 2 * 0.8413) * 1000]),
         (dict(timesteps="logit-normal", shift=3.0), [524.6, 750, 890.8]),
+        (dict(timesteps="logit-normal", location=0.8, spread=0.8), [500, 690.0, 832.0]),  # of 0, 0.8 and 1.6
     ],
 )
 def test_timesteps_are_real_and_depend_on_seed_and_position_alone(arguments, quantiles):
@@ -68,8 +94,11 @@ def test_objectives_of_configurations():
     for bad in (
         dict(objective="score"), dict(objective="flow", flow=3), dict(objective="flow", flow=dict(timesteps="x")),
         dict(objective="flow", flow=dict(shift=0)), dict(objective="flow", flow=dict(shift="2")), dict(min_snr_gamma="5"),
+        dict(objective="flow", flow=dict(predict="v")), dict(objective="flow", flow=dict(spread=0)),
+        dict(objective="flow", flow=dict(location=math.inf)),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match="objective 'score'|flow 3|timesteps 'x'|shift|min_snr_gamma '5'"):
+        reasons = "objective 'score'|flow 3|timesteps 'x'|shift|min_snr_gamma '5'|predict 'v'|spread 0|location inf"
+        with pytest.raises(ValueError, match=reasons):
             make_objective(bad)
 
 
@@ -87,10 +116,15 @@ def gaussian(mean, std):
     return predict
 
 
-def drawn(sampler, steps, mean=0.3, std=0.3, shift=1.0, images=8):
-    scheduler = make_scheduler(sampler, steps, False, clip=True, shift=shift)
+def drawn(sampler, steps, mean=0.3, std=0.3, shift=1.0, images=8, predict="velocity"):
+    scheduler, exact = make_scheduler(sampler, steps, False, clip=True, shift=shift), gaussian(mean, std)
     labels = torch.zeros(images, dtype=torch.long)
-    return sample_images(gaussian(mean, std), scheduler, labels, (1, 32, 32), range(images), 1)
+
+    def network(x, t, labels):
+        v, s = exact(x, t, labels), t.double().view(-1, 1, 1, 1) / 1000
+        return to_velocity(predict, predictions(x - s * v, x + (1 - s) * v)[predict], x, t)
+
+    return sample_images(network, scheduler, labels, (1, 32, 32), range(images), 1)
 
 
 def error(*arguments, mean=0.3, std=0.3, **more):
@@ -107,6 +141,13 @@ def test_solvers_reach_the_exact_solution(shift):
     assert math.log2(euler[0] / euler[1]) == pytest.approx(1, abs=0.2)
     assert math.log2(heun[0] / heun[1]) > 1.4
     assert heun[1] < 0.001 and euler[1] < 0.04
+
+
+@pytest.mark.parametrize("sampler", FLOW)
+@pytest.mark.parametrize("predict, far", [("x", 0.02), ("noise", 0.03)])
+def test_every_sampler_draws_the_same_images_of_any_prediction(sampler, predict, far):
+    """But for the steps nearer to an end than 0.05: the image's nearly clean ones, the noise's first."""
+    assert (drawn(sampler, 20, predict=predict) - drawn(sampler, 20)).square().mean().sqrt() < far
 
 
 @pytest.mark.parametrize("mean, std", [(0.3, 0.3), (-0.5, 0.05), (0.0, 1.0)])
@@ -148,7 +189,8 @@ def test_guidance_interval_is_in_the_same_times():
 
 @pytest.mark.parametrize("sampler", FLOW)
 def test_a_pipeline_of_a_flow(tmp_path, sampler):
-    pipe = MoHDiTPipeline(transformer(3, learn_sigma=False), make_scheduler(sampler, 4, False, False, shift=2.0))
+    jit = dict(learn_sigma=False, predict="x", patch_bottleneck=5)
+    pipe = MoHDiTPipeline(transformer(3, **jit), make_scheduler(sampler, 4, False, False, shift=2.0))
     pipe.set_progress_bar_config(disable=True)
     pipe.save_pretrained(tmp_path)
     again = MoHDiTPipeline.from_pretrained(tmp_path)
@@ -177,6 +219,8 @@ def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
     assert "5 images, sde 4 steps, guidance 2" in capsys.readouterr().out
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert type(pipe.scheduler).__name__ == "FlowMatchSDEScheduler" and pipe.scheduler.config.shift == 2
+    opens = f"from moh_vision.diffusion import MoHDiTPipeline as P; P.from_pretrained({str(tmp_path / 'pipe')!r})"
+    subprocess.run([sys.executable, "-c", opens], check=True)  # which has not imported the scheduler's module
     call(run, "--sampler", "heun", "--head-load", tmp_path / "b.json")
     steps = HeadLoad.read(tmp_path / "b.json").groups["timestep"]
     assert (steps[0], len(steps)) == ("1000", 4) and 3.9 < float(steps[-1]) < 4  # 7 passes; the last is shifted twice
@@ -195,7 +239,8 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
         train.main(arguments("dit", tmp_path / name, steps, 2, *more))
         return tmp_path / name
 
-    flow = ("--objective", "flow", "--flow.timesteps", "logit-normal", "--flow.shift", "1.5")
+    flow = "--objective flow --flow.timesteps logit-normal --flow.shift 1.5 --flow.predict x --model.patch_bottleneck 3"
+    flow = flow.split()
     whole = run("whole", 2, *flow, "--preview.every", "2", "--preview.steps", "2", "--preview.images", "10")
     assert (whole / "previews" / "step_2.png").exists()
     run("parts", 1, *flow)
@@ -203,10 +248,15 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     for name in ("model.safetensors", "ema.safetensors"):
         assert same(whole / name, tmp_path / "parts" / name)
     assert all("vb" not in line and line["mse"] > 0 for line in logged(whole))
+    opened = open_run(whole)
+    model = opened.model.config
+    assert (model.predict, model.patch_bottleneck, opened.objective.predict) == ("x", 3, "x")
     capsys.readouterr()
-    run("noise", 1, "--init-from", whole)
+    run("velocity", 1, "--init-from", whole, "--objective", "flow", "--model.patch_bottleneck", "3")
+    assert f"{whole} was trained with objective flow (predict x), this run with flow\n" in capsys.readouterr().out
+    run("noise", 1, "--init-from", whole, "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
-    assert f"{whole} was trained with objective flow, this run with noise" in said
+    assert f"{whole} was trained with objective flow (predict x), this run with noise" in said
     assert "init_from: final_layer.linear.weight is made anew, [4, 32] -> [8, 32]" in said
 
 
@@ -214,6 +264,11 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     "argv, words",
     [
         ("--flow.shift 2", "flow.shift 2.0 needs objective flow"),
+        ("--flow.predict x", "flow.predict .x. needs objective flow"),
+        ("--objective flow --flow.predict image", "flow.predict.*velocity, x, noise.*image"),
+        ("--objective flow --flow.spread 2", "flow.spread 2.0 needs flow.timesteps logit-normal"),
+        ("--objective flow --model.kwargs.predict x", "model.kwargs.predict 'x' has no effect: .* make it 'velocity'"),
+        ("--model.patch_bottleneck 0", "model.patch_bottleneck 0 is out of range: at least 1"),
         ("--objective flow --learn_sigma true", "learn_sigma True needs objective noise"),
         ("--objective flow --min_snr_gamma 5", "min_snr_gamma 5.0 needs objective noise"),
         (

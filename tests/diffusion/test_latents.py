@@ -87,7 +87,7 @@ def test_the_record_and_what_reads_without_us(tmp_path, vae_folder, root):
         format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
         vae=dict(
             name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4,
-            latents_mean=None, latents_std=None, deterministic=False,
+            latents_mean=None, latents_std=None, deterministic=False, img_size=None,
         ),
         classes=["cat", "dog"],
     )  # fmt: skip

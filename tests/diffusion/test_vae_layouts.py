@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
 from pictures import write_folder
 from refusals import one_line, refused
+from safetensors.torch import load_file, save_file
 from small_runs import outcome
 from tiny_vae import layout, save_tiny_vae, tiny_vae, write_latents
 
@@ -21,8 +23,8 @@ from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
 from moh_vision.diffusion.objectives import draw_step
 
-CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32}
-DOWNSAMPLING = {"SD3": 2, "VA-VAE": 16, "FLUX.2": 4, "DC-AE": 32}
+CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32, "RAE": 64}
+DOWNSAMPLING = {"SD3": 2, "VA-VAE": 16, "FLUX.2": 4, "DC-AE": 32, "RAE": 16}
 
 
 def diffusers_input(vae, name, images):
@@ -41,6 +43,9 @@ def diffusers_input(vae, name, images):
     elif name == "SD3":
         x = (vae.encode(images).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
         z = x / vae.config.scaling_factor + vae.config.shift_factor
+    elif name == "RAE":  # scales by itself; its images are from 0 to 1
+        x = vae.encode((images + 1) / 2).latent
+        return x, (2 * vae.decode(x).sample - 1).clamp(-1, 1)
     else:
         x = vae.encode(images).latent * vae.config.scaling_factor
         z = x / vae.config.scaling_factor
@@ -105,7 +110,7 @@ def stored(images, name, tmp_path):
     return vae, cache
 
 
-@pytest.mark.parametrize("name", ["VA-VAE", "FLUX.2", "DC-AE"])
+@pytest.mark.parametrize("name", ["VA-VAE", "FLUX.2", "DC-AE", "RAE"])
 def test_stored_latents_are_those_that_are_made_in_every_step(name, images, tmp_path):
     vae, cache = stored(images, name, tmp_path)
     cached, online = open_inputs(cache, "none", None, "none"), open_inputs(str(images), vae, 64, "none")
@@ -124,7 +129,7 @@ def test_stored_latents_are_those_that_are_made_in_every_step(name, images, tmp_
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("VA-VAE", "FLUX.2")]
 
 
-@pytest.mark.parametrize("name", ["DC-AE", *SLOW])
+@pytest.mark.parametrize("name", ["DC-AE", "RAE", *SLOW])
 def test_from_images_to_images(name, images, tmp_path, capsys):
     (vae, cache), run, pipe_folder = stored(images, name, tmp_path), tmp_path / "run", tmp_path / "pipe"
     argv = ["--data.root", images, "--vae", vae, "--data.img_size", 64, "--output", run]
@@ -146,6 +151,20 @@ def test_from_images_to_images(name, images, tmp_path, capsys):
     pipe = MoHDiTPipeline.from_pretrained(pipe_folder)
     assert "Expected types" not in capsys.readouterr().err
     assert LatentSpace.of(pipe.vae, vae) == LatentSpace.of(layout(name), vae)
+
+
+def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, tmp_path, capsys):
+    vae, cache = map(Path, stored(images, "RAE", tmp_path))
+    weights = vae / "diffusion_pytorch_model.safetensors"
+    save_file({k: v for k, v in load_file(weights).items() if not k.startswith("decoder.")}, weights)
+    argv = ["--vae", vae, "--data", images, "--size", 64, "--workers", 0, "--dtype", "float32", "--out"]
+    assert write_latents([*argv, tmp_path / "again"]) == 0
+    made = [json.loads((folder / "train.meta.json").read_text()) for folder in (cache, tmp_path / "again")]
+    assert made[0]["shards"] == made[1]["shards"] and made[0]["vae"] == made[1]["vae"]
+    with one_line(f"vae {vae}: its weights lack 23 tensors of the model, the first decoder."):
+        load_vae(str(vae))
+    assert write_latents([*argv, tmp_path / "small", "--size", 32]) == 2
+    assert f"--size 32: the VAE {vae} takes images of 64 pixels" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- refusals

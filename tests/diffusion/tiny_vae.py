@@ -1,7 +1,7 @@
 """VAEs of a few thousand random weights; `tiny_vae` downsamples by 2."""
 
 import torch
-from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2, AutoencoderRAE
 
 from moh_vision.__main__ import main
 
@@ -41,6 +41,13 @@ def layout(name, seed=0):
         vae.bn.running_mean.copy_(mean)
         vae.bn.running_var.copy_(var)
         return vae.eval()
+    if name == "RAE":  # a frozen encoder's tokens with statistics for each position, downsampling 16, of 64 pixels only
+        sizes = dict(encoder_hidden_size=64, encoder_num_hidden_layers=1, encoder_patch_size=16, encoder_input_size=64)
+        sizes.update(decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=2)
+        statistics = dict(
+            latents_mean=mean[:64].view(64, 1, 1).expand(64, 4, 4), latents_std=torch.rand(64, 4, 4) + 0.5
+        )
+        return AutoencoderRAE(encoder_type="mae", **sizes, decoder_intermediate_size=32, **statistics).eval()
     assert name == "DC-AE"  # no posterior, downsampling 32
     sizes = {
         f"{part}_{what}": value

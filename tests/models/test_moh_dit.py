@@ -101,8 +101,27 @@ def test_forward_contract():
     assert tiny(learn_sigma=False)(x, t, y).sample.shape == (3, 3, 8, 8)
 
 
+def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
+    ours, plain = awake(tiny(learn_sigma=False, patch_bottleneck=5, predict="x")), tiny(learn_sigma=False)
+    weights = ours.state_dict()
+    narrow, wide = weights["x_embedder.proj.weight"], weights.pop("x_widen.weight")
+    assert (narrow.shape, wide.shape, "x_embedder.proj.bias" in weights) == ((5, 3, 2, 2), (32, 5), False)
+    weights["x_embedder.proj.weight"] = torch.einsum("ck,kipq->cipq", wide, narrow)
+    weights["x_embedder.proj.bias"] = weights.pop("x_widen.bias")
+    plain.load_state_dict(weights)
+    x, t, y = inputs()
+    velocity = (x - plain(x, t, y).sample) / torch.tensor([0.05, 0.5, 0.999]).view(3, 1, 1, 1)
+    torch.testing.assert_close(ours(x, t, y).sample, velocity, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="predict 'x' needs learn_sigma False"):
+        tiny(predict="x")
+    with pytest.raises(ValueError, match="predict 'image' is not one of velocity, x, noise"):
+        tiny(predict="image")
+    half = ours.bfloat16()(x.bfloat16(), t, y).sample
+    assert half.dtype == torch.float32  # a division by t needs its digits
+
+
 def test_every_parameter_gets_a_gradient():
-    model = awake(tiny())
+    model = awake(tiny(patch_bottleneck=5))
     output, stats = model.forward_routed(*inputs())
     (output.square().mean() + load_balance_loss(stats)).backward()
     for name, p in model.named_parameters():

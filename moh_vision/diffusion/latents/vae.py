@@ -17,7 +17,7 @@ from torch import Tensor
 from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC")  # classes of diffusers
+VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "AutoencoderRAE")  # classes of diffusers
 IGNORED = ("sample_size", "force_upcast")  # entries of a configuration that change nothing of what is computed here
 STATISTICS = ("latents_mean", "latents_std")
 
@@ -28,7 +28,8 @@ class LatentSpace:
 
     The scaling is (draw - shift_factor) * scaling_factor, or with C statistics each, as in diffusers' pipelines,
     (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels per side of a latent; a
-    `deterministic` VAE has no posterior, and encodes an image to one latent.
+    `deterministic` VAE has no posterior, and encodes an image to one latent. `img_size`: the only side of images that
+    the VAE takes; None: any. An AutoencoderRAE scales by itself, so that its factor is 1 here.
     """
 
     name: str
@@ -40,6 +41,7 @@ class LatentSpace:
     latents_mean: Optional[List[float]] = None
     latents_std: Optional[List[float]] = None
     deterministic: bool = False
+    img_size: Optional[int] = None
 
     def __post_init__(self):
         _refuse_no_number("scaling_factor", self.scaling_factor, above_zero=True)
@@ -62,21 +64,25 @@ class LatentSpace:
     def of(cls, vae, name: Optional[str] = None) -> LatentSpace:
         """Return the space of a diffusers VAE. `sha256` reads all weights, and is left out without `name`."""
         config = vae.config
+        known = dict(name=name or "", sha256="" if name is None else vae_fingerprint(vae))
+        if _is_rae(vae):
+            sizes = dict(downsampling=config.patch_size, latent_channels=config.encoder_hidden_size)
+            scaling = dict(scaling_factor=1.0, shift_factor=None, deterministic=True)
+            return cls(**known, **sizes, **scaling, img_size=vae.decoder_image_size)
         patch = _patch(vae)
         mean, std = (config.get(key) for key in STATISTICS)
         if hasattr(vae, "bn"):
             mean = vae.bn.running_mean.tolist()
             std = torch.sqrt(vae.bn.running_var.double() + config.batch_norm_eps).tolist()
         return cls(
-            name=name or "",
-            sha256="" if name is None else vae_fingerprint(vae),
+            **known,
             scaling_factor=config.get("scaling_factor", 1.0),
             shift_factor=config.get("shift_factor"),
             downsampling=patch * 2 ** (len(config.get("block_out_channels") or config.encoder_block_out_channels) - 1),
             latent_channels=patch**2 * config.latent_channels,
             latents_mean=list(mean) if isinstance(mean, tuple) else mean,
             latents_std=list(std) if isinstance(std, tuple) else std,
-            deterministic=_deterministic(vae),
+            deterministic=type(vae).__name__ == "AutoencoderDC",
         )
 
     def __str__(self) -> str:
@@ -102,6 +108,8 @@ class LatentSpace:
 
     def side(self, img_size: int, key: str = "size") -> int:
         """Return the side of the latents of square images; `key` is for messages."""
+        if img_size != (self.img_size or img_size):
+            raise ValueError(f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels")
         if img_size % self.downsampling:
             raise ValueError(
                 f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
@@ -140,29 +148,35 @@ def _patch(vae) -> int:
     return vae.config.patch_size[0] if type(vae).__name__ == "AutoencoderKLFlux2" else 1
 
 
-def _deterministic(vae) -> bool:
-    return type(vae).__name__ == "AutoencoderDC"
+def _is_rae(vae) -> bool:
+    return type(vae).__name__ == "AutoencoderRAE"
+
+
+def image_channels(vae) -> int:
+    """Return the channels of the images that a VAE encodes."""
+    return vae.config.get("in_channels", 3)  # an AutoencoderRAE's encoder is of RGB
 
 
 class NotAtHand(ValueError):
     """A VAE is neither a folder nor in the local cache of the hub."""
 
 
-def load_vae(name: str, fetch: bool = True):
-    """Load AutoencoderKL, AutoencoderKLFlux2 or AutoencoderDC of diffusers: float32, eval mode, frozen.
+def load_vae(name: str, fetch: bool = True, decodes: bool = True):
+    """Load a VAE of diffusers, of one of the classes `VAES`: float32, eval mode, frozen.
 
     `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise
-    NotAtHand where the hub would be asked. Weights are read from safetensors only.
+    NotAtHand where the hub would be asked. Without `decodes`, an AutoencoderRAE comes, and may be stored, without
+    its decoder. Weights are read from safetensors only.
     """
     try:
-        return _load(name, local=True)
+        return _load(name, True, decodes)
     except NotAtHand:
         if not fetch:
             raise
-    return _load(name, local=False)
+    return _load(name, False, decodes)
 
 
-def _load(name: str, local: bool):
+def _load(name: str, local: bool, decodes: bool):
     import diffusers
     from diffusers.utils import logging
 
@@ -183,10 +197,13 @@ def _load(name: str, local: bool):
         raise kind(f"vae {name}: {reason_of(error)}") from None
     finally:
         logging.set_verbosity(shown)
-    if found["missing_keys"] or found["mismatched_keys"]:
-        missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    if _is_rae(vae) and not decodes:
+        vae.decoder = None
+        missing = [key for key in missing if not key.startswith("decoder.")]
+    if missing:
         raise ValueError(f"vae {name}: its weights lack {len(missing)} tensors of the model, the first {missing[0]}")
-    channels = vae.config.in_channels
+    channels = image_channels(vae)
     if channels not in (1, 3) or vae.config.get("out_channels", channels) != channels:
         raise ValueError(f"vae {name}: encodes {channels} channels; images have 3, or 1 if grey")
     try:
@@ -198,7 +215,7 @@ def _load(name: str, local: bool):
 
 def fit_vae(vae, name: str, space: LatentSpace):
     """Set the scaling factor that a diffusion model was trained with, and return the VAE."""
-    if "scaling_factor" in vae.config:
+    if "scaling_factor" in vae.config and not _is_rae(vae):
         vae.register_to_config(scaling_factor=space.scaling_factor)
     if different := LatentSpace.of(vae).difference(space):
         raise ValueError(f"vae {name}: does not fit the latents of {space}: {different}")
@@ -243,15 +260,21 @@ def _find(name: str, local: bool):
 
 
 def vae_fingerprint(vae) -> str:
-    """Return the SHA-256 of the configuration, as far as it changes results, and all weights, in any file format."""
+    """Return the SHA-256 of the configuration, as far as it changes results, and all weights, in any file format.
+
+    An AutoencoderRAE's decoder does not count: an encoder may have several.
+    """
     defaults = inspect.signature(type(vae).__init__).parameters
     shown = {
         k: (json.dumps(v), json.dumps(defaults[k].default, default=str)) for k, v in vae.config.items() if k in defaults
     }
     # Only what is no default: entries that a later diffusers adds change nothing.
     changed = {k: value for k, (value, default) in shown.items() if value != default and k not in IGNORED}
+    tensors = vae.state_dict()
+    if _is_rae(vae):
+        changed, tensors = ({k: v for k, v in d.items() if not k.startswith("decoder")} for d in (changed, tensors))
     digest = hashlib.sha256(json.dumps([type(vae).__name__, changed], sort_keys=True).encode())
-    for name, tensor in sorted(vae.state_dict().items()):
+    for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy())
@@ -264,8 +287,8 @@ def encode_moments(vae, images: Tensor) -> Tensor:
 
     A VAE without posteriors gives its latents [B, C, h, w].
     """
-    encoded = vae.encode(images)
-    if _deterministic(vae):
+    encoded = vae.encode((images + 1) / 2 if _is_rae(vae) else images)
+    if "latent" in encoded:
         return encoded.latent.float()
     # The channels of a patch follow each other, so mean and log variance stay halves.
     return F.pixel_unshuffle(encoded.latent_dist.parameters.float(), _patch(vae))
@@ -286,4 +309,5 @@ def sample_posterior(moments: Tensor, noise: Tensor, space: LatentSpace) -> Tens
 def decode(vae, latents: Tensor) -> Tensor:
     """Decode latents [B, C, h, w] of a diffusion model to images [B, 3, H, W] in -1 .. 1."""
     unscaled = F.pixel_shuffle(LatentSpace.of(vae).unscale(latents), _patch(vae))
-    return vae.decode(unscaled.to(vae.dtype)).sample.float().clamp(-1, 1)
+    images = vae.decode(unscaled.to(vae.dtype)).sample.float()
+    return (2 * images - 1 if _is_rae(vae) else images).clamp(-1, 1)

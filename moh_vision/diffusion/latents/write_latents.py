@@ -47,7 +47,7 @@ from moh_vision.data.shard_writer import (
 )
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
-from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, load_vae
+from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, image_channels, load_vae
 from moh_vision.engine.commands import Progress, say
 from moh_vision.engine.io import only_one, whole_file, write_whole
 from moh_vision.engine.ranks import first, from_first
@@ -98,7 +98,7 @@ def write_latents(o: Namespace) -> None:
     """
     from_first(lambda: _check(o))
     source = first(lambda: open_source(o.root, o.split))
-    model = first(lambda: load_vae(o.vae))
+    model = first(lambda: load_vae(o.vae, decodes=False))
     space, out = LatentSpace.of(model, o.vae), Path(o.out)
     shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])
     plan = plan_shards(f"{o.split}-{{:06d}}.npy", range(len(source)), str, o.samples_per_shard, o.seed)
@@ -173,7 +173,7 @@ class Encoder:
         batches = {
             name: [plan[name][i : i + o.batch_size] for i in range(0, len(plan[name]), o.batch_size)] for name in names
         }
-        half = [0.5] * self.model.config.in_channels
+        half = [0.5] * image_channels(self.model)
         transform = image_transform("none", o.size, len(half), half, half, fit="crop")
         images = LabelledImages(self.source, transform, seed=0, replace=False)
         stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)

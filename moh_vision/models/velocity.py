@@ -1,0 +1,24 @@
+"""What a network of flow matching predicts: a velocity, the image or the noise."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+PREDICTS = ("velocity", "x", "noise")
+LEAST = 0.05  # of a divisor: JiT's t_eps
+
+
+def to_velocity(predict: Optional[str], output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:
+    """Return the velocity eps - x_0 that an output [B, C, h, w] stands for (Li and He 2025, table 1, time reversed).
+
+    On x_t = (1 - t) x_0 + t eps with timestep 1000 t, [B] or one number, it is (x_t - x_0) / t of an image "x", and
+    (eps - x_t) / (1 - t) of "noise", with divisors of at least 0.05. Any other output is returned as it is.
+    """
+    if predict not in ("x", "noise"):
+        return output
+    output = output.to(torch.promote_types(output.dtype, torch.float32))
+    t = (timestep / 1000).to(output.dtype).view(-1, *[1] * (xt.ndim - 1))  # [B, 1, 1, 1]
+    if predict == "x":
+        return (xt - output) / t.clamp(min=LEAST)
+    return (output - xt) / (1 - t).clamp(min=LEAST)
