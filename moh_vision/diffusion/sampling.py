@@ -102,8 +102,6 @@ def weak_predict(model: nn.Module, guide: str | nn.Module | None) -> Callable | 
     if guide is None:
         return None
     weak = model if isinstance(guide, str) else guide
-    if type(weak) is not type(model):
-        raise ValueError(f"the weak model is a {type(weak).__name__}, expected a {type(model).__name__}")
     budgets = [layer.budget for layer in attention_layers(weak)]
     if isinstance(guide, str):
         kind, _, share = guide.partition(":")

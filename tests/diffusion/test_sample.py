@@ -205,8 +205,12 @@ def test_mistakes(tmp_path, capsys, argv, words):
 def test_weak_models_that_do_not_fit(tmp_path, capsys):
     space = vars(LatentSpace("some", "1" * 64, 1.0, None, 2, 4))
     run = run_of(tmp_path / "run", 4, vae=space)
-    flow, vae = dict(config=dict(kind="diffusion", objective="flow")), dict(vae=dict(space, sha256="2" * 64))
-    for channels, more, words in ((3, {}, "in_channels is 3"), (4, flow, "objective is flow"), (4, vae, "VAE is 2222")):
+    flow = dict(kind="diffusion", objective="flow", flow=dict(timesteps="uniform", shift=1.0))
+    for channels, more, words in (
+        (3, {}, "in_channels is 3"),
+        (4, dict(config=flow), "objective is flow"),
+        (4, dict(vae=dict(space, sha256="2" * 64)), "VAE is 2222"),
+    ):
         with pytest.raises(
             ValueError, match=f"^--guide {tmp_path}/weak: its {words}.* of the model to guide is (4|n|1)"
         ):
