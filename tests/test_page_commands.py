@@ -33,7 +33,7 @@ RUN_PAGES = [
     "docs/concepts.md",
     *(
         f"docs/guides/{n}.md"
-        for n in "classifier diffusion data scale extend analysis convert elastic export publish sampling scores validation".split()
+        for n in "classifier diffusion data scale extend analysis convert elastic export publish sampling validation".split()
     ),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])

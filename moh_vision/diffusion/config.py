@@ -104,7 +104,7 @@ class PreviewConfig(DrawConfig, section="preview"):
 
 @dataclass
 class ScoreConfig(DrawConfig, section="score"):
-    """Fidelity scores while training, into metrics.jsonl; see docs/guides/scores.md."""
+    """Fidelity scores while training, into metrics.jsonl; see docs/guides/sampling.md."""
 
     classes = None  # all
     reads = dict(key="score.reference", default_split="train")  # of `make_scorer`
@@ -206,7 +206,7 @@ class SampleConfig(Section):
     head_budget: Optional[HeadBudgets] = key(None, ge=0)
     """Share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's."""
     protocol: Optional[Literal["adm"]] = key(None)
-    """"adm": as published FIDs are made (docs/guides/scores.md): 50,000 images, random labels, EMA weights, 250 steps of
+    """"adm": as published FIDs are made (docs/guides/sampling.md): 50,000 images, random labels, EMA weights, 250 steps of
     ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics."""
     num_images: Optional[int] = key(None, ge=0)
     """How many; left out: 100, or those of the protocol."""

@@ -16,7 +16,7 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.sampling import Guidance, refuse_other, sampler_for, weak_predict
+from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
 from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import set_head_budget
@@ -117,18 +117,13 @@ def open_guide(key: str, guide: str | None, model: nn.Module, objective: str, va
 
     `objective` and `vae` are of the model's metadata, see `open_model`.
     """
-    opened, pairs = guide, {}
+    opened, others = guide, []
     if guide and not guide.startswith("heads:"):
         refuse_missing(key, guide)
         opened, own = open_model(guide)
         opened.to(next(model.parameters()).device)
-        pairs = dict(objective=(own["objective"], objective), VAE=(_sha256(own["vae"]), _sha256(vae)))
-    try:
-        weak_predict(model, opened)
-        for name, (its, needed) in pairs.items():
-            refuse_other(name, its, needed)
-    except ValueError as error:
-        raise ValueError(f"{key} {guide}: {error}") from None
+        others = [("objective", own["objective"], objective), ("VAE", _sha256(own["vae"]), _sha256(vae))]
+    weak_predict(model, opened, f"{key} {guide}", others)
     return opened
 
 

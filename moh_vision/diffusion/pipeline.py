@@ -121,11 +121,10 @@ class MoHDiTPipeline(DiffusionPipeline):
             return_dict: return an `ImagePipelineOutput`; False: a tuple.
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict of new latents, or None.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
-            on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`,
-                except those of the weak model.
-            guide: the weak model of autoguidance: another pipeline's transformer on the same device, or
-                "heads:SHARE", this one with fewer heads, such as "heads:0.5".
-            guide_scale: `weak_scale` of `Guidance`; 1: without the weak model.
+            on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`.
+            guide: a weak model, for which `on_routing` is not called: another pipeline's transformer on the same
+                device, or "heads:SHARE", this one with fewer heads.
+            guide_scale: `weak_scale` of `Guidance`.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.
@@ -135,10 +134,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         if (guide is None) != (guide_scale == 1):
             told = f"guide_scale {guide_scale:g} {'without' if guide is None else 'with'} guide"
             raise ValueError(f"{told}: expected a weak model and a scale other than 1, or neither")
-        try:
-            weak = sampling.weak_predict(transformer, guide)
-        except ValueError as error:
-            raise ValueError(f"guide: {error}") from None
+        weak = sampling.weak_predict(transformer, guide)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()

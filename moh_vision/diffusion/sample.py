@@ -188,8 +188,8 @@ class Drawing:
         if c.classes is not None:
             how["classes"] = self.classes
         if c.guide:
-            file = None if c.guide == self.weak else sha256_of(weights_file(c.guide))
-            how.update(guide=c.guide, guide_scale=c.guide_scale, guide_sha256=file)
+            how.update(guide=c.guide, guide_scale=c.guide_scale)
+            how["guide_sha256"] = None if c.guide == self.weak else sha256_of(weights_file(c.guide))
         how.update(num_images=c.num_images, batch_size=c.batch_size, vae=vae and vae.config.get("_name_or_path"))
         how.update(weights_sha256=sha256_of(self.file), vae_sha256=vae and vae_fingerprint(vae))
         return dict(protocol=c.protocol, sampling=how, versions=versions())

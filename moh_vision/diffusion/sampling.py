@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Iterable, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Iterable, Optional, Sequence
 
 import numpy as np
 import torch
@@ -93,41 +93,41 @@ class Guidance:
         return torch.cat([guided, cond[:, n:]], dim=1)
 
 
-def weak_predict(model: nn.Module, guide: str | nn.Module | None) -> Callable | None:
+def weak_predict(
+    model: nn.Module, guide: str | nn.Module | None, name: str = "guide", others: Iterable[tuple] = ()
+) -> Callable | None:
     """Return the function of (x, t, labels) that predicts as the weak model of `model`; None for None.
 
-    Args:
-        guide: another model on the same images and classes, or "heads:SHARE", the same model with fewer heads.
+    `guide` is another model, or "heads:SHARE", the same one with fewer heads. Messages begin with `name`; of
+    `others`, (name, of the weak model, of `model`), the last two must be equal.
     """
     if guide is None:
         return None
     weak = model if isinstance(guide, str) else guide
-    budgets = [layer.budget for layer in attention_layers(weak)]
-    if isinstance(guide, str):
-        kind, _, share = guide.partition(":")
-        if kind != "heads":
-            raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
-        with running(model, budgets):
-            set_routed_heads(model, share)
-            fewer = [layer.budget for layer in attention_layers(model)]
-        few, own = (sum(b.active for b in of) for of in (fewer, budgets))
-        if few >= own:
-            raise ValueError(f"that is {few} heads, and the model runs {own}: give a smaller share")
-        budgets = fewer
-    for name in ("in_channels", "sample_size", "num_classes"):
-        refuse_other(name, weak.config[name], model.config[name])
+    try:
+        budgets = own = [layer.budget for layer in attention_layers(weak)]
+        if isinstance(guide, str):
+            kind, _, share = guide.partition(":")
+            if kind != "heads":
+                raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
+            with running(model, own):
+                set_routed_heads(model, share)
+                budgets = [layer.budget for layer in attention_layers(model)]
+            few, all_own = (sum(b.active for b in of) for of in (budgets, own))
+            if few >= all_own:
+                raise ValueError(f"that is {few} heads, and the model runs {all_own}: give a smaller share")
+        sizes = ("in_channels", "sample_size", "num_classes")
+        for what, its, needed in [*((size, weak.config[size], model.config[size]) for size in sizes), *others]:
+            if its != needed:
+                raise ValueError(f"its {what} is {its}, that of the model to guide is {needed}")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
     def predict(x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
         with running(weak, budgets):
             return weak(x.to(weak.dtype), t, labels).sample
 
     return predict
-
-
-def refuse_other(name: str, its: Any, needed: Any) -> None:
-    """Raise ValueError if a weak model differs from the model that it guides."""
-    if its != needed:
-        raise ValueError(f"its {name} is {its}, that of the model to guide is {needed}")
 
 
 def sampler_for(objective: str, config, key: str) -> str:
