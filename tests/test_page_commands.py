@@ -58,7 +58,6 @@ NOT_RUN = {
     "python -m moh_vision lm-curve": "needs lm_eval; tests/commands/test_lm_curve.py",
     "accelerate launch sample.py --checkpoint RUN --": "50,000 images; tests/diffusion/test_sample.py",
     "python sample.py --checkpoint RUN --num-images 50000": "50,000 images; tests/diffusion/test_sample.py",
-    "python -m moh_vision.evaluation.fidelity REFERENCE --save-statistics dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
     "python -m moh_vision.evaluation.fidelity samples.npz dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
     "python validate.py --checkpoint FOLDER": "a published folder; tests/commands/test_predict.py",
     "python validate.py --checkpoint WEIGHTS": "weights for ImageNet; tests/classification/test_train_cls.py",
@@ -166,7 +165,7 @@ def filled(name, words, places):
         words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
     if "LATENTS" in words and name.endswith("diffusion.train"):
         words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
-    known = {**places, "RUN": run, "DIT": str(places["folder"] / "dit")}
+    known = {**places, "RUN": run, **dict.fromkeys(("DIT", "EARLIER"), str(places["folder"] / "dit"))}
     known["LATENTS"] = "new" if name.endswith("latents") else places["LATENTS"]
     words = [known.get(word, word) for word in words if word != "..."]
     if "--extractor" in words:

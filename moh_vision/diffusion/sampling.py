@@ -29,7 +29,7 @@ class Guidance:
         guided = eps(none) + scale (eps(class) - eps(none)) + (weak_scale - 1) (eps(class) - weak(class))
 
     With weak_scale 1 this is classifier-free guidance (Ho and Salimans 2022); with scale 1 it is autoguidance,
-    weak + weak_scale (eps - weak) (Karras et al. 2024, eq. 3). Each scale other than 1 costs a pass. Velocities
+    weak + weak_scale (eps - weak) (Karras et al. 2024). Each scale other than 1 costs a pass. Velocities
     are guided alike. The learned variance is never guided: it is predicted with the class.
 
     Args:
