@@ -407,7 +407,7 @@ def test_class_names():
 
 
 def test_diffusers_own_loader_needs_to_be_told_the_class(tmp_path):
-    """Not our class by name alone: diffusers looks for it in itself. docs/guides/sampling.md says so."""
+    """Not our class by name alone: diffusers looks for it in itself."""
     pipeline().save_pretrained(tmp_path)
     with pytest.raises(AttributeError, match="MoHDiTPipeline"):
         DiffusionPipeline.from_pretrained(tmp_path)
