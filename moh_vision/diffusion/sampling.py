@@ -66,7 +66,8 @@ class Guidance:
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 
         def guided(x: Tensor, t: Tensor) -> Tensor:
-            applies = self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
+            applies = (self.scale, self.weak_scale) != (1, 1)
+            applies = applies and self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
             of_label, of_weak = applies and self.scale != 1, applies and self.weak_scale != 1
             t, y = t.to(x.device), both if of_label else labels
             out = predict(torch.cat([x, x]) if of_label else x, t.expand(len(y)), y).float()
