@@ -55,10 +55,7 @@ class Guidance:
             raise ValueError(f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1")
 
     def around(self, predict: Callable, labels: Tensor, null_label: int, weak: Callable | None = None) -> Callable:
-        """Return a function of x [B, C, h, w] and a timestep: the guided prediction for `labels`.
-
-        `weak` is the weak model's `predict`; see `weak_predict`.
-        """
+        """Return a function of x [B, C, h, w] and a timestep: the guided prediction. `weak`: see `weak_predict`."""
         wrong = labels[(labels < 0) | (labels > null_label)].tolist()
         if wrong:
             allowed = f"0 to {null_label - 1}, or {null_label} for no class"
