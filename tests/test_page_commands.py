@@ -31,7 +31,7 @@ RUN_PAGES = [
     README,
     "docs/getting-started.md",
     "docs/concepts.md",
-    *(f"docs/guides/{n}.md" for n in "classifier diffusion data scale extend analysis convert sampling scores".split()),
+    *(f"docs/guides/{n}.md" for n in "classifier diffusion data scale extend analysis convert sampling".split()),
 ]
 ALL_PAGES = sorted(p.relative_to(ROOT).as_posix() for p in [ROOT / README, *(ROOT / "docs").rglob("*.md")])
 LAUNCHERS = r"(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
@@ -55,7 +55,6 @@ NOT_RUN = {
     "python -m moh_vision lm-curve": "needs lm_eval; tests/commands/test_lm_curve.py",
     "accelerate launch sample.py --checkpoint RUN --": "50,000 images; tests/diffusion/test_sample.py",
     "python sample.py --checkpoint RUN --num-images 50000": "50,000 images; tests/diffusion/test_sample.py",
-    "python -m moh_vision.evaluation.fidelity REFERENCE --save-statistics dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
     "python -m moh_vision.evaluation.fidelity samples.npz dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",
     "python validate.py --checkpoint FOLDER": "a published folder; tests/commands/test_predict.py",
     "python validate.py --checkpoint WEIGHTS": "weights for ImageNet; tests/classification/test_train_cls.py",
@@ -163,7 +162,7 @@ def filled(name, words, places):
         words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
     if "LATENTS" in words and name.endswith("diffusion.train"):
         words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
-    known = {**places, "RUN": run, "DIT": str(places["folder"] / "dit")}
+    known = {**places, "RUN": run, **dict.fromkeys(("DIT", "EARLIER"), str(places["folder"] / "dit"))}
     known["LATENTS"] = "new" if name.endswith("latents") else places["LATENTS"]
     words = [known.get(word, word) for word in words if word != "..."]
     if "--extractor" in words:

@@ -19,8 +19,8 @@ DRAWS = "num_images!=0"
 # ADM's evaluator scores (defaults of their sample_ddp.py; each figure names its guidance scale).
 PROTOCOLS = dict(
     adm=dict(
-        num_images=50_000, labels="random", weights="ema", sampler="ddpm", steps=250, guide_channels=3, cfg_interval=(0.0, 1.0),
-        mixed_precision="no", extractor="inception", classes=None,
+        num_images=50_000, labels="random", weights="ema", sampler="ddpm", steps=250, guide_channels=3, guide_scale=1.0,
+        cfg_interval=(0.0, 1.0), mixed_precision="no", extractor="inception", classes=None,
     ),
 )  # fmt: skip
 
@@ -52,6 +52,12 @@ def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> l
     return found
 
 
+def guidance_text(config: Section) -> str:
+    """Return the guidance in words."""
+    weak = f", {config.guide_scale:g} away from {config.guide}" if config.guide else ""
+    return f"guidance {config.cfg_scale:g}{weak}"
+
+
 def check_classes(name: str, classes: Classes, images: int) -> None:
     """Raise ValueError unless there is an image for each class."""
     if classes and images < len(classes):
@@ -63,6 +69,7 @@ class DrawConfig(Section, needs=".every", free=True):
     """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any."""
 
     default_sampler = dict(noise="ddim", flow="euler")
+    guidance = property(guidance_text)
 
     every: int = key(0, ge=0)
     """Steps between them, and one at the end of a run of at least so many; 0: never."""
@@ -74,6 +81,10 @@ class DrawConfig(Section, needs=".every", free=True):
     """Denoising steps."""
     cfg_scale: float = key(1.5, ge=0)
     """Classifier-free guidance; 1: none."""
+    guide: Optional[str] = key(None, needs=".guide_scale!=1")
+    """A weak model to guide away from; see sample.py."""
+    guide_scale: float = key(1.0, ge=0, needs=".guide")
+    """Autoguidance; 1: none."""
     seed: int = key(0, ge=0, le=MAX_SEED)
     """Of the noise."""
 
@@ -93,7 +104,7 @@ class PreviewConfig(DrawConfig, section="preview"):
 
 @dataclass
 class ScoreConfig(DrawConfig, section="score"):
-    """Fidelity scores while training, into metrics.jsonl; see docs/guides/scores.md."""
+    """Fidelity scores while training, into metrics.jsonl; see docs/guides/sampling.md."""
 
     classes = None  # all
     reads = dict(key="score.reference", default_split="train")  # of `make_scorer`
@@ -113,7 +124,7 @@ class ScoreConfig(DrawConfig, section="score"):
 
     def sampled(self, checkpoint: str, root: str, objective: str) -> SampleConfig:
         """Return the keys of sample.py for these scores; `root` is the default reference."""
-        same = ("steps", "cfg_scale", "seed", "extractor", "inception_weights", "allow_biased")
+        same = ("steps", "cfg_scale", "guide", "guide_scale", "seed", "extractor", "inception_weights", "allow_biased")
         return SampleConfig(
             checkpoint=checkpoint, num_images=self.images, sampler=sampler_for(objective, self, "score.sampler"),
             score=self.reference or root, score_split=self.split, **{name: getattr(self, name) for name in same},
@@ -199,6 +210,7 @@ class SampleConfig(Section):
     """Sampling from a trained run."""
 
     default_sampler = dict(noise="ddpm", flow="sde")
+    guidance = property(guidance_text)
 
     checkpoint: str = key(also="ckpt")
     """Folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either; the
@@ -210,7 +222,7 @@ class SampleConfig(Section):
     head_budget: Optional[HeadBudgets] = key(None, ge=0)
     """Share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's."""
     protocol: Optional[Literal["adm"]] = key(None)
-    """"adm": as published FIDs are made (docs/guides/scores.md): 50,000 images, random labels, EMA weights, 250 steps of
+    """"adm": as published FIDs are made (docs/guides/sampling.md): 50,000 images, random labels, EMA weights, 250 steps of
     ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics."""
     num_images: Optional[int] = key(None, ge=0)
     """How many; left out: 100, or those of the protocol."""
@@ -227,10 +239,15 @@ class SampleConfig(Section):
     """Denoising steps."""
     cfg_scale: float = key(1.0, ge=0, needs=DRAWS)
     """Classifier-free guidance; 1: none."""
-    guide_channels: Optional[Union[int, Literal["all"]]] = key(None, ge=1, needs="cfg_scale!=1")
+    guide: Optional[str] = key(None, needs="guide_scale!=1")
+    """A weak model to guide away from: another run, checkpoint or pipeline of the same images and classes, such as an
+    earlier checkpoint, of its EMA if any; or "heads:SHARE", the same model with fewer heads, such as heads:0.5."""
+    guide_scale: float = key(1.0, ge=0, needs=f"guide; {DRAWS}")
+    """Autoguidance, away from what `guide` predicts; 1: none."""
+    guide_channels: Optional[Union[int, Literal["all"]]] = key(None, ge=1, needs="cfg_scale!=1 or guide")
     """How many channels are guided, from the first, or "all"; left out: 3 of 4, as in the official DiT, and all of any
     other number."""
-    cfg_interval: Tuple[float, float] = key((0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1")
+    cfg_interval: Tuple[float, float] = key((0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide")
     """Guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
     seed: int = key(0, ge=0, le=MAX_SEED, needs=DRAWS)
     """The noise of image i depends on (seed, i) alone."""

@@ -16,7 +16,7 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
-from moh_vision.diffusion.sampling import Guidance, sampler_for
+from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
 from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.io import run_of
 from moh_vision.models.head_budgets import set_head_budget
@@ -110,6 +110,25 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
         metadata.update(own, objective=objective.name, shift=getattr(objective, "shift", 1.0), run=run_of(file))
         metadata["label_drop"] = own["config"].get("label_drop")
     return model, dict(metadata, file=file, weights=weights_said(file, weights))
+
+
+def open_guide(key: str, guide: str | None, model: nn.Module, objective: str, vae) -> nn.Module | str | None:
+    """Open the weak model that `key` names, as `weak_predict` takes it; refuse one that does not fit `model`.
+
+    `objective` and `vae` are of the model's metadata, see `open_model`.
+    """
+    opened, others = guide, []
+    if guide and not guide.startswith("heads:"):
+        refuse_missing(key, guide)
+        opened, own = open_model(guide)
+        opened.to(next(model.parameters()).device)
+        others = [("objective", own["objective"], objective), ("VAE", _sha256(own["vae"]), _sha256(vae))]
+    weak_predict(model, opened, f"{key} {guide}", others)
+    return opened
+
+
+def _sha256(vae) -> str | None:
+    return vae_fingerprint(vae) if isinstance(vae, nn.Module) else vae and vae["sha256"]
 
 
 def published_model(path: str, name: str, weights: str) -> nn.Module:

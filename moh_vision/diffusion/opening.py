@@ -30,7 +30,7 @@ class OpenedDiffusion(Opened):
     """A diffusion model without a VAE. `config`: an `OpenedDitConfig`, or for scores a `SampleConfig`."""
 
     kind, loss_name = "diffusion", "diffusion loss at fixed timesteps and noise"
-    scored_on = "{c.num_images} samples, {c.sampler} {c.steps} steps, guidance {c.cfg_scale:g}; reference {c.score}"
+    scored_on = "{c.num_images} samples, {c.sampler} {c.steps} steps, {c.guidance}; reference {c.score}"
 
     @cached_property
     def objective(self) -> nn.Module:

@@ -104,6 +104,8 @@ class MoHDiTPipeline(DiffusionPipeline):
         callback_on_step_end: Callable[..., dict | None] | None = None,
         callback_on_step_end_tensor_inputs: Sequence[str] = ("latents",),
         on_routing: Callable[[list, Tensor, Tensor], None] | None = None,
+        guide: str | ModelMixin | None = None,
+        guide_scale: float = 1.0,
     ) -> ImagePipelineOutput | tuple:
         """Draw one image per label.
 
@@ -120,12 +122,19 @@ class MoHDiTPipeline(DiffusionPipeline):
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict of new latents, or None.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
             on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`.
+            guide: a weak model, for which `on_routing` is not called: another pipeline's transformer on the same
+                device, or "heads:SHARE", this one with fewer heads.
+            guide_scale: `weak_scale` of `Guidance`.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.
         """
         transformer, config = self.transformer, self.transformer.config
-        guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)))
+        guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale)
+        if (guide is None) != (guide_scale == 1):
+            told = f"guide_scale {guide_scale:g} {'without' if guide is None else 'with'} guide"
+            raise ValueError(f"{told}: expected a weak model and a scale other than 1, or neither")
+        weak = sampling.weak_predict(transformer, guide)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
@@ -156,7 +165,7 @@ class MoHDiTPipeline(DiffusionPipeline):
                 inputs = {name: x for name in callback_on_step_end_tensor_inputs}
                 return (callback_on_step_end(self, step, t, inputs) or {}).get("latents")
 
-            guided = guidance.around(predict, labels, config.num_classes)
+            guided = guidance.around(predict, labels, config.num_classes, weak)
             x = sampling.denoise(guided, scheduler, x, generators, on_step)
         if output_type != "latent":
             x = self.decode(x)

@@ -16,7 +16,8 @@ from moh_vision.diffusion.config import chosen_classes
 from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels
-from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8
+from moh_vision.diffusion.loading import open_guide
+from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.commands import message_of
 from moh_vision.engine.ranks import attempt, by_main
@@ -62,6 +63,8 @@ class Samples:
             self.scheduler = make_scheduler(self.sampler, config.steps, *how)
         except ValueError as error:
             raise ValueError(f"{config.section}.{error}") from None
+        guide, vae = config.guide if config.every else None, inputs.space and vars(inputs.space)
+        self.weak = open_guide(f"{config.section}.guide", guide, model, objective.name, vae)
 
     def labels(self, numbers: range) -> Tensor:
         """Return the classes of images, [len(numbers)]."""
@@ -72,7 +75,8 @@ class Samples:
         c, m, mode = self.config, model.config, model.training
         labels = self.labels(numbers).to(next(model.parameters()).device)
         shape, seeds = (m.in_channels, m.sample_size, m.sample_size), [c.seed + number for number in numbers]
-        how = (labels, shape, seeds, len(self.names), Guidance(c.cfg_scale), on_step)
+        guidance, weak = Guidance(c.cfg_scale, weak_scale=c.guide_scale), weak_predict(model, self.weak)
+        how = (labels, shape, seeds, len(self.names), guidance, on_step, weak)
         model.eval()
         try:
             x = sample_images(lambda x, t, y: model(x, t, y).sample, self.scheduler, *how)
@@ -113,7 +117,7 @@ class Previews(Samples):
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
                 log.pictures(run.done, "samples", images)
-                how = f"{self.sampler}, {c.steps} steps, guidance {c.cfg_scale:g}{', EMA' * bool(run.ema)}"
+                how = f"{self.sampler}, {c.steps} steps, {c.guidance}{', EMA' * bool(run.ema)}"
                 log.say(f"preview ({how}): {path}")
         except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
@@ -144,6 +148,7 @@ class Scores(Samples):
             scores, text = self.scorer(open_parts(), self.labels(range(c.images)), accelerator.device)
             guided = Guidance().guided(model.config.in_channels)
             how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
+            how.update(dict(guide=c.guide, guide_scale=c.guide_scale) if c.guide else {})
             how.update(labels="balanced", num_images=c.images, batch_size=BATCH)
             found.extend([dict(scores, sampling=how), text])
 

@@ -23,7 +23,7 @@ from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, write_images
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
-from moh_vision.diffusion.loading import open_pipeline
+from moh_vision.diffusion.loading import open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.diffusion.scores import make_scorer, record_text
@@ -37,7 +37,7 @@ from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weight_files import kind_in
+from moh_vision.models.weight_files import kind_in, weights_file
 
 NAME = "sample.py"
 WORTH_MEASURING = 60  # seconds of drawing
@@ -149,6 +149,8 @@ class Drawing:
     def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
         self.config, self.pipe, self.accelerator = config, pipe.to(accelerator.device), accelerator
         self.names, self.file = metadata["classes"], metadata["file"]
+        about = metadata["objective"], metadata["vae"] or pipe.vae
+        self.weak = open_guide("--guide", config.guide, pipe.transformer, *about)
         pipe.set_progress_bar_config(disable=True)
         kind = self.file.stem if metadata["run"] else kind_in(self.file, config.weights)
         self.ema = {"ema": True, "model": False}.get(kind)  # None: the file does not tell
@@ -175,9 +177,9 @@ class Drawing:
     def how(self) -> str:
         """Sampler and guidance, in words."""
         c, (low, high) = self.config, self.config.cfg_interval
-        partly = c.cfg_scale != 1 and (low, high) != (0, 1)
+        partly = (c.cfg_scale != 1 or c.guide) and (low, high) != (0, 1)
         between = f" between {low:g} and {high:g} of the timesteps" if partly else ""
-        return f"{c.sampler} {self.pipe.scheduler.num_inference_steps} steps, guidance {c.cfg_scale:g}{between}"
+        return f"{c.sampler} {self.pipe.scheduler.num_inference_steps} steps, {c.guidance}{between}"
 
     def record(self) -> dict:
         """Return what scores.json says of the images: protocol, sampling and versions."""
@@ -185,6 +187,9 @@ class Drawing:
         how = dict({name: getattr(c, name) for name in SAMPLING}, ema=self.ema)
         if c.classes is not None:
             how["classes"] = self.classes
+        if c.guide:
+            how.update(guide=c.guide, guide_scale=c.guide_scale)
+            how["guide_sha256"] = None if c.guide == self.weak else sha256_of(weights_file(c.guide))
         how.update(num_images=c.num_images, batch_size=c.batch_size, vae=vae and vae.config.get("_name_or_path"))
         how.update(weights_sha256=sha256_of(self.file), vae_sha256=vae and vae_fingerprint(vae))
         return dict(protocol=c.protocol, sampling=how, versions=versions())
@@ -246,6 +251,7 @@ class Drawing:
 
             how = (c.cfg_scale, c.guide_channels, c.cfg_interval, c.steps)
             more = dict(callback_on_step_end=after_step, on_routing=count if c.head_load else None)
+            more.update(guide=self.weak, guide_scale=c.guide_scale)
             for number in todo:
                 numbers = parts.numbers(number)
                 progress.note(f"images {numbers.start + 1} to {numbers.stop} of {c.num_images}")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Callable, Iterable, Optional, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from moh_vision.attention import attention_layers, running, set_routed_heads
 from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
 
 if TYPE_CHECKING:
@@ -23,33 +24,38 @@ OnStep = Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]]  # (step, t
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance, eps = eps(none) + scale * (eps(class) - eps(none)); Ho and Salimans 2022.
+    """Guidance away from the prediction without a class and from that of a weak model.
 
-    Velocities are guided alike. The learned variance is never guided: it is predicted with the class.
+        guided = eps(none) + scale (eps(class) - eps(none)) + (weak_scale - 1) (eps(class) - weak(class))
+
+    With weak_scale 1 this is classifier-free guidance (Ho and Salimans 2022); with scale 1 it is autoguidance,
+    weak + weak_scale (eps - weak) (Karras et al. 2024). Each scale other than 1 costs a pass. Velocities
+    are guided alike. The learned variance is never guided: it is predicted with the class.
 
     Args:
-        scale: 1: none, half the work; 0: as if without a class.
+        scale: 0: as if without a class.
         channels: how many channels are guided, from the first, or "all", as diffusers' DiT; others keep
             eps(class). None: 3 of 4, as the official DiT's published scores; all of any other number.
         interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside
-            the scale is 1, at half the work; Kynkaanniemi et al. 2024, there in noise levels. With DiT's
-            schedule t / 1000 of 0.1, 0.25, 0.5, 0.75 is sigma / alpha of 0.34, 0.96, 3.4, 17.
+            the scales are 1; Kynkaanniemi et al. 2024, there in noise levels.
     """
 
     scale: float = 1.0
     channels: int | str | None = None
     interval: tuple[float, float] = (0.0, 1.0)
+    weak_scale: float = 1.0
 
     def __post_init__(self):
-        if not self.scale >= 0:
-            raise ValueError(f"guidance scale {self.scale} is out of range: 0 or more")
+        for name, scale in (("guidance", self.scale), ("guide", self.weak_scale)):
+            if not scale >= 0:
+                raise ValueError(f"{name} scale {scale} is out of range: 0 or more")
         if self.channels not in (None, "all") and not (isinstance(self.channels, int) and self.channels >= 1):
             raise ValueError(f'guidance channels {self.channels!r} is out of range: at least 1, or "all"')
         if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
             raise ValueError(f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1")
 
-    def around(self, predict: Callable, labels: Tensor, null_label: int) -> Callable:
-        """Return a function of x [B, C, h, w] and a timestep: the guided prediction for `labels`."""
+    def around(self, predict: Callable, labels: Tensor, null_label: int, weak: Callable | None = None) -> Callable:
+        """Return a function of x [B, C, h, w] and a timestep: the guided prediction. `weak`: see `weak_predict`."""
         wrong = labels[(labels < 0) | (labels > null_label)].tolist()
         if wrong:
             allowed = f"0 to {null_label - 1}, or {null_label} for no class"
@@ -57,10 +63,18 @@ class Guidance:
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 
         def guided(x: Tensor, t: Tensor) -> Tensor:
-            applies = self.scale != 1 and self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
-            y = both if applies else labels
-            out = predict(torch.cat([x, x]) if applies else x, t.to(x.device).expand(len(y)), y).float()
-            return self.combine(*out.chunk(2), x.shape[1]) if applies else out
+            applies = (self.scale, self.weak_scale) != (1, 1)
+            applies = applies and self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
+            of_label, of_weak = applies and self.scale != 1, applies and self.weak_scale != 1
+            t, y = t.to(x.device), both if of_label else labels
+            out = predict(torch.cat([x, x]) if of_label else x, t.expand(len(y)), y).float()
+            cond = out[: len(x)]
+            out = self.combine(*out.chunk(2), x.shape[1]) if of_label else out
+            if of_weak:
+                n = self.guided(x.shape[1])
+                away = cond[:, :n] - weak(x, t.expand(len(x)), labels).float()[:, :n]
+                out = torch.cat([out[:, :n] + (self.weak_scale - 1) * away, out[:, n:]], dim=1)
+            return out
 
         return guided
 
@@ -75,6 +89,43 @@ class Guidance:
         n = self.guided(noise_channels)
         guided = uncond[:, :n] + self.scale * (cond[:, :n] - uncond[:, :n])
         return torch.cat([guided, cond[:, n:]], dim=1)
+
+
+def weak_predict(
+    model: nn.Module, guide: str | nn.Module | None, name: str = "guide", others: Iterable[tuple] = ()
+) -> Callable | None:
+    """Return the function of (x, t, labels) that predicts as the weak model of `model`; None for None.
+
+    `guide` is another model, or "heads:SHARE", the same one with fewer heads. Messages begin with `name`; of
+    `others`, (name, of the weak model, of `model`), the last two must be equal.
+    """
+    if guide is None:
+        return None
+    weak = model if isinstance(guide, str) else guide
+    try:
+        budgets = own = [layer.budget for layer in attention_layers(weak)]
+        if isinstance(guide, str):
+            kind, _, share = guide.partition(":")
+            if kind != "heads":
+                raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
+            with running(model, own):
+                set_routed_heads(model, share)
+                budgets = [layer.budget for layer in attention_layers(model)]
+            few, all_own = (sum(b.active for b in of) for of in (budgets, own))
+            if few >= all_own:
+                raise ValueError(f"that is {few} heads, and the model runs {all_own}: give a smaller share")
+        sizes = ("in_channels", "sample_size", "num_classes")
+        for what, its, needed in [*((size, weak.config[size], model.config[size]) for size in sizes), *others]:
+            if its != needed:
+                raise ValueError(f"its {what} is {its}, that of the model to guide is {needed}")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+
+    def predict(x: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+        with running(weak, budgets):
+            return weak(x.to(weak.dtype), t, labels).sample
+
+    return predict
 
 
 def sampler_for(objective: str, config, key: str) -> str:
@@ -204,6 +255,7 @@ def sample_images(
     null_label: int,
     guidance: Guidance = Guidance(),  # noqa: B008  frozen
     on_step: OnStep = None,
+    weak: Callable | None = None,
 ) -> Tensor:
     """Sample one image per label [B, C, h, w], with any function that predicts noise or a velocity.
 
@@ -214,10 +266,11 @@ def sample_images(
         scheduler: of diffusers, with its steps set; see `fit_scheduler`.
         null_label: the label that means "no class".
         on_step: (step, t, x) after every step; returns None, or a replacement of x.
+        weak: as `predict`, of the weak model that `guidance` guides away from.
     """
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     x = initial_noise(shape, generators, labels.device)
-    return denoise(guidance.around(predict, labels, null_label), scheduler, x, generators, on_step)
+    return denoise(guidance.around(predict, labels, null_label, weak), scheduler, x, generators, on_step)
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:

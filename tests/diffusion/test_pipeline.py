@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from tiny_vae import coarse_vae, tiny_vae
 from moh_vision import set_head_budget
 from moh_vision.attention import head_budget
 from moh_vision.diffusion import Guidance, MoHDiTPipeline, make_scheduler, sample_images
+from moh_vision.diffusion.config import PreviewConfig
+from moh_vision.diffusion.objectives import HybridLoss
+from moh_vision.diffusion.previews import Previews
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 from moh_vision.models.head_load import HeadLoad
@@ -70,6 +74,45 @@ def test_it_is_the_loop_of_sample_images():
     )  # fmt: skip
     more = dict(guidance_scale=2.0, guide_channels=2, guidance_interval=(0.1, 0.8))
     assert torch.equal(draw(pipe, [3, 0], 8, 9, steps=6, output_type="latent", **more), x)
+
+
+@pytest.mark.parametrize("more", [{}, dict(scope="sample")])
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_weak_model_of_fewer_heads_is_one_with_its_budget(scale, more):
+    """In bits, also without a class; and the model has its own heads afterwards, whatever stops the pass."""
+    pipe = MoHDiTPipeline(transformer(3, **more), make_scheduler("ddpm", 6, True, clip=True))
+    own, weak = head_budget(pipe.transformer), set_head_budget(transformer(3, **more), 0.5)
+    how = dict(guidance_scale=scale, guide_channels=2, guidance_interval=(0.1, 0.8), steps=6, output_type="latent")
+    few = draw(pipe, [3, 4], 8, 9, guide="heads:0.5", guide_scale=1.5, **how)
+    assert torch.equal(few, draw(pipe, [3, 4], 8, 9, guide=weak, guide_scale=1.5, **how))
+
+    def by_hand(*which):
+        return sample_images(
+            lambda x, t, y: pipe.transformer(x, t, y).sample, pipe.scheduler, torch.tensor([3, 4]), (3, 4, 4), [8, 9], 7,
+            Guidance(scale, *which, 1.5), weak=lambda x, t, y: weak(x, t, y).sample,
+        )  # fmt: skip
+
+    assert torch.equal(few, by_hand(2, (0.1, 0.8)))
+    config = PreviewConfig(
+        every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, guide="heads:0.5", guide_scale=1.5
+    )
+    inputs = SimpleNamespace(source=SimpleNamespace(classes=list("abcdefg")), space=None)
+    previews = Previews(config, inputs, pipe.transformer, HybridLoss())
+    assert torch.equal(previews.sample(pipe.transformer, range(3, 5)), to_uint8(by_hand(None, (0, 1))))
+    assert not torch.equal(few, draw(pipe, [3, 4], 8, 9, **how))
+    if scale == 1:  # 7 is no class
+        assert not torch.equal(draw(pipe, [7], 8, guide="heads:0.5", guide_scale=1.5, **how), draw(pipe, [7], 8, **how))
+    calls = []
+
+    def stop(module, inputs):
+        calls.append(len(inputs[0]))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    pipe.transformer.register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        draw(pipe, [3, 4], 8, 9, guide="heads:0.5", guide_scale=1.5, **dict(how, guidance_interval=None))
+    assert head_budget(pipe.transformer) == own
 
 
 @pytest.mark.parametrize("with_vae", [False, True])
@@ -279,6 +322,22 @@ def test_half_precision_runs_the_loop_in_float32():
         ([0], dict(guide_channels="most"), "guidance channels 'most' is out of range: at least 1, or \"all\""),
         (["a"], {}, r"class_labels \['a'\]: this pipeline has no class names, pass class numbers"),
         ([0], dict(guidance_interval=(0.9, 0.1)), "guidance interval"),
+        ([0], dict(guide="heads:0.5"), "guide_scale 1 with guide: expected a weak model and a scale other than 1"),
+        ([0], dict(guide_scale=2.0), "guide_scale 2 without guide: expected a weak model"),
+        ([0], dict(guide="half", guide_scale=2.0), 'guide: expected a model, or "heads:SHARE"'),
+        (
+            [0],
+            dict(guide="heads:0.75", guide_scale=2.0),
+            "guide: that is 6 heads, and the model runs 6: give a smaller",
+        ),
+        ([0], dict(guide="heads:0.2", guide_scale=2.0), "guide: head_budget '0.2'.* the smallest share is"),
+        (
+            [0],
+            dict(guide=transformer(4), guide_scale=2.0),
+            "guide: its in_channels is 4, that of the model to guide is 3",
+        ),
+        ([0], dict(guide=transformer(3, 9), guide_scale=2.0), "guide: its num_classes is 9, .* is 7"),
+        ([0], dict(guide=tiny_vae(2), guide_scale=2.0), "guide: AutoencoderKL has no HeadMixtureAttention layer"),
         ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
         ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
     ],
@@ -348,7 +407,7 @@ def test_class_names():
 
 
 def test_diffusers_own_loader_needs_to_be_told_the_class(tmp_path):
-    """Not our class by name alone: diffusers looks for it in itself. docs/guides/sampling.md says so."""
+    """Not our class by name alone: diffusers looks for it in itself."""
     pipeline().save_pretrained(tmp_path)
     with pytest.raises(AttributeError, match="MoHDiTPipeline"):
         DiffusionPipeline.from_pretrained(tmp_path)

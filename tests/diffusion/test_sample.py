@@ -33,6 +33,7 @@ from moh_vision.diffusion import scores as scores_of_samples
 from moh_vision.diffusion.config import PROTOCOLS, SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
+from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import sha256_of
@@ -86,16 +87,24 @@ def refused(capsys, run, *more):
     return refusals.refused(capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more)
 
 
-@pytest.mark.parametrize("sampler", ["ddpm", "ddim", "dpm-solver++"])
-def test_a_saved_pipeline_draws_the_same_images(tmp_path, sampler):
-    run = run_of(tmp_path, 3)
-    call(run, "--sampler", sampler, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe")
+@pytest.mark.parametrize("sampler, weak", [("ddpm", None), ("ddim", "heads:0.5"), ("dpm-solver++", "weak")])
+def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak):
+    run, guide = run_of(tmp_path, 3, heads=(0, 2)), {}
+    more = ["--sampler", sampler, "--out", tmp_path / "a.npz", "--save-pipeline", tmp_path / "pipe"]
+    if weak:
+        guide = dict(guide=weak, guide_scale=1.5)
+        if weak == "weak":
+            weak = run_of(tmp_path / "weak", 3, heads=(0, 1))
+            guide["guide"], _ = from_run(str(weak), "diffusion")
+        more += ["--guide", weak, "--guide-scale", "1.5"]
+    call(run, *more)
+    assert (f", guidance 2, 1.5 away from {weak}, balanced" in capsys.readouterr().out) == bool(weak)
     images = np.load(tmp_path / "a.npz")["arr_0"]
     assert images.std() > 10
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert pipe.labels == {"a": 0, "b": 1, "c": 2} and pipe.config.label_drop == 0.1
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="pil").images
+    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="pil", **guide).images
     drawn = np.stack([np.array(i) for i in drawn]).astype(int)
     assert np.abs(drawn - images[:3]).max() <= 1
 
@@ -163,6 +172,13 @@ def test_guidance_options(tmp_path, capsys):
         ("--cfg-interval 0 999", "cfg_interval (0.0, 999.0) is out of range"),
         ("--cfg-interval 0.5", "cfg_interval"),
         ("--cfg-interval 0.1 0.2 --cfg-scale 1", "needs cfg_scale other than 1"),
+        ("--guide heads:0.5", "guide 'heads:0.5' needs guide_scale other than 1"),
+        ("--guide-scale 2", "guide_scale 2.0 needs guide"),
+        (
+            "--guide heads:1 --guide-scale 2",
+            "--guide heads:1: that is 2 heads, and the model runs 2: give a smaller share",
+        ),
+        ("--guide {}/weak --guide-scale 2", "--guide {0}/weak: no such file or folder"),
         ("--guide-channels 0", "guide_channels 0 is out of range: at least 1"),
         ("--guide-channels most", "guide_channels"),
         ("--num-images 0", "num_images 0 is out of range: at least 1"),
@@ -184,6 +200,22 @@ def test_guidance_options(tmp_path, capsys):
 def test_mistakes(tmp_path, capsys, argv, words):
     assert words.replace("{0}", str(tmp_path)) in refused(capsys, run_of(tmp_path, 1), *argv.format(tmp_path).split())
     assert [p.name for p in tmp_path.iterdir()] == ["ema.safetensors"]
+
+
+def test_weak_models_that_do_not_fit(tmp_path, capsys):
+    space = vars(LatentSpace("some", "1" * 64, 1.0, None, 2, 4))
+    run = run_of(tmp_path / "run", 4, vae=space)
+    flow = dict(kind="diffusion", objective="flow", flow=dict(timesteps="uniform", shift=1.0))
+    for channels, more, words in (
+        (3, {}, "in_channels is 3"),
+        (4, dict(config=flow), "objective is flow"),
+        (4, dict(vae=dict(space, sha256="2" * 64)), "VAE is 2222"),
+    ):
+        with pytest.raises(
+            ValueError, match=f"^--guide {tmp_path}/weak: its {words}.* of the model to guide is (4|n|1)"
+        ):
+            weak = run_of(tmp_path / "weak", channels, **more)
+            open_guide("--guide", str(weak), from_run(str(run), "diffusion")[0], "noise", space)
 
 
 @pytest.mark.parametrize("more", [[], ["--save-pipeline", "pipe"], ["--allow-biased"]])

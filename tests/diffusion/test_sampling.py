@@ -1,3 +1,5 @@
+from functools import partial
+
 import diffusers
 import pytest
 import torch
@@ -59,6 +61,29 @@ def test_official_guidance_leaves_the_fourth_channel_alone():
         assert torch.equal(Guidance(2.0).combine(cond, uncond, channels), every)
 
 
+@pytest.mark.parametrize("channels, n", [(None, 3), (1, 1), ("all", 4)])
+@pytest.mark.parametrize(
+    "scale, w, passes", [(1, 1, [1]), (2.5, 1, [2]), (1, 1.5, [1, 1]), (0, 0, [2, 1]), (2.5, 1.5, [2, 1])]
+)
+def test_guidance_away_from_no_class_and_from_a_weak_model(scale, w, passes, channels, n):
+    """The equation of `Guidance`, and with label scale 1 Karras 2024's, in float64; outside the interval the class alone."""
+    cond, none, weak = torch.randn(3, 8, 3, 3)
+    calls = []
+
+    def predict(outputs, x, t, labels):
+        calls.append(len(labels))
+        return torch.stack([outputs[label] for label in labels.tolist()])
+
+    guidance = Guidance(scale, channels, (0.2, 0.6), w)
+    guided = guidance.around(partial(predict, [cond, none]), torch.tensor([0]), 1, partial(predict, [weak]))
+    got, x = guided(torch.zeros(1, 4, 3, 3), torch.tensor(600))[0], torch.ones(1, 4, 3, 3)
+    assert calls == passes
+    assert torch.equal(guided(x, torch.tensor(601))[0], cond) and calls == [*passes, 1]
+    cond, none, weak = cond.double(), none.double(), weak.double()
+    want = none + scale * (cond - none) + (w - 1) * (cond - weak) if scale != 1 else weak + w * (cond - weak)
+    torch.testing.assert_close(got, torch.cat([want[:n], cond[n:]]).float())
+
+
 def test_guidance_interval():
     """Guided inside, at twice the work; outside with the class alone."""
     calls = []
@@ -83,6 +108,7 @@ def test_guidance_interval():
     [
         (dict(scale=-1.0), "guidance scale -1.0 is out of range: 0 or more"),
         (dict(scale=float("nan")), "guidance scale nan"),
+        (dict(weak_scale=-1.0), "guide scale -1.0 is out of range: 0 or more"),
         (dict(channels=0), "guidance channels 0 is out of range"),
         (dict(interval=(0.6, 0.3)), r"guidance interval \(0.6, 0.3\) is out of range: 0 <= low <= high <= 1"),
         (dict(interval=(0, 999)), "guidance interval"),

@@ -58,7 +58,7 @@ class Inception(Extractor):
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
             ) from None
-        # 1.5 times faster on a CPU (docs/guides/scores.md); the numbers change by 1e-6.
+        # 1.5 times faster on a CPU (docs/guides/sampling.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
         self.name = "inception-v3-compat" if self.published else f"Inception with unknown weights {file.name}"
