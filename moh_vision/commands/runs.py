@@ -58,6 +58,7 @@ PLACES = {
 }
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
+LOG = "metrics.jsonl"
 FEW = 10  # classes: with so few top-5 says little
 # Keys, or sections, that change neither weights nor scores. Scores say how samples were scored.
 WITHOUT_EFFECT = (
@@ -124,9 +125,8 @@ def read_json(file: Path, text: str | None = None) -> dict:
     return tree
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines of a run's metrics.jsonl, if any, without an unfinished last line."""
-    file = folder / "metrics.jsonl"
+def read_metrics(file: Path) -> list[dict]:
+    """Read the lines of a metrics.jsonl, if it exists, without an unfinished last line."""
     lines = text_of(file).splitlines(keepends=True) if file.is_file() else []
     return [read_json(file, line) for line in lines if line.endswith("\n")]
 
@@ -211,7 +211,7 @@ def _results(folder: Path, scored: bool) -> dict:
 def _scored_samples(folder: Path) -> dict:
     if (folder / "scores.json").is_file():
         return read_json(folder / "scores.json")
-    scored = [entry for entry in read_metrics(folder) if "error" not in entry.get("scores", ["error"])]
+    scored = [entry for entry in read_metrics(folder / LOG) if "error" not in entry.get("scores", ["error"])]
     if not scored:
         raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])

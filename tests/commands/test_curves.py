@@ -62,7 +62,7 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
     )
-    found, steps = read_curves(tmp_path)
+    found, steps = read_curves(tmp_path / "metrics.jsonl")
     assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
 
 
