@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import torch
 from pictures import encoded, gradient
 from PIL import Image
 from refusals import one_line, refused
@@ -127,23 +126,3 @@ def test_a_plain_folder_is_divided(tmp_path, capsys):
     assert sum(counts) == 24 and min(counts) > 0
     assert command(["shards", "--in", str(flat), "--out", str(tmp_path / "few"), "--val-fraction", "0.001"]) == 2
     assert "leaves no file in val; give a larger one" in capsys.readouterr().err
-
-
-def test_labels_are_the_null_row():
-    """A class that is never shown: what the model gets is the row that label_drop would give."""
-    from moh_vision.models.weights import create
-
-    model = create(
-        "moh_dit_small_patch2_75",
-        "diffusion",
-        num_classes=0,
-        img_size=4,
-        embed_dim=16,
-        depth=1,
-        num_heads=2,
-        head_budget=[(1, 1)],
-    )
-    table = model.y_embedder.embedding_table.weight
-    assert table.shape == (1, 16) and torch.equal(
-        model.y_embedder(torch.zeros(2, dtype=torch.long)), table.expand(2, 16)
-    )

@@ -75,10 +75,8 @@ def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tu
     hooked = "" if all(map(plain, layer.projections)) else "the projections carry hooks or are not plain linear layers"
     path, none = path_of(layer, call), ""
     if path == "torch":
-        none = (
-            f"no compiled operator runs the call ({'dropout' if call.dropout_p else kernels.about(call.x.device.type)})"
-        )
-
+        why = "dropout" if call.dropout_p else kernels.about(call.x.device.type)
+        none = f"no compiled operator runs the call ({why})"
     once, whole = hooked, none
     if routing.active.shape[1] != 1:
         once = "heads are chosen per token"
