@@ -113,7 +113,7 @@ def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, capsys):
     for name in ("quickstart/cls", "configs/quickstart/cls.yaml"):
         assert command(capsys, run, "--beside", name, "--output", tmp_path / "curves.png")[0] == 0
         lines = lines_of(tmp_path / "curves.json")
-    XX
+        assert lines["moh_vit_tiny_patch16_224, training"]["mean"] == [2.5, 2.0]
         shipped = lines[f"{name} as shipped, training"]
         assert shipped["x"][:3] == [1, 11, 21] and shipped["x"][-1] == 600 and 2 < shipped["mean"][0] < 3
         assert lines[f"{name} as shipped, validation"]["x"] == [600]
