@@ -35,12 +35,12 @@ def written(root, kind):
     if kind == "latents":
         vae = str(save_tiny_vae(root.parent / "vae"))
         assert command(["latents", "--vae", vae, "--data", str(root), "--out", str(out), "--size", "16"]) == 0
-    if kind == "shards":
+    if kind in ("shards", "stream"):
         assert command(["shards", "--in", str(root), "--out", str(out), "--samples-per-shard", "9"]) == 0
     return {"folder": root, "images alone": root / "train"}.get(kind, out)
 
 
-@pytest.mark.parametrize("kind", ["folder", "images alone", "shards", "latents"])
+@pytest.mark.parametrize("kind", ["folder", "images alone", "shards", "stream", "latents"])
 def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
     images = plain_folder(tmp_path / "images")
     root, run = written(images, kind), tmp_path / "run"
@@ -49,6 +49,7 @@ def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
         assert command(["check", str(root), "--workers", "0"]) == 0
         assert "train: 24 images without classes; shorter side 8 pixels" in capsys.readouterr().out
     more = ["--data.root", root, *(["--data.img_size", "8", *PREVIEWED] if pixels else [])]
+    more += ["--data.exact_order", "false"] if kind == "stream" else []
     train_dit.main(arguments("dit", run, 2, 2, *more))
     assert f"{root}: 24 training images without classes; 2 steps of 8" in capsys.readouterr().out
     train_dit.main(arguments("dit", run, 3, 3, *more))  # goes on
@@ -82,13 +83,6 @@ def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
     assert pipe([0, 0], 1.0, num_inference_steps=2, output_type="pt").images.shape == (2, 3, 8, 8)
     with one_line("class_labels 0 means no class, which guidance_scale 4 cannot guide to: pass guidance_scale=1"):
         pipe([0])
-
-
-def test_streamed_shards(tmp_path):
-    root = written(plain_folder(tmp_path / "images"), "shards")
-    more = ["--data.root", root, "--data.img_size", "8", "--data.exact_order", "false"]
-    train_dit.main(arguments("dit", tmp_path / "run", 2, 2, *more))
-    assert [e["step"] for e in entries(tmp_path / "run") if "loss" in e] == [1, 2]
 
 
 @pytest.mark.parametrize("section", ["preview", "score"])
