@@ -1,8 +1,9 @@
 """Look at every image of a data set before anyone trains on it.   python -m moh_vision check ROOT
 
-ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, one of shards, or of either without classes;
-also a folder of classes alone. Prints the number of images and classes of each split, what cannot be read, what training would refuse, and
-what it takes but may surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT cannot be opened.
+ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, one of shards, or either without classes;
+also a folder of classes alone. Prints the number of images and classes of each split, what cannot be read, what
+training would refuse, and what it takes but may surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT
+cannot be opened.
 """
 
 from __future__ import annotations

@@ -77,14 +77,17 @@ def dividing(root: str, options: str = "") -> str:
 
 def open_splits(root: str, train=None) -> tuple:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
-    train = open_source(root, "train") if train is None else train
-    if not train.classes:
-        raise ValueError(
-            f"data.root {root}: images without classes, which train_dit.py takes; classifiers need classes"
-        )
+    train = with_classes(root, open_source(root, "train") if train is None else train)
     val = open_source(root, "val")
     check_same_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
+
+
+def with_classes(root: str, source: ImageSource) -> ImageSource:
+    """Return the images of a classifier; raise ValueError if they have no classes."""
+    if not source.classes:
+        raise ValueError(f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them")
+    return source
 
 
 def check_same_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:

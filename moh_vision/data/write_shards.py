@@ -165,8 +165,7 @@ def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
 
     ROOT/train and ROOT/val (or ROOT/validation; or, if there is neither, ROOT/test) that hold folders are splits, and
     without classes all of them if ROOT has no other folders; otherwise, or with the name of a `split`, the folders in
-    ROOT are classes. `test` beside a validation split is no
-    split: ImageNet's has no labels.
+    ROOT are classes. `test` beside a validation split is no split: ImageNet's has no labels.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"--in {root}: no such folder")

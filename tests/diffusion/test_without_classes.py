@@ -13,6 +13,7 @@ from tiny_vae import save_tiny_vae
 
 from moh_vision.__main__ import main as command
 from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
 from moh_vision.data.shards import Shards
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, sample
@@ -98,6 +99,9 @@ def test_classifiers_need_classes(tmp_path, capsys):
     for root in (images, images / "train", written(images, "shards")):
         error = refused(capsys, train_cls.main, *arguments("cls", tmp_path / "run", 2, 2, "--data.root", root))
         assert f"data.root {root}: images without classes, which train_dit.py takes; classifiers need" in error
+    for labels in ([], ["--labels", "v2"]):
+        validated = ["--checkpoint", classifier_in(tmp_path / f"cls{len(labels)}"), "--data.root", images, *labels]
+        assert f"data.root {images}: images without classes" in refused(capsys, validate.main, *validated)
 
 
 def test_shards_have_labels_or_none(tmp_path):
