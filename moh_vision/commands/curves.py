@@ -20,17 +20,7 @@ from typing import Sequence
 import numpy as np
 
 from moh_vision.commands.figures import Line, draw_lines, lines_of
-from moh_vision.commands.runs import (
-    COLUMNS,
-    LOG,
-    NAMES,
-    ScoredRun,
-    find_run,
-    grouped,
-    number_at,
-    read_metrics,
-    read_runs,
-)
+from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_metrics, read_runs
 from moh_vision.engine.command_line import SHIPPED
 from moh_vision.engine.commands import closest
 
@@ -40,11 +30,7 @@ Points = list[tuple[float, float]]  # (steps done, loss)
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--over", metavar="KEY", help="last scores over this key of the configuration, such as data.share")
-    add(
-        "--beside",
-        metavar="NAME",
-        help="of losses: also the log that ships with a configuration, such as quickstart/cls",
-    )
+    add("--beside", metavar="NAME", help="also the log that ships with a configuration, such as quickstart/cls")
     add("--names", nargs="+", metavar="NAME", help=NAMES)
     add("--window", type=int, default=1, metavar="N", help="mean of so many logged training losses (%(default)s)")
     add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
@@ -60,7 +46,8 @@ def figure(options) -> tuple:
         lines, y = scores_over(read_runs(options.runs), x, options.names)
     else:
         runs = [find_run(folder) for folder in options.runs]
-        logs = [(name, [run.folder / LOG for run in group]) for name, group in grouped(runs, names=options.names)]
+        groups = grouped(runs, names=options.names)
+        logs = [(name, [run.folder / "metrics.jsonl" for run in group]) for name, group in groups]
         logs += [(f"{options.beside} as shipped", [shipped_log(options.beside)])] if options.beside else []
         lines, x = learning_curves(logs, options.window, options.first_epoch)
         y = loss_label(runs)

@@ -23,7 +23,6 @@ from moh_vision.commands import report_figures as figures
 from moh_vision.commands.head_load import draw
 from moh_vision.commands.runs import (
     COLUMNS,
-    LOG,
     TEXT,
     NoScores,
     ScoredRun,
@@ -157,7 +156,7 @@ def training(runs: Named) -> Section:
     panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
         file = run.folder / "metrics.jsonl"
-        for entry in read_metrics(run.folder / LOG):
+        for entry in read_metrics(run.folder / "metrics.jsonl"):
             for title, place in PANELS.items():
                 value = number_at(entry, place, file)
                 if value is not None:  # not there, or not finite

@@ -58,7 +58,6 @@ PLACES = {
 }
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
-LOG = "metrics.jsonl"
 FEW = 10  # classes: with so few top-5 says little
 # Keys, or sections, that change neither weights nor scores. Scores say how samples were scored.
 WITHOUT_EFFECT = (
@@ -211,7 +210,9 @@ def _results(folder: Path, scored: bool) -> dict:
 def _scored_samples(folder: Path) -> dict:
     if (folder / "scores.json").is_file():
         return read_json(folder / "scores.json")
-    scored = [entry for entry in read_metrics(folder / LOG) if "error" not in entry.get("scores", ["error"])]
+    scored = [
+        entry for entry in read_metrics(folder / "metrics.jsonl") if "error" not in entry.get("scores", ["error"])
+    ]
     if not scored:
         raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])
