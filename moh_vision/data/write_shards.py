@@ -62,9 +62,7 @@ CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" el
 
 
 def options(add: Callable) -> None:
-    add(
-        "--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT[/train, /val]/CLASS/*, or without CLASS"
-    )
+    add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT[/{train,val}]/CLASS/*, or no CLASS")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
     add("--split", metavar="NAME", help="the folders in IMAGEFOLDER are classes, and this is their split (train)")
     add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
