@@ -41,6 +41,22 @@ def test_links_lead_somewhere(page):
     assert wrong == []
 
 
+def test_environment_variables_are_on_their_page():
+    read = r"""environ(?:\.get\(|\.setdefault\(|\[)"(\w+)"|"(\w+)" in os\.environ|^(?:BUILD|VARIABLE) = "(\w+)\""""
+    product, tests = (
+        "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / room).rglob("*.py")))
+        for room in ("moh_vision", "tests")
+    )
+    found = {name for names in re.findall(read, product, re.M) for name in names if name}
+    found -= {"ACCELERATE_USE_CPU"}  # is set, not read
+    found |= set(re.findall(r"environ\.get\(\"(MOH_VISION_\w+)\"", tests))
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`.*?) \|", page, re.M)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == found
+    named = {name for text in (product, tests) for name in re.findall(r"MOH_VISION_[A-Z0-9]+(?!\w)", text)}
+    assert named <= found
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_pages_that_are_named_exist(page):
     if page.name == "CHANGELOG.md":

@@ -53,6 +53,7 @@ NOT_RUN = {
     "python -m moh_vision gates TEXT_RUN": "runs of text; tests/commands/test_gates.py",
     "python -m moh_vision curves TEXT_RUN": "runs of text; tests/commands/test_curves.py",
     "python -m moh_vision lm-curve": "needs lm_eval; tests/commands/test_lm_curve.py",
+    "accelerate launch train_cls.py --config cls/moh_vit_small_patch16_224 --data.root ROOT --data.exact_order": "a server; tests/data/test_stream.py",
     "accelerate launch sample.py --checkpoint RUN --": "50,000 images; tests/diffusion/test_sample.py",
     "python sample.py --checkpoint RUN --num-images 50000": "50,000 images; tests/diffusion/test_sample.py",
     "python -m moh_vision.evaluation.fidelity samples.npz dinov2": "weights of the hub; tests/evaluation/test_fidelity.py",

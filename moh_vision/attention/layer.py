@@ -11,7 +11,7 @@ from torch.types import Device
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache, look_up
 from moh_vision.attention.executors import EXECUTORS, Masked, choose
-from moh_vision.attention.executors.choice import is_traced, way_to_skip
+from moh_vision.attention.executors.choice import is_traced, way_to_skip, ways
 from moh_vision.attention.linear import plain
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
@@ -199,8 +199,8 @@ class HeadMixtureAttention(nn.Module):
         """The executor of a call."""
         return choose(self, call)
 
-    all_heads: type[Masked] = Masked  # this and `way_to_skip`: other layers have executors of their own
-    way_to_skip = way_to_skip
+    all_heads: type[Masked] = Masked  # this and `ways`: other layers have executors of their own
+    ways, way_to_skip = ways, way_to_skip
     variant = ""  # what decides the time of a call beside its sizes
 
     def check(

@@ -51,10 +51,11 @@ Calls = dict[tuple, Recorded]  # by (words of `key_of`, (B, N, M, K))
 
 
 def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
-    """Measure where skipping heads pays in calls like model(*inputs, **named), and print it.
+    """Measure where skipping heads pays in calls like model(*inputs, **named), and print a table of it.
 
     From then on the executor "auto" follows what was found, in this process and, through the user's cache, in later ones.
-    A smaller batch follows the row of a larger one, fewer active heads that of more.
+    A smaller batch follows the row of a larger one, fewer active heads that of more. The table names every way to skip
+    heads, with its time or why it cannot, where all heads are computed.
 
     Args:
         model: in training mode, training steps are measured too; else inference alone, under torch.no_grad. It is left
@@ -70,15 +71,28 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
     attention_layers(model)
     compiled = getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod")
     calls: Calls = {}
+    ways: dict[tuple, dict[str, str]] = {}
     for training in (True, False) if model.training else (False,):
-        forward = collect(calls, model, lambda: model(*inputs, **named), training, compiled)
+        forward = collect(calls, model, lambda: model(*inputs, **named), training, compiled, ways=ways)
     rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * forward))
     measured.use_table(dict(measured.table(), rows=measured.merged(measured.table()["rows"], rows)))
-    for key, kind in rows.items():
-        for N, M, B, K, picked, ratio in kind:
-            took = "failed" if ratio is None else f"{ratio:.2f} of the time of all heads"
-            print(f"{key}, {B} x {N} to {M} tokens, {K} heads: {took}, {picked} is picked")
+    for line in table_lines(rows, ways):
+        print(line)
     return rows
+
+
+def table_lines(rows: measured.Rows, ways: dict[tuple, dict[str, str]]) -> Iterator[str]:
+    """Yield a line for each call, and below it those of its ways to skip heads: the time, or why it cannot."""
+    for (key, (B, N, M, K)), found in ways.items():
+        tried, _, words = key.partition(" ")
+        row = next((row for row in rows.get(key, ()) if row[:4] == [N, M, B, K]), None)
+        taken, took = row is not None and row[4] == tried, "there was no time left to measure it"
+        if row is not None:
+            took = "failed" if row[5] is None else f"{row[5]:.2f} of the time of all heads"
+        yield f"{words}, {B} x {N} to {M} tokens, {K} heads: {tried if taken else 'all heads'}"
+        for way, reason in found.items():
+            if way == tried or (reason and not taken):
+                yield f"  {way:<15} {reason or took}"
 
 
 def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
@@ -93,14 +107,16 @@ def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
 
 
 def collect(
-    calls: Calls, model: nn.Module, forward: Callable, training: bool, compiled: bool = False, batch: float = 1.0
-) -> float:
+    calls: Calls, model: nn.Module, forward: Callable, training: bool, compiled: bool = False, batch: float = 1.0,
+    ways: dict | None = None,
+) -> float:  # fmt: skip
     """Add the distinct calls of forward() in which the layers of a model could skip heads; returns the seconds it took.
 
     Args:
         training: run it in this mode; no gradients are recorded.
         compiled: calls like these will be compiled.
         batch: they will have so many times as many sequences.
+        ways: takes, by call, every way to skip heads and why it cannot; "" where it can.
     """
     layers = [
         m for m in model.modules() if isinstance(m, HeadMixtureAttention) and m.executor == "auto" and m.fused_attn
@@ -110,9 +126,12 @@ def collect(
     def record(layer: nn.Module, call: Call, *more: Any) -> Masked:
         way, (B, N, M, K) = layer.way_to_skip(call, compiled)[0], sizes_of(layer, call)
         skips = way is not layer.all_heads and K < layer.num_heads and call.cache is None
+        want, kind = B if B in (N, M) else round(B * batch) or 1, call.x.device.type
+        found = " ".join(key_of(layer, call, way, compiled)), (want, N, M, K)
+        if ways is not None:
+            never = "" if skips else "all heads run, or keys are cached"
+            ways[found] = {way.__name__: why or never for way, why in layer.ways(call, compiled)}
         if skips and not is_traced(call.x):
-            want, kind = B if B in (N, M) else round(B * batch) or 1, call.x.device.type
-            found = " ".join(key_of(layer, call, way, compiled)), (want, N, M, K)
             autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
             try:
                 if found not in calls:

@@ -15,7 +15,7 @@ from torch import nn
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.folder import ImageFolder, split_folder
 from moh_vision.data.shards import Shards
-from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.data.splits import check_same_classes, open_source, with_classes
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
 IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the c-th
@@ -74,7 +74,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     if labels in ("a", "r"):
         listing = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
         columns = [int(c) for c in listing.split()]
-    classes = imagenet_names(source.classes)
+    classes = imagenet_names(with_classes(root, source).classes)
     # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
     places = np.argsort(np.argsort(classes))
     found = Relabelled(source, range(len(source)), places[source.labels], columns)

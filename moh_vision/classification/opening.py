@@ -24,7 +24,7 @@ from moh_vision.data.batches import (
     evaluation_batches,
 )
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.data.splits import check_same_classes, open_source, with_classes
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.opened import Opened
@@ -135,7 +135,7 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
     with accelerator.main_process_first():
         if config.labels:
             return open_labelled(config.data.root, config.labels)
-        return open_source(config.data.root, split)
+        return with_classes(config.data.root, open_source(config.data.root, split))
 
 
 def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:

@@ -2,11 +2,13 @@
 
     python -m moh_vision curves RUN RUN ... --output curves.png
     python -m moh_vision curves RUN RUN ... --over data.share --output share.png
+    python -m moh_vision curves RUN --beside quickstart/cls --output curves.png
 
 Training losses are dotted, validation losses solid (Peng 2020 (MAE), figure 3); for text both are
 nats per token without smoothed labels. Only text runs, from their second epoch on, have epochs.
 --over draws the first score in the command table that all have (figure 2). Runs that differ only in
-the seed make one line, in a band of one standard deviation.
+the seed make one line, in a band of one standard deviation. --beside adds the log that ships with
+a configuration, of one run of it.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 
 from moh_vision.commands.figures import Line, draw_lines, lines_of
 from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_metrics, read_runs
+from moh_vision.engine.command_line import SHIPPED
 from moh_vision.engine.commands import closest
 
 Points = list[tuple[float, float]]  # (steps done, loss)
@@ -27,6 +30,7 @@ Points = list[tuple[float, float]]  # (steps done, loss)
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--over", metavar="KEY", help="last scores over this key of the configuration, such as data.share")
+    add("--beside", metavar="NAME", help="also the log that ships with a configuration, such as quickstart/cls")
     add("--names", nargs="+", metavar="NAME", help=NAMES)
     add("--window", type=int, default=1, metavar="N", help="mean of so many logged training losses (%(default)s)")
     add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
@@ -35,24 +39,37 @@ def options(add) -> None:
 def figure(options) -> tuple:
     if options.window < 1:
         raise ValueError(f"--window {options.window}: expected 1 or more")
+    if options.over and options.beside:
+        raise ValueError(f"--beside {options.beside} has no effect with --over: a log has losses")
     if options.over:
         x = options.over
         lines, y = scores_over(read_runs(options.runs), x, options.names)
     else:
         runs = [find_run(folder) for folder in options.runs]
-        lines, x = learning_curves(grouped(runs, names=options.names), options.window, options.first_epoch)
+        groups = grouped(runs, names=options.names)
+        logs = [(name, [run.folder / "metrics.jsonl" for run in group]) for name, group in groups]
+        logs += [(f"{options.beside} as shipped", [shipped_log(options.beside)])] if options.beside else []
+        lines, x = learning_curves(logs, options.window, options.first_epoch)
         y = loss_label(runs)
     runs = [str(folder) for folder in options.runs]
     numbers = dict(x=x, y=y, runs=runs, lines=[line.numbers() for line in lines])
     return draw_lines(lines, x, y), numbers, f": {len(lines)} lines over {x}"
 
 
-def read_curves(folder: Path) -> tuple[dict[str, Points], float | None]:
-    """Read the losses in a run's log, and the steps per epoch once a second has begun."""
-    file = folder / "metrics.jsonl"
+def shipped_log(name: str) -> Path:
+    """Find the log beside a configuration, by the name that --config takes."""
+    file = SHIPPED / f"{name.removeprefix('configs/').removesuffix('.yaml')}.jsonl"
+    if not file.is_file():
+        there = sorted(f"{log.parent.name}/{log.stem}" for log in SHIPPED.glob("*/*.jsonl"))
+        raise ValueError(f"--beside {name}: no such log; there are {', '.join(there)}")
+    return file
+
+
+def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
+    """Read the losses in a log, and the steps per epoch once a second has begun."""
     found: dict[str, Points] = dict(training=[], validation=[])
     began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
-    for entry in read_metrics(folder):
+    for entry in read_metrics(file):
         step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
         if step is None:
             raise ValueError(f"{file}: a line without step")
@@ -77,9 +94,9 @@ def running_mean(points: Points, window: int) -> Points:
     return [(x, float(np.mean(values[max(0, i + 1 - window) : i + 1]))) for i, (x, _) in enumerate(points)]
 
 
-def learning_curves(groups: Sequence[tuple[str, list[ScoredRun]]], window: int, first_epoch: float):
-    """Return lines of losses, and the label of x; first_epoch skips the high ones."""
-    logs = [(name, [read_curves(run.folder) for run in group]) for name, group in groups]
+def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int, first_epoch: float):
+    """Return lines of losses in named groups of logs, and the label of x; first_epoch skips the high ones."""
+    logs = [(name, [read_curves(file) for file in group]) for name, group in files]
     over_epochs = all(steps for _, group in logs for _, steps in group)
     if first_epoch and not over_epochs:
         raise ValueError(f"--first-epoch {first_epoch:g}: a run has no second epoch in its log, so steps are drawn")

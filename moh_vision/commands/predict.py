@@ -55,7 +55,7 @@ def image_files(paths: Sequence[str]) -> list[str]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            found = {p: e for e, p in walk(Path(path), path.rstrip("/")) if p.lower().endswith(IMAGES)}
+            found = {p: e for e, p in walk(Path(path), f"{path.rstrip('/')}/") if p.lower().endswith(IMAGES)}
             if not found:
                 raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
             for file in sorted(found):

@@ -261,7 +261,8 @@ def data_of(run: ScoredRun) -> str:
     if record.is_file():
         try:
             counts = {split: [n for _, n in outline["classes"]] for split, outline in read_json(record).items()}
-            parts = [f"{len(next(iter(counts.values())))} classes"]
+            classes = len(next(iter(counts.values())))
+            parts = [f"{classes} classes"] * (classes > 1)
             parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
             text += f": {', '.join(parts)}"
         except (TypeError, KeyError, StopIteration):

@@ -156,7 +156,7 @@ def training(runs: Named) -> Section:
     panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
         file = run.folder / "metrics.jsonl"
-        for entry in read_metrics(run.folder):
+        for entry in read_metrics(run.folder / "metrics.jsonl"):
             for title, place in PANELS.items():
                 value = number_at(entry, place, file)
                 if value is not None:  # not there, or not finite

@@ -124,9 +124,8 @@ def read_json(file: Path, text: str | None = None) -> dict:
     return tree
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """Read the lines of a run's metrics.jsonl, if any, without an unfinished last line."""
-    file = folder / "metrics.jsonl"
+def read_metrics(file: Path) -> list[dict]:
+    """Read the lines of a metrics.jsonl, if it exists, without an unfinished last line."""
     lines = text_of(file).splitlines(keepends=True) if file.is_file() else []
     return [read_json(file, line) for line in lines if line.endswith("\n")]
 
@@ -211,7 +210,9 @@ def _results(folder: Path, scored: bool) -> dict:
 def _scored_samples(folder: Path) -> dict:
     if (folder / "scores.json").is_file():
         return read_json(folder / "scores.json")
-    scored = [entry for entry in read_metrics(folder) if "error" not in entry.get("scores", ["error"])]
+    scored = [
+        entry for entry in read_metrics(folder / "metrics.jsonl") if "error" not in entry.get("scores", ["error"])
+    ]
     if not scored:
         raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])

@@ -1,8 +1,9 @@
 """Look at every image of a data set before anyone trains on it.   python -m moh_vision check ROOT
 
-ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, or one of shards; also a folder of classes
-alone. Prints the number of images and classes of each split, what cannot be read, what training would refuse, and
-what it takes but may surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT cannot be opened.
+ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, one of shards, or either without classes;
+also a folder of classes alone. Prints the number of images and classes of each split, what cannot be read, what
+training would refuse, and what it takes but may surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT
+cannot be opened.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
-from moh_vision.data.folder import ImageFolder, split_folder
+from moh_vision.data.folder import ImageFolder, holds_images, split_folder
 from moh_vision.data.shard_writer import one_line
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, open_source
+from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, of_classes, open_source
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.commands import Progress, say
 
@@ -82,6 +83,8 @@ def open_all(root: str) -> dict[str, ImageSource]:
             found[split] = ImageFolder(root, split, allow_empty=True)
         elif any(Path(root).glob(f"{split}-*.tar")):
             found[split] = open_source(root, split)
+    if not found and holds_images(root):
+        return {"train": ImageFolder(root, "")}
     return found or {"": ImageFolder(root, "", allow_empty=True)}
 
 
@@ -109,8 +112,8 @@ def check(root: str, split: str, source, workers: int) -> list[str]:
 
     plain = "" if split else " (neither train nor val is in it: its folders are taken as classes)"
     pixels = f"; shorter side {_range(sides)} pixels, median {np.median(sides):.0f}" if sides else ""
-    of = f"{len(source.classes)} class{'es' * (len(source.classes) != 1)}, {_range(counts)} each"
-    say(f"{title}{plain}: {len(source)} images of {of}{pixels}")
+    each = f", {_range(counts)} each" if source.classes else ""
+    say(f"{title}{plain}: {len(source)} images {of_classes(source)}{each}{pixels}")
     rows = [(what, len(names), one_line(names[0])) for what, names in found.items() if names]
     rows += [("unreadable", len(bad), "")] if bad else []
     wide = max((len(what) for what, *_ in rows), default=0)
@@ -159,8 +162,10 @@ def work(options: Namespace) -> None:
             refused.append(f"classifiers refuse this: {error}")
         if len(sources["val"]) > len(sources["train"]):
             say(EXCHANGED)
-    elif "" not in sources:
+    elif "" not in sources and any(source.classes for source in sources.values()):
         refused.append(f"classifiers refuse this: only {''.join(sources)}, where train and val are needed")
+    if not any(source.classes for source in sources.values()):
+        say("train_dit.py takes images without classes, train_cls.py does not")
     say("\n".join(refused) or "nothing that training would refuse")
     if refused:
         raise SystemExit(1)

@@ -1,4 +1,4 @@
-"""A folder of class folders, as torchvision's and timm's ImageFolder read it. Links are followed."""
+"""A folder of class folders, as torchvision's and timm's ImageFolder read it, or of images. Links are followed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ IMAGES = (
 VAL_NAMES = ("val", "validation")
 
 
-def subfolders(folder: Path) -> list[str]:
+def subfolders(folder: str | Path) -> list[str]:
     """Return the names of the folders in `folder` but hidden ones, sorted, as those of classes are."""
     return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirEntry, str]]:
-    """Yield (entry, `prefix`/...) of all files below a folder but hidden ones.
+    """Yield (entry, `prefix`...) of all files below a folder but hidden ones.
 
     Raise ValueError that names a link to a folder `above`: (device, inode) of the folders that led here.
     """
@@ -42,9 +42,9 @@ def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirE
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            yield from walk(folder / entry.name, f"{prefix}/{entry.name}", (*above, (here.st_dev, here.st_ino)))
+            yield from walk(folder / entry.name, f"{prefix}{entry.name}/", (*above, (here.st_dev, here.st_ino)))
         else:
-            yield entry, f"{prefix}/{entry.name}"
+            yield entry, f"{prefix}{entry.name}"
 
 
 def refuse_special(entry: os.DirEntry) -> None:
@@ -59,10 +59,17 @@ def split_folder(root: str, split: str) -> Path | None:
     return next((Path(root, name) for name in names if Path(root, name).is_dir()), None)
 
 
+def holds_images(root: str | Path) -> bool:
+    """Return whether there are images directly in `root`, and no folders: images without classes."""
+    entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
+    return not subfolders(root) and any(entry.name.lower().endswith(IMAGES) for entry in entries)
+
+
 class ImageFolder(ImageSource):
     """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); classes are the sorted names of folders.
 
     Images are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
+    A split without folders holds images without classes.
     With split "" the classes are in `root` itself; `allow_empty` ones too; `key` named the folder, for messages.
     `left_out` are the files that are no images by their names.
     """
@@ -73,12 +80,14 @@ class ImageFolder(ImageSource):
             raise FileNotFoundError(f"{key} {root}: no folder {split} in it")
         self.folder, self.name = folder, Path(root).name
         self.classes = subfolders(folder)
-        if not self.classes:
-            raise ValueError(f"{key} {root}: {folder} holds no class folders (expected {folder}/CLASS/*.jpg)")
-        paths, labels = [], []
-        self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
-        for label, name in enumerate(self.classes):
+        paths, labels, self.left_out = [], [], []
+        if self.classes:
+            self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
+        for label, name in enumerate(self.classes or [""]):
             found = self._images(name)
+            if not found and not name:
+                expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
+                raise ValueError(f"{key} {root}: {folder} holds no class folders and no images ({expected})")
             if not found and not allow_empty:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
             paths += found
@@ -113,9 +122,9 @@ class ImageFolder(ImageSource):
             yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
 
     def _images(self, name: str) -> list[str]:
-        """Return the image files of a class, sorted, each as `name`/..."""
+        """Return the image files of a class, sorted, each as `name`/...; "": those in the folder itself."""
         found = []
-        for entry, path in walk(self.folder / name, name):
+        for entry, path in walk(self.folder / name, name and f"{name}/"):
             if entry.name.lower().endswith(IMAGES):
                 refuse_special(entry)  # a dangling link is found, counted and named when it is read
                 found.append(path)

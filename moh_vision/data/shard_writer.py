@@ -55,10 +55,11 @@ def plan_shards(form: str, samples: Iterable[T], name: Callable[[T], str], most:
 
 def fingerprint(source: ImageSource) -> dict[str, str]:
     """Return "class NAME" -> number of images and digest of their identities, to tell one listing from another."""
-    digests = {name: hashlib.sha256() for name in source.classes}  # of the hub's classes some have one name
-    counts = Counter(source.classes[label] for label in source.labels.tolist())
+    names = source.classes or ["none"]
+    digests = {name: hashlib.sha256() for name in names}  # of the hub's classes some have one name
+    counts = Counter(names[label] for label in source.labels.tolist())
     for label, identity in zip(source.labels.tolist(), source.identities()):
-        digests[source.classes[label]].update(identity)
+        digests[names[label]].update(identity)
     sums = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
     return {f"class {name}": f"{counts[name]} images (sha256 {sums[name]})" for name in sums}
 

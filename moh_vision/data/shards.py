@@ -31,7 +31,8 @@ class Shards(ImageSource):
     """A folder of webdataset shards `{split}-*.tar` whose samples are an image and a .cls file with the label.
 
     webdataset itself only streams; the index makes any sample readable by one pread, so that the order of a run can be a
-    pure function. Classes come from classes.txt (one a line) or are the numbers 0 .. largest label.
+    pure function. Classes come from classes.txt (one a line) or are the numbers 0 .. largest label; images of which none
+    has a .cls are without classes.
     """
 
     def __init__(self, root: str, split: str):
@@ -75,9 +76,14 @@ class Shards(ImageSource):
         self.classes = self._class_names(folder / "classes.txt")
 
     def _class_names(self, file: Path) -> list[str]:
-        if not file.exists():
-            return [str(c) for c in range(int(self.labels.max()) + 1)]
-        names = class_names(file)
+        names = class_names(file) if file.exists() else [str(c) for c in range(int(self.labels.max()) + 1)]
+        if (self.labels < 0).all() and not names:
+            self.labels = np.zeros_like(self.labels)
+            return []
+        if self.labels.min() < 0:
+            bare = int(self.labels.argmin())
+            others = f"{file} names {len(names)} classes" if file.exists() else "others have one"
+            raise ValueError(f"{self.where(bare)}: the sample has no .cls file, but {others}")
         if self.labels.max() >= len(names):
             worst = int(self.labels.argmax())
             raise ValueError(
@@ -132,7 +138,7 @@ def class_names(file: Path) -> list[str]:
 
 
 def scan(path: Path) -> np.ndarray:
-    """Read offset, size and label of each sample of a shard from its headers, int64 [N, 3].
+    """Read offset, size and label of each sample of a shard from its headers, int64 [N, 3]; label -1 without a .cls.
 
     Nothing is extracted; links, devices and folders are passed over, whatever their names say.
     """
@@ -148,11 +154,12 @@ def scan(path: Path) -> np.ndarray:
                 raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
             if kind:
                 entry[kind] = (member.offset_data, member.size) if image else _label(tar, member, path)
+    labelled = any("label" in entry for entry in found.values())
     for key, entry in found.items():
-        if entry.keys() != {"image", "label"}:
+        if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
             raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
-    return np.array([(*entry["image"], entry["label"]) for entry in found.values()], np.int64).reshape(-1, 3)
+    return np.array([(*entry["image"], entry.get("label", -1)) for entry in found.values()], np.int64).reshape(-1, 3)
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
@@ -193,8 +200,8 @@ def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.n
         raise ValueError(f"{shard} was changed since the index {file} was made; delete the index to build it again")
     table = table[1:]
     offset, size, label = table.T
-    if len(table) and (label.min() < 0 or label.max() >= MAX_CLASSES):
-        raise ValueError(f"{file}: not an index that can be right (labels outside of 0 to {MAX_CLASSES - 1}); {again}")
+    if len(table) and (label.min() < -1 or label.max() >= MAX_CLASSES):
+        raise ValueError(f"{file}: not an index that can be right (labels outside of -1 to {MAX_CLASSES - 1}); {again}")
     if len(table) and (min(offset.min(), size.min()) < 0 or (offset > size_and_time[0] - size).any()):
         raise ValueError(f"{file}: not an index that can be right (samples outside of their shard); {again}")
     return table

@@ -1,4 +1,4 @@
-"""What all sources of labelled images share, and the smallest: the digits of scikit-learn, which need no download."""
+"""What all sources of images share, and the smallest: the digits of scikit-learn, which need no download."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from moh_vision.data.decode import UnreadableImage, decode_image
 
 
 class ImageSource:
-    """Labelled images of one split; see `splits.open_source`.
+    """Images of one split; see `splits.open_source`.
 
     Attributes:
         name: of the data.
-        classes: names of the classes.
-        labels: class number of each image, int64 [N].
+        classes: names of the classes; [] of images without labels.
+        labels: class number of each image, int64 [N]; without classes 0, which a DiT takes for "no class".
         channels: 3, or 1 for grey images.
         img_size: side of the images, if all are squares of one size; else None.
         shard_sizes: images of each shard, see `order.epoch_order`.

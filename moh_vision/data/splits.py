@@ -12,7 +12,7 @@ from typing import Callable, Collection
 import numpy as np
 from accelerate.utils import gather_object
 
-from moh_vision.data.folder import ImageFolder, split_folder, subfolders
+from moh_vision.data.folder import ImageFolder, holds_images, split_folder, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
@@ -34,9 +34,10 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
 
 
 def open_source(root: str, split: str) -> ImageSource:
-    """Open the labelled images of "train" or "val".
+    """Open the images of "train" or "val".
 
-    `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards.
+    `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
+    classes the images are in train/ and val/ themselves, or all in `root` for "train".
     """
     if root == "digits":
         return Digits(split)
@@ -52,6 +53,8 @@ def open_source(root: str, split: str) -> ImageSource:
     if split_folder(root, split) is not None:
         return ImageFolder(root, split)
     if not any(Path(root).glob(f"{split}-*.tar")):
+        if split == "train" and holds_images(root):
+            return ImageFolder(root, "")
         raise FileNotFoundError(
             f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it{_classes_in(root)}"
         )
@@ -74,10 +77,17 @@ def dividing(root: str, options: str = "") -> str:
 
 def open_splits(root: str, train=None) -> tuple:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
-    train = open_source(root, "train") if train is None else train
+    train = with_classes(root, open_source(root, "train") if train is None else train)
     val = open_source(root, "val")
     check_same_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
+
+
+def with_classes(root: str, source: ImageSource) -> ImageSource:
+    """Return the images of a classifier; raise ValueError if they have no classes."""
+    if not source.classes:
+        raise ValueError(f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them")
+    return source
 
 
 def check_same_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
@@ -86,7 +96,7 @@ def check_same_classes(expected: list[str], owner: str, val: ImageSource, named:
     Shards without classes.txt number their classes up to the largest label; there, val may lack the last ones.
     """
     numbers = [str(c) for c in range(len(expected))]
-    if isinstance(val, Shards) and expected == numbers and val.classes == numbers[: len(val.classes)]:
+    if isinstance(val, Shards) and val.classes and expected == numbers and val.classes == numbers[: len(val.classes)]:
         val.classes = list(expected)
     if val.classes == expected:
         return
@@ -104,7 +114,13 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
     checked = f", {len(val)} for validation" if val is not None else ""
     checked += f" ({EXCHANGED})" if val is not None and len(val) > len(train) else ""
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
-    return f"{root}: {len(train)} training images of {len(train.classes)} classes{checked}; {epochs}"
+    return f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
+
+
+def of_classes(source) -> str:
+    """Return how many classes images have, in words."""
+    count = len(source.classes)
+    return f"of {count} class{'es' * (count != 1)}" if count else "without classes"
 
 
 class DataRecord:
@@ -164,8 +180,9 @@ def _outline(source) -> dict:
     digest = hashlib.sha256(labels.tobytes())
     for part in source.listing():
         digest.update(part)
-    counts = np.bincount(labels, minlength=len(source.classes)).tolist()
-    return dict(classes=[list(pair) for pair in zip(source.classes, counts)], sha256=digest.hexdigest())
+    names = source.classes or ["none"]
+    counts = np.bincount(labels, minlength=len(names)).tolist()
+    return dict(classes=[list(pair) for pair in zip(names, counts)], sha256=digest.hexdigest())
 
 
 def _names(outline: dict) -> list[str]:

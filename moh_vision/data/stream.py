@@ -56,7 +56,7 @@ def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None
     if not names.is_file():
         raise FileNotFoundError(
             f"data.root {data.root}: no file classes.txt in it, one class name a line, which data.exact_order false "
-            "needs; URLs of shards go into data.stream"
+            "needs (empty: without classes); URLs of shards go into data.stream"
         )
     urls = _expanded(data.stream) if data.stream else [str(path) for path in sorted(root.glob("train-*.tar"))]
     if not urls:
@@ -144,8 +144,8 @@ class ShardStream(ImageSource):
 
     def image(self, name: str):
         """Decode the latest sample, and put its label into `labels`; raise UnreadableImage if it has not both."""
-        text = self._sample.get("cls", b"")[:32].decode("ascii", "replace").strip()
-        if not text.isdigit() or int(text) >= len(self.classes):
+        text = self._sample.get("cls", b"")[:32].decode("ascii", "replace").strip() if self.classes else "0"
+        if not text.isdigit() or int(text) >= max(1, len(self.classes)):
             raise UnreadableImage(f"{name}: label {text!r}, expected a .cls of 0 to {len(self.classes) - 1}")
         found = [extension for extension in IMAGE_EXTENSIONS if extension in self._sample]
         if not found:

@@ -1,7 +1,7 @@
 """Image folder -> webdataset shards.   python -m moh_vision shards --in IMAGEFOLDER --out DIR [--size 256]
 
     DIR/train-000000.tar ...   an image and a .cls (class number) per sample, shuffled over the classes
-    DIR/classes.txt            the class names, sorted; line n is class n
+    DIR/classes.txt            the class names, sorted; line n is class n; without classes empty, and no .cls in the shards
     DIR/train.shards.json      the record: arguments and input, then samples, bytes, sha256 and bad files of every shard
     DIR/train.files.txt        line n: the file that sample n came from
     DIR/train.bad.txt          bad files and what is wrong with them, if any were left out
@@ -49,7 +49,7 @@ from moh_vision.data.shard_writer import (
     plan_shards,
 )
 from moh_vision.data.shards import Shards, index_folders, index_name
-from moh_vision.data.splits import check_same_classes
+from moh_vision.data.splits import check_same_classes, of_classes
 from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
@@ -62,7 +62,7 @@ CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" el
 
 
 def options(add: Callable) -> None:
-    add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT/{train,val}/CLASS/* or ROOT/CLASS/*")
+    add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT[/{train,val}]/CLASS/*, or no CLASS")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
     add("--split", metavar="NAME", help="the folders in IMAGEFOLDER are classes, and this is their split (train)")
     add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
@@ -142,12 +142,11 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
         in_val = np.array([int.from_bytes(start, "big") < val_fraction * 2**64 for start in hashes])
         found = {"train": images.subset(~in_val), "val": images.subset(in_val)}
     for name, images in found.items():
-        say(f"{name}: {len(images)} images of {len(images.classes)} classes in {images.folder}")
-        for label in set(range(len(images.classes))).difference(images.labels.tolist()):
-            more, missing = "larger" if name == "val" else "smaller", images.classes[label]
-            raise ValueError(
-                f"--val-fraction {val_fraction:g} leaves class {missing} without a file in {name}; give a {more} one"
-            )
+        say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
+        for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
+            more = "larger" if name == "val" else "smaller"
+            missing = f"class {images.classes[label]} without a file" if images.classes else "no file"
+            raise ValueError(f"--val-fraction {val_fraction:g} leaves {missing} in {name}; give a {more} one")
     used = {place.name for place in places.values() if place != Path(source)}
     others = sorted(e.name for e in os.scandir(source) if e.name not in used and not e.name.startswith("."))
     if used and others:
@@ -156,11 +155,11 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
 
 
 def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
-    """Return split name -> folder of its class folders.
+    """Return split name -> folder of its class folders, or of its images.
 
-    ROOT/train and ROOT/val (or ROOT/validation; or, if there is neither, ROOT/test) that hold folders are splits;
-    otherwise, or with the name of a `split`, the folders in ROOT are classes. `test` beside a validation split is no
-    split: ImageNet's has no labels.
+    ROOT/train and ROOT/val (or ROOT/validation; or, if there is neither, ROOT/test) that hold folders are splits, and
+    without classes all of them if ROOT has no other folders; otherwise, or with the name of a `split`, the folders in
+    ROOT are classes. `test` beside a validation split is no split: ImageNet's has no labels.
     """
     if not root.is_dir():
         raise FileNotFoundError(f"--in {root}: no such folder")
@@ -168,6 +167,8 @@ def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
         return {split: root}
     there = [name for name in ("train", *VAL_NAMES, "test") if (root / name).is_dir()]
     splits = [name for name in there if subfolders(root / name)]
+    if not splits and sorted(there) == subfolders(root):
+        splits = there
     if not splits:
         return {"train": root}
     for name in there:
@@ -225,7 +226,7 @@ def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: 
     size = sum(entry["bytes"] for entry in entries) / 1e6
     how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
     listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
-    shown = f"{len(source)} images of {len(source.classes)} classes in {len(entries)} shards"
+    shown = f"{len(source)} images {of_classes(source)} in {len(entries)} shards"
     say(f"{split}: {shown}, {size:.1f} MB, {how}{listed}")
     return len(bad)
 
@@ -277,8 +278,8 @@ def _write_shard(parts: Path, size: int | None, quality: int, limit: BadLimit, s
                     bad.append([_images.path(number), str(error)])
                     limit.check(bad, _images.folder)
                 else:
-                    label = str(_images.labels[number]).encode()
-                    tar.write({"__key__": f"{number:08d}", extension: data, "cls": label})
+                    label = {"cls": str(_images.labels[number]).encode()} if _images.classes else {}
+                    tar.write({"__key__": f"{number:08d}", extension: data, **label})
         return finish_shard(parts, name, file, len(numbers) - len(bad), bad)
 
 

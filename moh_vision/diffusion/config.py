@@ -27,6 +27,8 @@ PROTOCOLS = dict(
 
 def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], count: int) -> list[int]:
     """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
+    if asked and not names:
+        raise ValueError(f"{key} {asked[0]}: the model was trained without classes")
     by_name, found = numbers_by_name(names), []
     for text in asked:
         by_number = [int(text)] if text.isdecimal() and int(text) < count else []

@@ -51,6 +51,8 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
     # A prediction is clipped to the range of pixels; latents have none.
     scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"])
     label_drop = metadata["label_drop"]
+    if config.cfg_scale != 1 and not metadata["classes"]:
+        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with classes: 1 is no guidance")
     if config.cfg_scale != 1 and label_drop == 0:
         raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
     return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(metadata["classes"])), label_drop)

@@ -110,7 +110,8 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Draw one image per label.
 
         Args:
-            class_labels: B class numbers or names; num_classes draws without a class and without guidance.
+            class_labels: B class numbers or names; num_classes, 0 of a model without classes, draws without a class
+                and without guidance.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
             generator: one per image for all its noise, or a single one (None: torch's own) that gives the images
@@ -227,7 +228,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             this = "this one was trained with label_drop 0: pass guidance_scale=1"
             raise ValueError(f"{scale} needs a model that was trained without some labels too; {this}")
         if guidance.scale != 1 and (labels == null).any():
-            raise ValueError(f"class_labels {null} means no class, which {scale} cannot guide to")
+            raise ValueError(
+                f"class_labels {null} means no class, which {scale} cannot guide to: pass guidance_scale=1"
+            )
         return labels.long()
 
 

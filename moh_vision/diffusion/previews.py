@@ -55,7 +55,11 @@ class Samples:
 
     def __init__(self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None):
         self.config, self.names, self.failed = config, inputs.source.classes, 0
-        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, self.names))
+        chosen = chosen_classes(f"{config.section}.classes", config.classes, self.names)
+        self.classes = torch.tensor(chosen or [len(self.names)])  # without classes "no class"
+        if 0 < config.every and config.cfg_scale != 1 and not self.names:
+            said = f"{config.section}.cfg_scale {config.cfg_scale:g}"
+            raise ValueError(f"{said} needs classes, and the images have none: set 1, for no guidance")
         self.decode = decode or (lambda x: x)  # to images in [-1, 1]
         self.sampler = sampler_for(objective.name, config, f"{config.section}.sampler")
         how = (model.config.learn_sigma, inputs.space is None, getattr(objective, "shift", 1.0))

@@ -20,7 +20,7 @@ from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
-from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, write_images
+from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, draw_image_grid, write_images
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import open_guide, open_pipeline
@@ -87,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         drawing.write(parts)
         if denoising:
-            denoising.save([drawing.names[c] for c in drawing.labels[: len(denoising.frames[0])]])
+            denoising.save([drawing.names[c] for c in drawing.labels[: len(denoising.frames[0])] if drawing.names])
             say(f"denoising, from noise to image: {config.denoising}")
     if config.score:
         with user_errors(NAME):  # what fails on one process fails on all
@@ -161,7 +161,7 @@ class Drawing:
             statistics = "ADM's statistics (an .npz with mu and sigma, such as VIRTUAL_imagenet256_labeled.npz)"
             raise ValueError(f"--score {config.score}: protocol {config.protocol} compares with {statistics}")
         config.labels = config.labels or ("random" if against_adm else "balanced")
-        self.classes = chosen_classes("--classes", config.classes, self.names)
+        self.classes = chosen_classes("--classes", config.classes, self.names) or [len(self.names)]
         draws = range(config.num_images)
         if config.labels == "random":
             draws = (derive_seed(config.seed, i, Stream.DIFFUSION) for i in draws)
@@ -223,7 +223,7 @@ class Drawing:
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw this process's missing images; return a `HeadLoad` whose sums are in `parts`."""
         c, pipe, accelerator = self.config, self.pipe, self.accelerator
-        names = [*self.names, "none"] if c.cfg_scale != 1 else self.names
+        names = [*self.names, "none"] if c.cfg_scale != 1 or not self.names else self.names
         # Heun's has most of them twice.
         places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
         groups = {"class": names, "timestep": [f"{t:g}" for t in places]}
@@ -270,7 +270,11 @@ class Drawing:
         if c.out:
             write_images(parts.batches(), labels, Path(c.out))
             say(f"images: {c.out}")
-        if c.grid:
+        if c.grid and not self.names:
+            count = min(c.num_images, 10 * c.grid_columns)
+            draw_image_grid(parts.images(list(range(count))), min(c.grid_columns, count), c.grid)
+            say(f"grid of {count} images: {c.grid}")
+        elif c.grid:
             wanted = self.classes if c.classes else sorted(set(labels.tolist()))[:10]
             rows = draw_class_rows(parts.images, labels, wanted, c.grid_columns, c.grid, self.names)
             every = len(self.classes)

@@ -58,7 +58,7 @@ class Guidance:
         """Return a function of x [B, C, h, w] and a timestep: the guided prediction. `weak`: see `weak_predict`."""
         wrong = labels[(labels < 0) | (labels > null_label)].tolist()
         if wrong:
-            allowed = f"0 to {null_label - 1}, or {null_label} for no class"
+            allowed = f"0 to {null_label}, where {null_label} is no class"
             raise ValueError(f"class_labels {wrong[:5]} are out of range: {allowed}")
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 

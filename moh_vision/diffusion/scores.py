@@ -59,11 +59,11 @@ def make_scorer(
 ) -> Callable[..., tuple[dict, str]]:
     """Return a function of (parts, labels, device) for all ranks, with all that it needs opened.
 
-    It is a `ClassifierScores` for a run as extractor, a data set and `classes`, else it is `fidelity.score`.
+    It is a `ClassifierScores` for a run as extractor, a data set and `classes`, if any, else it is `fidelity.score`.
     """
     source = open_set(key, config.score, config.score_split, default_split)
     extractor, weights, biased = config.extractor or "inception", config.inception_weights, config.allow_biased
-    if classes is not None and isinstance(source, SourceImages) and Path(extractor).exists():
+    if classes and isinstance(source, SourceImages) and Path(extractor).exists():
         for name, value in (("inception_weights", weights), ("allow_biased", biased)):
             if value:
                 raise ValueError(f"{name} {value} has no effect with a run as extractor and a data set as reference")

@@ -79,7 +79,7 @@ class ImagesConfig(Section, section="data"):
 
     root: str = key("digits", also="data_path dataset path")
     """"digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls), or with train/CLASS/*.jpg
-    and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set; for diffusion also a folder of latents."""
+    and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set; for diffusion also images without classes, or latents."""
     img_size: int | None = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
     workers: int = key(2, ge=0, free=True)
@@ -94,7 +94,7 @@ class DataConfig(ImagesConfig):
 
     exact_order: bool = key(True)
     """Read samples in the seed's order; false: read the training shards as a stream, which promises less
-    (docs/guides/streaming.md). data.root then has classes.txt, the validation split, and the shards where data.stream names
+    (docs/guides/data.md). data.root then has classes.txt, the validation split, and the shards where data.stream names
     none."""
     stream: str | None = key(None, needs="not .exact_order")
     """URLs of the training shards, such as "https://HOST/train-{000000..001023}.tar", joined by "::"; also paths, and

@@ -72,7 +72,7 @@ class LabelEmbedder(nn.Module):
         except IndexError:  # on a GPU the kernel fails instead
             null = self.embedding_table.num_embeddings - 1
             raise ValueError(
-                f"class_labels {labels.min()} to {labels.max()}: expected 0 to {null - 1}, or {null} for no class"
+                f"class_labels {labels.min()} to {labels.max()}: expected 0 to {null}, where {null} is no class"
             ) from None
 
 

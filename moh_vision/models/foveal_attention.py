@@ -2,7 +2,7 @@
 
 Both are cosine attention with a learned temperature per head, an embedding added to the unit query, logits
 that grow with the log of the number of keys, and a position bias from an MLP. Both skip heads that do not
-run where that is faster, see `CosineAttention.way_to_skip`.
+run where that is faster, see `CosineAttention.ways`.
 """
 
 import math
@@ -269,15 +269,15 @@ class CosineAttention(HeadMixtureAttention):
                 way, _ = pays(self, call, way)
         return way(self, call, *where)
 
-    def way_to_skip(self, call: Call, compiling: bool | None = None) -> tuple[type[Masked], str]:
-        """Return the executor that skips heads, or the one of all heads and why none can be skipped."""
-        x = call.x
+    def ways(self, call: Call, compiling: bool | None = None) -> list[tuple[type[Masked], str]]:
+        """Return the executor that skips heads, and why it cannot; "" where it can."""
+        x, reason = call.x, ""
         compiling = torch.compiler.is_compiling() if compiling is None else compiling
         if trains(self) or compiling or not kernels.native(x.device, product_dtype(x)):
-            return self.all_heads, "heads are skipped by the operators in C++, in inference that is not compiled"
-        if call.routing.active is None or x.numel() == 0 or not all(map(plain, self.projections)):
-            return self.all_heads, "every head may run, there are no tokens, or the projections carry hooks"
-        return self.pairs, ""
+            reason = "heads are skipped by the operators in C++, in inference that is not compiled"
+        elif call.routing.active is None or x.numel() == 0 or not all(map(plain, self.projections)):
+            reason = "every head may run, there are no tokens, or the projections carry hooks"
+        return [(self.pairs, reason)]
 
 
 class AggregatedAttention(CosineAttention):

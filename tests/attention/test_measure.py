@@ -77,6 +77,28 @@ def test_auto_follows_what_was_measured(path, folder, takes, capsys):
     assert picked(layer, x) == [SKIPS[path]] and picked(layer.train(), x) == ["Masked"]
 
 
+def test_the_table_names_every_way_that_was_refused(path, folder, takes, capsys):
+    takes(0.96)
+    moh_vision.measure(HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), torch.randn(4, 9, 32))
+    training, *of_training, inference, _, _, _, tokens = capsys.readouterr().out.splitlines()
+    assert training.startswith("training 4 heads") and training.endswith("4 x 9 to 9 tokens, 2 heads: all heads")
+    assert [line.split(maxsplit=1) for line in of_training] == [
+        ["WholeSequences", "heads are chosen per token"],
+        ["Sequences", "heads are chosen per token"],
+        ["OnGpu", "no Triton kernel runs the call"],
+        ["Tokens", "no compiled operator runs the call (dropout)"],
+    ]
+    assert inference.startswith("inference") and inference.endswith("all heads")
+    took = "0.96 of the time of all heads" if path == "cpp" else "no compiled operator runs the call (attention runs"
+    assert tokens.split(maxsplit=1)[0] == "Tokens" and took in tokens
+    takes(0.5)
+    moh_vision.measure(layer_of(), torch.randn(4, 9, 32))
+    assert (
+        capsys.readouterr().out.splitlines()[1:] == [f"  {SKIPS[path]:<15} 0.50 of the time of all heads"]
+        or path == "torch"
+    )
+
+
 def test_a_smaller_batch_and_fewer_heads_follow_the_row(folder, takes):
     takes(0.5)
     moh_vision.measure(layer_of(), torch.randn(4, 9, 32))

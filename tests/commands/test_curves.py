@@ -62,7 +62,7 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
     )
-    found, steps = read_curves(tmp_path)
+    found, steps = read_curves(tmp_path / "metrics.jsonl")
     assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
 
 
@@ -108,6 +108,19 @@ def test_scores_over_a_share_of_the_data(tmp_path, capsys):
     assert lines["mt_mae_7, data.merges 2"]["std"][1] is None
 
 
+def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, capsys):
+    run = write_run(tmp_path / "a", model="moh_vit_tiny_patch16_224", losses=[2.5, 2.0])
+    for name in ("quickstart/cls", "configs/quickstart/cls.yaml"):
+        assert command(capsys, run, "--beside", name, "--output", tmp_path / "curves.png")[0] == 0
+        lines = lines_of(tmp_path / "curves.json")
+        assert lines["moh_vit_tiny_patch16_224, training"]["mean"] == [2.5, 2.0]
+        shipped = lines[f"{name} as shipped, training"]
+        assert shipped["x"][:3] == [1, 11, 21] and shipped["x"][-1] == 600 and 2 < shipped["mean"][0] < 3
+        assert lines[f"{name} as shipped, validation"]["x"] == [600]
+        for file in tmp_path.glob("curves.*"):
+            file.unlink()
+
+
 def test_mistakes_are_one_line(tmp_path, capsys):
     run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
     (tmp_path / "old.png").touch()
@@ -123,6 +136,8 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert "--window 0: expected 1 or more" in refused(run, "--window", 0)
     assert "no run has got so far" in refused(write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10), "--first-epoch", 9)
     assert "--over data.shar: no such key" in refused(run, "--over", "data.shar")
+    assert "--beside cls/none: no such log; there are cls/cifar10_small_cpu, " in refused(run, "--beside", "cls/none")
+    assert "--beside x has no effect with --over" in refused(run, "--beside", "x", "--over", "data.share")
     assert "has 'val' there; expected a number" in refused(run, "--over", "data.val")
     (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
     assert "metrics.jsonl is not readable" in refused(run)

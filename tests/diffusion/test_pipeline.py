@@ -311,7 +311,7 @@ def test_half_precision_runs_the_loop_in_float32():
 @pytest.mark.parametrize(
     "labels, more, words",
     [
-        ([8], {}, r"class_labels \[8\] are out of range: 0 to 6, or 7 for no class"),
+        ([8], {}, r"class_labels \[8\] are out of range: 0 to 7, where 7 is no class"),
         ([-1], {}, r"class_labels \[-1\] are out of range"),
         ([], {}, "expected whole numbers"),
         ([0.5], {}, "expected whole numbers"),

@@ -291,7 +291,7 @@ def test_a_condition_needs_sample_scope():
 def test_labels_and_timesteps_out_of_range():
     model = tiny()
     x, t, null = FIXED[0], FIXED[1], model.config.num_classes
-    with one_line(f"class_labels 0 to {null + 1}: expected 0 to {null - 1}, or {null} for no class"):
+    with one_line(f"class_labels 0 to {null + 1}: expected 0 to {null}, where {null} is no class"):
         model(x, t, torch.tensor([0, null + 1] + [0] * (len(x) - 2)))
     with pytest.warns(UserWarning, match="timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"):
         model(x, torch.tensor(0.5), FIXED[2])

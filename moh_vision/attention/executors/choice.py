@@ -48,34 +48,53 @@ def choose(layer: nn.Module, call: Call) -> Masked:
 
 
 def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> tuple[type[Masked], str]:
-    """The executor that skips heads of a call, or Masked and why no heads can be skipped.
+    """The first of `layer.ways` that can skip heads of a call, else the executor of all heads and why the last cannot."""
+    reason = ""
+    for way, reason in layer.ways(call, compiling):
+        if not reason:
+            return way, ""
+    return layer.all_heads, reason
 
-    compiling: choose as under torch.compile; None: as it is.
+
+def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tuple[type[Masked], str]]:
+    """Every way to skip heads, the one that is tried first first, and why it cannot in a call; "" where it can.
+
+    compiling: as under torch.compile; None: as it is.
     """
     routing, cache = call.routing, call.cache
     compiling = torch.compiler.is_compiling() if compiling is None else compiling
+    never = ""
     if routing.active is None:
-        return Masked, "every head may run"
-    if call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
-        return Masked, "there are no tokens"
-    if cache is not None and (call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache)):
-        return Masked, "the keys of all heads are cached"
-    direct = all(map(plain, layer.projections))
-    dtype, path = product_dtype(call.x), path_of(layer, call)
-    if routing.active.shape[1] == 1 and direct and cache is None and not layer.grouped:
-        if path == "cpp" and kernels.native(call.x.device, dtype) and call.q is None and not compiling:
-            return WholeSequences, ""
-        if routing.count is not None or not compiling:
-            return Sequences, ""
-    if path == "triton":
-        return OnGpu, ""
+        never = "every head may run"
+    elif call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
+        never = "there are no tokens"
+    elif cache is not None and (call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache)):
+        never = "the keys of all heads are cached"
+    if never:
+        return [(WholeSequences, never), (Sequences, never), (OnGpu, never), (Tokens, never)]
+    hooked = "" if all(map(plain, layer.projections)) else "the projections carry hooks or are not plain linear layers"
+    path, none = path_of(layer, call), ""
     if path == "torch":
-        return Masked, f"no compiled operator runs the call ({kernels.about(call.x.device.type)})"
-    if not direct:
-        return Masked, "the projections carry hooks or are not plain linear layers"
-    if compiling and routing.pairs is None:
-        return Masked, "compiled, and the list of pairs has no fixed length"
-    return Tokens, ""
+        why = "dropout" if call.dropout_p else kernels.about(call.x.device.type)
+        none = f"no compiled operator runs the call ({why})"
+    once, whole = hooked, none
+    if routing.active.shape[1] != 1:
+        once = "heads are chosen per token"
+    elif cache is not None or layer.grouped:
+        once = "keys are cached, or shared by groups of heads"
+    if not none and (path != "cpp" or not kernels.native(call.x.device, product_dtype(call.x))):
+        whole = "no C++ operator projects such numbers"
+    elif not none and (call.q is not None or compiling):
+        whole = "compiled, or the router has projected the queries"
+    varies = "compiled, and the number of heads varies" if compiling and routing.count is None else ""
+    listed = "compiled, and the list of pairs has no fixed length" if compiling and routing.pairs is None else ""
+    on_gpu = "" if path == "triton" else "no Triton kernel runs the call"
+    return [
+        (WholeSequences, once or whole),
+        (Sequences, once or varies),
+        (OnGpu, on_gpu),
+        (Tokens, none or hooked or listed),
+    ]
 
 
 def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked], str]:

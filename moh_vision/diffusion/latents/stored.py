@@ -122,8 +122,9 @@ def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
         raise ValueError(f"{path}: labels that cannot be read ({reason_of(error)})") from None
     if labels.dtype != np.int64 or labels.shape != (samples,):
         raise ValueError(f"{path}: {labels.dtype} of shape {labels.shape}, expected int64 of {(samples,)}")
-    if labels.min() < 0 or labels.max() >= classes:
-        worst = int(labels.argmax() if labels.max() >= classes else labels.argmin())
+    most = max(classes - 1, 0)  # without classes all are 0
+    if labels.min() < 0 or labels.max() > most:
+        worst = int(labels.argmax() if labels.max() > most else labels.argmin())
         raise ValueError(f"{path}: label {labels[worst]} of latents {worst}, but the record names {classes} classes")
     return labels
 

@@ -1,0 +1,126 @@
+"""Images without classes: folders, shards and latents of them through the commands, train_dit.py and sample.py."""
+
+import json
+
+import pytest
+from pictures import encoded, gradient
+from PIL import Image
+from refusals import one_line, refused
+from safetensors.torch import load_file
+from small_runs import arguments, entries
+from test_sample import classifier_in
+from tiny_vae import save_tiny_vae
+
+from moh_vision.__main__ import main as command
+from moh_vision.classification import train as train_cls
+from moh_vision.classification import validate
+from moh_vision.data.shards import Shards
+from moh_vision.data.splits import open_source
+from moh_vision.diffusion import MoHDiTPipeline, sample
+from moh_vision.diffusion import train as train_dit
+
+PREVIEWED = "--preview.every 2 --preview.cfg_scale 1 --preview.steps 2 --preview.images 12".split()
+
+
+def plain_folder(root, train=24, val=16):
+    for split, count in (("train", train), ("val", val)):
+        (root / split).mkdir(parents=True)
+        for i in range(count):
+            (root / split / f"{i:02d}.png").write_bytes(encoded(gradient(8, 8).rotate(15 * i)))
+    return root
+
+
+def written(root, kind):
+    """data.root of a kind, made of the plain folder."""
+    out = root.parent / "out"
+    if kind == "latents":
+        vae = str(save_tiny_vae(root.parent / "vae"))
+        assert command(["latents", "--vae", vae, "--data", str(root), "--out", str(out), "--size", "16"]) == 0
+    if kind in ("shards", "stream"):
+        assert command(["shards", "--in", str(root), "--out", str(out), "--samples-per-shard", "9"]) == 0
+    return {"folder": root, "images alone": root / "train"}.get(kind, out)
+
+
+@pytest.mark.parametrize("kind", ["folder", "images alone", "shards", "stream", "latents"])
+def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
+    images = plain_folder(tmp_path / "images")
+    root, run = written(images, kind), tmp_path / "run"
+    pixels = kind != "latents"
+    if pixels:
+        assert command(["check", str(root), "--workers", "0"]) == 0
+        assert "train: 24 images without classes; shorter side 8 pixels" in capsys.readouterr().out
+    more = ["--data.root", root, *(["--data.img_size", "8", *PREVIEWED] if pixels else [])]
+    more += ["--data.exact_order", "false"] if kind == "stream" else []
+    train_dit.main(arguments("dit", run, 2, 2, *more))
+    assert f"{root}: 24 training images without classes; 2 steps of 8" in capsys.readouterr().out
+    train_dit.main(arguments("dit", run, 3, 3, *more))  # goes on
+    assert [e["step"] for e in entries(run) if "loss" in e] == [1, 2, 3]
+    assert load_file(run / "model.safetensors")["y_embedder.embedding_table.weight"].shape == (1, 32)
+    if not pixels:
+        return
+    with Image.open(run / "previews" / "step_2.png") as grid:
+        assert grid.width > 10 * 48  # ten images a row, no row of a class
+    if kind != "shards":
+        return
+
+    draw = ["--checkpoint", run, "--num-images", "30", "--steps", "2"]
+    judge, scores = classifier_in(tmp_path / "judge"), tmp_path / "scores.json"
+    reference = ["--score", images, "--score-split", "train", "--extractor", judge, "--score-file", scores]
+    outputs = dict(grid="grid.png", denoising="d.png", head_load="load.json", save_pipeline="pipe")
+    places = [word for name, file in outputs.items() for word in (f"--{name}", tmp_path / file)]
+    sample.main([str(word) for word in (*draw, *reference, *places)])
+    assert "grid of 30 images" in capsys.readouterr().out
+    found = json.loads(scores.read_text())
+    assert found["num_generated"] == 30 and found["num_reference"] == 24 and found["fd"] > 0
+    assert '"none"' in (tmp_path / "load.json").read_text()
+
+    grid = ["--grid", tmp_path / "more.png"]
+    assert "--cfg-scale 2 needs a run trained with classes" in refused(
+        capsys, sample.main, *draw, *grid, "--cfg-scale", 2
+    )
+    error = refused(capsys, sample.main, *draw, *grid, "--classes", 0)
+    assert "--classes 0: the model was trained without classes" in error
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
+    assert pipe([0, 0], 1.0, num_inference_steps=2, output_type="pt").images.shape == (2, 3, 8, 8)
+    with one_line("class_labels 0 means no class, which guidance_scale 4 cannot guide to: pass guidance_scale=1"):
+        pipe([0])
+
+
+@pytest.mark.parametrize("section", ["preview", "score"])
+def test_guidance_while_training_is_refused(tmp_path, capsys, section):
+    more = ["--data.root", plain_folder(tmp_path / "images"), "--data.img_size", "8"]
+    guided = [f"--{section}.every", 2, f"--{section}.cfg_scale", 1.5]
+    error = refused(capsys, train_dit.main, *arguments("dit", tmp_path / "run", 2, 2, *more, *guided))
+    assert f"{section}.cfg_scale 1.5 needs classes, and the images have none: set 1" in error
+
+
+def test_classifiers_need_classes(tmp_path, capsys):
+    images = plain_folder(tmp_path / "images")
+    for root in (images, images / "train", written(images, "shards")):
+        error = refused(capsys, train_cls.main, *arguments("cls", tmp_path / "run", 2, 2, "--data.root", root))
+        assert f"data.root {root}: images without classes, which train_dit.py takes; classifiers need" in error
+    for labels in ([], ["--labels", "v2"]):
+        validated = ["--checkpoint", classifier_in(tmp_path / f"cls{len(labels)}"), "--data.root", images, *labels]
+        assert f"data.root {images}: images without classes" in refused(capsys, validate.main, *validated)
+
+
+def test_shards_have_labels_or_none(tmp_path):
+    root = written(plain_folder(tmp_path / "images"), "shards")
+    source = open_source(str(root), "train")
+    assert source.classes == [] and source.labels.tolist() == [0] * 24 and len(source.shard_sizes) == 3
+    names = sorted((tmp_path / "images" / "train").iterdir())
+    read = {source.read(i) for i in range(24)}
+    assert read == {path.read_bytes() for path in names}
+    (root / "classes.txt").write_text("cat\n")
+    with one_line("00000[0-9]+.png at byte [0-9]+: the sample has no .cls file, but .*classes.txt names 1 classes"):
+        Shards(str(root), "train")
+
+
+def test_a_plain_folder_is_divided(tmp_path, capsys):
+    flat, out = plain_folder(tmp_path / "images") / "train", tmp_path / "out"
+    argv = ["shards", "--in", str(flat), "--out", str(out), "--val-fraction"]
+    assert command([*argv, "0.3"]) == 0
+    counts = [len(open_source(str(out), split)) for split in ("train", "val")]
+    assert sum(counts) == 24 and min(counts) > 0
+    assert command(["shards", "--in", str(flat), "--out", str(tmp_path / "few"), "--val-fraction", "0.001"]) == 2
+    assert "leaves no file in val; give a larger one" in capsys.readouterr().err
