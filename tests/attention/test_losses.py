@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, head_usage, load_balance_loss, moa_balance_loss, router_z_loss
+from moh_vision.attention import HeadBudget, load_balance_loss, moa_balance_loss, router_z_loss
 from moh_vision.attention.routers.dense import DenseRouter
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
@@ -54,11 +54,3 @@ def test_padding_does_not_count(loss):
     padding[:, 4:] = True
     padded, short = router(x, padding_mask=padding), router(x[:, :4])
     torch.testing.assert_close(loss([padded.stats]), loss([short.stats]))
-
-
-def test_head_usage():
-    x = torch.randn(2, 5, 16)
-    for shared, routed in ((2, 3), (0, 2), (8, 0)):
-        usage = head_usage([MoHRouter(16, HeadBudget(8, 4, shared, routed))(x).stats])[0]
-        assert usage[:shared].tolist() == [1.0] * shared
-        torch.testing.assert_close(usage.sum(), torch.tensor(float(shared + routed)))

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import timm
@@ -11,7 +10,6 @@ from moh_vision.attention.losses import RoutedTask
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion import HybridLoss
 from moh_vision.diffusion.task import DiffusionTask
-from moh_vision.engine.step import average_over_step
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 DIT = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4, head_budget=0.75)
@@ -27,27 +25,6 @@ def test_classification_losses():
     torch.testing.assert_close(losses["task_loss"], cross.detach())
     assert losses["batch_accuracy"] == (logits.argmax(1) == labels).float().mean()
     assert [runs.tolist()[-1] for runs in losses["head_runs"]] == [4 * 17, 4 * 17]
-
-
-def test_the_balance_loss_balances():
-    """From a router that favours one head, training on the balance loss alone evens the load out."""
-    model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, "depth": 1, "head_budget": [(1, 1)]})
-    x = torch.randn(16, 3, 16, 16)
-    router = model.blocks[0].attn.router
-    with torch.no_grad():
-        router.routed.weight[0] += model.blocks[0].norm1(model._pos_embed(model.patch_embed(x))).mean((0, 1))
-    optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
-    spread = []
-    for _ in range(80):
-        stats = model.forward_routed(x)[1]
-        loss = load_balance_loss(stats)
-        usage = stats[0].counts[:, 1:].sum(0)
-        spread.append(((usage.max() - usage.min()) / usage.sum()).item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert spread[0] > 0.3 and min(spread[-10:]) < 0.5 * spread[0]
-    assert loss.item() < 1.15  # 1 = k at balance
 
 
 def test_diffusion_losses():
@@ -80,9 +57,6 @@ def test_mixed_targets_and_eval_mode():
     assert task(images, hard)["batch_accuracy"] == task(images, labels)["batch_accuracy"]
     logits, stats = task.eval()(images)
     assert torch.equal(logits, model(images)) and len(stats) == 2
-
-
-# ---------------------------------------------------------------- MoA
 
 
 def moa_by_hand(stats, counted=lambda module, expert: 0):
@@ -151,24 +125,3 @@ def test_each_router_has_its_own_losses():
     assert list(plain) == ["loss", "task_loss", "balance_loss", "head_runs"]
     with pytest.raises(ValueError):  # statistics of another model
         RoutedTask(layers, 0.5).losses(torch.tensor(1.0), stats[1:])
-
-
-def test_micro_batches_average_their_auxiliary_losses():
-    task = ClassificationTask(moa_vit(), 0.01)
-    labels = torch.tensor([0, 1, 2, 4])
-    micro = [task(torch.randn(4, 3, 16, 16), labels) for _ in range(3)]
-    values = average_over_step(SimpleNamespace(reduce=lambda tensor, how: tensor), micro)
-    for name in ("moa_balance_loss", "z_loss", "loss"):
-        assert values[name] == pytest.approx(sum(entry[name].item() for entry in micro) / 3, rel=1e-6, abs=1e-6)
-
-
-@pytest.mark.parametrize("leave_out, mode", [(1, "soft"), (1, "sampled"), (2, "sampled")])
-def test_usage_of_maes_heads(leave_out, mode):
-    """MAE-6 has more experts than heads, and no head that always runs."""
-    gates = dict(leave_out=leave_out, mode=mode)
-    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT, router="mae", router_kwargs=gates)
-    losses = ClassificationTask(model, 0.01)(torch.randn(64, 3, 16, 16), torch.zeros(64, dtype=torch.long))
-    for runs in losses["head_runs"]:
-        usage = runs[:-1] / runs[-1]
-        assert usage.max() <= 1
-        assert usage.mean().item() == pytest.approx(1 if mode == "soft" else (6 - leave_out) / 6)

@@ -138,6 +138,7 @@ def assert_official(model, about, weights):
 def test_official_files_give_the_official_outputs(tmp_path, case, how, layout):
     name, arguments, about = CASES[case]
     weights, file = official_weights(**about), str(tmp_path / "official.pt")
+    torch.testing.assert_close(timm.create_model(name, **arguments).pos_embed, sincos())  # before any file is read
     if layout == "plain":
         torch.save(weights, file)
     else:  # as the training script saves it: the EMA is what the papers report
@@ -193,9 +194,6 @@ def test_a_dense_file_leaves_the_routers_of_equal_heads_at_zero(tmp_path):
     model = timm.create_model("moh_dit_small_patch2_75", **DENSE, head_budget=[(2, 2)] * 3)
     moh_vision.load_checkpoint(model, file)
     assert_official(model, dict(heads=[4] * 3, head_dim=8), weights)
-
-
-# ---------------------------------------------------------------- diffusers
 
 
 @pytest.fixture(scope="module")

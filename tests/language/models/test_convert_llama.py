@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from llama_tiny import DEPTH, FAMILIES, GROUPS, HEADS, SIZES, by_norm, dense, slow, words
-from refusals import one_line
+from refusals import one_line, refuse
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -186,8 +186,7 @@ def test_the_released_layout(tmp_path):
 def test_refused_options_leave_the_model_as_it_was(family, options, message):
     model = dense(family)
     kind, config, want, modules = type(model), model.config, model(words()).logits, list(model.modules())
-    with one_line(message):
-        moh_vision.convert(model, **options)
+    refuse(message, lambda: moh_vision.convert(model, **options))
     assert type(model) is kind and model.config is config and not hasattr(config, "moh")
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
     assert torch.equal(model(words()).logits, want)
@@ -205,5 +204,4 @@ def test_refused_models():
         (model, {}, r"model.layers.1.self_attn.k_proj is a Quantised: .*quantise or add adapters"),
         (nn.Linear(2, 2), dict(group=True), "group=True is for language models"),
     ):
-        with one_line(message):
-            moh_vision.convert(refused, **options)
+        refuse(message, moh_vision.convert, refused, **options)
