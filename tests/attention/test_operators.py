@@ -60,7 +60,6 @@ MASKS = (
     "float, minus infinity, one for all",
     "one for all",
     "expanded",
-    "of each query",
     "strided",
 )
 CASES = {
@@ -177,7 +176,6 @@ def draw_mask(kind, B, H, N, M):
         "float, minus infinity, one for all": added.masked_fill(~seen, -math.inf)[:1, :1],
         "one for all": added[:1, :1],
         "expanded": added[:, :1].expand(-1, H, -1, -1),
-        "of each query": added[..., :1],
         "strided": added.transpose(1, 2).contiguous().transpose(1, 2),
         "transposed": torch.randn(M, N).t()[None, None],
     }[kind]
@@ -490,6 +488,19 @@ def test_second_derivatives_equal_the_loop(backend, kind, gates):
             results.append(torch.autograd.grad(norm, list(leaves.values())))
         for name, want, got in zip(names, *results):
             assert (got - want).abs().max() <= 1e-4 * want.abs().max().clamp(min=1e-3), name
+
+
+@on(CPP, *CPP16[:1])
+@pytest.mark.parametrize("size", [(1, 1, 20, 1), (2, 1, 1, 20), (1, 3, 1, 1)], ids=str)
+def test_masks_spread_over_every_dimension(backend, size):
+    B, H, N, D = 2, 3, 20, 16
+    pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
+    q, k, v = torch.randn(len(pairs.token), D), *torch.randn(2, B, H, N, D)
+    mask = torch.randn(size)
+    got = kernels.attend(*(t.to(backend.dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
+    want = kernels.attend(q, k, v, pairs, H, N, mask=mask.expand(B, H, N, N).contiguous())
+    near = 1e-5 if backend == CPP else 0.02
+    torch.testing.assert_close(got.float(), want, rtol=near, atol=near)
 
 
 @on(CPP)
