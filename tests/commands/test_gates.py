@@ -103,9 +103,8 @@ def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, run_c
     report = (runs["mae1"] / "gates.md").read_text().partition("\n\n")[2]
     assert f"## mt_mae_7, seed 1\n\n{report}" in out  # load and tokens, as at the run's end
     found = json.loads(output.with_suffix(".json").read_text())["runs"]
-    assert [run["run"] for run in found] == [str(runs[name]) for name in ("mae0", "mae1", "dense")] and found[2][
-        "layers"
-    ] == []
+    assert [run["run"] for run in found] == [str(runs[name]) for name in ("mae0", "mae1", "dense")]
+    assert found[2]["layers"] == []
     for run, told in zip(found, own):
         entropies = {layer["name"]: layer["entropy"] for layer in run["layers"]}
         assert entropies == pytest.approx(told["gate_entropy"], abs=6e-5)

@@ -15,12 +15,9 @@ from conftest import ROOT
 from moh_vision import load_run
 from moh_vision.classification import train as train_cls
 from moh_vision.commands import macs, table
-from moh_vision.diffusion import train as train_dit
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.models.create import list_text_presets
-
-TRAIN = dict(cls=train_cls, dit=train_dit, text=train_text)
 
 
 @pytest.fixture(scope="module")

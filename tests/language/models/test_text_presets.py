@@ -10,10 +10,6 @@ from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
 
 
-def millions(model):
-    return sum(p.numel() for p in model.parameters()) / 1e6
-
-
 def test_every_preset_is_built_and_routes_as_its_name_says():
     for preset in list_text_presets():
         layers = attention_layers(empty(preset))
