@@ -91,12 +91,12 @@ def run_command(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(name, *argv): the one line with which a command refuses its arguments."""
+    """refused(name, *argv): the one line with which a command refuses its arguments, before it prints anything."""
     import refusals
 
     from moh_vision.__main__ import main
 
-    return lambda *argv: refusals.refused(capsys, main, *argv)
+    return lambda *argv: refusals.refused(capsys, main, *argv, silent=True)
 
 
 @pytest.fixture(scope="session")

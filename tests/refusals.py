@@ -32,14 +32,15 @@ def each_refused(call, *rows, kind=ValueError):
     return test
 
 
-def refused(capsys, main, *argv) -> str:
+def refused(capsys, main, *argv, silent=False) -> str:
     """The one line of standard error with which a script or command, `main(argv)`, refuses its arguments."""
     capsys.readouterr()
     try:
         code = main([str(a) for a in argv])
     except SystemExit as stop:
         code = stop.code
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
+    assert not (silent and out), out
     assert code == 2 and error.count("\n") == 1 and "error: " in error, error
     return error
 
