@@ -58,7 +58,7 @@ def cifar10() -> str:
 
 @pytest.fixture(params=["cpp", "torch"])
 def path(request) -> str:
-    """Run a test on the C++ operators and in plain PyTorch; where it asks, on Triton's kernels, and on a GPU if there is one."""
+    """Run a test on the C++ operators and in plain PyTorch, or on Triton's kernels (on a GPU where one is)."""
     from moh_vision.attention import kernels
 
     try:

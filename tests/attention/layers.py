@@ -1,4 +1,4 @@
-"""Small layers of every router and ways to call them, shared by the tests of executors, caches, adapters and derivatives."""
+"""Small layers of every router, ways to call them, and the comparison of an executor with the reference."""
 
 import torch
 from torch import nn
@@ -66,7 +66,7 @@ def angles(tokens, start=0, dtype=torch.float32, width=D):
 
 
 def call_of(options, dtype, width=D):
-    """Tokens [B, N, C] of a case, what the layer is called with beside them, and the options of the layer that are left."""
+    """Tokens [B, N, C] of a case, what the layer is called with beside them, and the options that make it."""
     options, call = dict(options), {}
     x = torch.randn(options.pop("batch", B), options.pop("tokens", N), C, dtype=dtype, requires_grad=True)
     if contexts := options.pop("contexts", 0):

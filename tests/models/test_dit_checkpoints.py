@@ -1,4 +1,4 @@
-"""Files in the official layouts give the official outputs, written again from the paper and the released code's key table; a dense DiT turned into MoH."""
+"""Official files give the official outputs, written again from the paper and the code's key table; DiT turned into MoH."""
 
 import argparse
 import math

@@ -1,4 +1,4 @@
-"""LLaMA-style models converted: in place, saved, calibrated, the released layout, refusals; in the hands of other libraries."""
+"""LLaMA-style models converted: in place, saved, calibrated, the released layout, refusals, other libraries."""
 
 import copy
 import json
