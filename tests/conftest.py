@@ -101,7 +101,7 @@ def refused(capsys):
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
-    """trained(kind, steps, *options): the folder of a small run, whose last name is `kind`; who changes it copies it."""
+    """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
     import small_runs
 
     wings, kept = dict(cls="classification", dit="diffusion", text="language"), {}

@@ -204,7 +204,7 @@ def test_activation_checkpointing(scope, reentrant, path):
     + [dict(qk_norm=True, **ROUTERS["moh"]), dict(kv_heads=2, is_causal=True, **ROUTERS["moh"])],
 )
 def test_autocast(options, path):
-    """The float32 layer near masked, routed by float32 logits, gradients in float32; the interpreter has no bfloat16."""
+    """Near masked, routed by float32 logits, gradients in float32; Triton's interpreter has no bfloat16."""
     x, call, options = call_of(options, torch.float32)
     dtype, near = (torch.bfloat16, 2e-2) if path == "cpp" else (torch.float16, 5e-3)
     layer, results = build(width=16, **options), []

@@ -22,7 +22,7 @@ from moh_vision.language.models.create import list_text_presets
 
 @pytest.fixture(scope="module")
 def runs(trained):
-    """Runs by name: classifiers of three seeds, one of half of the heads, models of images, scored and not, and of text."""
+    """Runs by name: classifiers of three seeds and of half of the heads, diffusion, scored and not, and text."""
     found = {f"cls{seed}": trained("cls", 3, "--seed", seed) for seed in (0, 1, 2)}
     found |= dict(half=trained("cls", 3, "--model.head_budget", "0.5"), text=trained("text", 2))
     scored = f"--score.every 2 --score.images 70 --score.steps 2 --score.extractor {found['cls0']} --score.split val"

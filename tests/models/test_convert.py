@@ -89,7 +89,7 @@ def trained_routers(model):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_converted_saved_and_loaded(kind, tmp_path):
-    """All heads: the dense model to the bit, in float32 and float64; from timm's weights too. Fewer: what timm saves."""
+    """All heads: the dense model to the bit, float32 and float64; from timm's weights too. Fewer: what timm saves."""
     name, options = KINDS[kind]
     model, x = dense(name, **options), images()
     save_file(model.state_dict(), tmp_path / "dense.safetensors")

@@ -1,4 +1,4 @@
-"""Official files give the official outputs, written again from the paper and the code's key table; DiT turned into MoH."""
+"""Official files give the official outputs, written again from paper and key table; DiT turned into MoH."""
 
 import argparse
 import math
