@@ -1,6 +1,8 @@
 import gc
+import importlib
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -56,12 +58,59 @@ def cifar10() -> str:
 
 @pytest.fixture(params=["cpp", "torch"])
 def path(request) -> str:
-    """Run a test on the C++ operators and in plain PyTorch."""
+    """Run a test on the C++ operators and in plain PyTorch, or on Triton's kernels (on a GPU where one is)."""
     from moh_vision.attention import kernels
 
     try:
         kernels.use(request.param)
     except ValueError as error:
         pytest.skip(str(error))
+    torch.set_default_device("cuda" if request.param == "triton" and torch.cuda.is_available() else None)
     yield request.param
+    torch.set_default_device(None)
     kernels.use(None)
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run_command(capsys):
+    """run_command(name, *argv): the exit code of a command and what it printed."""
+    from moh_vision.__main__ import main
+
+    def run(*argv):
+        capsys.readouterr()
+        return Result(main([str(a) for a in argv]), *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """refused(name, *argv): the one line with which a command refuses its arguments, before it prints anything."""
+    import refusals
+
+    from moh_vision.__main__ import main
+
+    return lambda *argv: refusals.refused(capsys, main, *argv, silent=True)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
+    import small_runs
+
+    wings, kept = dict(cls="classification", dit="diffusion", text="language"), {}
+
+    def train(kind, steps, *options):
+        if (kind, steps, *options) not in kept:
+            folder = kept[kind, steps, *options] = tmp_path_factory.mktemp("trained") / kind
+            script = importlib.import_module(f"moh_vision.{wings[kind]}.train")
+            script.main(small_runs.arguments(kind, folder, steps, 100, *options))
+        return kept[kind, steps, *options]
+
+    return train

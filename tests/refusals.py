@@ -15,13 +15,33 @@ def one_line(words="", kind=ValueError):
     assert "\n" not in str(error.value), error.value
 
 
-def refused(capsys, main, *argv) -> str:
-    """The one line of standard error with which a command, `main(argv)`, refuses its arguments."""
+def refuse(words, call, *arguments, kind=ValueError, **named):
+    """A call raises an error of this kind, in whose message of one line the regular expression `words` is found."""
+    with one_line(words, kind):
+        call(*arguments, **named)
+
+
+def each_refused(call, *rows, kind=ValueError):
+    """A test of every row: `call` with all but its last entry is refused with the words that are its last."""
+
+    @pytest.mark.parametrize("row", rows, ids=[str(row[-1]) for row in rows])
+    def test(row):
+        *arguments, words = row
+        refuse(words, call, *arguments, kind=kind)
+
+    return test
+
+
+def refused(capsys, main, *argv, silent=False) -> str:
+    """The one line of standard error with which a script or command, `main(argv)`, refuses its arguments."""
     capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        main([str(a) for a in argv])
-    error = capsys.readouterr().err
-    assert stop.value.code == 2 and error.count("\n") == 1 and "error: " in error, error
+    try:
+        code = main([str(a) for a in argv])
+    except SystemExit as stop:
+        code = stop.code
+    out, error = capsys.readouterr()
+    assert not (silent and out), out
+    assert code == 2 and error.count("\n") == 1 and "error: " in error, error
     return error
 
 

@@ -1,8 +1,10 @@
 import re
 
 import pytest
+import torch
+from refusals import refuse
 
-from moh_vision.attention import HeadBudget, all_heads, resolve_budget
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, all_heads, head_budget, resolve_budget
 from moh_vision.attention.budget import change_routed
 
 
@@ -81,8 +83,7 @@ def test_ramp_over_unequal_layers_keeps_the_head_weighted_total(heads, share):
     ],
 )
 def test_impossible_specs_name_layer_and_numbers(spec, words):
-    with pytest.raises(ValueError, match=re.escape(words)):
-        resolve_budget(spec, 4, 6, 64)
+    refuse(re.escape(words), lambda: resolve_budget(spec, 4, 6, 64))
 
 
 def test_budget_is_frozen():
@@ -101,14 +102,12 @@ def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
         least = float(re.search(r"the smallest share is (0\.\d+)", str(error.value))[1])
         assert budget is ways[0] or "give the lower budget when the model is made or converted" in str(error.value)
         budget(f"{kind}:{least}")
-        with pytest.raises(ValueError, match="the smallest share"):
-            budget(f"{kind}:{least - 0.001}")
+        refuse("the smallest share", budget, f"{kind}:{least - 0.001}")
 
 
 def test_the_smallest_share_is_one_that_floats_reach():
     layers = [HeadBudget(10, 64, 2, 8)] * 5
-    with pytest.raises(ValueError, match="the smallest share is 0.291;"):  # 0.29 * 50 is 14.499999999999998
-        change_routed("ramp:0.1", layers)
+    refuse("the smallest share is 0.291;", lambda: change_routed("ramp:0.1", layers))
     change_routed("ramp:0.291", layers)
 
 
@@ -121,3 +120,12 @@ def test_a_share_that_whole_heads_miss_is_logged(caplog):
     for spec, heads in (("uniform:0.75", 8), (0.6, 3), ("uniform:0.71", 4), ([(1, 1)] * 12, 3)):
         resolve_budget(spec, 12, heads, 64)
     assert len(caplog.messages) == 1
+
+
+def test_head_budget_report():
+    report = head_budget(
+        torch.nn.Sequential(*(HeadMixtureAttention(24, HeadBudget(6, 4, *p)) for p in ((2, 2), (6, 0))))
+    )
+    assert (report["active"], report["heads"], report["share"]) == (10, 12, 10 / 12)
+    assert report["layers"][0] == dict(name="0", heads=6, head_dim=4, shared=2, routed=2, active=4)
+    refuse("Linear has no HeadMixtureAttention layer; moh_vision.convert", lambda: head_budget(torch.nn.Linear(2, 2)))

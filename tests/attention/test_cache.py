@@ -1,23 +1,24 @@
 """Decoding step by step, with caches, equals one call on whole sequences."""
 
+import layers
 import pytest
 import torch
+from layers import ROUTERS, C, D, H
+from refusals import each_refused, refuse
 
 from moh_vision.attention import ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache
 
-B, N, M, C, H, D = 2, 9, 7, 24, 6, 4
+B, N, M = 2, 9, 7
 SELF = {
-    "moh": dict(router="moh", budget=(2, 2)),
-    "query_norm": dict(router="query_norm", budget=(2, 2), kv_heads=3),
-    "moa": dict(router="moa", budget=(0, 3), kv_heads=1),
-    "dense": dict(router="dense", budget=(6, 0), qk_norm=True),
-    "mae running": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="running")),
-    "mae window": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="window")),
+    **ROUTERS,
+    "query_norm": dict(**ROUTERS["query_norm"], kv_heads=3),
+    "dense": dict(**ROUTERS["dense"], qk_norm=True),
     "mae running, one expert": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="running", mode="argmax")),
     "mae window, two left out": dict(
         router="mae", budget=(6, 0), router_kwargs=dict(pool="window", leave_out=2, mode="argmax")
     ),
 }
+del SELF["mae"]  # whose gates read the whole sequence
 BY_CONTEXT = dict(router="mae", budget=(6, 0), route_by="context")
 CROSS = {
     **{name: SELF[name] for name in ("moh", "query_norm", "moa", "dense", "mae running", "mae window")},
@@ -34,21 +35,8 @@ PADDING = {
 SPLITS = [(3, 1, 2, 1, 1, 1), (1,) * N, (5, 4), (N,)]
 
 
-def build(budget, dtype=torch.float64, **kwargs):
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).eval().to(dtype)
-    for p in layer.router.parameters():
-        torch.nn.init.normal_(p)
-    if getattr(layer.router, "norm", None) is not None:
-        layer.router.norm.running_mean.normal_()
-        layer.router.norm.running_var.uniform_(0.1, 1)
-        if layer.router.pool == "window":
-            layer.router.window = 4  # shorter than the sequence
-    return layer
-
-
-def angles(tokens, start=0, dtype=torch.float64):
-    rates = torch.arange(start, start + tokens).unsqueeze(1) * torch.tensor([1.0, 0.1], dtype=dtype)
-    return rates.repeat(1, 2).cos(), rates.repeat(1, 2).sin()
+def build(dtype=torch.float64, **options):
+    return layers.build(dtype=dtype, **options).eval()
 
 
 def real(padding, start, end):
@@ -60,9 +48,6 @@ def tolerance(dtype):
     return dict(rtol=1e-10, atol=1e-10) if dtype == torch.float64 else dict(rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------- self-attention
-
-
 @pytest.mark.parametrize("name", SELF)
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING.keys())
@@ -71,7 +56,7 @@ def test_token_by_token_is_the_whole_sequence(name, executor, padding):
     layer = build(executor=executor, dtype=dtype, **SELF[name])
     x = torch.randn(B, N, C, dtype=dtype)
     with torch.no_grad():
-        whole, stats = layer(x, is_causal=True, rotary=angles(N, dtype=dtype), padding_mask=padding)
+        whole, stats = layer(x, is_causal=True, rotary=layers.angles(N, 0, dtype), padding_mask=padding)
         for split in SPLITS:
             cache, start, counts = KeyValueCache(), 0, 0
             for step in split:
@@ -79,7 +64,7 @@ def test_token_by_token_is_the_whole_sequence(name, executor, padding):
                 part, part_stats = layer(
                     x[:, start:end],
                     is_causal=True,
-                    rotary=angles(step, start, dtype),
+                    rotary=layers.angles(step, start, dtype),
                     cache=cache,
                     padding_mask=None if padding is None else padding[:, :end],
                 )
@@ -123,8 +108,7 @@ def test_crop():
         cache.crop(4)
         torch.testing.assert_close(layer(x[:, 4:], is_causal=True, cache=cache)[0], whole[:, 4:])
     for length in (-1, N + 1):
-        with pytest.raises(ValueError, match=f"crop to {length} tokens is out of range: 0 to {N}"):
-            cache.crop(length)
+        refuse(f"crop to {length} tokens is out of range: 0 to {N}", cache.crop, length)
 
 
 def test_a_running_gate_cannot_be_cropped_but_started_again():
@@ -134,8 +118,7 @@ def test_a_running_gate_cannot_be_cropped_but_started_again():
     with torch.no_grad():
         first = layer(x, is_causal=True, cache=cache)[0]
         cache.crop(N)  # nothing
-        with pytest.raises(ValueError, match="crop to 4 of 9 tokens: the running state of this layer's router"):
-            cache.crop(4)
+        refuse("crop to 4 of 9 tokens: the running state of this layer's router", lambda: cache.crop(4))
         assert cache.length == N
         cache.crop(0)
         torch.testing.assert_close(layer(x, is_causal=True, cache=cache)[0], first)
@@ -162,8 +145,7 @@ def test_a_filled_context_cache_refuses_another_batch():
     x, context = torch.randn(B, N, C, dtype=torch.float64), torch.randn(B, M, C, dtype=torch.float64)
     with torch.no_grad():
         layer(x, context, cache=cache)
-        with pytest.raises(ValueError, match="keeps a batch of 2, not of 3"):
-            layer(x[:1].expand(3, -1, -1), cache=cache)
+        refuse("keeps a batch of 2, not of 3", lambda: layer(x[:1].expand(3, -1, -1), cache=cache))
 
 
 def test_an_empty_cache_may_be_reordered():
@@ -206,8 +188,7 @@ def test_cache_grows_by_doubling_and_copies_only_what_is_new():
 )
 def test_a_cache_is_refused_where_routing_needs_all_tokens(kind, kwargs, words):
     x = torch.randn(B, 1, C, dtype=torch.float64)
-    with pytest.raises(ValueError, match=words):
-        build(**kwargs)(x, x if kind is ContextCache else None, cache=kind())
+    refuse(words, lambda: build(**kwargs)(x, x if kind is ContextCache else None, cache=kind()))
 
 
 def test_padding_of_the_wrong_length_is_refused():
@@ -216,9 +197,6 @@ def test_padding_of_the_wrong_length_is_refused():
     layer(torch.randn(B, 3, C, dtype=torch.float64), cache=cache)
     with pytest.raises(ValueError, match="padding_mask has 1 columns, not 4: 3 cached tokens and 1 new ones"):
         layer(torch.randn(B, 1, C, dtype=torch.float64), cache=cache, padding_mask=torch.zeros(B, 1, dtype=torch.bool))
-
-
-# ---------------------------------------------------------------- cross-attention
 
 
 def context_and_padding(dtype=torch.float64):
@@ -342,19 +320,14 @@ def test_mae_by_context_compiled():
     torch.testing.assert_close(compiled(x, context, context_padding=padding)[0], want)
 
 
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        (dict(route_by="keys"), "route_by 'keys' is not one of context, query"),
-        (dict(route_by="context"), "route_by 'context' needs a router that chooses once for a sequence, which 'moh'"),
-        (dict(route_by="context", scope="sample"), "which 'moh' with scope 'sample' and its defaults does not"),
-        (dict(route_by="context", **SELF["mae running"]), "which 'mae' with scope 'token' and .'pool': 'running'"),
-        (dict(scope="sample", **BY_CONTEXT), "which 'mae' with scope 'sample'"),
-    ],
+test_bad_route_by = each_refused(
+    lambda kwargs: HeadMixtureAttention(C, HeadBudget(H, D, *kwargs.pop("budget", (2, 2))), **kwargs),
+    (dict(route_by="keys"), "route_by 'keys' is not one of context, query"),
+    (dict(route_by="context"), "route_by 'context' needs a router that chooses once for a sequence, which 'moh'"),
+    (dict(route_by="context", scope="sample"), "which 'moh' with scope 'sample' and its defaults does not"),
+    (dict(route_by="context", **SELF["mae running"]), "which 'mae' with scope 'token' and .'pool': 'running'"),
+    (dict(scope="sample", **BY_CONTEXT), "which 'mae' with scope 'sample'"),
 )
-def test_bad_route_by(kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        HeadMixtureAttention(C, HeadBudget(H, D, *kwargs.pop("budget", (2, 2))), **kwargs)
 
 
 def test_bad_calls():
@@ -366,7 +339,9 @@ def test_bad_calls():
         (lambda: moh(x, context, context_padding=padding[:, :3]), "context_padding has 3 columns, not 7"),
         (lambda: moh(x, context, cache=KeyValueCache()), "a KeyValueCache is for self-attention, not with a context"),
         (lambda: moh(x, cache=ContextCache()), "the first call with a ContextCache needs the context"),
-        (lambda: moh(x, context, cache=ContextCache(), rotary=angles(N)), "rotary positions are for self-attention"),
+        (
+            lambda: moh(x, context, cache=ContextCache(), rotary=layers.angles(N)),
+            "rotary positions are for self-attention",
+        ),
     ):
-        with pytest.raises(ValueError, match=words):
-            call()
+        refuse(words, call)

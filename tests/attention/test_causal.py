@@ -2,37 +2,22 @@
 
 from copy import deepcopy
 
+import layers
 import pytest
 import torch
+from layers import ROUTERS, C, H
 from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention
-
-B, N, C, H, D = 2, 9, 24, 6, 4
-SELF = {
-    "moh": dict(router="moh", budget=(2, 2)),
-    "query_norm": dict(router="query_norm", budget=(2, 2)),
-    "moa": dict(router="moa", budget=(0, 3), kv_heads=1),
-    "dense": dict(router="dense", budget=(6, 0)),
-    "mae running": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="running", dropout=0.0)),
-    "mae window": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="window", dropout=0.0)),
-}
+B, N = 2, 9
+SELF = {name: options for name, options in ROUTERS.items() if name != "mae"}  # whose gates read the whole sequence
 MAE = ["mae running", "mae window"]
 PADDING = torch.arange(N) >= torch.tensor([[7], [5]])
 # A prompt and an answer, each padded.
 HOLES = torch.tensor([[1, 1, 0, 0, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0, 1]]).bool()
 
 
-def build(budget, **kwargs):
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), **kwargs).double()
-    for p in layer.router.parameters():
-        if p.ndim > 1:
-            torch.nn.init.normal_(p)
-    if kwargs["router"] == "mae":
-        layer.router.norm.running_mean.normal_()
-        if layer.router.pool == "window":
-            layer.router.window = 4
-    return layer
+def build(**options):
+    return layers.build(dtype=torch.float64, **options)
 
 
 def means(x, padding, window):
@@ -111,7 +96,7 @@ def test_every_token_draws_its_own_expert(name):
 def test_activation_checkpointing_repeats_the_forward_exactly(pool, reentrant):
     """The running statistics have moved on by then; they must move once, and the repetition use those of before."""
     x = torch.randn(B, N, C, dtype=torch.float64)
-    plain = build((6, 0), router="mae", router_kwargs=dict(pool=pool, dropout=0.0)).train()
+    plain = build(budget=(6, 0), router="mae", router_kwargs=dict(pool=pool, dropout=0.0)).train()
     kept = deepcopy(plain)
 
     def forward(layer, x):

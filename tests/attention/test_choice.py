@@ -30,9 +30,6 @@ def choice(budget, tokens=197, batch=8, dtype=torch.float32, training=False, cal
         return type(layer.choose(call_of(layer, tokens, batch, dtype, **(call or {})))).__name__
 
 
-# ---------------------------------------------------------------- what can skip
-
-
 @pytest.mark.parametrize(
     "kwargs, cpp, torch_",
     [
@@ -69,15 +66,6 @@ def test_packed(kwargs, cpp, torch_, path):
 def test_a_mask_that_learns_is_left_to_pytorch(path):
     mask = torch.zeros(1, 1, 197, 197, requires_grad=True)
     assert choice((2, 4), executor="packed", training=True, call=dict(attn_mask=mask)) == "Masked"
-
-
-@pytest.mark.parametrize("name", ["varlen", "decode"])
-def test_executors_that_are_gone_are_refused_by_name(name):
-    with pytest.raises(ValueError, match=f"executor '{name}' is not one of auto, masked, packed, reference"):
-        layer_of((2, 4), executor=name)
-
-
-# ---------------------------------------------------------------- where it pays
 
 
 @pytest.mark.parametrize(

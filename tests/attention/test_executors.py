@@ -4,134 +4,72 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from layers import CASES, ROUTERS, TOLERANCE, B, C, D, H, N, assert_equal, build, call_of
+from processes import on_two_ranks
+from refusals import each_refused
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import (
     EXECUTORS,
     HeadBudget,
     HeadMixtureAttention,
+    KeyValueCache,
     Routing,
+    kernels,
     load_balance_loss,
     router_z_loss,
     run_block,
 )
 from moh_vision.attention.routing import RoutingStats
 
-B, N, M, C, H, D = 3, 7, 9, 24, 6, 4
 # "packed, called projections": where the layer may not read their weights, and packs queries that are projected for all.
 UNDER_TEST = (*sorted(set(EXECUTORS) - {"reference"}), "packed, called projections")
-ROUTERS = {
-    "moh": dict(router="moh", budget=(2, 2)),
+EVERY_ROUTER = {
+    **{name: ROUTERS[name] for name in ("moh", "query_norm", "moa", "mae", "dense")},
     "moh all routed": dict(router="moh", budget=(0, 3)),
     "moh all shared": dict(router="moh", budget=(6, 0)),
     "moh all heads": dict(router="moh", budget=(1, 5)),
-    "query_norm": dict(router="query_norm", budget=(2, 3)),
-    "moa": dict(router="moa", budget=(0, 2), kv_heads=1, qkv_bias=False, proj_bias=False),
-    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
-    "dense": dict(router="dense", budget=(6, 0)),
 }
-CASES = {
-    "self": {},
-    "sample scope": dict(scope="sample"),
-    "cross": dict(context=True),
-    "sample scope, cross": dict(scope="sample", context=True),
-    "causal": dict(is_causal=True),
-    "padding": dict(padding=True),
-    "mask": dict(mask=(N, N)),
-    "mask of each head": dict(mask=(B, H, N, N)),
-    "mask of each head, for all sequences": dict(mask=(H, N, N)),
-    "sample scope, mask of each head": dict(mask=(1, H, N, N), scope="sample"),
-    "additive mask": dict(mask=(1, 1, N, N), additive=True),
-    "two key-value heads": dict(kv_heads=2),
-    "three key-value heads": dict(kv_heads=3),
-    "sample scope, two key-value heads": dict(kv_heads=2, scope="sample"),
-    "qk-norm": dict(qk_norm=True),
-    "sample scope, qk-norm": dict(qk_norm=True, scope="sample"),
-    "rotary": dict(rotary=True),
-    "one token": dict(tokens=1),
-    "one sequence": dict(batch=1),
-}
-SHORTER = {"f32": torch.float32, "bf16": torch.bfloat16}
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def build(budget, dtype=torch.float32, **kwargs):
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), dtype=dtype, **kwargs)
-    for p in layer.router.parameters():
-        if p.ndim > 1:
-            nn.init.normal_(p)
-    return layer
-
-
-def output_and_gradients(layer, executor, x, context, call):
-    layer.executor = executor.split(",")[0]
-    hook = layer.qkv.register_forward_hook(lambda *_: None) if "called" in executor else None
-    y, stats = layer(x, context, **call)
-    if hook is not None:
-        hook.remove()
-    weight = torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype)
-    inputs = [t for t in (x, context) if t is not None] + list(layer.parameters())
-    grads = torch.autograd.grad((y * weight).sum(), inputs, allow_unused=True)
-    return y.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads)]
-
-
-def assert_equal(layer, executor, x, context=None, **call):
-    tolerance = TOLERANCE[x.dtype]
-    y, grads = output_and_gradients(layer, executor, x, context, call)
-    y_ref, grads_ref = output_and_gradients(layer, "reference", x, context, call)
-    names = ["y", "x", *(["context"] if context is not None else []), *(n for n, _ in layer.named_parameters())]
-    # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
-    # the rounding of what it is the difference of.
-    beside = 0.04 * max(g.norm() for g in grads_ref)
-    for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
-        error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
-        assert error <= tolerance * scale, f"{name}: {error:.2e} of {scale:.2e}"
-
-
-@pytest.mark.parametrize(
-    "dtype, path",
-    [
-        pytest.param(torch.float64, "torch", id="f64"),  # has no C++ form
-        *(
-            pytest.param(dtype, path, id=f"{name}-{path}")
-            for name, dtype in SHORTER.items()
-            for path in ("cpp", "torch")
-        ),
-    ],
-    indirect=["path"],
-)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("router", ROUTERS)
-def test_equal_to_the_reference(router, case, dtype, path):
-    options = {**ROUTERS[router], **CASES[case]}
-    batch, tokens = options.pop("batch", B), options.pop("tokens", N)
-    x = torch.randn(batch, tokens, C, dtype=dtype, requires_grad=True)
-    context = torch.randn(B, M, C, dtype=dtype, requires_grad=True) if options.pop("context", False) else None
-    call = {}
-    if options.pop("is_causal", False):
-        call["is_causal"] = True
-    if options.pop("padding", False):
-        call["padding_mask"] = torch.arange(N) >= torch.tensor([[7], [5], [2]])
-    if options.pop("rotary", False):
-        angles = torch.arange(N).unsqueeze(1) / torch.tensor([1.0, 10.0]).repeat(2)
-        call["rotary"] = angles.cos(), angles.sin()
-    mask = options.pop("mask", None)
-    if mask is not None:
-        allowed = (torch.rand(mask) > 0.4) | torch.eye(N, dtype=torch.bool)
-        call["attn_mask"] = torch.randn(mask, dtype=dtype) if options.pop("additive", False) else allowed
-    layer = build(dtype=dtype, **options)
-    layer.eval()
-    for executor in UNDER_TEST:
-        assert_equal(layer, executor, x, context, **call)
+def assert_equal_to_the_reference(options, dtype, width, executors):
+    x, call, options = call_of(options, dtype, width)
+    layer = build(dtype=dtype, width=width, **options).eval()
+    for executor in executors:
+        assert_equal(layer, executor, x, **call)
     with torch.no_grad():  # here query_norm skips heads, and masked works in place
         layer.executor = "reference"
-        want = layer(x, context, **call)[0]
-        for name in set(EXECUTORS) - {"reference"}:
-            layer.executor = name
-            got = layer(x, context, **call)[0]
-            assert (got - want).norm() <= TOLERANCE[dtype] * want.norm(), name
+        want = layer(x, **call)[0]
+        for layer.executor in ("masked", "packed", "auto", "reference"):  # at the end the weights are what they were
+            assert (layer(x, **call)[0] - want).norm() <= TOLERANCE[dtype] * want.norm(), layer.executor
+
+
+DTYPES = [("float64", "torch")]  # has no C++ form
+DTYPES += [(dtype, path) for dtype in ("float32", "bfloat16") for path in ("cpp", "torch")]
+
+
+@pytest.mark.parametrize("dtype, path", DTYPES, indirect=["path"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("router", EVERY_ROUTER)
+def test_equal_to_the_reference(router, case, dtype, path):
+    assert_equal_to_the_reference({**EVERY_ROUTER[router], **CASES[case]}, getattr(torch, dtype), D, UNDER_TEST)
+
+
+ON_TRITON = [("moh", case) for case in CASES if case not in ("padding", "mask", "additive mask", "one sequence")]
+ON_TRITON += [(router, case) for router in ("query_norm", "moa", "mae") for case in ("self", "sample scope", "causal")]
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("router, case", ON_TRITON)
+def test_triton_equals_the_reference(router, case, path):
+    assert_equal_to_the_reference({**EVERY_ROUTER[router], **CASES[case]}, torch.float32, 16, ["packed"])
 
 
 class Fixed(nn.Module):
@@ -178,14 +116,6 @@ def test_any_table_of_heads(executor, active, kv_heads):
     layer = build((2, 2), torch.float64, kv_heads=kv_heads)
     layer.router = Fixed(active)
     assert_equal(layer, executor, torch.randn(B, N, C, dtype=torch.float64, requires_grad=True))
-
-
-def test_odd_sizes():
-    for tokens, batch in ((1, 1), (13, 5), (129, 1), (300, 2)):
-        layer = build((1, 3), torch.float64)
-        x = torch.randn(batch, tokens, C, dtype=torch.float64, requires_grad=True)
-        for executor in UNDER_TEST:
-            assert_equal(layer, executor, x)
 
 
 @pytest.mark.parametrize("scope", ["token", "sample"])
@@ -244,12 +174,15 @@ class Block(nn.Module):
         return x + y
 
 
-@pytest.mark.parametrize("executor", ["packed", "auto"])
+TWO_WAYS = pytest.mark.parametrize("path", ["cpp", "triton"], indirect=True)
+
+
+@TWO_WAYS
 @pytest.mark.parametrize("scope", ["token", "sample"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(scope, executor, reentrant):
+def test_activation_checkpointing(scope, reentrant, path):
     """A list filled inside a reentrant checkpoint would give the balance loss a gradient of 0, without an error."""
-    block = Block(scope=scope, executor=executor)
+    block = Block(scope=scope, executor="packed", width=16)
     x = torch.randn(B, N, C, requires_grad=True)
     grads = []
     for function in (None, partial(checkpoint, use_reentrant=reentrant)):
@@ -264,24 +197,88 @@ def test_activation_checkpointing(scope, executor, reentrant):
         assert "router" not in name or a.norm() > 0
 
 
-@pytest.mark.parametrize("scope", ["token", "sample"])
-@pytest.mark.parametrize("router", ["moh", "query_norm", "moa"])
-def test_autocast(router, scope):
-    """The float32 layer under autocast: near masked, routed by float32 logits, gradients in float32."""
-    layer = build(dict(moh=(2, 2), query_norm=(2, 2), moa=(0, 3))[router], router=router, scope=scope)
-    x = torch.randn(B, N, C, requires_grad=True)
-    results = []
-    for executor in ("masked", "packed"):
-        layer.executor = executor
-        with torch.autocast("cpu", torch.bfloat16):
-            y, stats = layer(x)
-        assert y.dtype == torch.bfloat16 and stats.probs.dtype == torch.float32
-        layer.zero_grad()
-        y.float().square().sum().backward()
-        assert all(p.grad is None or p.grad.dtype == torch.float32 for p in layer.parameters())
-        results.append([y.float(), *(p.grad.clone() for p in layer.parameters() if p.grad is not None)])
+@TWO_WAYS
+@pytest.mark.parametrize(
+    "options",
+    [dict(scope=scope, **ROUTERS[router]) for scope in ("token", "sample") for router in ("moh", "query_norm", "moa")]
+    + [dict(qk_norm=True, **ROUTERS["moh"]), dict(kv_heads=2, is_causal=True, **ROUTERS["moh"])],
+)
+def test_autocast(options, path):
+    """Near masked, routed by float32 logits, gradients in float32; Triton's interpreter has no bfloat16."""
+    x, call, options = call_of(options, torch.float32)
+    dtype, near = (torch.bfloat16, 2e-2) if path == "cpp" else (torch.float16, 5e-3)
+    layer, results = build(width=16, **options), []
+    for layer.executor in ("masked", "packed"):
+        with torch.autocast(x.device.type, dtype):
+            y, stats = layer(x, **call)
+        assert y.dtype == dtype and stats.probs.dtype == torch.float32
+        loss = y.float().square().sum()
+        results.append([y.float(), *torch.autograd.grad(loss, [x, *layer.parameters()], materialize_grads=True)])
+    assert all(g.dtype == torch.float32 for g in results[1])
+    largest = max(g.norm() for g in results[0][1:])
     for a, b in zip(*results, strict=True):
-        assert (a - b).norm() <= 2e-2 * a.norm()
+        assert (a - b).norm() <= near * (a.norm() + 0.1 * largest)
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("scope, operators", [("token", {"route", "attend"}), ("sample", {"route"})])
+def test_tritons_operators_run(scope, operators, path):
+    layer = build((2, 2), scope=scope, executor="packed", width=16)
+    with torch.no_grad(), torch.profiler.profile() as profile:
+        layer(torch.randn(B, N, C))
+    libraries = [event.key.split("::") for event in profile.key_averages() if "::" in event.key]
+    assert {name for library, name in libraries if library == "moh_vision_triton"} - {"pairs"} == operators
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("kv_heads, router_kwargs", [(6, {}), (3, dict(group=2))])
+def test_a_prompt_and_one_token_after_another_on_triton(kv_heads, router_kwargs, path):
+    layer = build((2, 2), router="query_norm", kv_heads=kv_heads, router_kwargs=router_kwargs, width=16).eval()
+    x, outputs = torch.randn(B, N, C), []
+    with torch.no_grad():
+        for layer.executor in ("reference", "packed"):
+            cache = KeyValueCache()
+            parts = [layer(x[:, :4], is_causal=True, cache=cache)[0]]
+            parts += [layer(x[:, n : n + 1], is_causal=True, cache=cache)[0] for n in range(4, N)]
+            outputs.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_what_triton_does_not_compute_goes_another_way(scope, path):
+    """Dropout, double precision and wide heads."""
+    layer = build((2, 2), attn_drop=0.5, executor="packed", scope=scope, width=16)
+    assert layer(torch.randn(B, N, C))[0].isfinite().all()
+    for dtype, width in ((torch.float64, 16), (torch.float32, kernels.WIDEST + 8)):
+        layer = build((2, 2), width=width, dtype=dtype, scope=scope)
+        assert_equal(layer, "packed", torch.randn(B, N, C, dtype=dtype, requires_grad=True))
+
+
+def gradients_on_a_rank(rank, wrap):
+    """Of a layer on Triton's kernels with half of the batch, against all heads computed with the whole batch."""
+    dist.init_process_group("gloo")
+    kernels.use("triton")
+    for scope in ("token", "sample"):
+        torch.manual_seed(0)
+        layer, x = build((2, 2), scope=scope, executor="masked", width=16), torch.randn(2 * B, N, C)
+        (layer(x)[0].square().sum() / 2).backward()  # both wrappers take the mean over ranks
+        want = {name: p.grad for name, p in layer.named_parameters()}
+        layer.zero_grad(set_to_none=True)
+        layer.executor = "packed"
+        mesh = init_device_mesh("cpu", (2,))
+        wrapped = DistributedDataParallel(layer) if wrap == "ddp" else fully_shard(layer, mesh=mesh)
+        wrapped(x[rank * B : rank * B + B])[0].square().sum().backward()
+        for name, p in layer.named_parameters():
+            grad = p.grad.full_tensor() if wrap == "fsdp2" else p.grad
+            assert (grad - want[name]).norm() <= 1e-4 * want[name].norm(), name
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes share Triton's interpreter on a CPU")
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_two_processes_on_triton(wrap):
+    on_two_ranks(gradients_on_a_rank, wrap)
 
 
 def saved_bytes(layer, x):
@@ -340,18 +337,15 @@ def test_masked_can_be_differentiated_twice_in_16_bits(path):
     assert layer.router.routed.weight.grad.norm() > 0
 
 
-@pytest.mark.parametrize("executor", ["packed", "auto"])
-@pytest.mark.parametrize("hook", ["register_forward_hook", "register_forward_pre_hook"])
-def test_hooks_on_projections_are_called(executor, hook):
-    layer = build((1, 2), executor=executor)
-    calls = []
-    getattr(layer.proj, hook)(lambda *args: calls.append(1))
-    layer(torch.randn(B, N, C))
-    assert calls
-
-
-def test_empty_batch():
-    assert build((2, 2), executor="packed")(torch.randn(0, N, C))[0].shape == (0, N, C)
+def test_a_batch_of_nothing_and_one_of_one_token(path):
+    """A bias [C] spread over one token is its own memory, which sums must not go into."""
+    layer, x, found = build((2, 2), executor="packed"), torch.randn(1, 1, C), []
+    assert layer(torch.randn(0, N, C))[0].shape == (0, N, C)
+    with torch.no_grad():
+        for layer.executor in ("reference", "packed", "reference"):
+            found.append(layer(x)[0])
+    assert torch.equal(found[0], found[2])
+    torch.testing.assert_close(found[0], found[1])
 
 
 @pytest.mark.parametrize("scope", ["token", "sample"])
@@ -365,14 +359,13 @@ def test_transforms_of_torch_func(scope):
         torch.testing.assert_close(each(x.detach()), want)
 
 
-# ---------------------------------------------------------------- captured graphs
+COMPILED = [(executor, "cpp") for executor in ("masked", "packed", "auto")] + [("packed", "triton")]
 
 
-@pytest.mark.parametrize("executor", ["masked", "packed", "auto"])
+@pytest.mark.parametrize("executor, path", COMPILED, indirect=["path"])
 @pytest.mark.parametrize("scope", ["token", "sample"])
-def test_compiles_once_for_many_steps(executor, scope):
-    torch._dynamo.reset()
-    layer = build((2, 2), executor=executor, scope=scope)
+def test_compiles_once_for_many_steps(executor, scope, path):
+    layer = build((2, 2), executor=executor, scope=scope, width=16)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -394,7 +387,7 @@ def test_compiles_once_for_many_steps(executor, scope):
 @pytest.mark.parametrize("router", ["moh", "query_norm", "moa", "mae", "dense"])
 @pytest.mark.parametrize("executor", ["masked", "auto"])
 def test_compiled_and_exported_with_a_dynamic_batch(router, executor):
-    layer = build(ROUTERS[router]["budget"], router=router, executor=executor).eval()
+    layer = build(**ROUTERS[router], executor=executor).eval()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     program = torch.export.export(layer, (torch.randn(B, N, C),), dynamic_shapes=dict(x={0: torch.export.Dim("batch")}))
     x = torch.randn(5, N, C)
@@ -409,3 +402,21 @@ def test_traced_and_meta():
     torch.testing.assert_close(traced(x)[0], layer(x)[0])
     y, stats = build((2, 2), executor="packed").to("meta")(torch.randn(B, N, C, device="meta"))
     assert y.shape == (B, N, C) and stats.counts.shape == (B, H)
+
+
+def test_reference_against_plain_softmax():
+    """The oracle itself, for one head, in three lines."""
+    module = HeadMixtureAttention(C, HeadBudget(1, 8, 1, 0), router="dense", executor="reference").double()
+    x = torch.randn(1, N, C, dtype=torch.float64)
+    q, k, v = functional.linear(x[0], module.qkv.weight, module.qkv.bias).split(8, dim=-1)
+    want = functional.linear((q @ k.T / 8**0.5).softmax(-1) @ v, module.proj.weight, module.proj.bias)
+    torch.testing.assert_close(module(x)[0][0], want)
+
+
+test_bad_arguments = each_refused(
+    lambda options: build((2, 2), **options),
+    (dict(router="mho"), "router 'mho' is not one of dense, mae, moa, moh, query_norm"),
+    (dict(executor="fast"), "executor 'fast' is not one of auto, masked, packed, reference"),
+    (dict(scope="image"), "scope 'image' is not one of sample, token"),
+    (dict(kv_heads=4), "kv_heads=4 does not divide the 6 heads"),
+)

@@ -94,9 +94,6 @@ def test_sizes_of_one(kernels):
     assert {kernel["name"] for kernel in of("ones", kernels)} == names
 
 
-# ---- The script
-
-
 def compile_only(tasks):
     """Have Triton compile for the card of each task while it lasts, and launch nothing; print a line for every kernel."""
     from triton import knobs

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from refusals import one_line
+from refusals import each_refused
 from torch import nn
 
 from moh_vision.attention import (
@@ -110,9 +110,6 @@ def test_nothing_to_choose(budget, weights):
     assert torch.isfinite(load_balance_loss([routing.stats]))
 
 
-# ---------------------------------------------------------------- budgets
-
-
 @pytest.mark.parametrize("group", [2, 4])
 @pytest.mark.parametrize("spec", [0.5, 0.75, "uniform:0.5", 1.0])
 def test_shares_are_rounded_to_whole_groups(spec, group):
@@ -123,11 +120,6 @@ def test_shares_are_rounded_to_whole_groups(spec, group):
         assert (b.shared, b.routed) == (wide.shared * group, wide.routed * group)
     share = float(str(spec).rpartition(":")[2])
     assert sum(b.active for b in budgets) == share * 4 * 32
-
-
-def test_pairs_of_whole_groups_stay():
-    budgets = resolve_budget([(8, 4), (4, 12)], 2, 16, 8, group=4)
-    assert [(b.shared, b.routed) for b in budgets] == [(8, 4), (4, 12)]
 
 
 def model(group=4, shared=4, routed=8):
@@ -149,34 +141,29 @@ def test_changing_the_budget_of_a_model():
     assert [layer.router.num_routed for layer in net] == [12, 4]
 
 
-@pytest.mark.parametrize(
-    "make, words",
-    [
-        (
-            lambda: QueryNormRouter(C, BUDGET, group=3),
-            "heads=8 is not a multiple of group=3: heads are chosen in whole",
-        ),
-        (lambda: QueryNormRouter(C, HeadBudget(8, 4, 1, 4), group=2), "shared=1 is not a multiple of group=2"),
-        (lambda: QueryNormRouter(C, HeadBudget(8, 4, 2, 3), group=2), "routed=3 is not a multiple of group=2"),
-        (lambda: QueryNormRouter(C, BUDGET, group=0), "group=0 is not a number of heads, 1 or more"),
-        (lambda: QueryNormRouter(C, BUDGET, group=True), "group=True is not a number of heads, 1 or more"),
-        (lambda: resolve_budget(0.5, 2, 8, 4, group=3), "head_budget, layer 0: heads=8 is not a multiple of group=3"),
-        (
-            lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4),
-            r"head_budget, layer 1: \(4, 6\) is not a pair of multiples of group=4: heads are chosen in whole groups",
-        ),
-        (lambda: resolve_budget([(4, 4)], 2, 16, 4, group=4), "head_budget lists 1 layers, the model has 2"),
-        (
-            lambda: set_routed_heads(model(), [(4, 4), (4, 2)]),
-            r"layer 1: \(4, 2\) is not a pair of multiples of group=4",
-        ),
-        (lambda: set_routed_heads(model(), 0.25), r"head_budget 0.25: .* \(counted in groups of 4 heads\)"),
-        (lambda: model(group=2), "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"),
-    ],
+test_what_is_refused = each_refused(
+    lambda make: make(),
+    (
+        lambda: QueryNormRouter(C, BUDGET, group=3),
+        "heads=8 is not a multiple of group=3: heads are chosen in whole",
+    ),
+    (lambda: QueryNormRouter(C, HeadBudget(8, 4, 1, 4), group=2), "shared=1 is not a multiple of group=2"),
+    (lambda: QueryNormRouter(C, HeadBudget(8, 4, 2, 3), group=2), "routed=3 is not a multiple of group=2"),
+    (lambda: QueryNormRouter(C, BUDGET, group=0), "group=0 is not a number of heads, 1 or more"),
+    (lambda: QueryNormRouter(C, BUDGET, group=True), "group=True is not a number of heads, 1 or more"),
+    (lambda: resolve_budget(0.5, 2, 8, 4, group=3), "head_budget, layer 0: heads=8 is not a multiple of group=3"),
+    (
+        lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4),
+        r"head_budget, layer 1: \(4, 6\) is not a pair of multiples of group=4: heads are chosen in whole groups",
+    ),
+    (lambda: resolve_budget([(4, 4)], 2, 16, 4, group=4), "head_budget lists 1 layers, the model has 2"),
+    (
+        lambda: set_routed_heads(model(), [(4, 4), (4, 2)]),
+        r"layer 1: \(4, 2\) is not a pair of multiples of group=4",
+    ),
+    (lambda: set_routed_heads(model(), 0.25), r"head_budget 0.25: .* \(counted in groups of 4 heads\)"),
+    (lambda: model(group=2), "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"),
 )
-def test_what_is_refused(make, words):
-    with one_line(words):
-        make()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

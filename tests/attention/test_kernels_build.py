@@ -1,21 +1,17 @@
 """Building, finding and loading the C++ operators, with tiny libraries that need no torch headers."""
 
 import ctypes
-import fnmatch
 import functools
 import logging
-import os
 import shutil
 import sys
-import time
-import tomllib
 import types
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ROOT
 from processes import FORKS
+from refusals import refuse
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels import build as building
@@ -24,7 +20,6 @@ from moh_vision.attention.kernels.__main__ import main
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is installed"
 )
-WHOLE = b"library" * 100_000
 
 
 @pytest.fixture(autouse=True)
@@ -152,45 +147,9 @@ def test_a_damaged_library_counts_as_absent(caplog, capsys):
     assert "the library cannot be loaded" in capsys.readouterr().err
 
 
-def test_unfinished_files_are_not_loaded():
-    place = building.library_path()
-    place.parent.mkdir(parents=True)
-    place.with_name(f".{place.name}.host.1.tmp").write_bytes(b"half")
-    assert not building.load() and kernels.path() == "torch"
-
-
-def _build_often(folder, together):
-    """In a process of its own: publish ten times what the script that is the compiler copies."""
-    os.environ.update(MOH_VISION_CACHE=str(folder / "cache"), CXX=str(folder / "compiler"))
-    building.SOURCES = folder / "csrc"
-    together.wait()
-    for _ in range(10):
-        building.build()
-
-
-def test_two_builds_at_once_and_a_reader(compiler, tmp_path):
-    (tmp_path / "whole").write_bytes(WHOLE)
-    compiler(f'cp {tmp_path}/whole "$out"')
-    together = FORKS.Barrier(2)
-    builders = [FORKS.Process(target=_build_often, args=(tmp_path, together)) for _ in range(2)]
-    for builder in builders:
-        builder.start()
-    place, deadline, seen = building.library_path(), time.monotonic() + 60, 0
-    while any(builder.is_alive() for builder in builders) and time.monotonic() < deadline:
-        if place.exists():
-            assert place.read_bytes() == WHOLE
-            seen += 1
-        time.sleep(0.001)
-    for builder in builders:
-        builder.join(1)
-    assert [builder.exitcode for builder in builders] == [0, 0] and seen
-    assert [file.name for file in place.parent.iterdir()] == [place.name]
-
-
 def test_the_variable(monkeypatch, caplog):
     monkeypatch.setenv("MOH_VISION_KERNELS", "on")
-    with pytest.raises(ValueError, match="MOH_VISION_KERNELS=on: only auto .* and off"):
-        kernels.path()
+    refuse("MOH_VISION_KERNELS=on: only auto .* and off", kernels.path)
     monkeypatch.setattr(building, "load", lambda: True)
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
@@ -207,18 +166,9 @@ def test_a_compiled_layer_asks_for_the_path_first():
     assert compiled(torch.randn(1, 5, 32))[0].shape == (1, 5, 32)
 
 
-@pytest.mark.parametrize("value", ["", "auto"])
-def test_the_variable_lets_operators_be_taken(monkeypatch, value):
-    monkeypatch.setenv("MOH_VISION_KERNELS", value)
-    monkeypatch.setattr(building, "load", lambda: True)
-    assert kernels.path() == "cpp"
-
-
 def test_use(monkeypatch):
-    with pytest.raises(ValueError, match="'cpp', 'triton', 'torch' or None, not 'c'"):
-        kernels.use("c")
-    with pytest.raises(ValueError, match="`python -m moh_vision.attention.kernels` builds them"):
-        kernels.use("cpp")
+    refuse("'cpp', 'triton', 'torch' or None, not 'c'", lambda: kernels.use("c"))
+    refuse("`python -m moh_vision.attention.kernels` builds them", lambda: kernels.use("cpp"))
     assert kernels.path() == "torch"
     monkeypatch.setattr(building, "load", lambda: True)
     assert kernels.path() == "torch"  # a library that was built meanwhile changes nothing by itself
@@ -283,13 +233,6 @@ def test_a_build_is_of_one_instruction_set(monkeypatch):
     assert len(places) == 3
 
 
-def test_the_sources_ship_with_the_package():
-    package = ROOT / "moh_vision"
-    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["moh_vision"]
-    sources = [p.relative_to(package).as_posix() for p in package.glob("attention/kernels/csrc/*.*")]
-    assert sources and all(any(fnmatch.fnmatch(source, p) for p in patterns) for source in sources)
-
-
 @pytest.mark.parametrize(
     "broken, said",
     [
@@ -323,8 +266,7 @@ def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatc
         monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=with_wrong_gradients))
     monkeypatch.setattr(building, "_runs_triton", building._runs_triton.__wrapped__)
     assert building.path("cuda") == "torch" and said in caplog.text
-    with pytest.raises(ValueError, match="need a GPU"):
-        building.use("triton")
+    refuse("need a GPU", lambda: building.use("triton"))
 
 
 def test_kernels_are_tried_wherever_the_first_call_is(monkeypatch):

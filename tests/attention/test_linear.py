@@ -2,24 +2,24 @@
 
 import copy
 
+import layers
 import pytest
 import torch
 from accelerate import cpu_offload
+from layers import ROUTERS, C
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention, SeparateHeadMixtureAttention
+from moh_vision.attention import EXECUTORS, SeparateHeadMixtureAttention
 
-B, N, C, H, D = 2, 6, 24, 6, 4
+B, N = 2, 6
 LAYERS = {
-    "moh": dict(router="moh", budget=(2, 2)),
-    "moh, sample": dict(router="moh", budget=(2, 2), scope="sample"),
-    "moh, separate": dict(router="moh", budget=(2, 2), kind=SeparateHeadMixtureAttention),
-    "query_norm": dict(router="query_norm", budget=(2, 2)),
-    "query_norm, separate": dict(router="query_norm", budget=(2, 2), kind=SeparateHeadMixtureAttention),
-    "query_norm, grouped": dict(router="query_norm", budget=(2, 2), kv_heads=3),
+    **{name: ROUTERS[name] for name in ("moh", "query_norm", "mae")},
+    "moh, sample": dict(**ROUTERS["moh"], scope="sample"),
+    "moh, separate": dict(**ROUTERS["moh"], kind=SeparateHeadMixtureAttention),
+    "query_norm, separate": dict(**ROUTERS["query_norm"], kind=SeparateHeadMixtureAttention),
+    "query_norm, grouped": dict(**ROUTERS["query_norm"], kv_heads=3),
     "moa": dict(router="moa", budget=(0, 3), kv_heads=1, router_kwargs=dict(noisy=True)),
-    "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax")),
 }
 
 
@@ -71,12 +71,8 @@ def hooked(linear, delta):
 WAYS = [adapter, parametrised, hooked, replaced_forward]
 
 
-def build(budget, kind=HeadMixtureAttention, **kwargs):
-    layer = kind(C, HeadBudget(H, D, *budget), **kwargs).eval()
-    for p in layer.router.parameters():
-        if p.ndim > 1:
-            nn.init.normal_(p)
-    return layer
+def build(**options):
+    return layers.build(**options).eval()
 
 
 def linears(layer):

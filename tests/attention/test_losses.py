@@ -1,10 +1,20 @@
+"""Losses of the routers, and of the tasks that train with them."""
+
+import math
+
 import pytest
+import timm
 import torch
 
-from moh_vision.attention import HeadBudget, head_usage, load_balance_loss, moa_balance_loss, router_z_loss
+import moh_vision  # noqa: F401
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, load_balance_loss, moa_balance_loss, router_z_loss
+from moh_vision.attention.losses import RoutedTask
 from moh_vision.attention.routers.dense import DenseRouter
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
+from moh_vision.classification.task import ClassificationTask
+from moh_vision.diffusion import HybridLoss
+from moh_vision.diffusion.task import DiffusionTask
 
 
 def test_is_equation_7_scaled_by_the_candidates():
@@ -56,9 +66,117 @@ def test_padding_does_not_count(loss):
     torch.testing.assert_close(loss([padded.stats]), loss([short.stats]))
 
 
-def test_head_usage():
-    x = torch.randn(2, 5, 16)
-    for shared, routed in ((2, 3), (0, 2), (8, 0)):
-        usage = head_usage([MoHRouter(16, HeadBudget(8, 4, shared, routed))(x).stats])[0]
-        assert usage[:shared].tolist() == [1.0] * shared
-        torch.testing.assert_close(usage.sum(), torch.tensor(float(shared + routed)))
+VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
+DIT = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4, head_budget=0.75)
+
+
+def test_classification_losses():
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT)
+    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 4])
+    losses = ClassificationTask(model, balance_weight=0.5)(images, labels)
+    logits, stats = model.forward_routed(images)
+    cross, balance = torch.nn.functional.cross_entropy(logits, labels), load_balance_loss(stats)
+    torch.testing.assert_close(losses["loss"], cross + 0.5 * balance)
+    torch.testing.assert_close(losses["task_loss"], cross.detach())
+    assert losses["batch_accuracy"] == (logits.argmax(1) == labels).float().mean()
+    assert [runs.tolist()[-1] for runs in losses["head_runs"]] == [4 * 17, 4 * 17]
+
+
+def test_diffusion_losses():
+    model = timm.create_model("moh_dit_small_patch2_75", **DIT)
+    diffusion = HybridLoss()
+    images, noise = torch.rand(3, 3, 8, 8) * 2 - 1, torch.randn(3, 3, 8, 8)
+    labels, t = torch.tensor([0, 4, 5]), torch.tensor([0, 10, 999])
+    losses = DiffusionTask(model, 0.01, diffusion)(images, labels, t, noise)
+    # a new DiT predicts noise 0, so the error is the noise itself
+    torch.testing.assert_close(losses["mse"], noise.square().mean())
+    torch.testing.assert_close(losses["task_loss"], losses["mse"] + losses["vb"])
+    losses["loss"].backward()
+    assert model.final_layer.linear.weight.grad.norm() > 0
+
+
+def test_a_dense_model_has_no_balance_loss():
+    model = timm.create_model("dit_small_patch2", **{k: v for k, v in DIT.items() if k != "head_budget"})
+    zeros = torch.zeros(1, dtype=torch.long)
+    losses = DiffusionTask(model, 0.01, HybridLoss())(torch.zeros(1, 3, 8, 8), zeros, zeros, torch.randn(1, 3, 8, 8))
+    assert losses["balance_loss"] == 0 and torch.equal(losses["loss"].detach(), losses["task_loss"])
+    assert all(runs.tolist() == [16.0] * 5 for runs in losses["head_runs"])
+
+
+def test_mixed_targets_and_eval_mode():
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT)
+    task = ClassificationTask(model, 0.0, label_smoothing=0.1)
+    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 4])
+    hard = torch.nn.functional.one_hot(labels, 5).float()
+    torch.testing.assert_close(task(images, hard)["loss"], task(images, labels)["loss"])
+    assert task(images, hard)["batch_accuracy"] == task(images, labels)["batch_accuracy"]
+    logits, stats = task.eval()(images)
+    assert torch.equal(logits, model(images)) and len(stats) == 2
+
+
+def moa_by_hand(stats, counted=lambda module, expert: 0):
+    """L_a and L_z of Zhang 2022, eq. 13 to 17, token by token; `counted` adds tokens of other processes to f."""
+    balance = z = 0.0
+    for module, (probs, _, logits) in enumerate(stats):
+        tokens = [(p.tolist(), row.tolist()) for p, row in zip(probs.flatten(0, 1), logits.flatten(0, 1))]
+        E, k = len(tokens[0][0]), 2
+        f, P = [counted(module, i) for i in range(E)], [0.0] * E
+        for p, row in tokens:
+            for i in sorted(range(E), key=lambda i: -p[i])[:k]:
+                f[i] += 1
+            for i in range(E):
+                P[i] += p[i]
+            z += math.log(sum(math.exp(v) for v in row)) ** 2 / len(tokens)
+        balance += E * sum(a / sum(f) * b / sum(P) for a, b in zip(f, P))
+    return balance, z
+
+
+def moa_vit():
+    model = timm.create_model("moh_vit_tiny_patch16_224", **VIT, router="moa", head_budget=[(0, 2), (0, 2)])
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.router.gate.weight)
+    return model
+
+
+@pytest.mark.parametrize("others", [0, 7])
+def test_moa_is_trained_with_its_two_losses(monkeypatch, others):
+    model = moa_vit()
+    images, labels = torch.randn(4, 3, 16, 16), torch.tensor([0, 1, 2, 4])
+    extra = torch.arange(12.0) * others  # tokens of another process, two modules of six experts in one message
+    monkeypatch.setattr("moh_vision.attention.losses.sum_over_processes", lambda counts: counts + extra)
+    losses = ClassificationTask(model, balance_weight=99.0)(images, labels)
+    logits, stats = model.forward_routed(images)
+    balance, z = moa_by_hand(stats, lambda module, i: extra[6 * module + i].item())
+    assert losses["moa_balance_loss"].item() == pytest.approx(balance, rel=1e-5) and balance > 2
+    assert losses["z_loss"].item() == pytest.approx(z, rel=1e-5)
+    cross = torch.nn.functional.cross_entropy(logits, labels)
+    assert losses["loss"].item() == pytest.approx(cross.item() + 0.01 * balance + 0.001 * z, rel=1e-6)
+    assert losses["balance_loss"] == 0  # that is MoH's
+    assert not any(v.requires_grad for k, v in losses.items() if k not in ("loss", "head_runs"))
+    task = ClassificationTask(model, 0.0, moa_balance_weight=2.0, z_weight=3.0)
+    assert task(images, labels)["loss"].item() == pytest.approx(cross.item() + 2 * balance + 3 * z, rel=1e-6)
+
+
+def test_each_router_has_its_own_losses():
+    """A model may mix routers: dense cross-attention beside MoA, MoH beside both."""
+    layers = torch.nn.ModuleList(
+        HeadMixtureAttention(24, budget, router=router)
+        for router, budget in (
+            ("moa", HeadBudget(6, 4, 0, 2)),
+            ("dense", HeadBudget(6, 4, 6, 0)),
+            ("moh", HeadBudget(6, 4, 2, 2)),
+            ("mae", HeadBudget(6, 4, 6, 0)),
+        )
+    )
+    torch.nn.init.normal_(layers[0].router.gate.weight)
+    x = torch.randn(3, 5, 24)
+    stats = [layer(x)[1] for layer in layers]
+    losses = RoutedTask(layers, 0.5).losses(torch.tensor(1.0), stats)
+    balance, z = moa_by_hand(stats[:1])
+    moh = load_balance_loss(stats[2:3]).item()
+    assert losses["loss"].item() == pytest.approx(1 + 0.5 * moh + 0.01 * balance + 0.001 * z, rel=1e-6)
+    assert [len(runs) for runs in losses["head_runs"]] == [7] * 4
+    plain = RoutedTask(layers[1:], 0.5).losses(torch.tensor(1.0), stats[1:])
+    assert list(plain) == ["loss", "task_loss", "balance_loss", "head_runs"]
+    with pytest.raises(ValueError):  # statistics of another model
+        RoutedTask(layers, 0.5).losses(torch.tensor(1.0), stats[1:])

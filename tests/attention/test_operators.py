@@ -24,8 +24,7 @@ from attend_backends import (
 )
 from conftest import ROOT
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, kernels
-from moh_vision.attention.routing import Call
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 
 PAIRS = EAGER, CPP  # they have `project` and `combine` too
 EVERY = *PAIRS, *CPP16, TRITON
@@ -459,24 +458,6 @@ def test_tritons_operators_are_registered_as_torch_asks(backend):
 
 
 @on(TRITON)
-@pytest.mark.parametrize("way", ["compiled", "checkpointed"])
-def test_triton_compiles_whole_and_checkpoints(backend, way):
-    *tensors, token, offsets = arguments_of_triton()
-    do = torch.randn(1, 6, 32, device=DEVICE)
-
-    def function(q, k, v, weights):
-        return gpu.attend(q * 2, k, v, weights, token, offsets, is_causal=True)[0] + 1
-
-    def checkpointed(*tensors):
-        return torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False)
-
-    other = torch.compile(function, fullgraph=True, backend="aot_eager") if way == "compiled" else checkpointed
-    outputs = [run(*tensors) for run in (function, other)]
-    results = [[o, *torch.autograd.grad(o, tensors, do)] for o in outputs]
-    assert all(map(torch.equal, *results))
-
-
-@on(TRITON)
 def test_every_operator_runs_with_tf32(backend):
     """Set the newer way, after which torch.get_float32_matmul_precision raises."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -552,50 +533,6 @@ def test_other_operands_are_refused(backend):
     ):
         with pytest.raises(ValueError):
             gpu.attend(*wrong)
-
-
-@on(*PAIRS)
-def test_one_token_leaves_the_bias_as_it_is(backend):
-    """A bias [C] spread over one token is its own memory, which sums must not go into."""
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
-    torch.nn.init.normal_(layer.proj.bias)
-    before = [p.clone() for p in layer.parameters()]
-    x = torch.randn(1, 1, 32)
-    with torch.no_grad():
-        y = layer(x)[0]
-        layer.executor = "reference"
-        torch.testing.assert_close(y, layer(x)[0])
-    assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
-
-
-@on(*PAIRS)
-@pytest.mark.parametrize("scope", ["token", "sample"])
-def test_a_context_for_all_sequences_and_one_of_another_width(scope, backend):
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), scope=scope, executor="packed")
-    x, context = torch.randn(3, 7, 32), torch.randn(1, 5, 32)
-    y = layer(x, context)[0]
-    torch.testing.assert_close(y, layer(x, context.expand(3, -1, -1).contiguous())[0])
-    with pytest.raises(RuntimeError):
-        layer(x, torch.randn(3, 5, 48))
-    layer.executor = "masked"
-    empty = torch.randn(3, 0, 32)
-    want = layer(x, empty)[0]
-    layer.executor = "packed"
-    assert torch.equal(layer(x, empty)[0], want)
-
-
-@on(*PAIRS)
-def test_gates_that_are_0_and_1(backend):
-    """As a bool, which query_norm hands on where no gradient is asked for."""
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), router="query_norm", executor="packed")
-    x = torch.randn(2, 7, 32)
-    with torch.no_grad():
-        routing, q = layer.route(x)
-        call, outputs = Call(x, Routing(routing.active, routing.active, routing.stats), q=q), []
-        for layer.executor in ("packed", "reference"):
-            heads = layer.choose(call)
-            outputs.append(heads.combine(heads.attend(*heads.project())))
-        torch.testing.assert_close(*outputs)
 
 
 @on(CPP)

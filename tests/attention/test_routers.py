@@ -1,15 +1,17 @@
-"""One contract for every router, and what the papers say of query_norm, moa and mae."""
+"""One contract for every router, and what the papers say of each; of MoH written out with numpy for one token."""
 
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
+from refusals import each_refused, refuse
 
 from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
 from moh_vision.attention.kernels.eager import gate_logits, select_top_k
 from moh_vision.attention.routers.common import masked_mean
-from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
+from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter
 
 B, N, C, H, D = 3, 6, 16, 6, 4
@@ -141,9 +143,6 @@ def test_logits_of_16_bit_tokens_and_their_gradient():
         assert (got - exact).norm() <= 1e-2 * exact.norm()
 
 
-# ---------------------------------------------------------------- query_norm
-
-
 def test_query_norm_takes_the_longest_queries_with_weight_one():
     router = QueryNormRouter(C, HeadBudget(H, D, 2, 2)).eval()
     q = torch.ones(1, H, 1, D) * torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0, 3.0]).view(1, H, 1, 1)
@@ -188,9 +187,6 @@ def test_query_norm_has_no_parameters_and_equal_norms_take_the_first():
     assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3] and routing.weights.isfinite().all()
 
 
-# ---------------------------------------------------------------- moa
-
-
 @pytest.mark.parametrize("k", [1, 3])
 def test_moa_weights_and_their_detached_sum(k):
     """Which gives the gate of a single expert a gradient, though its weight is always 1."""
@@ -217,26 +213,6 @@ def test_a_new_moa_router_is_uniform_and_takes_the_first_experts():
     torch.testing.assert_close(routing.stats.probs, torch.full((2, 5, H), 1 / H))
 
 
-def test_moa_noise_only_in_training():
-    router = build("moa", noisy=True)
-    x = torch.randn(2, 5, C)
-    assert not torch.equal(router(x).stats.logits, router(x).stats.logits)
-    router.eval()
-    assert torch.equal(router(x).stats.logits, router(x).stats.logits)
-
-
-def test_moa_layer_has_free_width_and_one_key_value_head():
-    """8K64E256D in small: E * D is far from C."""
-    layer = HeadMixtureAttention(C, HeadBudget(24, 8, 0, 3), router="moa", kv_heads=1, qkv_bias=False, proj_bias=False)
-    assert layer.qkv.weight.shape == (24 * 8 + 2 * 8, C) and layer.proj.weight.shape == (C, 24 * 8)
-    parameters = sum(p.numel() for p in layer.parameters())
-    assert parameters == (2 * 24 + 2) * 8 * C + C * 24  # (2E + 2) D d and the router's d E
-    assert layer(torch.randn(2, 5, C), torch.randn(2, 7, C))[0].shape == (2, 5, C)
-
-
-# ---------------------------------------------------------------- mae
-
-
 @pytest.mark.parametrize("leave_out, experts", [(1, 6), (2, 15)])
 def test_mae_is_the_mixture_of_its_experts(leave_out, experts):
     """sum_S g_S * h / (h - t) * sum_{j in S} H_j, with the heads themselves."""
@@ -258,8 +234,7 @@ def test_mae_uniform_is_plain_attention():
     torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))
     assert (router.train()(x).weights == 0).sum(-1).unique().tolist() == [1]
     router.set_mode("random")
-    with pytest.raises(ValueError, match="mode 'argmax' needs a gate; a router made with mode 'uniform' has none"):
-        router.set_mode("argmax")
+    refuse("mode 'argmax' needs a gate; a router made with mode 'uniform' has none", lambda: router.set_mode("argmax"))
 
 
 def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():
@@ -291,39 +266,18 @@ def test_mae_modes():
     torch.testing.assert_close(drawn, torch.full((H,), 1 / H), atol=0.05, rtol=0)
     router.train().set_mode("uniform")
     assert (router(x).weights == 0).sum(-1).unique().tolist() == [1]
-    with pytest.raises(ValueError, match="mode 'best' is not one of soft, sampled"):
-        router.set_mode("best")
+    refuse("mode 'best' is not one of soft, sampled", lambda: router.set_mode("best"))
 
 
-def test_mae_gate_has_the_papers_size():
-    """512 -> 256 -> 8 with biases, and the batch norm's scale and shift."""
-    router = MAERouter(512, HeadBudget(8, 64, 8, 0))
-    assert sum(p.numel() for p in router.parameters()) == 133_384 + 1_024
-    assert MAERouter(512, HeadBudget(8, 64, 8, 0), leave_out=2).out.out_features == 28
-
-
-def test_mae_window_is_the_last_tokens():
-    """A gate of a sequence that is as long as the window chooses the same."""
-    router, alone = build("mae", pool="window").eval(), build("mae", pool="sequence").eval()
-    router.window = 3
-    alone.load_state_dict(router.state_dict())
-    x = torch.randn(1, N, C)
-    torch.testing.assert_close(alone(x[:, 3:]).weights[0, 0], router(x).weights[0, -1])
-
-
-@pytest.mark.parametrize(
-    "name, budget, options, words",
-    [
-        ("moa", HeadBudget(H, D, 2, 2), {}, "router 'moa' has no shared heads, the budget has 2"),
-        ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' may run all 6 heads, the budget only 4"),
-        ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
-        ("mae", ALL, dict(pool="max"), "pool 'max' is not one of"),
-        ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' runs all 6 heads, the budget only 4"),
-    ],
+test_bad_options = each_refused(
+    lambda name, budget, options: ROUTERS[name](C, budget, **options),
+    ("moh", HeadBudget(H, D, 2, 2), dict(gate_scale="half"), "gate_scale 'half' is not one of released, paper"),
+    ("moa", HeadBudget(H, D, 2, 2), {}, "router 'moa' has no shared heads, the budget has 2"),
+    ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' may run all 6 heads, the budget only 4"),
+    ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
+    ("mae", ALL, dict(pool="max"), "pool 'max' is not one of"),
+    ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' runs all 6 heads, the budget only 4"),
 )
-def test_bad_options(name, budget, options, words):
-    with pytest.raises(ValueError, match=words):
-        ROUTERS[name](C, budget, **options)
 
 
 def test_a_padded_sequence_is_pooled_over_its_real_tokens():
@@ -332,3 +286,72 @@ def test_a_padded_sequence_is_pooled_over_its_real_tokens():
     padding = torch.arange(5) >= real[:, None]
     found = masked_mean(x, padding)[:, 0]
     torch.testing.assert_close(found, torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)]))
+
+
+def softmax(z):
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def expected_weights(router, x, heads, shared, routed, released, two_stage):
+    """Jin 2024 eq. 5 and 6 for one token, or the released code's scales."""
+    get = lambda layer: layer.weight.detach().double().numpy() @ x  # noqa: E731
+    w = np.zeros(heads)
+    alpha = np.array([0.5, 0.5])
+    if shared and shared < heads:
+        if two_stage:
+            alpha = softmax(get(router.balance))
+    else:
+        alpha = np.array([0.5, 0.5]) if released else np.array([1.0, 1.0])  # nothing to balance
+    if shared:
+        s = softmax(get(router.shared)) if shared > 1 else np.ones(1)
+        w[:shared] = 2 * alpha[0] * shared * s if released else alpha[0] * s
+    if shared < heads:
+        p = softmax(get(router.routed))
+        top = np.argsort(-p)[:routed]
+        w[shared + top] = 2 * alpha[1] * routed * p[top] / p[top].sum() if released else alpha[1] * p[top]
+    return w
+
+
+@pytest.mark.parametrize("shared, routed", [(2, 2), (2, 4), (0, 3), (0, 6), (1, 2), (1, 5), (6, 0), (5, 1)])
+@pytest.mark.parametrize("gate_scale", ["released", "paper"])
+@pytest.mark.parametrize("two_stage", [True, False])
+def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):
+    router = MoHRouter(C, HeadBudget(6, 8, shared, routed), gate_scale, two_stage).double()
+    for p in router.parameters():
+        torch.nn.init.normal_(p)
+    x = torch.randn(2, 5, C, dtype=torch.float64)
+    routing = router(x)
+    for b in range(2):
+        for n in range(5):
+            want = expected_weights(router, x[b, n].numpy(), 6, shared, routed, gate_scale == "released", two_stage)
+            np.testing.assert_allclose(routing.weights[b, n].detach().numpy(), want, atol=1e-12)
+            assert np.array_equal(routing.active[b, n].numpy(), want > 0)
+    assert routing.weights.count_nonzero(-1).unique().tolist() == [shared + routed]
+
+
+@pytest.mark.parametrize(
+    "heads, shared, routed, names",
+    [
+        (6, 0, 3, {"routed"}),
+        (6, 1, 3, {"routed", "balance"}),
+        (6, 2, 3, {"shared", "routed", "balance"}),
+        (6, 6, 0, {"shared"}),
+        (1, 1, 0, set()),
+    ],
+)
+def test_only_the_needed_linears_exist(heads, shared, routed, names):
+    router = MoHRouter(C, HeadBudget(heads, 8, shared, routed))
+    assert {n.removesuffix(".weight") for n, _ in router.named_parameters()} == names
+    one_stage = MoHRouter(C, HeadBudget(heads, 8, shared, routed), two_stage=False)
+    assert {n.removesuffix(".weight") for n, _ in one_stage.named_parameters()} == names - {"balance"}
+
+
+def test_one_routed_head_gets_no_gradient_from_its_weight():
+    """k * p / p = 1: only the balance loss reaches the router then."""
+    router = MoHRouter(C, HeadBudget(6, 8, 2, 1))
+    routing = router(torch.randn(2, 9, C))
+    (routing.weights * torch.randn(6)).sum().backward(retain_graph=True)
+    assert router.routed.weight.grad.norm() < 1e-6
+    routing.stats.probs.square().sum().backward()
+    assert router.routed.weight.grad.norm() > 1e-6

@@ -2,30 +2,20 @@
 
 import pytest
 import torch
-from torch import nn
+from layers import ROUTERS, C, build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from moh_vision.attention import EXECUTORS, HeadBudget, HeadMixtureAttention
+from moh_vision.attention import EXECUTORS
 
-B, N, C, H, D = 2, 5, 24, 6, 4
-ROUTERS = {
-    "moh": dict(router="moh", budget=(1, 2)),
-    "query_norm": dict(router="query_norm", budget=(1, 2)),
-    "moa": dict(router="moa", budget=(0, 2), kv_heads=1),
+B, N = 2, 5
+LAYERS = {
+    **{name: ROUTERS[name] for name in ("moh", "query_norm", "moa", "dense")},
     "moa, plain probabilities": dict(router="moa", budget=(0, 2), router_kwargs=dict(renormalise=False)),
     "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(dropout=0.0)),
-    "mae, one expert": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
-    "dense": dict(router="dense", budget=(6, 0)),
+    "mae, one expert": ROUTERS["mae"],
 }
 # A sum hands backward a gradient without a graph; there once_differentiable dropped terms without a word.
 LOSSES = {"sum": torch.Tensor.sum, "squares": lambda y: y.square().sum()}
-
-
-def build(budget, dtype, **kwargs):
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, *budget), dtype=dtype, **kwargs).eval()
-    for p in layer.router.parameters():
-        nn.init.normal_(p)
-    return layer
 
 
 def twice(layer, x, loss):
@@ -41,9 +31,9 @@ def twice(layer, x, loss):
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
 @pytest.mark.parametrize("scope", ["token", "sample"])
-@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("router", LAYERS)
 def test_equal_to_the_reference(router, scope, dtype, loss, path):
-    layer = build(dtype=dtype, scope=scope, **ROUTERS[router])
+    layer = build(dtype=dtype, scope=scope, **LAYERS[router]).eval()
     x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
     results = {}
     for executor in EXECUTORS:
@@ -59,6 +49,6 @@ def test_equal_to_the_reference(router, scope, dtype, loss, path):
 @pytest.mark.parametrize("router", ["moh", "mae", "dense", "moa, plain probabilities"])
 def test_the_reference_against_differences(router, scope):
     """gradgradcheck; the other routers stop gradients on purpose, which differences do not see."""
-    layer = build(dtype=torch.float64, scope=scope, executor="reference", **ROUTERS[router])
+    layer = build(dtype=torch.float64, scope=scope, executor="reference", **LAYERS[router]).eval()
     x = torch.randn(1, 3, C, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), atol=1e-4)

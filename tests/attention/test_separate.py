@@ -2,30 +2,25 @@
 
 import pytest
 import torch
-from torch import nn
+from layers import CASES, ROUTERS, C, D, H, build, call_of
 
-from moh_vision.attention import EXECUTORS, ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache
+from moh_vision.attention import EXECUTORS, ContextCache, HeadMixtureAttention, KeyValueCache
 from moh_vision.attention import SeparateHeadMixtureAttention as Separate
 
-B, N, M, C, H, D = 2, 6, 5, 24, 6, 4
+B, N, M = 2, 6, 5
 OPTIONS = {
-    "moh": dict(router="moh", budget=(2, 2)),
-    "query_norm": dict(router="query_norm", budget=(2, 3)),
-    "dense": dict(router="dense", budget=(6, 0)),
-    "sample": dict(router="moh", budget=(2, 2), scope="sample"),
-    "grouped": dict(router="moh", budget=(2, 2), kv_heads=3),
-    "grouped query_norm": dict(router="query_norm", budget=(2, 2), kv_heads=2),
+    **{name: ROUTERS[name] for name in ("moh", "query_norm", "dense")},
+    "sample": dict(**ROUTERS["moh"], scope="sample"),
+    "grouped": dict(**ROUTERS["moh"], kv_heads=3),
+    "grouped query_norm": dict(**ROUTERS["query_norm"], kv_heads=2),
     "grouped sample": dict(router="moh", budget=(1, 2), kv_heads=2, scope="sample"),
-    "norms, no biases": dict(router="moh", budget=(2, 2), qk_norm=True, qkv_bias=False, proj_bias=False),
+    "norms, no biases": dict(**ROUTERS["moh"], qk_norm=True, qkv_bias=False, proj_bias=False),
 }
 
 
-def twins(dtype=torch.float64, **options):
+def twins(**options):
     """A layer with one product, and one with separate projections of the same weights."""
-    options = {**options, "budget": HeadBudget(H, D, *options["budget"])}
-    one, cut = HeadMixtureAttention(C, dtype=dtype, **options), Separate(C, dtype=dtype, **options)
-    for p in one.router.parameters():
-        nn.init.normal_(p)
+    one, cut = (build(dtype=torch.float64, kind=kind, **options) for kind in (HeadMixtureAttention, Separate))
     cut.load_state_dict(as_separate(one))
     return one.eval(), cut.eval()
 
@@ -44,29 +39,20 @@ def as_separate(layer, grads=False):
     return result
 
 
-def calls():
-    rotary = torch.linspace(0, 3, N).unsqueeze(1) * torch.tensor([1.0, 0.3]).repeat(2)
-    padding = torch.zeros(B, N, dtype=torch.bool)
-    padding[1, 4:] = True
-    return {
-        "self": {},
-        "causal, rotary": dict(is_causal=True, rotary=(rotary.cos(), rotary.sin())),
-        "padding": dict(padding_mask=padding),
-        "cross": dict(context=torch.randn(B, M, C, dtype=torch.float64)),
-    }
+CALLS = [CASES[name] for name in ("self", "causal", "padding", "cross", "rotary")]
 
 
 @pytest.mark.parametrize("executor", sorted(EXECUTORS))
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_equal_to_one_product(kind, executor):
     one, cut = twins(**OPTIONS[kind])
-    x = torch.randn(B, N, C, dtype=torch.float64)
-    for call in calls().values():
+    for case in CALLS:
+        x, call, _ = call_of(case, torch.float64)
         grads = []
         for layer in (one, cut):
             layer.executor = executor
             layer.zero_grad()
-            own = x.clone().requires_grad_()
+            own = x.detach().clone().requires_grad_()
             y, _ = layer(own, **call)
             (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
             grads.append({"y": y.detach(), "x": own.grad, **as_separate(layer, grads=True)})

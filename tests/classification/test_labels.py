@@ -9,7 +9,7 @@ import pytest
 import torch
 from pictures import convert
 from PIL import Image
-from refusals import one_line, refused
+from refusals import one_line, refuse, refused
 from timm.data import ImageNetInfo
 from timm.data.real_labels import RealLabelsImagenet
 
@@ -149,12 +149,10 @@ def test_real_labels(imagenet, tmp_path, capsys):
     assert pictures[0] == pictures[1]
     listing = shards / "val.files.txt"
     listing.write_text("".join(listing.read_text().splitlines(keepends=True)[:-1]))
-    with one_line("val.files.txt: 59 files, but the shards hold 60 images"):
-        open_labelled(str(shards), "real")
+    refuse("val.files.txt: 59 files, but the shards hold 60 images", lambda: open_labelled(str(shards), "real"))
     listing.unlink()
     for root in (str(shards), "digits"):
-        with one_line(f"data.root {root}: --labels real needs the names of the files"):
-            open_labelled(root, "real")
+        refuse(f"data.root {root}: --labels real needs the names of the files", open_labelled, root, "real")
 
 
 def test_images_without_any_label(tmp_path):
@@ -171,8 +169,7 @@ def test_what_is_refused(imagenet, tmp_path, capsys):
     model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=2, **SMALL)
     words = "--labels a needs a classifier of ImageNet's 1,000 classes; --checkpoint x has 2 classes"
     for classes, more in ((None, ""), (["cat", "dog"], ", the first 'cat'")):
-        with one_line(f"{words}{more}$"):
-            refuse_other_classifier(model, classes, "--checkpoint x", "a")
+        refuse(f"{words}{more}$", refuse_other_classifier, model, classes, "--checkpoint x", "a")
     model.num_classes = 1000
     for right in (None, SYNSETS, [str(c) for c in range(1000)]):
         refuse_other_classifier(model, right, "--checkpoint x", "a")

@@ -5,7 +5,7 @@ import json
 import pytest
 import test_moh_vit
 import timm
-from refusals import refused
+from refusals import refuse
 from small_runs import arguments
 from small_text import write_plain
 
@@ -33,10 +33,6 @@ def curve(*argv):
     return main(["budget-curve", *map(str, argv)])
 
 
-def exits(argv):
-    raise SystemExit(curve(*argv))
-
-
 def active(budgets):
     return {share: [b.active for b in of] for share, of in budgets.items()}
 
@@ -59,8 +55,7 @@ def test_shares_that_the_shared_heads_do_not_allow():
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
     with pytest.raises(ValueError, match="--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"):
         budgets_of(model, ["0.75", "0.5"])
-    with pytest.raises(ValueError, match="no routed heads to be chosen"):
-        budgets_of(vit([(8, 0)] * 3), None)
+    refuse("no routed heads to be chosen", lambda: budgets_of(vit([(8, 0)] * 3), None))
     for router in ("dense", "mae"):
         assert active(budgets_of(vit(None, router=router), ["0.75"])) == {1.0: [8] * 3}
 
@@ -90,7 +85,7 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     assert list(above.lines[1].get_xdata()) == [75] and list(below.lines[0].get_ydata()) == [12, 18, 24]
 
 
-def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
+def test_classifiers_of_both_scopes(tmp_path, capsys, refused, monkeypatch):
     monkeypatch.setattr(budget_curve, "ROUNDS", 2)
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     runs = [str(tmp_path / scope) for scope in ("token", "sample")]
@@ -112,21 +107,20 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
     validate.main(["--checkpoint", runs[0], "--model.head_budget", json.dumps(token["layers"][0])])
     assert f"loss {token['scores'][0]['loss']:.4f}, 355 images" in capsys.readouterr().out
 
-    def error(*argv):
-        return refused(capsys, exits, *argv)
-
     there, new = ["--output", str(figure)], ["--output", str(tmp_path / "new.svg")]
-    assert "exists; give another path" in error(*runs, *there)
-    assert "--checkpoint has no effect: RUN says" in error(runs[0], *new, "--checkpoint", runs[1])
-    assert "expected a name that ends in .png or .svg" in error(*runs, "--output", "curve.pdf")
-    assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in error(
-        *runs, *new, "--shares", "0.1"
+    assert "exists; give another path" in refused("budget-curve", *runs, *there)
+    assert "--checkpoint has no effect: RUN says" in refused("budget-curve", runs[0], *new, "--checkpoint", runs[1])
+    assert "expected a name that ends in .png or .svg" in refused("budget-curve", *runs, "--output", "curve.pdf")
+    assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in refused(
+        "budget-curve", *runs, *new, "--shares", "0.1"
     )
     for share in ("1.5", "much", "uniform:0.5:0.4"):
-        assert f"--shares {share}: expected above 0 and up to 1" in error(*runs, *new, "--shares", share)
-    assert "RUN comes before --data.root" in error("--data.root", "digits", *runs, *new)
-    assert "model.head_budget has no effect" in error(runs[0], *new, "--model.head_budget", "0.5")
-    assert "nowhere" in error("nowhere", *new)
+        assert f"--shares {share}: expected above 0 and up to 1" in refused(
+            "budget-curve", *runs, *new, "--shares", share
+        )
+    assert "RUN comes before --data.root" in refused("budget-curve", "--data.root", "digits", *runs, *new)
+    assert "model.head_budget has no effect" in refused("budget-curve", runs[0], *new, "--model.head_budget", "0.5")
+    assert "nowhere" in refused("budget-curve", "nowhere", *new)
     dense = str(tmp_path / "dense")
     train_cls.main(arguments("cls", dense, 1, 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null"))
     assert not (tmp_path / "new.svg").exists()
@@ -137,7 +131,7 @@ def test_classifiers_of_both_scopes(tmp_path, capsys, monkeypatch):
     ).read_text()
 
 
-def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
+def test_samples_of_a_diffusion_model(tmp_path, capsys, refused, monkeypatch):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     cls, dit = str(tmp_path / "cls"), str(tmp_path / "dit")
@@ -156,13 +150,13 @@ def test_samples_of_a_diffusion_model(tmp_path, capsys, monkeypatch):
         assert scores["frechet_distance"] > 0 and scores["num_generated"] == 40 and 0 <= scores["recognised"] <= 100
     assert line["scores"][0] != line["scores"][1] and "<svg" in figure.read_text()
     new = ["--output", str(tmp_path / "new.png")]
-    assert "--score REFERENCE is needed" in refused(capsys, exits, dit, *new)
-    assert "grid has no effect" in refused(capsys, exits, dit, *new, *score, "--grid", "g.png")
-    assert "head_budget has no effect" in refused(capsys, exits, dit, *new, *score, "--head-budget", "0.75")
-    assert "one figure has one kind" in refused(capsys, exits, dit, cls, *new, *score)
+    assert "--score REFERENCE is needed" in refused("budget-curve", dit, *new)
+    assert "grid has no effect" in refused("budget-curve", dit, *new, *score, "--grid", "g.png")
+    assert "head_budget has no effect" in refused("budget-curve", dit, *new, *score, "--head-budget", "0.75")
+    assert "one figure has one kind" in refused("budget-curve", dit, cls, *new, *score)
 
 
-def test_perplexity_of_language_models(tmp_path, capsys, monkeypatch):
+def test_perplexity_of_language_models(tmp_path, capsys, refused, monkeypatch):
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     run, figure, new = tmp_path / "text", tmp_path / "curve.png", ["--output", str(tmp_path / "new.png")]
@@ -180,4 +174,4 @@ def test_perplexity_of_language_models(tmp_path, capsys, monkeypatch):
     trained = json.loads((run / "results.json").read_text())["validation"]
     assert line["scores"][1]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
     assert len({scores["perplexity"] for scores in line["scores"]}) == 3
-    assert "max_steps has no effect" in refused(capsys, exits, str(run), *new, "--max-steps", "2")
+    assert "max_steps has no effect" in refused("budget-curve", str(run), *new, "--max-steps", "2")

@@ -6,7 +6,6 @@ from statistics import mean, stdev
 import pytest
 import yaml
 
-from moh_vision.__main__ import main
 from moh_vision.commands.curves import read_curves
 
 
@@ -29,22 +28,17 @@ def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), 
     return folder
 
 
-def command(capsys, *argv):
-    capsys.readouterr()
-    return (main(["curves", *map(str, argv)]), *capsys.readouterr())
-
-
 def lines_of(file):
     return {line.pop("name"): line for line in json.loads(file.read_text())["lines"]}
 
 
-def test_seeds_are_one_line_over_epochs(tmp_path, capsys):
+def test_seeds_are_one_line_over_epochs(tmp_path, run_command):
     runs = [
         write_run(tmp_path / "a", losses=[5, 4, 3, 2, 1], dev=[4.5, 2.5]),
         write_run(tmp_path / "b", losses=[5, 4, 3.5, 2], dev=[4.25], seed=1),
         write_run(tmp_path / "c", model="mt_nobcd", losses=[6, 5, 4], dev=[5]),
     ]
-    assert command(capsys, *runs, "--output", tmp_path / "curves.png")[0] == 0
+    assert run_command("curves", *runs, "--output", tmp_path / "curves.png")[0] == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
     told, lines = json.loads((tmp_path / "curves.json").read_text()), lines_of(tmp_path / "curves.json")
     assert told["x"] == "epochs" and told["y"] == "loss, nats per token"
@@ -66,26 +60,26 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
 
 
-def test_window_and_first_epoch(tmp_path, capsys):
+def test_window_and_first_epoch(tmp_path, run_command):
     run = write_run(tmp_path / "a", losses=[5, 4, 3.5, 3, 1], dev=[4.5, 2.5])
     options = ["--window", 2, "--first-epoch", 1.2, "--names", "MAE", "--output", tmp_path / "curves.svg"]
-    assert command(capsys, run, *options)[0] == 0
+    assert run_command("curves", run, *options)[0] == 0
     lines = lines_of(tmp_path / "curves.json")
     assert lines["MAE, training"]["mean"] == pytest.approx([3.25, 2])  # of what comes before too
     assert lines["MAE, validation"]["mean"] == [2.5]
 
 
-def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, capsys):
+def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, run_command):
     run = write_run(tmp_path / "a", losses=[5, 4, 3], epoch=1000)
-    assert command(capsys, run, "--output", tmp_path / "curves.png")[0] == 0
+    assert run_command("curves", run, "--output", tmp_path / "curves.png")[0] == 0
     assert json.loads((tmp_path / "curves.json").read_text())["x"] == "steps"
     lines = lines_of(tmp_path / "curves.json")
     assert list(lines) == ["mt_mae_7, training"] and lines["mt_mae_7, training"]["x"] == [1, 11, 21]
-    error = command(capsys, run, "--first-epoch", 1, "--output", tmp_path / "other.png")[2]
+    error = run_command("curves", run, "--first-epoch", 1, "--output", tmp_path / "other.png")[2]
     assert "--first-epoch 1: a run has no second epoch in its log" in error
 
 
-def test_scores_over_a_share_of_the_data(tmp_path, capsys):
+def test_scores_over_a_share_of_the_data(tmp_path, run_command):
     """Peng 2020, figure 2. Runs that stop early end at different steps."""
     bleu = {("all", 0.05): [10, 12], ("all", 1.0): [31, 30], ("gates", 0.05): [20, 21], ("gates", 1.0): [30]}
     runs = [
@@ -95,7 +89,7 @@ def test_scores_over_a_share_of_the_data(tmp_path, capsys):
         for (which, share), values in bleu.items()
         for seed, b in enumerate(values)
     ]
-    assert command(capsys, *runs, "--over", "data.share", "--output", tmp_path / "share.png")[0] == 0
+    assert run_command("curves", *runs, "--over", "data.share", "--output", tmp_path / "share.png")[0] == 0
     assert json.loads((tmp_path / "share.json").read_text())["y"] == "BLEU"
     lines = lines_of(tmp_path / "share.json")
     assert set(lines) == {"mt_mae_7, data.merges 1", "mt_mae_7, data.merges 2"}
@@ -108,10 +102,10 @@ def test_scores_over_a_share_of_the_data(tmp_path, capsys):
     assert lines["mt_mae_7, data.merges 2"]["std"][1] is None
 
 
-def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, capsys):
+def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, run_command):
     run = write_run(tmp_path / "a", model="moh_vit_tiny_patch16_224", losses=[2.5, 2.0])
     for name in ("quickstart/cls", "configs/quickstart/cls.yaml"):
-        assert command(capsys, run, "--beside", name, "--output", tmp_path / "curves.png")[0] == 0
+        assert run_command("curves", run, "--beside", name, "--output", tmp_path / "curves.png")[0] == 0
         lines = lines_of(tmp_path / "curves.json")
         assert lines["moh_vit_tiny_patch16_224, training"]["mean"] == [2.5, 2.0]
         shipped = lines[f"{name} as shipped, training"]
@@ -121,36 +115,36 @@ def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, capsys):
             file.unlink()
 
 
-def test_mistakes_are_one_line(tmp_path, capsys):
+def test_mistakes_are_one_line(tmp_path, refused):
     run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
     (tmp_path / "old.png").touch()
-
-    def refused(*argv):
-        code, out, error = command(capsys, *(argv if "--output" in argv else [*argv, "--output", tmp_path / "new.png"]))
-        assert code == 2 and not out and error.count("\n") == 1, error
-        return error
-
-    assert "new.pdf: expected a name that ends in .png or .svg" in refused(run, "--output", tmp_path / "new.pdf")
-    assert "old.png exists" in refused(run, "--output", tmp_path / "old.png")
-    assert "are the same run with the same seed" in refused(run, run)
-    assert "--window 0: expected 1 or more" in refused(run, "--window", 0)
-    assert "no run has got so far" in refused(write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10), "--first-epoch", 9)
-    assert "--over data.shar: no such key" in refused(run, "--over", "data.shar")
-    assert "--beside cls/none: no such log; there are cls/cifar10_small_cpu, " in refused(run, "--beside", "cls/none")
-    assert "--beside x has no effect with --over" in refused(run, "--beside", "x", "--over", "data.share")
-    assert "has 'val' there; expected a number" in refused(run, "--over", "data.val")
+    new = ["--output", tmp_path / "new.png"]
+    assert "new.pdf: expected a name that ends in .png or .svg" in refused(
+        "curves", run, "--output", tmp_path / "new.pdf"
+    )
+    assert "old.png exists" in refused("curves", run, "--output", tmp_path / "old.png")
+    assert "are the same run with the same seed" in refused("curves", run, run, *new)
+    assert "--window 0: expected 1 or more" in refused("curves", run, "--window", 0, *new)
+    assert "no run has got so far" in refused(
+        "curves", write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10), "--first-epoch", 9, *new
+    )
+    assert "--over data.shar: no such key" in refused("curves", run, "--over", "data.shar", *new)
+    beside = refused("curves", run, "--beside", "cls/none", *new)
+    assert "--beside cls/none: no such log; there are cls/cifar10_small_cpu, " in beside
+    assert "--beside x has no effect" in refused("curves", run, "--beside", "x", "--over", "data.share", *new)
+    assert "has 'val' there; expected a number" in refused("curves", run, "--over", "data.val", *new)
     (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
-    assert "metrics.jsonl is not readable" in refused(run)
+    assert "metrics.jsonl is not readable" in refused("curves", run, *new)
     (run / "metrics.jsonl").write_text('{"loss": 1}\n')
-    assert "metrics.jsonl: a line without step" in refused(run)
+    assert "metrics.jsonl: a line without step" in refused("curves", run, *new)
     (run / "metrics.jsonl").write_text('{"step": 0, "trained_parameters": 1}\n')
-    assert "metrics.jsonl: no line has a loss" in refused(run)
+    assert "metrics.jsonl: no line has a loss" in refused("curves", run, *new)
     (run / "results.json").unlink()
-    assert "has no results.json" in refused(run, "--over", "data.share")
+    assert "has no results.json" in refused("curves", run, "--over", "data.share", *new)
     assert not (tmp_path / "new.png").exists()
 
 
-def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, capsys):
+def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):
     runs = []
     for seed, objective in enumerate(("noise", "flow", "noise")):
         run = write_run(tmp_path / str(seed), model="moh_dit_small_patch2_75", seed=seed, losses=[3, 2])
@@ -160,5 +154,5 @@ def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, capsys):
     for name, several, y in (
         ("both", runs[:2], "losses of noise and flow, which have no common scale"), ("one", runs[::2], "loss")
     ):  # fmt: skip
-        assert command(capsys, *several, "--output", tmp_path / f"{name}.png")[0] == 0
+        assert run_command("curves", *several, "--output", tmp_path / f"{name}.png")[0] == 0
         assert json.loads((tmp_path / f"{name}.json").read_text())["y"] == y

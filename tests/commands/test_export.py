@@ -8,6 +8,7 @@ from math import nan
 import pytest
 import timm
 import torch
+from refusals import refuse
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
@@ -161,8 +162,7 @@ def test_gathered_heads_are_those_that_an_image_chooses(kind, arguments):
 
 def test_the_timestep_alone_must_decide():
     for arguments in (DIT, dict(DIT, scope="sample"), dict(BY_TIMESTEP, router="query_norm")):
-        with pytest.raises(ValueError, match="depends on more than the timestep"):
-            fix_timestep(made("dit", arguments), 300)
+        refuse("depends on more than the timestep", fix_timestep, made("dit", arguments), 300)
 
 
 def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
@@ -180,8 +180,7 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
         ([[0, 2], [0, 1]], "layer 1: its router needs"),
         ([[1, 2], [0, 1, 3]], r"layer 0: heads \[1, 2\]"),
     ):
-        with pytest.raises(ValueError, match=words):
-            keep_heads(made("vit", VIT), kept)
+        refuse(words, keep_heads, made("vit", VIT), kept)
     with pytest.raises(ValueError, match="depend on heads that would leave"):
         keep_heads(made("vit", VIT, router_kwargs=dict(gate_scale="paper")), [[0, 2], [0, 1, 3]])
 

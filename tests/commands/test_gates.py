@@ -1,7 +1,6 @@
 import json
 import math
 import shutil
-from pathlib import Path
 from statistics import mean, stdev
 
 import numpy as np
@@ -9,11 +8,9 @@ import pytest
 from PIL import Image
 from small_runs import arguments, pairs, results
 
-from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.figures import write_figure
 from moh_vision.commands.gates import draw_gate_entropy, draw_gate_load
-from moh_vision.language import train as train_text
 
 
 def written(path):
@@ -74,30 +71,23 @@ def test_entropy_figure(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(trained):
     """MAE with two seeds, one of them also with one expert; a model without gates."""
-    folder = tmp_path_factory.mktemp("gates")
-    modes = ["--generate.gate_modes", "[soft, argmax, random]"]
-    models = dict(mae0=modes, mae1=[*modes, "--seed", 1], dense=["--model.name", "mt_transformer_base"])
-    for name, more in models.items():
-        train_text.main(arguments("text", folder / name, 4, 4, "--data.test", "test", *more))
-    return folder
+    modes = ["--data.test", "test", "--generate.gate_modes", "[soft, argmax, random]"]
+    dense = ["--data.test", "test", "--model.name", "mt_transformer_base"]
+    kinds = dict(mae0=modes, mae1=[*modes, "--seed", 1], dense=dense)
+    return {name: trained("text", 4, *options) for name, options in kinds.items()}
 
 
-def command(capsys, *argv):
-    capsys.readouterr()
-    return (main(["gates", *map(str, argv)]), *capsys.readouterr())
-
-
-def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, capsys, monkeypatch):
+def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, run_command, monkeypatch):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     output = tmp_path / "gates.svg"
-    folders = [runs / name for name in ("mae0", "dense", "mae1")]
-    code, out, _ = command(capsys, *folders, "--output", output)
+    folders = [runs[name] for name in ("mae0", "dense", "mae1")]
+    code, out, _ = run_command("gates", *folders, "--output", output)
     assert code == 0 and output.stat().st_size > 1000 and "gates: 1 of 2 steps, " in out
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")][:4]
     mae, dense = (dict(zip(rows[0], row)) for row in rows[2:])
-    own = [results(runs / name) for name in ("mae0", "mae1")]
+    own = [results(runs[name]) for name in ("mae0", "mae1")]
     for part in ("encoder", "decoder"):
         values = [found["mean_gate_entropy"][part] for found in own]
         middle, spread = map(float, mae[f"entropy, {part}"].split(" ± "))
@@ -110,53 +100,50 @@ def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, capsy
     assert mae["most probable expert, change"] == f"{mean(drops):.2f} ± {stdev(drops):.2f}"
     stds = [stdev(random["draws"]) for *_, random in scores]
     assert mae["random expert, std of draws"] == f"{mean(stds):.2f} ± {stdev(stds):.2f}"
-    report = (runs / "mae1" / "gates.md").read_text().partition("\n\n")[2]
+    report = (runs["mae1"] / "gates.md").read_text().partition("\n\n")[2]
     assert f"## mt_mae_7, seed 1\n\n{report}" in out  # load and tokens, as at the run's end
     found = json.loads(output.with_suffix(".json").read_text())["runs"]
-    assert [Path(run["run"]).name for run in found] == ["mae0", "mae1", "dense"] and found[2]["layers"] == []
+    assert [run["run"] for run in found] == [str(runs[name]) for name in ("mae0", "mae1", "dense")]
+    assert found[2]["layers"] == []
     for run, told in zip(found, own):
         entropies = {layer["name"]: layer["entropy"] for layer in run["layers"]}
         assert entropies == pytest.approx(told["gate_entropy"], abs=6e-5)
         assert all(sum(layer["load"]) == pytest.approx(1) for layer in run["layers"])
 
 
-def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs, tmp_path, capsys):
+def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs, tmp_path, run_command, refused):
     text, run = tmp_path / "text", tmp_path / "run"
     shutil.copytree(pairs(), text)
-    shutil.copytree(runs / "mae0", run)
+    shutil.copytree(runs["mae0"], run)
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace(pairs(), str(text)))
     for side in text.glob("train.*"):
         side.unlink()
     found = {}
     for split in ("val", "test"):
-        assert command(capsys, run, "--split", split, "--output", tmp_path / f"{split}.png")[0] == 0
+        assert run_command("gates", run, "--split", split, "--output", tmp_path / f"{split}.png")[0] == 0
         found[split] = json.loads((tmp_path / f"{split}.json").read_text())["runs"][0]["layers"][0]["load"]
     assert found["val"] != found["test"]
     (run / "config.yaml").write_text(config.replace("test: test", "test: null"))
-    assert f"--split test: {run} has no data.test" in refused(capsys, run, "--split", "test")
-    assert command(capsys, run, "--kind", "load", "--output", tmp_path / "load.png")[0] == 0
+    new = ["--output", tmp_path / "gates.png"]
+    assert f"--split test: {run} has no data.test" in refused("gates", run, "--split", "test", *new)
+    assert run_command("gates", run, "--kind", "load", "--output", tmp_path / "load.png")[0] == 0
     told = json.loads((tmp_path / "load.json").read_text())
     assert told == json.loads((run / "gates.json").read_text())  # as at the run's end
 
 
-def refused(capsys, *argv):
-    code, out, error = command(capsys, *argv, "--output", "gates.png")
-    assert code == 2 and not out and error.count("\n") == 1, error
-    return error
-
-
-def test_mistakes_of_the_command_are_one_line(runs, tmp_path, capsys, monkeypatch):
+def test_mistakes_of_the_command_are_one_line(runs, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "none has a gate" in refused(capsys, runs / "dense")
-    assert "nowhere: no such folder" in refused(capsys, tmp_path / "nowhere")
-    assert "are the same run with the same seed" in refused(capsys, runs / "mae0", runs / "mae0")
-    assert "--kind load: 2 runs; expected one" in refused(capsys, runs / "mae0", runs / "mae1", "--kind", "load")
-    assert "invalid choice: 'train'" in refused(capsys, runs / "mae0", "--split", "train")
+    new = ["--output", "gates.png"]
+    assert "none has a gate" in refused("gates", runs["dense"], *new)
+    assert "nowhere: no such folder" in refused("gates", tmp_path / "nowhere", *new)
+    assert "are the same run with the same seed" in refused("gates", runs["mae0"], runs["mae0"], *new)
+    assert "--kind load: 2 runs; expected one" in refused("gates", runs["mae0"], runs["mae1"], "--kind", "load", *new)
+    assert "invalid choice: 'train'" in refused("gates", runs["mae0"], "--split", "train", *new)
     (tmp_path / "gates.json").touch()
     (tmp_path / "gates.png.json").touch()
-    assert "gates.png.json exists" in refused(capsys, runs / "mae0")
+    assert "gates.png.json exists" in refused("gates", runs["mae0"], *new)
     train_cls.main(arguments("cls", tmp_path / "cls", 1, 1))
     (tmp_path / "gates.json").unlink()
-    assert "cls (classification): expected runs of train_text.py" in refused(capsys, tmp_path / "cls")
+    assert "cls (classification): expected runs of train_text.py" in refused("gates", tmp_path / "cls", *new)
     assert not (tmp_path / "gates.png").exists()

@@ -31,15 +31,10 @@ def runs(tmp_path_factory):
     return folder
 
 
-def command(capsys, *argv):
-    capsys.readouterr()
-    return (main(["lm-curve", *map(str, argv)]), *capsys.readouterr())
-
-
-def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
+def test_perplexity_of_every_kept_step(runs, tmp_path, run_command):
     text, output = runs / "plain" / "valid.txt", tmp_path / "curve.png"
     ask = [runs / "run0", runs / "run1", "--perplexity", text, "--context", 8]
-    assert command(capsys, *ask, "--output", output)[0] == 0
+    assert run_command("lm-curve", *ask, "--output", output)[0] == 0
     assert output.read_bytes()[:4] == b"\x89PNG"
     (line,) = json.loads(output.with_suffix(".json").read_text())["scores"]["perplexity"]
     assert line["x"] == [2 * 4 * 16, 4 * 4 * 16] and line["runs"] == [2, 2]
@@ -56,7 +51,7 @@ def test_perplexity_of_every_kept_step(runs, tmp_path, capsys):
     # The last weights kept are the run's last ones, and what is scored already is not scored again.
     last = runs / "run0" / "weights" / "step_4" / "model.safetensors"
     assert last.stat().st_size > 1000 and (last.parent / "tokenizer.json").is_file()
-    code, out, _ = command(capsys, *ask, "--output", tmp_path / "again.png")
+    code, out, _ = run_command("lm-curve", *ask, "--output", tmp_path / "again.png")
     assert code == 0 and "step_" not in out
     assert (tmp_path / "again.json").read_text() == output.with_suffix(".json").read_text()
 
@@ -76,7 +71,7 @@ def test_two_processes_share_every_kept_step(runs, tmp_path):
     assert line["mean"] == [record["perplexity"] for record in records]
 
 
-def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, capsys, monkeypatch):
+def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, run_command, monkeypatch):
     rows = len(SUITES["moh-llm"].rows)
     calls = []
 
@@ -91,7 +86,7 @@ def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, capsys, monkeypatc
     monkeypatch.setattr(lm, "score", score)
     output = tmp_path / "curve.svg"
     argv = [runs / "run0", "--tasks", "moh-llm", "--limit", 5, "--output", output]
-    assert command(capsys, *argv)[0] == 0
+    assert run_command("lm-curve", *argv)[0] == 0
     assert calls == [("moh-llm", 5)] * 2
     scores = json.loads(output.with_suffix(".json").read_text())["scores"]
     assert scores["average of moh-llm"][0]["mean"] == [2 + (rows - 1) / 2, 4 + (rows - 1) / 2]
@@ -99,29 +94,25 @@ def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, capsys, monkeypatc
     output.unlink()
     output.with_suffix(".json").unlink()
     argv[4] = 6  # other options are other scores
-    assert command(capsys, *argv)[0] == 0 and len(calls) == 4
+    assert run_command("lm-curve", *argv)[0] == 0 and len(calls) == 4
 
 
-def test_mistakes_are_one_line(runs, tmp_path, capsys):
+def test_mistakes_are_one_line(runs, tmp_path, refused):
     run = runs / "run0"
     text = ["--perplexity", str(runs / "plain" / "valid.txt")]
 
-    def refused(*argv):
-        code, out, error = command(capsys, *argv, "--output", tmp_path / "curve.png")
-        assert code == 2 and not out and error.count("\n") == 1, error
-        return error
-
-    capsys.readouterr()
-    assert main(["lm-curve", *text, str(run), "--output", str(tmp_path / "curve.png")]) == 2
-    assert "RUN comes before --perplexity" in capsys.readouterr().err
-    assert "--tasks hellaswag: expected suites, moh-llm" in refused(run, "--tasks", "hellaswag")
-    assert "give one of --tasks NAMES" in refused(run)
-    assert "unknown argument --strid, did you mean --stride?" in refused(run, *text, "--strid", 3)
-    assert "--out: the weights that a run has kept are scored" in refused(run, *text, "--out", "a.json")
+    new = ["--output", tmp_path / "curve.png"]
+    assert "RUN comes before --perplexity" in refused("lm-curve", *text, run, *new)
+    assert "--tasks hellaswag: expected suites, moh-llm" in refused("lm-curve", run, "--tasks", "hellaswag", *new)
+    assert "give one of --tasks NAMES" in refused("lm-curve", run, *new)
+    assert "unknown argument --strid, did you mean --stride?" in refused("lm-curve", run, *text, "--strid", 3, *new)
+    assert "--out: the weights that a run has kept are scored" in refused(
+        "lm-curve", run, *text, "--out", "a.json", *new
+    )
     other = tmp_path / "other"
     shutil.copytree(run, other, ignore=shutil.ignore_patterns("weights"))
-    assert f"{other} has kept no weights in {other / 'weights'}" in refused(other, *text)
+    assert f"{other} has kept no weights in {other / 'weights'}" in refused("lm-curve", other, *text, *new)
     config = yaml.safe_load((other / "config.yaml").read_text())
     config["model"]["name"] = "mlm_base"
     (other / "config.yaml").write_text(yaml.safe_dump(config))
-    assert "model.name mlm_base; expected runs of causal language models" in refused(other, *text)
+    assert "model.name mlm_base; expected runs of causal language models" in refused("lm-curve", other, *text, *new)

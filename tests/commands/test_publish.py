@@ -12,6 +12,7 @@ import threading
 
 import huggingface_hub
 import pytest
+import refusals
 import small_runs
 import timm
 import torch
@@ -301,11 +302,7 @@ def test_push(runs, hub, tmp_path, capsys):
 
 def test_mistakes_are_one_line(runs, hub, tmp_path, capsys, monkeypatch):
     def refused(*argv, run=runs / "cls", output=tmp_path / "out"):
-        capsys.readouterr()
-        assert main(["publish", str(run), "--output", str(output), *argv]) == 2
-        out, error = capsys.readouterr()
-        assert error.count("\n") == 1 and not out.count("uploaded"), error
-        return error
+        return refusals.refused(capsys, main, "publish", run, "--output", output, *argv)
 
     assert "none: no such file or folder" in refused(run=tmp_path / "none")
     assert "is no run: it has no config.yaml" in refused(run=tmp_path)

@@ -13,39 +13,32 @@ import yaml
 from conftest import ROOT
 
 from moh_vision import load_run
-from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.commands import macs, table
-from moh_vision.diffusion import train as train_dit
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.models.create import list_text_presets
 
-TRAIN = dict(cls=train_cls, dit=train_dit, text=train_text)
-
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("table")
-
-    def train(kind, name, steps, *more):
-        TRAIN[kind].main(small_runs.arguments(kind, folder / name, steps, 100, *more))
-
-    for seed in (0, 1, 2):
-        train("cls", f"cls{seed}", 3, "--seed", seed)
-    train("cls", "half", 3, "--model.head_budget", "0.5")
-    scored = f"--score.every 2 --score.images 70 --score.steps 2 --score.extractor {folder / 'cls0'} --score.split val"
-    train("dit", "dit", 2, *scored.split())
-    train("dit", "unscored", 1)
-    train("text", "text", 2)
-    return folder
+def runs(trained):
+    """Runs by name: classifiers of three seeds and of half of the heads, diffusion, scored and not, and text."""
+    found = {f"cls{seed}": trained("cls", 3, "--seed", seed) for seed in (0, 1, 2)}
+    found |= dict(half=trained("cls", 3, "--model.head_budget", "0.5"), text=trained("text", 2))
+    scored = f"--score.every 2 --score.images 70 --score.steps 2 --score.extractor {found['cls0']} --score.split val"
+    return found | dict(dit=trained("dit", 2, *scored.split()), unscored=trained("dit", 1))
 
 
-def command(capsys, *argv):
-    """(exit code, standard output, standard error) of the command."""
-    capsys.readouterr()
-    code = main(["table", *map(str, argv)])
-    return (code, *capsys.readouterr())
+@pytest.fixture
+def table_of(run_command):
+    """What the command prints of runs."""
+
+    def run(*argv):
+        found = run_command("table", *argv)
+        assert found.code == 0
+        return found.out
+
+    return run
 
 
 def cells(text):
@@ -66,117 +59,111 @@ def configured(run, folder, **keys):
     return folder
 
 
-def refused(capsys, *argv):
-    code, out, error = command(capsys, *argv)
-    assert code == 2 and not out and error.count("\n") == 1, error
-    return error
-
-
-def test_runs_that_differ_in_the_seed_are_one_row(runs, capsys):
-    folders = [runs / "cls0", runs / "half", runs / "cls1", runs / "cls2"]
-    code, out, _ = command(capsys, *folders)
+def test_runs_that_differ_in_the_seed_are_one_row(runs, table_of, capsys):
+    folders = [runs["cls0"], runs["half"], runs["cls1"], runs["cls2"]]
+    out = table_of(*folders)
     first, second = cells(out)
-    top1 = [small_runs.results(runs / f"cls{seed}")["top1"] for seed in (0, 1, 2)]
-    assert code == 0 and first["runs"] == "3" and first["steps"] == "3"
+    top1 = [small_runs.results(runs[f"cls{seed}"])["top1"] for seed in (0, 1, 2)]
+    assert first["runs"] == "3" and first["steps"] == "3"
     assert first["top-1, %"] == f"{statistics.mean(top1):.2f} ± {statistics.stdev(top1):.2f}"
     assert first["active heads, %"] == "75" and second["active heads, %"] == "50"
     assert first["model"].endswith("patch16_224, model.head_budget 0.75") and "head_budget 0.5" in second["model"]
-    assert second["runs"] == "1" and second["top-1, %"] == f"{small_runs.results(runs / 'half')['top1']:.2f}"
+    assert second["runs"] == "1" and second["top-1, %"] == f"{small_runs.results(runs['half'])['top1']:.2f}"
     assert float(second["MACs, M"]) < float(first["MACs, M"])
     # The size is what --dry-run says of the same run.
     capsys.readouterr()
-    train_cls.main([*small_runs.arguments("cls", runs / "cls0", 3, 100), "--dry-run"])
+    train_cls.main([*small_runs.arguments("cls", runs["cls0"], 3, 100), "--dry-run"])
     counted = capsys.readouterr().out.split("parameters:")[1].split()[0].replace(",", "")
     assert first["parameters, M"] == f"{int(counted) / 1e6:.4g}"
     # One seed has the binomial error of its images instead of a deviation.
-    p = small_runs.results(runs / "half")["top1"] / 100
+    p = small_runs.results(runs["half"])["top1"] / 100
     error = f"355 validation images of digits; one standard error of top-1 over these images is {100 * (p * (1 - p) / 355) ** 0.5:.2g} points."
     assert out.count("standard error") == 1 and error in out.splitlines()[-1]
     assert "top-5" not in out  # of 10 classes
-    assert "BLEU" not in out and "FID" not in out and f"{runs / 'cls2'} (seed 2)" in out
+    assert "BLEU" not in out and "FID" not in out and f"{runs['cls2']} (seed 2)" in out
 
 
-def test_rows_have_the_names_given(runs, capsys):
-    folders = [runs / "cls0", runs / "half", runs / "cls1"]
-    out = command(capsys, *folders, "--names", "three quarters", "half | 50", "other seed")[1]
+def test_rows_have_the_names_given(runs, table_of, refused):
+    folders = [runs["cls0"], runs["half"], runs["cls1"]]
+    out = table_of(*folders, "--names", "three quarters", "half | 50", "other seed")
     assert [row["model"] for row in cells(out.replace("\\|", "/"))] == ["three quarters", "half / 50"]
-    assert f"- half | 50: {runs / 'half'} (seed 0)" in out
-    assert "--names: 1 for 3 runs; expected one for each RUN" in refused(capsys, *folders, "--names", "one")
+    assert f"- half | 50: {runs['half']} (seed 0)" in out
+    assert "--names: 1 for 3 runs; expected one for each RUN" in refused("table", *folders, "--names", "one")
 
 
-def test_other_numbers_of_steps_and_cadences(runs, tmp_path, capsys):
+def test_other_numbers_of_steps_and_cadences(runs, tmp_path, table_of):
     """The steps that were done tell runs apart, how often they were logged does not."""
-    slow = configured(runs / "cls0", tmp_path / "slow", log_every=7, seed=5)
-    long = configured(runs / "cls0", tmp_path / "long", max_steps=4, seed=6)
-    rows = cells(command(capsys, runs / "cls0", slow, long)[1])
+    slow = configured(runs["cls0"], tmp_path / "slow", log_every=7, seed=5)
+    long = configured(runs["cls0"], tmp_path / "long", max_steps=4, seed=6)
+    rows = cells(table_of(runs["cls0"], slow, long))
     assert [row["runs"] for row in rows] == ["2", "1"] and "max_steps 4" in rows[1]["model"]
     assert rows[0]["top-1, %"].endswith("± 0.00")
 
 
-def test_what_a_run_leaves_to_the_defaults_is_not_in_its_name(runs, tmp_path, capsys):
-    other = configured(runs / "cls0", tmp_path / "decayed", layer_decay=0.9)
-    plain, decayed = cells(command(capsys, runs / "cls0", other)[1])
+def test_what_a_run_leaves_to_the_defaults_is_not_in_its_name(runs, tmp_path, table_of):
+    other = configured(runs["cls0"], tmp_path / "decayed", layer_decay=0.9)
+    plain, decayed = cells(table_of(runs["cls0"], other))
     assert decayed["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
 
 
-def test_diffusion(runs, capsys):
-    code, out, _ = command(capsys, runs / "dit")
-    scores = [entry["scores"] for entry in small_runs.entries(runs / "dit") if "scores" in entry][-1]
+def test_diffusion(runs, table_of, refused):
+    out = table_of(runs["dit"])
+    scores = [entry["scores"] for entry in small_runs.entries(runs["dit"]) if "scores" in entry][-1]
     (row,) = cells(out)  # no paper trains DiT-S with these sizes
-    assert code == 0 and row["FD"] == f"{scores['fd']:.2f}" and row["precision"] == f"{scores['precision']:.3f}"
+    assert row["FD"] == f"{scores['fd']:.2f}" and row["precision"] == f"{scores['precision']:.3f}"
     assert "FID" not in row and scores["label"] in out and "70 images against 355 of digits" in out
     assert f"sampler {scores['sampling']['sampler']}, steps {scores['sampling']['steps']}" in out
-    error = refused(capsys, runs / "unscored")
-    assert f"{runs / 'unscored'} has no scores yet: python sample.py" in error
+    error = refused("table", runs["unscored"])
+    assert f"{runs['unscored']} has no scores yet: python sample.py" in error
 
 
-def test_steps_are_those_of_the_weights(runs, tmp_path, capsys):
+def test_steps_are_those_of_the_weights(runs, tmp_path, table_of):
     """Not those of the last line logged, nor of the plan."""
-    folder = configured(runs / "dit", tmp_path / "run", max_steps=5)
+    folder = configured(runs["dit"], tmp_path / "run", max_steps=5)
     (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, step=1)))
-    out = command(capsys, folder)[1]
+    out = table_of(folder)
     assert cells(out)[0]["steps"] == "1" and "(seed 0, 1 of 5 steps)" in out
 
 
-def test_scores_of_sample_py_come_first(runs, tmp_path, capsys):
-    shutil.copytree(runs / "dit", tmp_path / "run")
+def test_scores_of_sample_py_come_first(runs, tmp_path, table_of):
+    shutil.copytree(runs["dit"], tmp_path / "run")
     scores = dict(fid=12.345, kid=0.001234, precision=None, num_generated=50000, num_reference=10000, label="FID-50K")
     scores.update(reference="ref.npz", extractor="inception", sampling=dict(sampler="ddpm", steps=250, seed=3))
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
-    out = command(capsys, tmp_path / "run")[1]
+    out = table_of(tmp_path / "run")
     (row,) = cells(out)
     assert row["FID"] == "12.35" and row["KID"] == "0.00123" and "FD" not in row and "precision" not in row
     assert "FID-50K by inception; sampler ddpm, steps 250" in out
     # Scores of other images are no spread over seeds.
-    one, other = cells(command(capsys, tmp_path / "run", configured(runs / "dit", tmp_path / "other", seed=1))[1])
+    one, other = cells(table_of(tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)))
     assert one["FD"] == "-" and other["FID"] == "-"
 
 
-def test_translation_beside_the_paper(runs, capsys):
-    code, out, _ = command(capsys, runs / "text")
-    found = small_runs.results(runs / "text")
+def test_translation_beside_the_paper(runs, table_of, capsys):
+    out = table_of(runs["text"])
+    found = small_runs.results(runs["text"])
     row, paper = cells(out)
-    assert code == 0 and row["BLEU"] == f"{found['bleu']['soft']['tokenised_bleu']['bleu']:.2f}"
+    assert row["BLEU"] == f"{found['bleu']['soft']['tokenised_bleu']['bleu']:.2f}"
     assert row["val. perplexity"] == f"{found['validation']['perplexity']:.2f}"
     assert paper["model"] == "MAE-7 (Peng 2020, table 3; IWSLT14 DE-EN)" and paper["BLEU"] == "35.5"
     assert paper["runs"] == "paper" and paper["val. perplexity"] == "-"
     assert "BLEU of 40 pairs of val" in out
     # A tied table counts once, here as in --dry-run.
-    parameters = sum(p.numel() for p in load_run(runs / "text").parameters())
+    parameters = sum(p.numel() for p in load_run(runs["text"]).parameters())
     assert row["parameters, M"] == f"{parameters / 1e6:.4g}"
-    train_text.main([*small_runs.arguments("text", runs / "text", 2, 100), "--dry-run"])
+    train_text.main([*small_runs.arguments("text", runs["text"], 2, 100), "--dry-run"])
     assert f"parameters:   {parameters:,}\n" in capsys.readouterr().out
 
 
-def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, capsys):
+def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, table_of):
     for seed, step in ((0, 1200), (1, 900)):
-        folder = configured(runs / "text", tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1)
+        folder = configured(runs["text"], tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1)
         (folder / "results.json").write_text(json.dumps(small_runs.results(folder) | dict(step=step)))
-    row, _ = cells(command(capsys, tmp_path / "seed0", tmp_path / "seed1")[1])
+    row, _ = cells(table_of(tmp_path / "seed0", tmp_path / "seed1"))
     assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
 
 
-def test_suites(runs, tmp_path, capsys):
+def test_suites(tmp_path, table_of, refused):
     """Of a folder with a configuration alone: there are scores, and no weights."""
     config = dict(
         kind="text",
@@ -190,18 +177,18 @@ def test_suites(runs, tmp_path, capsys):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     record = dict(suites={"moh-llm": dict(average=12.5, values=values)}, limit=20)
     (tmp_path / "scores.json").write_text(json.dumps(record))
-    out = command(capsys, tmp_path)[1]
+    out = table_of(tmp_path)
     row, paper = cells(out)
     assert [row[task.title] for task in suite.rows] == [f"{v:.2f}" for v in values]
     assert row["average of moh-llm"] == "12.50" and row["parameters, M"] == "-"
     assert paper["model"].startswith("MoH-LLM-S (Jin 2024, table 4") and paper["SciQ"] == "64.7"
     assert paper["average of moh-llm"] == "44.6" and "moh-llm, --limit 20" in out
     (tmp_path / "scores2.json").write_text(json.dumps(record))
-    assert "scores2.json and" in refused(capsys, tmp_path)
+    assert "scores2.json and" in refused("table", tmp_path)
 
 
-def test_latex(runs, tmp_path, capsys):
-    out = command(capsys, "--latex", runs / "cls0", runs / "cls1")[1]
+def test_latex(runs, tmp_path, table_of):
+    out = table_of("--latex", runs["cls0"], runs["cls1"])
     tabular = out.split("\n% ")[0]
     assert tabular.startswith("\\begin{tabular}{lrrrrrr}\n\\toprule\nmodel & runs & steps & parameters, M")
     assert "moh\\_vit\\_tiny\\_patch16\\_224 & 2 & 3 & " in tabular and " $\\pm$ " in tabular
@@ -213,16 +200,16 @@ def test_latex(runs, tmp_path, capsys):
         assert subprocess.run(latex, cwd=tmp_path, capture_output=True, timeout=60).returncode == 0
 
 
-def test_mistakes_are_one_line(runs, tmp_path, capsys):
-    assert f"{tmp_path / 'none'}: no such folder" in refused(capsys, tmp_path / "none")
-    assert f"{tmp_path} is no run: it has no config.yaml" in refused(capsys, tmp_path)
-    both = refused(capsys, runs / "cls0", runs / "text")
-    assert "cls0 (classification) and" in both and "text (translation) are of different kinds" in both
-    assert "are the same run with the same seed, 0" in refused(capsys, runs / "cls0", runs / "cls0")
-    assert "required: RUN" in refused(capsys)
-    assert "did you mean --latex?" in refused(capsys, "--latx", runs / "cls0")
+def test_mistakes_are_one_line(runs, tmp_path, refused):
+    assert f"{tmp_path / 'none'}: no such folder" in refused("table", tmp_path / "none")
+    assert f"{tmp_path} is no run: it has no config.yaml" in refused("table", tmp_path)
+    both = refused("table", runs["cls0"], runs["text"])
+    assert "cls (classification) and" in both and "text (translation) are of different kinds" in both
+    assert "are the same run with the same seed, 0" in refused("table", runs["cls0"], runs["cls0"])
+    assert "required: RUN" in refused("table")
+    assert "did you mean --latex?" in refused("table", "--latx", runs["cls0"])
     run = tmp_path / "run"
-    shutil.copytree(runs / "cls0", run)
+    shutil.copytree(runs["cls0"], run)
     for text, words in {
         '{"top1": "x"}': "top1 'x'; expected a number",
         '{"top1_by_class": 3}': "run: its scores are not as a run writes them",
@@ -230,11 +217,11 @@ def test_mistakes_are_one_line(runs, tmp_path, capsys):
         "{": "results.json is not readable",
     }.items():
         (run / "results.json").write_text(text)
-        assert words in refused(capsys, run)
+        assert words in refused("table", run)
     (run / "results.json").unlink()
-    assert f"{run} has no results.json: the run has not ended yet" in refused(capsys, run)
+    assert f"{run} has no results.json: the run has not ended yet" in refused("table", run)
     (run / "config.yaml").write_text("kind: text\nmodel: {name: 3}\n")
-    assert "config.yaml: model.name 3; expected the name of a model" in refused(capsys, run)
+    assert "config.yaml: model.name 3; expected the name of a model" in refused("table", run)
 
 
 def test_rows_of_the_papers():

@@ -1,4 +1,4 @@
-"""Dense ViTs turned into MoH, budgets changed afterwards, and weights read from files as others write them."""
+"""Dense ViTs of timm turned into MoH, budgets changed afterwards, and weights read from files as others write them."""
 
 import argparse
 import copy
@@ -6,6 +6,7 @@ import copy
 import pytest
 import timm
 import torch
+from refusals import each_refused, refuse
 from safetensors.torch import save_file
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -13,35 +14,44 @@ from torchvision.models.feature_extraction import create_feature_extractor
 import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, load_balance_loss
 from moh_vision.attention.budget import change_routed
+from moh_vision.attention.masks import rotate
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.head_order import head_lengths
 from moh_vision.models.weights import init_from
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=6, num_classes=5)
-# What pretrained ViTs are made of.
+VIT, DINOV3, EVA02 = "vit_small_patch16_224", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224"
+DEIT = "deit_tiny_distilled_patch16_224"
+# What pretrained ViTs are made of: a model of timm, and its options.
 KINDS = {
-    "augreg": {},
-    "dinov2": dict(init_values=1e-1, reg_tokens=4, no_embed_class=True),
-    "siglip": dict(class_token=False, global_pool="map"),
-    "no class token": dict(class_token=False, global_pool="avg", fc_norm=True),
-    "qk-norm": dict(qk_norm=True),
-    "pre-norm": dict(pre_norm=True),
+    "augreg": (VIT, {}),
+    "dinov2": (VIT, dict(init_values=1e-1, reg_tokens=4, no_embed_class=True)),
+    "siglip": (VIT, dict(class_token=False, global_pool="map")),
+    "no class token": (VIT, dict(class_token=False, global_pool="avg", fc_norm=True)),
+    "qk-norm": (VIT, dict(qk_norm=True)),
+    "pre-norm": (VIT, dict(pre_norm=True)),
+    "registers, LayerScale, rotated halves": (DINOV3, {}),
+    "biases of queries and values": ("vit_small_patch16_dinov3_qkvb", {}),
+    "rotated neighbours": (EVA02, {}),
+    "three projections": ("eva02_base_patch14_224", {}),
+    "Eva without rotation": ("eva_giant_patch14_224", {}),
+    "AttentionRope": ("vit_medium_patch16_rope_reg1_gap_256", {}),
+    "pooled by attention": ("vit_pe_core_tiny_patch16_384", {}),
+    "fewer key-value heads": ("vit_base_patch16_sapiens2", dict(num_kv_heads=3)),
+    "distilled": (DEIT, {}),
 }
 
 
-def dense(**kwargs):
+def dense(name=VIT, **kwargs):
     torch.manual_seed(3)
-    model = timm.create_model("vit_small_patch16_224", **{**SMALL, **kwargs}).eval()
-    for p in model.parameters():  # LayerNorms and biases that show, heads that differ
+    model = timm.create_model(name, **{**SMALL, **kwargs}).eval()
+    for p in model.parameters():  # norms, LayerScale and biases that show, heads that differ
         p.data += 0.1 * torch.randn_like(p)
     return model
 
 
-def images(n=4):
-    return torch.randn(n, 3, 32, 32)
-
-
-# ---------------------------------------------------------------- convert
+def images(n=4, height=32, width=32):
+    return torch.randn(n, 3, height, width)
 
 
 @pytest.mark.parametrize("options", [{}, dict(scope="sample"), dict(router="mae")], ids=str)
@@ -59,41 +69,103 @@ def test_traced_by_fx(options):
 
 
 @pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_converted_with_all_heads_is_the_dense_model(kind, router):
-    model, x = dense(**KINDS[kind]), images()
+def test_a_converted_model_has_the_parameters_of_the_dense_one(router):
+    model, x = dense(), images()
     with torch.no_grad():
-        want = model(x)
-        kept = {name: p.data_ptr() for name, p in model.named_parameters()}
-        assert moh_vision.convert(model, router=router) is model
-        got = model(x)
-    assert moh_vision.head_budget(model)["share"] == 1
-    if router == "mae":  # six numbers of 5/6 * 6/5 each
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
-    else:
-        assert torch.equal(got, want)
+        want, kept = model(x), {name: p.data_ptr() for name, p in model.named_parameters()}
+        assert moh_vision.convert(model, router=router) is model and moh_vision.head_budget(model)["share"] == 1
+        torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)  # of mae six numbers of 5/6 * 6/5 each
     now = {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert {n: now[n] for n in kept} == kept  # no copies
-    assert router == "mae" or all(".router." in n for n in now.keys() - kept.keys())
-    if router == "query_norm":
-        assert now.keys() == kept.keys()
+    added = now.keys() - kept.keys()
+    assert {n: now[n] for n in kept} == kept and bool(added) == (router != "query_norm")  # no copies
+    assert all(".router." in name or router == "mae" for name in added)
 
 
-def test_our_own_dense_models():
-    model, x = timm.create_model("moh_vit_small_patch16_224", router="dense", **SMALL).eval(), images()
+def trained_routers(model):
+    for layer in attention_layers(model):
+        nn.init.normal_(layer.router.routed.weight)
+    return model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_converted_saved_and_loaded(kind, tmp_path):
+    """All heads: the dense model to the bit, float32 and float64; from timm's weights too. Fewer: what timm saves."""
+    name, options = KINDS[kind]
+    model, x = dense(name, **options), images()
+    save_file(model.state_dict(), tmp_path / "dense.safetensors")
     with torch.no_grad():
         want = model(x)
-        assert torch.equal(moh_vision.convert(model, calibrate=None)(x), want)
-    assert moh_vision.set_head_budget(model, 0.5).blocks[0].attn.budget.routed == 1
+        for router in ("query_norm", "moh"):
+            for dtype in (torch.float64, torch.float32):
+                theirs = copy.deepcopy(model).to(dtype)
+                ours = moh_vision.convert(copy.deepcopy(theirs), router=router)
+                assert ours.blocks[0].attn.proj.weight.dtype == dtype
+                assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
+        assert moh_vision.head_budget(ours)["share"] == 1
+        ours = moh_vision.convert(moh_vision.convert(copy.deepcopy(model), router="dense"))  # a baseline of ours
+        assert torch.equal(ours(x), want)
+
+        options = dict(base=name, **SMALL, **options)
+        loaded = timm.create_model("moh_vit", head_budget=1.0, **options).eval()
+        assert torch.equal(moh_vision.load_checkpoint(loaded, tmp_path / "dense.safetensors")(x), want)
+        file = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
+        again = timm.create_model("moh_vit", pretrained=True, pretrained_cfg_overlay=file, **options).eval()
+        assert torch.equal(again(x), want)
+
+        trained_routers(moh_vision.set_head_budget(ours, 0.6))
+        timm.models.save_for_hf(ours, tmp_path / "moh", safe_serialization=True)
+        again = timm.create_model(f"local-dir:{tmp_path / 'moh'}", pretrained=True).eval()
+        assert type(again) is type(ours) and moh_vision.head_budget(again) == moh_vision.head_budget(ours)
+        assert torch.equal(again(x), ours(x)) and not torch.allclose(ours(x), want)
+        moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])(x)  # the heads in another order
+        torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("size, heads", [("tiny", 3), ("base", 12)])
-def test_other_numbers_of_heads(size, heads):
-    model = timm.create_model(f"vit_{size}_patch16_224", img_size=32, depth=2).eval()
-    x = images(1)
+@pytest.mark.parametrize("name", [DINOV3, EVA02, DEIT])
+def test_fewer_heads(name):
+    """Prefix tokens are routed as others; executors agree; every parameter learns, with checkpointing too."""
+    model, x = trained_routers(moh_vision.convert(dense(name), "uniform:0.5")), images(3)
     with torch.no_grad():
-        want = model(x)
-        assert torch.equal(moh_vision.convert(model)(x), want)
+        outputs = []
+        for executor in ("reference", "masked", "packed"):
+            for layer in attention_layers(model):
+                layer.executor = executor
+            outputs.append(model(x))
+        torch.testing.assert_close(outputs[1:], outputs[:1] * 2, rtol=1e-4, atol=1e-5)
+        assert torch.equal(model.forward_routed(x)[0], outputs[2])
+    grads = []
+    for checkpointing in (False, True):
+        model.train().set_grad_checkpointing(checkpointing)
+        logits, stats = model.forward_routed(x)
+        assert all(s.counts.sum() == 3 * (16 + model.num_prefix_tokens) * 3 for s in stats)
+        model.zero_grad()
+        (logits.square().mean() + load_balance_loss(stats)).backward()
+        grads.append({n: p.grad for n, p in model.named_parameters() if p.requires_grad})
+    assert model.num_prefix_tokens == {DINOV3: 5, EVA02: 1, DEIT: 2}[name]
+    assert all(g is not None for g in grads[0].values())
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("name", [DINOV3, EVA02, DEIT])
+def test_other_image_sizes(name):
+    """Through dynamic_img_size and set_input_size; patch dropout keeps the positions of the patches that stay."""
+    wide = images(2, 24, 48)
+    for options in (dict(dynamic_img_size=True), dict(dynamic_img_size=False)):
+        theirs = dense(name, **options)
+        ours = moh_vision.convert(copy.deepcopy(theirs))
+        if not options["dynamic_img_size"]:
+            theirs.set_input_size((24, 48))
+            ours.set_input_size((24, 48))
+        with torch.no_grad():
+            assert torch.equal(ours(wide), theirs(wide))
+            assert torch.equal(ours.forward_features(wide), theirs.forward_features(wide))
+    if name != DEIT:  # its model leaves patch dropout out
+        theirs = dense(name, patch_drop_rate=0.5).train()
+        ours = moh_vision.convert(copy.deepcopy(theirs))
+        torch.manual_seed(1)
+        want = theirs(images())
+        torch.manual_seed(1)
+        assert torch.equal(ours(images()), want)
 
 
 @pytest.mark.parametrize("router, options", [("moa", {}), ("moh", dict(gate_scale="paper"))])
@@ -142,12 +214,6 @@ def test_half_of_few_heads(heads):
     assert moh_vision.head_budget(moh_vision.set_head_budget(model, 0.5))["active"] == 2 * heads
 
 
-def test_budget_at_once():
-    model = moh_vision.convert(dense(), head_budget="uniform:0.5")
-    assert [(b["shared"], b["routed"]) for b in moh_vision.head_budget(model)["layers"]] == [(1, 2)] * 3
-    model(images())
-
-
 def test_dropout_training_mode_and_frozen_weights_stay():
     model = dense(attn_drop_rate=0.1, proj_drop_rate=0.2).train()
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
@@ -187,16 +253,6 @@ def test_calibration_puts_the_strongest_heads_first():
         assert (strongest(x) - want).norm() < (plain(x) - want).norm()
 
 
-def test_saved_and_loaded_by_timm(tmp_path):
-    model = moh_vision.convert(dense(**KINDS["dinov2"]), router="query_norm")
-    moh_vision.set_head_budget(model, 0.75)
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
-    x = images()
-    assert torch.equal(again(x), model.eval()(x))
-
-
 def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
     """What `calibrate_images` does in train_cls.py."""
     source, x = dense(), images(8)
@@ -232,12 +288,8 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
 def test_what_cannot_be_converted(make, kwargs, words):
     model = make()
     kind = type(model)
-    with pytest.raises(ValueError, match=words):
-        moh_vision.convert(model, **kwargs)
+    refuse(words, lambda: moh_vision.convert(model, **kwargs))
     assert type(model) is kind
-
-
-# ---------------------------------------------------------------- set_head_budget
 
 
 B = HeadBudget
@@ -259,20 +311,15 @@ def test_routed_heads_change(spec, layers, active):
     assert [b.shared for b in changed] == [b.shared for b in layers]
 
 
-@pytest.mark.parametrize(
-    "spec, words",
-    [
-        (0.5, "layer 1 has no routed heads, all 4 are shared; give a list of pairs with .4, 0. there"),
-        ([(1, 2), (4, 0)], "layer 0: 2 heads are shared and stay so, not 1"),
-        ([(2, 0), (4, 0)], "layer 0: routed=0 with shared=2"),
-        ([(2, 7), (4, 0)], "layer 0: shared=2 . routed=7 = 9 of only 8"),
-        ("half", "'half' is not understood"),
-        ("ramp:0.5:0.4", "'ramp:0.5:0.4': the shared heads of a model stay; leave out 0.4"),
-    ],
+test_routed_heads_refused = each_refused(
+    lambda spec: change_routed(spec, [B(8, 4, 2, 2), B(4, 4, 4, 0)]),
+    (0.5, "layer 1 has no routed heads, all 4 are shared; give a list of pairs with .4, 0. there"),
+    ([(1, 2), (4, 0)], "layer 0: 2 heads are shared and stay so, not 1"),
+    ([(2, 0), (4, 0)], "layer 0: routed=0 with shared=2"),
+    ([(2, 7), (4, 0)], "layer 0: shared=2 . routed=7 = 9 of only 8"),
+    ("half", "'half' is not understood"),
+    ("ramp:0.5:0.4", "'ramp:0.5:0.4': the shared heads of a model stay; leave out 0.4"),
 )
-def test_routed_heads_refused(spec, words):
-    with pytest.raises(ValueError, match=words):
-        change_routed(spec, [B(8, 4, 2, 2), B(4, 4, 4, 0)])
 
 
 def test_too_small_a_share_is_refused():
@@ -288,16 +335,6 @@ def test_refusal_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="layer 0 has no routed heads, all 3 are shared .so have 9 other layers."):
         moh_vision.set_head_budget(model, 0.5)
     assert moh_vision.head_budget(model) == before
-
-
-def test_lowered_budget_is_saved_by_diffusers(tmp_path):
-    model = timm.create_model("moh_dit_small_patch2_75", depth=2, head_budget=[(2, 2), (2, 2)])
-    moh_vision.set_head_budget(model, [(2, 1), (2, 3)])
-    model.save_pretrained(tmp_path)
-    assert moh_vision.head_budget(type(model).from_pretrained(tmp_path)) == moh_vision.head_budget(model)
-
-
-# ---------------------------------------------------------------- files
 
 
 def moh_vit(**kwargs):
@@ -370,3 +407,56 @@ def test_files_that_do_not_fit(tmp_path, capsys):
     with pytest.raises(FileNotFoundError, match="gone.pth: no such file"):
         moh_vision.load_checkpoint(moh_vit(), tmp_path / "gone.pth")
     assert "unpickled" not in capsys.readouterr().out
+
+
+def test_neighbours_are_rotated():
+    """The same points, turned by the same angles, whichever channels hold them."""
+    x, angles = torch.randn(2, 7, 3, 8), torch.randn(7, 4)
+    halves = [f(angles).repeat(1, 2) for f in (torch.cos, torch.sin)]
+    pairs = [f(angles).repeat_interleave(2, 1) for f in (torch.cos, torch.sin)]
+    side_by_side = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    want = torch.stack(rotate(x, halves).chunk(2, -1), -1).flatten(-2)
+    torch.testing.assert_close(rotate(side_by_side, pairs, pairs=True), want)
+
+
+def test_frozen_projections_stay_frozen():
+    model = dense("eva02_base_patch14_224")
+    for which in "qkv":
+        getattr(model.blocks[0].attn, f"{which}_proj").requires_grad_(False)
+    moh_vision.convert(model)
+    assert [block.attn.qkv.weight.requires_grad for block in model.blocks] == [False, True, True]
+    assert not model.blocks[0].attn.qkv.bias.requires_grad
+
+
+def test_our_own_dense_models_with_shared_keys():
+    model = timm.create_model("moh_vit_small_patch16_224", router="dense", kv_heads=2, **SMALL).eval()
+    x = images()
+    with torch.no_grad():
+        want = model(x)
+        moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])
+        torch.testing.assert_close(moved(x), want, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(moved.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
+        assert torch.equal(moh_vision.convert(model)(x), want)
+
+
+def test_the_head_of_distillation_follows_the_classes(tmp_path):
+    save_file(dense(DEIT).state_dict(), tmp_path / "dense.safetensors")
+    model, said = timm.create_model("moh_vit", base=DEIT, **{**SMALL, "num_classes": 7}), []
+    init_from(model, str(tmp_path / "dense.safetensors"), said.append)
+    assert "init_from: head_dist.weight is made anew, [5, 48] -> [7, 48]" in said
+
+
+@pytest.mark.parametrize(
+    "name, kwargs, words",
+    [
+        ("vit_small_patch16_rope_mixed_224", {}, "rotary positions are learnt for each layer and head"),
+        (EVA02, dict(scale_attn_inner=True), "blocks.0.attn has a norm over all heads"),
+        ("eva_giant_patch14_224", dict(use_post_norm=True), "blocks.0 is a EvaBlockPostNorm with EvaAttention; only"),
+        ("beit_base_patch16_224", {}, "not Beit: its attention adds a learnt bias of relative positions for each head"),
+    ],
+)
+def test_refusals_leave_the_model_as_it_was(name, kwargs, words):
+    model = dense(name, **kwargs)
+    before = copy.deepcopy(model)
+    refuse(words, lambda: moh_vision.convert(model))
+    assert type(model) is type(before) and str(model) == str(before)

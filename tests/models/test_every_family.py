@@ -16,7 +16,7 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import attention_layers
+from moh_vision.attention import attention_layers, load_balance_loss
 
 IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
 
@@ -95,6 +95,23 @@ def test_init_weights_of_an_empty_model(family, router):
     model = emptied(model)
     model.init_weights()
     assert model(*inputs).isfinite().all()
+
+
+@pytest.mark.parametrize("family", ["vit", "transnext", "dit"])
+def test_activation_checkpointing_changes_nothing(family):
+    model, inputs = FAMILIES[family][0]("moh")
+    for weight in model.parameters():  # a DiT's output starts at zero
+        weight.data += 0.1 * torch.randn_like(weight)
+    grads = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            (model.enable_gradient_checkpointing if family == "dit" else model.set_grad_checkpointing)()
+        model.train().zero_grad()
+        output, stats = model.forward_routed(*inputs)
+        (output.square().mean() + load_balance_loss(stats)).backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *grads))
+    assert attention_layers(model)[-1].router.routed.weight.grad.norm() > 0
 
 
 @pytest.mark.parametrize("family", ["vit", "dit"])

@@ -1,11 +1,9 @@
-import json
-
 import pytest
 import timm
 import torch
+from refusals import each_refused, refuse
 
 import moh_vision
-from moh_vision.attention import load_balance_loss
 
 TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 
@@ -18,17 +16,6 @@ def test_registered():
     names = timm.list_models("moh_vit_*")
     assert names == [f"moh_vit_{s}_patch16_224" for s in ("base", "large", "small", "tiny")]
     assert timm.list_models(module="vit") == ["moh_vit", *names]
-
-
-@pytest.mark.parametrize("head_budget", [0.5, "ramp:0.75", [(2, 2)] * 12])
-def test_small_forward_and_backward(head_budget):
-    model = timm.create_model("moh_vit_small_patch16_224", head_budget=head_budget)
-    logits = model(torch.randn(1, 3, 224, 224))
-    assert logits.shape == (1, 1000)
-    logits.mean().backward()
-    assert all(p.grad is not None for p in model.parameters())
-    active = {0.5: 36, "ramp:0.75": 54}.get(head_budget if not isinstance(head_budget, list) else None, 48)
-    assert moh_vision.head_budget(model)["active"] == active
 
 
 def test_default_budget_is_three_quarters():
@@ -69,35 +56,11 @@ def test_forward_routed_equals_forward():
     assert stats[0].counts[0].sum() == 17 * model.blocks[0].attn.budget.active
 
 
-def test_grad_checkpointing_changes_nothing():
-    model = tiny()
-    x = torch.randn(2, 3, 16, 16)
-    grads = []
-    for enable in (False, True):
-        model.set_grad_checkpointing(enable)
-        model.zero_grad()
-        logits, stats = model.forward_routed(x)
-        (logits.square().mean() + load_balance_loss(stats)).backward()
-        grads.append([p.grad.clone() for p in model.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert model.blocks[0].attn.router.routed.weight.grad.norm() > 0
-
-
 def test_sample_scope_and_router_options():
     model = tiny(scope="sample", router_kwargs=dict(two_stage=False))
     _, stats = model.forward_routed(torch.randn(2, 3, 16, 16))
     assert stats[0].probs.shape[1] == 1
     assert model.blocks[0].attn.router.balance is None
-
-
-def test_budget_survives_save_for_hf(tmp_path):
-    model = tiny(head_budget=[(1, 2), (2, 3)]).eval()
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    json.loads((tmp_path / "config.json").read_text())
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    x = torch.randn(1, 3, 16, 16)
-    assert moh_vision.head_budget(again)["layers"] == moh_vision.head_budget(model)["layers"]
-    assert torch.equal(again(x), model(x))
 
 
 def test_exports():
@@ -107,22 +70,17 @@ def test_exports():
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), want)
 
 
-@pytest.mark.parametrize(
-    "kwargs, words",
-    [
-        (dict(img_size=30), "img_size 30 is not a multiple of patch_size 4"),
-        (dict(img_size=(16, 18)), r"img_size \(16, 18\) is not a multiple"),
-        (dict(img_size=2), "img_size 2 is not a multiple"),
-        (dict(num_heads=5), "embed_dim 24 is not a multiple of num_heads 5"),
-        (dict(depth=0), "depth 0 must be a whole number of at least 1"),
-        (dict(head_budget=1.5), "head_budget 1.5 is not understood"),
-        (dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 2"),
-        (dict(scale_attn_norm=True), "scale_attn_norm is not supported"),
-    ],
+test_impossible_arguments = each_refused(
+    lambda kwargs: tiny(**kwargs),
+    (dict(img_size=30), "img_size 30 is not a multiple of patch_size 4"),
+    (dict(img_size=(16, 18)), r"img_size \(16, 18\) is not a multiple"),
+    (dict(img_size=2), "img_size 2 is not a multiple"),
+    (dict(num_heads=5), "embed_dim 24 is not a multiple of num_heads 5"),
+    (dict(depth=0), "depth 0 must be a whole number of at least 1"),
+    (dict(head_budget=1.5), "head_budget 1.5 is not understood"),
+    (dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 2"),
+    (dict(scale_attn_norm=True), "scale_attn_norm is not supported"),
 )
-def test_impossible_arguments(kwargs, words):
-    with pytest.raises(ValueError, match=words):
-        tiny(**kwargs)
 
 
 def test_dense_router_runs_all_heads():
@@ -132,8 +90,7 @@ def test_dense_router_runs_all_heads():
 
 
 def test_unknown_argument_is_a_type_error():
-    with pytest.raises(TypeError, match="head_bugdet"):
-        tiny(head_bugdet=0.5)
+    refuse("head_bugdet", lambda: tiny(head_bugdet=0.5), kind=TypeError)
 
 
 def test_position_spread():

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT
-from refusals import one_line
+from refusals import refuse
 from transformers import AutoTokenizer
 
 from moh_vision.language.config import TextDataConfig
@@ -126,21 +126,16 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
     }
     path = tmp_path / "tokenizer.json"
     path.write_bytes(changed(bpe.data, model__vocab={**vocab, "more": 1 << 30}))
-    with one_line("a token has the number 1073741824; allowed are 16777216"):
-        Vocabulary.load(path, foreign=True)
+    refuse("a token has the number 1073741824; allowed are 16777216", lambda: Vocabulary.load(path, foreign=True))
     for what, data in bad.items():
         path.write_bytes(data)
         if what not in OTHERS:
-            with one_line(f"{path}: not a tokenizer.json"):
-                Vocabulary.load(path, foreign=True)
+            refuse(f"{path}: not a tokenizer.json", lambda: Vocabulary.load(path, foreign=True))
         with pytest.raises(ValueError) as error:
             Vocabulary.load(path)
         text = str(error.value)
         assert re.match(f"{path}: not a tokenizer.json( that this package wrote)? [(]", text) and "\n" not in text, what
         assert len(text) < 600
-
-
-# ---------------------------------------------------------------- caches
 
 
 @pytest.fixture
@@ -245,16 +240,13 @@ def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
         return TranslationInputs(data, str(tmp_path / "c"), 0, str(tmp_path / "bpe"))
 
     Path(pair.target.path).write_text("\n".join([*ENGLISH * 2, "", *ENGLISH]))
-    with pytest.raises(ValueError, match="train.de has 12 lines, .*train.en has 13"):
-        inputs()
+    refuse("train.de has 12 lines, .*train.en has 13", inputs)
     Path(pair.target.path).write_text("\n".join(["", *ENGLISH * 3][:12]))
     for _ in range(2):  # also from the caches
-        with pytest.raises(ValueError, match="train.en, line 1: empty"):
-            inputs()
+        refuse("train.en, line 1: empty", inputs)
     text = inputs(allow_empty=True)
     assert len(text.train) == 11 and len(text.train.target) == 12 and text.train.target[0].tolist() == [EOS]
-    with pytest.raises(ValueError, match="line 1: empty"):
-        vocabularies(tmp_path / "d", tmp_path / "c2", merges=10)
+    refuse("line 1: empty", lambda: vocabularies(tmp_path / "d", tmp_path / "c2", merges=10))
     assert not (tmp_path / "c2").exists()
 
 

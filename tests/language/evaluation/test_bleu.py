@@ -3,6 +3,7 @@ import random
 from collections import Counter
 
 import pytest
+from refusals import refuse
 
 from moh_vision.language.evaluation.translation import bleu, bleu_summary, split_compounds, tokenised_bleu
 
@@ -105,9 +106,6 @@ def test_signatures_tell_the_forms_apart():
 
 @pytest.mark.parametrize("score", (bleu, tokenised_bleu))
 def test_mistakes(score):
-    with pytest.raises(ValueError, match="^2 hypotheses for 3 references: expected one for each$"):
-        score(["a", "b"], ["a", "b", "c"])
-    with pytest.raises(ValueError, match="^there are no sentences to score$"):
-        score([], [])
-    with pytest.raises(ValueError, match="^tokenizer 'moses' is not one of 13a, given$"):
-        tokenised_bleu(["a"], ["a"], "moses")
+    refuse("^2 hypotheses for 3 references: expected one for each$", lambda: score(["a", "b"], ["a", "b", "c"]))
+    refuse("^there are no sentences to score$", lambda: score([], []))
+    refuse("^tokenizer 'moses' is not one of 13a, given$", lambda: tokenised_bleu(["a"], ["a"], "moses"))

@@ -15,12 +15,6 @@ def vocabulary():
     return AdaptiveVocabulary(VOCAB, DIM, CUTOFFS, factor=4).double()
 
 
-def test_shapes(vocabulary):
-    shapes = {"embeddings": [(8, 16), (12, 4), (10, 1)], "projections": [(16, 16), (16, 4), (16, 1)]}
-    named = {f"{name}.{i}.weight": shape for name, found in shapes.items() for i, shape in enumerate(found)}
-    assert {name: p.shape for name, p in vocabulary.named_parameters()} == {**named, "clusters.weight": (2, 16)}
-
-
 def test_input_is_the_projected_embedding_of_its_band(vocabulary):
     ids = torch.tensor([[0, 7, 8], [19, 20, 29]])
     x = vocabulary(ids)

@@ -128,16 +128,6 @@ def test_words_one_by_one_equal_the_whole(attention):
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
 
 
-def test_the_window_of_100_inputs_slides_in_the_cache():
-    model = tiny("clm_wt103_base", "mae_7")
-    for layer in model.layers:
-        layer.self_attn.router.window = 3  # else nothing slides out in a test of this size
-    ids = words(2, 9)
-    cache = model.new_cache()
-    parts = [model(ids[:, n : n + 1], past_key_values=cache).logits for n in range(9)]
-    torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=0, atol=1e-10)
-
-
 def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
     for layer in model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True).past_key_values.layers:

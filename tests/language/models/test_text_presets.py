@@ -1,47 +1,13 @@
 """Names, refusals and parameter counts of the text models."""
 
-import re
-
 import pytest
-from refusals import one_line
+from refusals import each_refused
 from text_tiny import TINY, empty
 
 import moh_vision
 from moh_vision.attention import attention_layers
-from moh_vision.commands.macs import PAPERS
 from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
-
-
-def millions(model):
-    return sum(p.numel() for p in model.parameters()) / 1e6
-
-
-@pytest.mark.parametrize("preset", [preset for preset in PAPERS if preset.startswith("mt_moa_")])
-def test_moa_translation_has_the_papers_parameters(preset):
-    model = empty(preset, vocab_size=37_000)
-    top_k, experts, width = (int(n) for n in re.findall(r"\d+", preset))
-    module = (2 * experts + 2) * width * 512 + 512 * experts  # queries and outputs, one key-value head, router
-    assert millions(model) * 1e6 == 37_000 * 512 + 25_227_264 + 18 * module
-
-
-def test_mae_gates_and_what_ftg_plus_trains():
-    base, mae = empty("mt_transformer_base"), empty("mt_mae_7")
-    assert millions(base) == pytest.approx(60.92, abs=0.005)
-    gates = sum(p.numel() for layer in attention_layers(mae) for p in layer.router.parameters())
-    outputs = sum(layer.proj.weight.numel() for layer in attention_layers(mae))
-    assert (gates + outputs) / 1e6 == pytest.approx(7.14, abs=0.005)
-    assert millions(empty("mt_mae_6")) - millions(base) == pytest.approx(2.51, abs=0.005)
-    assert len(attention_layers(mae)) == 18
-    for name in ("mt_uni_mae_7", "mt_uni_mae_6"):  # no gate: Peng 2020, table 2, 61 M
-        assert millions(empty(name)) == millions(base)
-
-
-def test_wikitext_103_base_and_iwslt_with_separate_vocabularies():
-    assert millions(empty("clm_wt103_base")) == pytest.approx(PAPERS["clm_wt103_base"][0], abs=0.5)
-    assert millions(empty("clm_wt103_uni_mae_7")) == millions(empty("clm_wt103_base"))
-    model = empty("mt_transformer_base", vocab_size=8848, target_vocab_size=6632, intermediate_size=1024)
-    assert millions(model) == pytest.approx(39.47, abs=0.01)
 
 
 def test_every_preset_is_built_and_routes_as_its_name_says():
@@ -75,42 +41,37 @@ def test_any_moa_name_and_attention_per_kind():
     assert routers == ["MoHRouter", "DenseRouter", "MoARouter"]
 
 
-@pytest.mark.parametrize(
-    "preset, overrides, message",
-    [
-        ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
-        ("nonsense", {}, "there is no text model 'nonsense': only .*mt_transformer_base"),
-        ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
-        ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
-        ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
-        ("mt_mae_7", {"head_budget": 0.5}, "attention: router 'mae' has no 'head_budget'"),
-        ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
-        ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
-        ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
-        ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
-        ("mt_mae_7", {"attention": {"router": "mae", "leave": 1}}, "has no 'leave', did you mean leave_out"),
-        ("mt_mae_7", {"cross_attention": {"router": "moe"}}, "cross_attention: .*not a dict with a router out of"),
-        ("mt_moh_75", {"attention": {"router": "moh", "head_budget": 2}}, "head_budget 2 is not understood"),
-        ("clm_wt103_base", {"adaptive_cutoffs": [9, 5]}, r"adaptive_cutoffs=\[9, 5\] are not increasing"),
-        ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
-        ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
-        ("clm_small", {"hidden_sise": 8}, "clm_small has no 'hidden_sise': did you mean hidden_size"),
-        ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
-        ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
-        ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
-        ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
-        ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
-        ("clm_moh_small_75", {"router": "mae"}, "router 'mae' is not for a causal model: give query_norm or moh"),
-        ("clm_moh_small_75", {"head_budget": 2}, "head_budget 2 is not understood"),
-        ("clm_moh_small_75", {"head_budget": [[3, 3]]}, "lists 1 layers, the model has 12"),
-        ("clm_moh_small_75", {"executor": "fast"}, "executor 'fast' is not one of"),
-        ("clm_moh_small_75", {"group": True}, "group=True .* needs 'query_norm', not 'moh'"),
-        ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
-    ],
+test_refusals_are_one_line = each_refused(
+    lambda preset, overrides: empty(preset, **overrides),
+    ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
+    ("nonsense", {}, "there is no text model 'nonsense': only .*mt_transformer_base"),
+    ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
+    ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
+    ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
+    ("mt_mae_7", {"head_budget": 0.5}, "attention: router 'mae' has no 'head_budget'"),
+    ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
+    ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
+    ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
+    ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
+    ("mt_mae_7", {"attention": {"router": "mae", "leave": 1}}, "has no 'leave', did you mean leave_out"),
+    ("mt_mae_7", {"cross_attention": {"router": "moe"}}, "cross_attention: .*not a dict with a router out of"),
+    ("mt_moh_75", {"attention": {"router": "moh", "head_budget": 2}}, "head_budget 2 is not understood"),
+    ("clm_wt103_base", {"adaptive_cutoffs": [9, 5]}, r"adaptive_cutoffs=\[9, 5\] are not increasing"),
+    ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
+    ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
+    ("clm_small", {"hidden_sise": 8}, "clm_small has no 'hidden_sise': did you mean hidden_size"),
+    ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
+    ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
+    ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
+    ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
+    ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
+    ("clm_moh_small_75", {"router": "mae"}, "router 'mae' is not for a causal model: give query_norm or moh"),
+    ("clm_moh_small_75", {"head_budget": 2}, "head_budget 2 is not understood"),
+    ("clm_moh_small_75", {"head_budget": [[3, 3]]}, "lists 1 layers, the model has 12"),
+    ("clm_moh_small_75", {"executor": "fast"}, "executor 'fast' is not one of"),
+    ("clm_moh_small_75", {"group": True}, "group=True .* needs 'query_norm', not 'moh'"),
+    ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
 )
-def test_refusals_are_one_line(preset, overrides, message):
-    with one_line(message):
-        empty(preset, **overrides)
 
 
 def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():
