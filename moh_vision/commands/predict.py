@@ -24,7 +24,7 @@ from moh_vision.data.order import rank_slice
 from moh_vision.engine.commands import refuse_output, say
 from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import write_json
-from moh_vision.opening import open_run
+from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
 IDLE = ("data.root", "data.max_bad_fraction")  # of validation, unused here
@@ -104,6 +104,9 @@ def work(options) -> None:
     if output and not output.endswith((".json", ".csv")):
         raise ValueError(f"--output {output}: expected a name that ends in .json or .csv")
     files = image_files(options.images)
+    kind = kind_of(options.run, options.rest)
+    if kind != "classification":
+        raise ValueError(f"{options.run} is a {kind} model; expected a classifier")
     opened = open_run(options.run, options=options.rest, command="predict")
     for key in sorted(opened.config.given.intersection(IDLE)):
         raise ValueError(f"{key} has no effect: only the images that are named are read")
