@@ -142,7 +142,7 @@ class FlowConfig(Section, section="flow", needs="objective=flow"):
     the samplers see its velocity."""
     timesteps: Literal["uniform", "logit-normal"] = key("uniform")
     """How times are drawn from 0 (clean) to 1 (noise): "uniform", or "logit-normal", more of them in between."""
-    location: float = key(0.0, needs=".timesteps=logit-normal")
+    location: float = key(0.0, ge=-10, le=10, needs=".timesteps=logit-normal")
     """Mean of the normal whose sigmoid the time is; above 0 nearer to the noise. JiT: 0.8."""
     spread: float = key(1.0, gt=0, needs=".timesteps=logit-normal")
     """Its standard deviation. JiT: 0.8."""
