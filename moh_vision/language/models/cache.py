@@ -1,9 +1,16 @@
 """The cache for transformers' `generate`, made of the attention layers' caches."""
 
+import inspect
+
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, GenerationMixin
 
 from moh_vision.attention import ContextCache, KeyValueCache
+
+# What transformers calls a cache: from 5.24 on "cache", which users may still call past_key_values.
+CACHE = "cache"
+if CACHE not in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters:
+    CACHE = "past_key_values"
 
 
 class DecoderLayerCache:
@@ -53,12 +60,12 @@ class CachedGeneration:
     """Starts `generate` with a `TextCache`. A mixin to put before PreTrainedModel."""
 
     def new_cache(self) -> TextCache:
-        """An empty cache, `past_key_values` of forward."""
+        """An empty cache, for forward."""
         return TextCache(getattr(self.config, self.config.depths[-1]))
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
             raise ValueError(f"cache_implementation={kind!r}: this model has its own cache, leave it out")
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.new_cache()
+        if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
+            model_kwargs[CACHE] = self.new_cache()

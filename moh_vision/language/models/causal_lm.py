@@ -11,7 +11,7 @@ from moh_vision.attention import RoutingStats
 from moh_vision.language.models.adaptive import AdaptiveVocabulary
 from moh_vision.language.models.base import TextModel
 from moh_vision.language.models.blocks import TextLayers, padding_of, token_positions, with_positions
-from moh_vision.language.models.cache import CachedGeneration, TextCache
+from moh_vision.language.models.cache import CACHE, CachedGeneration, TextCache
 from moh_vision.language.models.configs import CausalLMConfig
 
 
@@ -39,37 +39,40 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         use_cache: Optional[bool] = None,
         labels: Optional[Tensor] = None,
         logits_to_keep: int = 0,
+        cache: Optional[TextCache] = None,
     ) -> CausalLMOutputWithPast:
         """Predict the next word after each; logits are log-probabilities [B, N, V].
 
         Args:
-            input_ids: [B, N]; with past_key_values (see `new_cache`) only the new tokens.
+            input_ids: [B, N]; with a cache (see `new_cache`) only the new tokens.
             attention_mask: [B, past + N]; 1 real, 0 padding, on either side.
             labels: [B, N], as in transformers' causal models: input_ids, with -100 for no loss. They are
                 shifted here, but not in `routed_loss`.
             logits_to_keep: only for the last so many tokens; 0: all.
+            cache, past_key_values: one thing, see `CACHE`.
         """
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
-        hidden = self.hidden_states(input_ids, attention_mask, past_key_values)
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = self.new_cache()
+        hidden = self.hidden_states(input_ids, attention_mask, cache)
         return CausalLMOutputWithPast(
             loss=None if labels is None else self.mean_loss(hidden[:, :-1], labels[:, 1:]),
             logits=self.log_probs(hidden[:, -logits_to_keep:]),
-            past_key_values=past_key_values,
+            **{CACHE: cache},
         )
 
     def hidden_states(
         self,
         input_ids: Tensor,
         attention_mask: Optional[Tensor] = None,
-        past_key_values: Optional[TextCache] = None,
+        cache: Optional[TextCache] = None,
         stats: Optional[List[RoutingStats]] = None,
     ) -> Tensor:
         """The last layer's output [B, N, C], see `forward`."""
-        past = 0 if past_key_values is None else past_key_values.get_seq_length()
+        past = 0 if cache is None else cache.get_seq_length()
         x = with_positions(self.vocabulary(input_ids), token_positions(input_ids, attention_mask, past))
         padding = padding_of(attention_mask)
-        return self.layers(self.dropout(x), padding, cache=past_key_values, stats=stats, checkpoint=self.checkpointer)
+        return self.layers(self.dropout(x), padding, cache=cache, stats=stats, checkpoint=self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.log_probs(hidden)

@@ -66,7 +66,7 @@ class TextConfig(PreTrainedConfig):
         layer_budgets: [shared, routed] of every attention layer, as `set_head_budget` left them; None: as made.
     """
 
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["cache", "past_key_values"]
     depths = ("num_hidden_layers",)  # names of the fields that hold a number of layers
     roles = ("attention",)  # and an attention dict
 

@@ -13,7 +13,7 @@ from moh_vision.attention import RoutingStats
 from moh_vision.language.models.adaptive import log_softmax
 from moh_vision.language.models.base import TextModel
 from moh_vision.language.models.blocks import TextLayers, padding_of, token_positions, with_positions
-from moh_vision.language.models.cache import CachedGeneration, TextCache
+from moh_vision.language.models.cache import CACHE, CachedGeneration, TextCache
 from moh_vision.language.models.configs import TranslationConfig
 
 
@@ -84,7 +84,7 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
         """Without a cache too, every token that was generated is a real one."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if inputs.get("past_key_values") is None and inputs.get("decoder_attention_mask") is None:
+        if inputs.get(CACHE) is None and inputs.get("decoder_attention_mask") is None:
             inputs["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
         return inputs
 
@@ -100,31 +100,34 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         use_cache: Optional[bool] = None,
         labels: Optional[Tensor] = None,
         logits_to_keep: int = 0,
+        cache: Optional[TextCache] = None,
     ) -> Seq2SeqLMOutput:
         """Translate; logits are log-probabilities [B, N, V].
 
         Args:
             input_ids, attention_mask: source [B, M]; 1 real, 0 padding. Or encoder_outputs of an earlier call.
-            decoder_input_ids, decoder_attention_mask: target so far [B, N], with past_key_values (see `new_cache`) only
-                the new tokens; without mask and cache, pad_token_id is padding. None: from labels.
+            decoder_input_ids, decoder_attention_mask: target so far [B, N], with a cache (see `new_cache`) only the new
+                tokens; without mask and cache, pad_token_id is padding. None: from labels.
             labels: [B, N] aligned with the outputs, -100: no loss.
             logits_to_keep: only for the last so many tokens; 0: all.
+            cache, past_key_values: one thing, see `CACHE`.
         """
         if decoder_input_ids is None:
             if labels is None:
                 raise ValueError("translation needs decoder_input_ids, or labels to shift")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
+        cache = past_key_values if cache is None else cache
+        if use_cache and cache is None:
+            cache = self.new_cache()
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, checkpoint=self.checkpointer)
         hidden = self.hidden_states(
-            None, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, past_key_values
+            None, attention_mask, decoder_input_ids, decoder_attention_mask, encoder_outputs, cache
         )
         return Seq2SeqLMOutput(
             loss=self.mean_loss(hidden, labels),
             logits=self.log_probs(hidden[:, -logits_to_keep:]),
-            past_key_values=past_key_values,
+            **{CACHE: cache},
             encoder_last_hidden_state=encoder_outputs[0],
         )
 
@@ -135,17 +138,17 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         decoder_input_ids: Optional[Tensor] = None,
         decoder_attention_mask: Optional[Tensor] = None,
         encoder_outputs: Optional[BaseModelOutput] = None,
-        past_key_values: Optional[TextCache] = None,
+        cache: Optional[TextCache] = None,
         stats: Optional[List[RoutingStats]] = None,
     ) -> Tensor:
         """The decoder's output [B, N, C], see `forward`."""
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, stats, self.checkpointer)
-        if decoder_attention_mask is None and past_key_values is None:
+        if decoder_attention_mask is None and cache is None:
             decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
         target = (decoder_input_ids, decoder_attention_mask)
         source = (encoder_outputs[0], attention_mask)
-        return self.decoder(*target, *source, past_key_values, stats, self.checkpointer)
+        return self.decoder(*target, *source, cache, stats, self.checkpointer)
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return log_softmax(self.output(hidden))

@@ -88,6 +88,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         past_key_values=None,
         stats: list[RoutingStats] | None = None,
         padded: Tensor | None = None,
+        cache=None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         """As transformers' attention: hidden_states [B, N, C] -> output [B, N, C], and the attention matrix if available.
@@ -97,7 +98,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
                 as in activation checkpointing, appends nothing.
             padded: [B, N], True at padding, which is left out of the statistics.
         """
-        x, rotary, cache = hidden_states, position_embeddings, past_key_values
+        x, rotary, cache = hidden_states, position_embeddings, past_key_values if cache is None else cache
         collects = stats is not None and len(stats) == self.layer_idx
         queries = routing = heads = None
         # Not only if it collects: recomputation must compute the same tensors.

@@ -93,7 +93,7 @@ class RoutedCausalLM(RoutedLoss):
             given = inputs.get("input_ids")
             tokens = (inputs["inputs_embeds"] if given is None else given).shape[1]
             padded = attention_mask[:, -tokens:] == 0
-        inputs.setdefault("use_cache", inputs.get("past_key_values") is not None)
+        inputs.setdefault("use_cache", any(inputs.get(name) is not None for name in ("cache", "past_key_values")))
         stats = Collected()
         hidden = self.model(attention_mask=attention_mask, stats=stats, padded=padded, **inputs).last_hidden_state
         return hidden, stats.take()
