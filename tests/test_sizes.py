@@ -11,7 +11,7 @@ from conftest import ROOT
 
 # Part: (limit, goal of the design). The limit of a part that is larger than its goal is its present size, rounded up to 10; it
 # is lowered whenever the part gets smaller, and never raised: but for what part 23 added, in diffusion, data and commands
-# (300 of its 450 lines, and five configurations).
+# (327 of its 450 lines, and five configurations).
 LIMITS = {
     "attention": (5240, 5600),
     "attention, C++": (2065, 2065),
