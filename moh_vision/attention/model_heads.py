@@ -22,11 +22,16 @@ def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
     return layers
 
 
-def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
-    """Change how many routed heads run, see `change_routed`. All layers or, if one refuses, none."""
+def routed_budgets(model: nn.Module, spec: BudgetSpec) -> Sequence[HeadBudget]:
+    """The budgets of a model's layers with another number of routed heads, see `change_routed`; the model stays."""
     layers = attention_layers(model)
     groups = [getattr(layer.router, "group", 1) for layer in layers]
-    set_budgets(layers, change_routed(spec, [layer.budget for layer in layers], groups))
+    return change_routed(spec, [layer.budget for layer in layers], groups)
+
+
+def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
+    """Change how many routed heads run. All layers or, if one refuses, none."""
+    set_budgets(attention_layers(model), routed_budgets(model, spec))
 
 
 def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBudget]) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention import attention_layers, running, set_routed_heads
+from moh_vision.attention import attention_layers, routed_budgets, running
 from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
 
 if TYPE_CHECKING:
@@ -108,9 +108,7 @@ def weak_predict(
             kind, _, share = guide.partition(":")
             if kind != "heads":
                 raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
-            with running(model, own):
-                set_routed_heads(model, share)
-                budgets = [layer.budget for layer in attention_layers(model)]
+            budgets = routed_budgets(model, share)
             few, all_own = (sum(b.active for b in of) for of in (budgets, own))
             if few >= all_own:
                 raise ValueError(f"that is {few} heads, and the model runs {all_own}: give a smaller share")

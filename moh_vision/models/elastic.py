@@ -1,9 +1,7 @@
-"""Elastic budgets: train one set of weights at many shares of active heads, to serve them all.
-No paper has it.
+"""Elastic budgets: train one set of weights at many shares of active heads, to serve them all. No paper has it.
 
-Each step runs one share. Of four steps, in an order drawn from the seed, one runs the smallest share,
-one the largest, and two run shares in between. The sandwich rule (Yu and Huang 2019) runs all four on
-each batch, which takes four times as long; here, the ends are trained as often.
+Each step runs one share. Of four steps, in an order drawn from the seed, one runs the smallest share, one the largest,
+and two run shares in between. The sandwich rule (Yu and Huang 2019) runs all four on each batch, four times as long.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import Callable, ContextManager, Dict, List, Optional, Sequence, Tup
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, running, set_routed_heads
+from moh_vision.attention import HeadBudget, routed_budgets, running
 from moh_vision.attention.budget import parse_share
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
@@ -45,8 +43,7 @@ class ElasticBudget:
             for number in range(SHARES):
                 share = f"{low + (high - low) * number / (SHARES - 1):g}"
                 share = share if kind == "ramp" else f"{kind}:{share}"
-                set_routed_heads(model, share)
-                self.budgets[share] = [layer.budget for layer in attention_layers(model)]
+                self.budgets[share] = list(routed_budgets(model, share))
             self.smallest, *self.between, self.largest = self.budgets
             set_head_budget(model, self.largest)
             if self.active_share(self.smallest) == self.active_share(self.largest):

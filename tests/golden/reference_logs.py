@@ -25,7 +25,7 @@ def lines_of(file: Path) -> list[dict]:
 
 
 def write(run: Path, name: str) -> None:
-    (start,) = lines_of(run / "environment.jsonl")
+    start, *_ = lines_of(run / "environment.jsonl")  # a resumed run has several
     about = {key: start[key] for key in ("date", "device", "commit", "versions")}
     rows = [dict(step=0, command=without_paths(start["command"]), **about), *map(kept, lines_of(run / "metrics.jsonl"))]
     (CONFIGS / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
