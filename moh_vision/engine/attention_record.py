@@ -1,12 +1,10 @@
 """How a run computes attention: the same from start to end, on every process."""
 
-from __future__ import annotations
-
 import json
 import os
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Callable, Collection
 
 from accelerate.utils import gather_object
 

@@ -1,9 +1,8 @@
 """The best weights of a run by its validations, and early stopping."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
+from typing import Self
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import TensorFiles
@@ -32,7 +31,7 @@ class Best:
         else:
             self.waited += 1
 
-    def replay(self, run: Path, start: int, from_file: bool) -> Best:
+    def replay(self, run: Path, start: int, from_file: bool) -> Self:
         """Resume from a run's log until step `start`, and with `from_file` from best.safetensors."""
         file = run / BEST
         if from_file and file.exists():

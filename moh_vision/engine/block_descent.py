@@ -7,12 +7,10 @@ Every fifth epoch from epoch 0 on has G before F, the others only F (algorithm 3
 without gates has one phase a step, which is a plain loop's.
 """
 
-from __future__ import annotations
-
 import contextlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import tee
-from typing import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn

@@ -3,14 +3,13 @@
 A tensor that FSDP2 shards stays in its parts: every process writes the rows that it has, and reads those that it needs.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -31,8 +30,8 @@ WRAPPED = re.compile(r"^module\.|_orig_mod\.")  # what DDP and torch.compile put
 class Snapshot(NamedTuple):
     """A run after a step, in main memory: training does not change it any more."""
 
-    files: Dict[str, Dict[str, Tensor]]  # what this process writes, by the name of the file
-    plain: Dict[str, Any]  # for JSON
+    files: dict[str, dict[str, Tensor]]  # what this process writes, by the name of the file
+    plain: dict[str, Any]  # for JSON
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,8 @@ class TrainingState:
 
     task: nn.Module
     optimizers: Sequence[torch.optim.Optimizer]
-    ema: Optional[ModelEma] = None
-    scaler: Optional[torch.amp.GradScaler] = None
+    ema: ModelEma | None = None
+    scaler: torch.amp.GradScaler | None = None
 
     def snapshot(self) -> Snapshot:
         """Copy the state. The main process has what is not sharded; on a GPU the copies go through pinned memory."""
@@ -100,12 +99,12 @@ class TrainingState:
             told = f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
             raise ValueError(told) from error
 
-    def _parameters(self, optimizer) -> List[str]:
+    def _parameters(self, optimizer) -> list[str]:
         names = {p: WRAPPED.sub("", name) for name, p in self.task.named_parameters()}
         return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def export_weights(module: nn.Module, path: Path, metadata: Dict[str, object], write: bool = True) -> None:
+def export_weights(module: nn.Module, path: Path, metadata: dict[str, object], write: bool = True) -> None:
     """Write a module's weights as one safetensors file, whole or not at all; metadata is stored as JSON.
 
     With FSDP every process calls it, as shards are gathered tensor by tensor; one of them says `write`.
@@ -118,27 +117,27 @@ def export_weights(module: nn.Module, path: Path, metadata: Dict[str, object], w
         write_tensors(path, tensors, metadata)
 
 
-def _tied(module: nn.Module) -> Dict[str, str]:
+def _tied(module: nn.Module) -> dict[str, str]:
     """Name -> first name of a tied parameter: it is stored once, as in transformers' files."""
-    first: Dict[nn.Parameter, str] = {}
+    first: dict[nn.Parameter, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
 
 
-def _once(module: nn.Module) -> Dict[str, Tensor]:
+def _once(module: nn.Module) -> dict[str, Tensor]:
     """Return a state dict with tied tensors under their first name alone."""
     tied = _tied(module)
     return {name: tensor for name, tensor in module.state_dict().items() if name not in tied}
 
 
-def _shard(tensor: DTensor) -> Tuple[int, int, bool]:
+def _shard(tensor: DTensor) -> tuple[int, int, bool]:
     """Return the number of this process's rows among so many parts, and whether it is the first to hold them."""
     places = list(zip(tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements))
     ((number, count),) = [(own, size) for own, size, place in places if place.is_shard(dim=0)]  # FSDP2's
     return number, count, not any(own for own, _, place in places if place.is_replicate())
 
 
-def _own(tensor: Tensor) -> Optional[Tensor]:
+def _own(tensor: Tensor) -> Tensor | None:
     """Copy what this process writes of a tensor to main memory; None: nothing."""
     if not (_shard(tensor)[2] if isinstance(tensor, DTensor) else PartialState().is_main_process):
         return None
@@ -147,7 +146,7 @@ def _own(tensor: Tensor) -> Optional[Tensor]:
     return copy.copy_(own.detach(), non_blocking=True)
 
 
-def _load(module: nn.Module, stored: Dict[str, Tuple[TensorFiles, str]]) -> None:
+def _load(module: nn.Module, stored: dict[str, tuple[TensorFiles, str]]) -> None:
     """Load a state dict whose tensors are in files, all of it."""
     tied, state, names = _tied(module), {}, set()
     for name, now in module.state_dict().items():
@@ -171,10 +170,10 @@ def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
     return DTensor.from_local(rows, like.device_mesh, like.placements, **form)
 
 
-def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: Dict[str, Any]) -> dict:
+def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: dict[str, Any]) -> dict:
     """Put an optimiser's state dict together, of which `plain` has what is no tensor."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    parts: Dict[str, dict] = defaultdict(dict)
+    parts: dict[str, dict] = defaultdict(dict)
     for name in (name for name in file.shapes if name.startswith(prefix)):
         _, index, key = name.split("/", 2)
         parts[index][key] = file.read(name) if index.startswith("group") else _read(file, name, parameters[int(index)])

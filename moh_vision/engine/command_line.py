@@ -1,17 +1,16 @@
 """From `--config FILE` and `--key.sub value` to a configuration, with one-line messages; and --help."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import yaml
 

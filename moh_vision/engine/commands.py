@@ -1,7 +1,5 @@
 """What commands share: options, mistyped names, one-line messages and progress. Needs no torch."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import errno
@@ -11,9 +9,9 @@ import re
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import Callable, Iterable, Iterator, Sized
 
 from tqdm import tqdm
 

@@ -1,9 +1,8 @@
 """The sections of a configuration that scripts share. `command_line` fills them."""
 
-from __future__ import annotations
-
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Iterator, Literal
+from typing import Any, Literal
 
 from moh_vision.engine.keys import Idle, Section, key, keys_of, unknown_key
 from moh_vision.engine.optimizers import OPTIONS, check_name, own_value, takes

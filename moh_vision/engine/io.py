@@ -1,7 +1,5 @@
 """Folders of runs, locks, and files that are written whole; any room may import this."""
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import fcntl
@@ -15,8 +13,9 @@ import re
 import shutil
 import socket
 import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -34,20 +33,20 @@ def cache_folder() -> Path:
     return Path(os.path.abspath(cache))
 
 
-def run_of(path: Union[str, Path]) -> Path:
+def run_of(path: str | Path) -> Path:
     """Return the folder of the run of a path: RUN, RUN/checkpoints/step_N, or a file in one of them."""
     place = Path(path)
     folder = place if place.is_dir() else place.parent
     return folder.resolve().parents[1] if step_of(folder) is not None else folder
 
 
-def step_of(folder: Path) -> Optional[int]:
+def step_of(folder: Path) -> int | None:
     """Return N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
     found = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
     return int(found[2]) if found and Path(found[1], "config.yaml").is_file() else None
 
 
-def by_age(parent: Path) -> List[Tuple[int, Path]]:
+def by_age(parent: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of what may be a checkpoint, the newest first."""
     folders = [path for path in parent.glob("step_*") if re.fullmatch("step_[0-9]+", path.name) and path.is_dir()]
     return sorted(((int(folder.name[5:]), folder) for folder in folders), reverse=True)
@@ -124,7 +123,7 @@ def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
             hidden.unlink()
 
 
-def write_whole(place: Path, data: Union[str, bytes], shared: bool = False) -> None:
+def write_whole(place: Path, data: str | bytes, shared: bool = False) -> None:
     """Write a file, text as UTF-8, as `whole_file` does, unless it holds the same data."""
     data = data.encode() if isinstance(data, str) else data
     if not place.exists() or place.read_bytes() != data:
@@ -139,7 +138,7 @@ def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
     write_whole(place, table.getvalue().encode("utf-8", "backslashreplace"))
 
 
-def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object], shared: bool = False) -> None:
+def write_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False) -> None:
     """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
     folder = hidden_path(place, shared)
     try:
@@ -152,7 +151,7 @@ def write_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, o
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, object]) -> None:
+def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, object]) -> None:
     """Write a safetensors file, which makes a temporary one beside it."""
     from safetensors.torch import save_file  # the core imports this file, and needs torch alone
 
@@ -160,7 +159,7 @@ def save_tensors(place: Path, tensors: Dict[str, Tensor], metadata: Dict[str, ob
     place.chmod(0o644)  # safetensors makes it private
 
 
-def tensor_files(place: Path) -> List[Path]:
+def tensor_files(place: Path) -> list[Path]:
     """Return NAME.safetensors if it exists, else the parts NAME-00000.safetensors and so on of a sharded run.
 
     A run that is not at its end has them in its newest checkpoint.
@@ -180,11 +179,11 @@ class TensorFiles:
 
         self.files = [safe_open(path, "pt") for path in tensor_files(place)]
         self.metadata = {k: _json(v) for file in self.files[:1] for k, v in (file.metadata() or {}).items()}
-        self.parts: Dict[str, list] = {}
+        self.parts: dict[str, list] = {}
         for file in self.files:
             for name in file.keys():
                 self.parts.setdefault(name, []).append(file.get_slice(name))
-        self.shapes: Dict[str, Tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self.parts.items():
             shapes = [part.get_shape() for part in parts]
             rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []

@@ -1,7 +1,5 @@
 """Keys of configurations, each defined once: `name: type = key(default, limits, needs)` and its text."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import fnmatch
@@ -13,8 +11,9 @@ import re
 import textwrap
 import types
 import typing
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass
-from typing import Any, Callable, ClassVar, Iterable, Iterator, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from moh_vision.engine.commands import nearest
 
@@ -62,7 +61,7 @@ class Key(NamedTuple):
             got = "null" if value is None else str(value)[:200]
             raise ValueError(f'key "{name}": Expected {words_of(self.hint)}. Got value: {got}') from None
 
-    def check(self, value: Any, name: str, section: Section) -> None:
+    def check(self, value: Any, name: str, section: "Section") -> None:
         """Raise ValueError, naming the key, for a value that is out of its range."""
         numbers = list(_numbers(value))
         fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (value != [] or self.default == [])

@@ -1,7 +1,5 @@
 """What a run reports: environment.jsonl, metrics.jsonl, tensorboard or wandb, a bar or plain lines, and its files."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -13,12 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 from accelerate.tracking import TensorBoardTracker, WandBTracker

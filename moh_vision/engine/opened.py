@@ -1,10 +1,9 @@
 """A run that is opened again: its model, data and scores. Every wing has its own subclass."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Callable, ClassVar, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn

@@ -1,12 +1,10 @@
 """Optimisers by their names in timm, with the parameter groups that they need."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re
+from collections.abc import Collection
 from fnmatch import fnmatch
-from typing import Collection
 
 import torch
 from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_weight_decay

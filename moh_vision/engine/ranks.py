@@ -1,8 +1,7 @@
 """How processes of a run exchange results; every process calls these functions together."""
 
-from __future__ import annotations
-
-from typing import Callable, List, Optional, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from accelerate import PartialState
@@ -22,7 +21,7 @@ def say(text: str) -> None:
         commands.say(text)
 
 
-def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> Optional[str]:
+def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
     """Do this process's part of a write and wait for the others.
 
     Return None if all did theirs, else the first failed process's message, on every process. A thread beside others has
@@ -36,7 +35,7 @@ def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=
     return next((p for p in from_all(problem, group) if p), None)
 
 
-def from_all(value: T, group=None) -> List[T]:
+def from_all(value: T, group=None) -> list[T]:
     """Return the value of every process."""
     if group is None:
         return gather_object([value])
@@ -77,13 +76,13 @@ def total(tensor: Tensor) -> Tensor:
     return reduce(tensor.to(PartialState().device), "sum").cpu()
 
 
-def greatest(values: Tensor) -> List[float]:
+def greatest(values: Tensor) -> list[float]:
     """Return the elementwise maximum of values [N] over all processes."""
     return gather(values[None]).amax(0).tolist()
 
 
 @torch.no_grad()
-def average_over_processes(tensors: List[Tensor]) -> None:
+def average_over_processes(tensors: list[Tensor]) -> None:
     """Replace tensors by their mean over all processes, all in one message."""
     if tensors:
         flat = reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")

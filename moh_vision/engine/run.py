@@ -1,17 +1,16 @@
 """A training run from command line to end: folder, lock, resume point, log, saves, signals."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
 import shlex
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, List, Optional, Tuple
+from typing import Self
 
 import torch
 from accelerate import Accelerator
@@ -22,21 +21,18 @@ from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState, export_weights
-from moh_vision.engine.command_line import dump, load, parse_config
+from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, user_errors
-from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import RunLog, check_tracker, ending, open_tracker, record_start, write_json
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import attempt, by_main, from_first, say
-from moh_vision.engine.saver import SaveError, Saver, check_writable
+from moh_vision.engine.run_folder import RunFolder
+from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
-from moh_vision.engine.step_folders import export, resume_point
+from moh_vision.engine.step_folders import export
 from moh_vision.engine.weights import make_ema
-
-CONFIG = "config.yaml"
-IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
 
 
 class Run:
@@ -61,10 +57,10 @@ class Run:
     on from, or None; `start`, `stop` and `done` count steps; `stopped` is a signal's number, or 0.
     """
 
-    def __init__(self, name: str, kind: type, argv: Optional[List[str]], attention):
+    def __init__(self, name: str, kind: type, argv: list[str] | None, attention):
         self.name, self.kind, self.argv, self.attention = name, kind, argv, attention
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as held:
             self.signals = held.enter_context(StopSignals())
             with user_errors(self.name):
@@ -81,8 +77,8 @@ class Run:
             self._held = held.pop_all()
         self.setting_up, self.stopped, self._ends = True, 0, False
         self.log = self.saver = None
-        self.best: Optional[Best] = None
-        self._earlier_stop: Optional[int] = None  # max_steps of the resumed config.yaml
+        self.best: Best | None = None
+        self._earlier_stop: int | None = None  # max_steps of the resumed config.yaml
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -102,7 +98,7 @@ class Run:
         """`user_errors` of this script."""
         return user_errors(self.name, kinds, **options)
 
-    def take_up(self, steps: int) -> Optional[Path]:
+    def take_up(self, steps: int) -> Path | None:
         """Lock an earlier run in config.output; return the checkpoint to resume from, or None."""
         found = self._place.take_up(steps, lock=not self.config.dry_run)
         self.start, self.checkpoint = found or (0, None)
@@ -123,7 +119,7 @@ class Run:
         o = self.config.optim
         return max(1, o.batch_size // (o.accumulation * self.accelerator.num_processes))
 
-    def take_model(self, model: nn.Module, mae_routers: List[nn.Module], elastic=None, beside=None) -> None:
+    def take_model(self, model: nn.Module, mae_routers: list[nn.Module], elastic=None, beside=None) -> None:
         """Take the model that is trained: its parameters that require a gradient.
 
         `elastic` is an `ElasticBudget` or None. The module `beside` is trained too; only checkpoints keep it.
@@ -138,7 +134,7 @@ class Run:
         """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
         c = self.config
 
-        def changed(earlier: dict) -> List[str]:
+        def changed(earlier: dict) -> list[str]:
             self._earlier_stop = earlier.get("max_steps")
             return changed_keys(earlier, c, c.allow_change)
 
@@ -158,10 +154,10 @@ class Run:
         self,
         task: nn.Module,
         optimizer: torch.optim.Optimizer,
-        metadata: Dict[str, object],
+        metadata: dict[str, object],
         *,
         title: str,
-        schedule: Optional[dict] = None,
+        schedule: dict | None = None,
         ema=None,
         unreadable=None,
         **log_options,
@@ -339,7 +335,7 @@ class Run:
         finish(self.accelerator, self.stopped)
 
 
-def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional[str] = None) -> Accelerator:
+def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: str | None = None) -> Accelerator:
     """Return accelerate's Accelerator for a configuration; accumulation is the script's."""
     check_tracker(tracker)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
@@ -359,96 +355,6 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: Optional
     if mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would compute in float32
         raise ValueError('mixed_precision fp16 needs a GPU; on a CPU it is "no" or "bf16"')
     return accelerator
-
-
-class RunFolder:
-    """A run's folder, written by the main process; `held` releases its lock, `fresh` moves a run aside."""
-
-    def __init__(self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack):
-        self.output, self.fresh = output, fresh
-        self.accelerator, self.held = accelerator, held
-        self.path = Path(output).resolve()
-        self.saved = self.path / CONFIG
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the folder has a run that stays where it is."""
-        return self.saved.exists() and not self.fresh
-
-    def take_up(self, max_steps: int, lock: bool = True) -> Optional[Tuple[int, Path]]:
-        """Lock an existing run; return the checkpoint to resume from, as `resume_point`."""
-
-        def lock_it():
-            if lock and self.saved.exists():
-                check_writable(self.path)
-                self.held.enter_context(only_one(self.path, "--output"))
-
-        by_main(lock_it, self.accelerator)
-        return resume_point(Path(self.output), max_steps, self.fresh, say)
-
-    def open(self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False) -> None:
-        """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
-
-        A run that `resumes` may have an allowed change that does not fit: it calls `write_records` once the checkpoint
-        is loaded.
-        """
-        self.config = config
-        self.records = [record for record in (data, attention) if record]
-        folder, there = self.path, self.goes_on
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"--output {self.output} is a file")
-        if there:
-            differences = changed(load(self.saved.read_text(errors="surrogateescape"), str(self.saved)))
-            differences += attention.settle(build=not differences) if attention else []
-            if differences and only_records(folder):
-                say(f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}")
-            elif differences:
-                raise ValueError(
-                    f"--output {self.output} holds a run with another configuration: {'; '.join(differences)}. "
-                    "Take another folder, --allow-change KEY, or --fresh to move that run aside"
-                )
-            elif data:
-                data.check(folder, say)
-        elif folder.exists() and not self.fresh and {p.name for p in folder.iterdir()} - IN_NO_RUN:
-            raise ValueError(
-                f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
-            )
-        elif attention:
-            attention.settle(build=True)
-        self.accelerator.wait_for_everyone()  # all have looked before one writes
-        by_main(lambda: self._write(there, resumes), self.accelerator)
-
-    def _write(self, there: bool, resumes: bool) -> None:
-        folder = self.path
-        check_writable(folder)
-        if self.fresh and folder.exists():
-            number = 1
-            while folder.with_name(f"{folder.name}.{number}").exists():
-                number += 1
-            aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
-            (aside / LOCK).unlink(missing_ok=True)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not there:
-            self.held.enter_context(only_one(folder, "--output"))
-            if self.saved.exists():
-                raise ValueError(
-                    f"--output {self.output}: another process has begun a run there meanwhile; start again"
-                )
-        if not resumes:
-            self.write_records()
-
-    def write_records(self) -> None:
-        """Write config.yaml and what else a run is compared with when it goes on."""
-        write_whole(self.saved, dump(self.config))
-        for record in self.records:
-            record.save(self.path)
-
-
-def only_records(folder: Path) -> bool:
-    """Whether a run left only records of its start: neither weights nor losses."""
-    records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
-    empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
-    return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
 
 
 def finish(accelerator, signum: int = 0) -> None:

@@ -1,12 +1,10 @@
 """Saves a run in the background, and lets it live on when a save fails."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Callable, Dict, Optional
 
 import torch.distributed as dist
 from torch import Tensor
@@ -41,7 +39,7 @@ class Saver:
         # The threads' own: what they tell each other does not meet what training sends.
         self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
 
-    def save(self, step: int, metadata: Dict[str, object], last: bool = False) -> None:
+    def save(self, step: int, metadata: dict[str, object], last: bool = False) -> None:
         """Begin to save after `step` steps; the `last` save, or without `background` any, also ends here.
 
         SaveError on every process, after three failures in a row or a failed `last` save.
@@ -84,7 +82,7 @@ class Saver:
         if problem and not last and self.in_a_row < MAX_FAILED_SAVES:
             say(f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
 
-    def _write(self, step: int, snapshot: Snapshot, metadata: Dict[str, object], last: bool) -> Optional[str]:
+    def _write(self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool) -> str | None:
         """Write a checkpoint, whole or not at all; return what went wrong on any process."""
         hidden, sums = hidden_path(self.run / "checkpoints" / f"step_{step}"), {}
 
@@ -106,11 +104,11 @@ class Saver:
                 tidy(self.run)
         return problem
 
-    def _by_main(self, part: Callable[[], object]) -> Optional[str]:
+    def _by_main(self, part: Callable[[], object]) -> str | None:
         return attempt(part if self.main else lambda: None, group=self.group)
 
 
-def write_files(folder: Path, files: Dict[str, Dict[str, Tensor]], metadata: Dict[str, object]) -> Dict[str, str]:
+def write_files(folder: Path, files: dict[str, dict[str, Tensor]], metadata: dict[str, object]) -> dict[str, str]:
     """Write tensors, and wait until they are on the disk; return the sum of each file by its name."""
     sums, flushed = {}, []
     with ThreadPoolExecutor(8) as pool:  # hashlib and fsync let other threads run

@@ -1,10 +1,9 @@
 """SIGTERM and SIGINT: a run finishes its step, saves it, and leaves."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
+from typing import Self
 
 # A launcher passes on a signal that every process already got: that is no second signal.
 SAME_SECONDS = 1.0
@@ -21,7 +20,7 @@ class StopSignals:
         self.done: int | None = None  # steps of a finished run
         self._since, self._before = 0.0, {}
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
             if signal.getsignal(number) != signal.SIG_IGN:  # as SIGINT by nohup
                 self._before[number] = signal.signal(number, self._note)

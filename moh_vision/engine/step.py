@@ -1,11 +1,9 @@
 """One optimiser step: learning rate, phases, micro-batches, update, and numbers that are not finite."""
 
-from __future__ import annotations
-
 import contextlib
 import math
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Callable, Iterable
 
 import torch
 from accelerate.utils import gather_object

@@ -8,14 +8,12 @@ A checkpoint is written into a hidden folder, flushed, and renamed; only then ar
 files have the sums of its step.json is loaded.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, Dict, Optional, Tuple
 
 from moh_vision.engine.io import TensorFiles, __version__, by_age, fsync, give_name, hidden_path, sha256_of
 
@@ -24,7 +22,7 @@ RECORD = "step.json"
 EXPORTED = ("model.safetensors", "ema.safetensors")  # what RUN has of its newest checkpoint
 
 
-def seal(folder: Path, step: int, sums: Dict[str, str], plain: Dict[str, object]) -> None:
+def seal(folder: Path, step: int, sums: dict[str, str], plain: dict[str, object]) -> None:
     """Write and flush the record of a folder whose files are on the disk."""
     (folder / RECORD).write_text(record_text(dict(step=step, sha256=sums, **plain)))
     fsync(folder / RECORD)
@@ -38,7 +36,7 @@ def record_text(body: dict) -> str:
     return json.dumps(dict(body, own_sha256=own), indent=1) + "\n"
 
 
-def damage(folder: Path, step: int) -> Optional[str]:
+def damage(folder: Path, step: int) -> str | None:
     """Why a folder is not the whole checkpoint of `step`, or None if it is."""
     try:
         text = (folder / RECORD).read_text()
@@ -70,7 +68,7 @@ def damage(folder: Path, step: int) -> Optional[str]:
     return f"{strangers[0]} is not in {RECORD}" if strangers else None
 
 
-def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional[Tuple[int, Path]]:
+def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path] | None:
     """Return (step, folder) of the newest whole checkpoint, or None if there is none.
 
     Refuse checkpoints of which none can be read, and weights that only a checkpoint can have left: starting over
@@ -90,7 +88,7 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> Optional
     return None
 
 
-def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) -> Optional[Tuple[int, Path]]:
+def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) -> tuple[int, Path] | None:
     """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
     found = None if fresh else latest_checkpoint(run, say)
     if found and found[0] > max_steps:

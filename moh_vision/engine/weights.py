@@ -1,9 +1,7 @@
 """The weights of a model in training: their moving average, and FSDP2's shards, gathered where they are needed whole."""
 
-from __future__ import annotations
-
 import contextlib
-from typing import Iterator
+from collections.abc import Iterator
 
 import torch
 from timm.utils import ModelEmaV3

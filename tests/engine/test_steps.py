@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from refusals import one_line
 
 from moh_vision.engine.commands import user_errors
-from moh_vision.engine.run import RunFolder, make_accelerator
+from moh_vision.engine.run import make_accelerator
+from moh_vision.engine.run_folder import RunFolder
 from moh_vision.engine.step import Updater, average_over_step, learning_rate, set_learning_rate
 
 
