@@ -1,17 +1,13 @@
 """How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for a model."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Union
 
 log = logging.getLogger("moh_vision.attention")
-
-BudgetSpec = Union[float, str, Sequence[Sequence[int]]]
+BudgetSpec = float | str | Sequence[Sequence[int]]
 
 NEAR = 0.05  # difference between a share and that of whole heads that is not worth a line
 
@@ -111,22 +107,7 @@ def resolve_budget(
     if isinstance(spec, (list, tuple)):
         pairs = _explicit_pairs(spec, depth)
     else:
-        kind, target, said = parse_share(spec)
-        share = shared_share if said is None else said
-        if kind == "ramp":
-            active = _ramp_active(target, heads)
-            shared = _shared_of(share, active, heads)
-        else:
-            active = [math.floor(target * h + 0.5) for h in heads]
-            shared = [_shared_of(share, [a], [h])[0] for a, h in zip(active, heads)]
-        for layer, (a, h) in enumerate(zip(active, heads)):
-            if a < 1:
-                raise ValueError(
-                    f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
-                    f"the smallest share is {_smallest_share(kind, heads, [1] * depth)}"
-                )
-        _warn_once_of_rounding(spec, sum(active), sum(heads))
-        pairs = [(s, a - s) for s, a in zip(shared, active)]
+        pairs = _pairs_of_share(spec, heads, shared_share)
 
     budgets = []
     for layer, ((shared, routed), h, d) in enumerate(zip(pairs, heads, head_dim)):
@@ -135,6 +116,26 @@ def resolve_budget(
         except ValueError as error:
             raise ValueError(f"head_budget, layer {layer}: {error}") from None
     return tuple(budgets)
+
+
+def _pairs_of_share(spec: float | str, heads: Sequence[int], shared_share: float) -> list[tuple[int, int]]:
+    """Return (shared, routed) of each layer for a share of all heads, uniform or a ramp."""
+    kind, target, said = parse_share(spec)
+    share = shared_share if said is None else said
+    if kind == "ramp":
+        active = _ramp_active(target, heads)
+        shared = _shared_of(share, active, heads)
+    else:
+        active = [math.floor(target * h + 0.5) for h in heads]
+        shared = [_shared_of(share, [a], [h])[0] for a, h in zip(active, heads)]
+    for layer, (a, h) in enumerate(zip(active, heads)):
+        if a < 1:
+            raise ValueError(
+                f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
+                f"the smallest share is {_smallest_share(kind, heads, [1] * len(heads))}"
+            )
+    _warn_once_of_rounding(spec, sum(active), sum(heads))
+    return [(s, a - s) for s, a in zip(shared, active)]
 
 
 def all_heads(heads: Sequence[int], shares: bool = True) -> list[list[int]]:

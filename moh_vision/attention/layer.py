@@ -74,14 +74,7 @@ class HeadMixtureAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ):
         nn.Module.__init__(self)  # not super(): a subclass may have a second base, whose __init__ takes other arguments
-        for what, value, allowed in (
-            ("router", router, ROUTERS),
-            ("executor", executor, EXECUTORS),
-            ("scope", scope, SCOPES),
-            ("route_by", route_by, ROUTE_BY),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{what} {value!r} is not one of {', '.join(sorted(allowed))}")
+        _refuse_unknown(router=router, executor=executor, scope=scope, route_by=route_by)
         kv_heads = budget.heads if kv_heads is None else kv_heads
         if kv_heads < 1 or budget.heads % kv_heads:
             raise ValueError(f"kv_heads={kv_heads} does not divide the {budget.heads} heads")
@@ -323,6 +316,13 @@ class HeadMixtureAttention(nn.Module):
         b = self.budget
         heads = f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed)"
         return f"{heads}, scope={self.scope}" + (", route_by=context" if self.by_context else "")
+
+
+def _refuse_unknown(**given: str) -> None:
+    allowed = dict(router=ROUTERS, executor=EXECUTORS, scope=SCOPES, route_by=ROUTE_BY)
+    for name, value in given.items():
+        if value not in allowed[name]:
+            raise ValueError(f"{name} {value!r} is not one of {', '.join(sorted(allowed[name]))}")
 
 
 def is_captured(x: Tensor) -> bool:

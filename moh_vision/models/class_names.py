@@ -1,16 +1,14 @@
 """Names of the classes that weights were trained on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any, List, Optional
+from typing import Any
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.models.weight_files import read_safetensors
 
 
-def listed(names: Any, where: str) -> Optional[List[str]]:
+def listed(names: Any, where: str) -> list[str] | None:
     """Return class names in order, from a list or timm's mapping by number; None without names.
 
     Args:
@@ -25,7 +23,7 @@ def listed(names: Any, where: str) -> Optional[List[str]]:
     return list(names)
 
 
-def saved_with(file: Path) -> Optional[List[str]]:
+def saved_with(file: Path) -> list[str] | None:
     """Read the class names saved with weights by a run, timm or our pipeline; None without names."""
     if file.suffix == ".safetensors":
         names = read_safetensors(file, lambda name: False)[1].get("classes")

@@ -1,7 +1,8 @@
 """Convert a dense, trained model in place into one with routed heads and the same output."""
 
 import re
-from typing import Any, Dict, Iterable, List, Optional, Union
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from timm.layers import Attention, AttentionRope
@@ -45,12 +46,12 @@ WHY_NOT = {
 
 def convert(
     model: nn.Module,
-    head_budget: Optional[BudgetSpec] = None,
-    router: Optional[str] = None,
+    head_budget: BudgetSpec | None = None,
+    router: str | None = None,
     scope: str = "token",
     executor: str = "auto",
-    router_kwargs: Optional[dict] = None,
-    calibrate: Optional[Union[Batch, Iterable[Batch]]] = None,
+    router_kwargs: dict | None = None,
+    calibrate: Batch | Iterable[Batch] | None = None,
     group: bool = False,
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
@@ -104,12 +105,12 @@ def convert(
 
 def route_heads(
     model: nn.Module,
-    head_budget: Optional[BudgetSpec],
-    router: Optional[str],
+    head_budget: BudgetSpec | None,
+    router: str | None,
     scope: str,
     executor: str,
-    router_kwargs: Optional[dict],
-    calibrate: Optional[Iterable[Batch]],
+    router_kwargs: dict | None,
+    calibrate: Iterable[Batch] | None,
     group: bool,
 ) -> nn.Module:
     """Replace the attention layers of a vision model, in place; converters then set its class."""
@@ -141,7 +142,7 @@ def route_heads(
     return model
 
 
-def dense_attentions(model: nn.Module) -> List[nn.Module]:
+def dense_attentions(model: nn.Module) -> list[nn.Module]:
     """Return the attention layers of a timm model, or of our model with router "dense"."""
     if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
@@ -194,14 +195,14 @@ def joined_projection(attn: nn.Module) -> nn.Module:
     return qkv
 
 
-def join_projections(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
+def join_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Join the query, key and value projections of every attention into one `qkv`.
 
     timm's Eva has three projections (q_proj, k_proj, v_proj), or one and two biases (q_bias, v_bias).
     A missing key bias becomes zeros.
     """
-    joined: Dict[str, Tensor] = {}
-    found: Dict[str, Dict[str, Tensor]] = {}
+    joined: dict[str, Tensor] = {}
+    found: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state_dict.items():
         part = re.fullmatch(r"(.*\battn\.)([qkv])_(?:proj\.)?(weight|bias)", name)
         if part:

@@ -1,9 +1,8 @@
 """Count a model's parameters and multiply-accumulates (MACs) from shapes; nothing is computed."""
 
-from __future__ import annotations
-
 import copy
-from typing import Callable, Dict, Iterable, List, NamedTuple, Set, Tuple
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +39,8 @@ class AttentionMacs(NamedTuple):
 class Macs(NamedTuple):
     """One forward of batch 1."""
 
-    modules: List[ModuleMacs]  # in the model's order
-    attention: List[AttentionMacs]
+    modules: list[ModuleMacs]  # in the model's order
+    attention: list[AttentionMacs]
     every_head: int  # all, with every head computed and the routers
 
     @property
@@ -130,7 +129,7 @@ def count_parameters(model: nn.Module) -> int:
 
 def without_memory(model: nn.Module) -> nn.Module:
     """Copy a model to the meta device; tied parameters stay tied, unlike with `to("meta")`."""
-    memo: Dict[int, Tensor] = {id(b): b.to("meta") for b in model.buffers()}
+    memo: dict[int, Tensor] = {id(b): b.to("meta") for b in model.buffers()}
     memo.update((id(p), nn.Parameter(p.to("meta"), p.requires_grad)) for p in model.parameters())
     return copy.deepcopy(model, memo)
 
@@ -148,8 +147,8 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
     """
     shadow = without_memory(model).eval()
-    found: Dict[str, Watched] = {}
-    routed: Dict[str, Tuple[int, int]] = {}  # choices (1: for a whole sequence) and heads
+    found: dict[str, Watched] = {}
+    routed: dict[str, tuple[int, int]] = {}  # choices (1: for a whole sequence) and heads
 
     def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
         def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
@@ -183,10 +182,10 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     return _assemble(model, found, measured, total)
 
 
-def _assemble(model: nn.Module, found: Dict[str, Watched], measured: Callable, total: int) -> Macs:
-    rows: List[ModuleMacs] = []
-    attention: List[AttentionMacs] = []
-    seen: Set[nn.Parameter] = set()
+def _assemble(model: nn.Module, found: dict[str, Watched], measured: Callable, total: int) -> Macs:
+    rows: list[ModuleMacs] = []
+    attention: list[AttentionMacs] = []
+    seen: set[nn.Parameter] = set()
     left = total  # MACs that no row has yet
 
     def add(name: str, part: str, modules: Iterable[nn.Module], dense: int, ideal: int) -> None:

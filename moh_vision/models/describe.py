@@ -2,8 +2,8 @@
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
-from typing import Dict, List, Sequence, Tuple
 
 from torch import Tensor, nn
 
@@ -52,10 +52,10 @@ def mae_mixture(router: MAERouter) -> str:
     return f"MAE: {experts} experts of {heads - router.leave_out} heads each; {gate} all of them, so every head runs"
 
 
-def module_table(macs: Macs) -> List[str]:
+def module_table(macs: Macs) -> list[str]:
     """Lines of a table of modules, like ones in one row, then totals."""
 
-    def shown(*numbers: int) -> List[str]:  # parameters, then MACs
+    def shown(*numbers: int) -> list[str]:  # parameters, then MACs
         return [f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)]
 
     rows = [("millions, of one forward of batch 1", "", "parameters", "MACs: dense", "ideal")]
@@ -70,12 +70,12 @@ def module_table(macs: Macs) -> List[str]:
     ]
 
 
-def _groups(macs: Macs) -> List[Tuple]:
+def _groups(macs: Macs) -> list[tuple]:
     """(label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
     size = Counter()  # of a module; equal names with different sizes are not alike
     for row in macs.modules:
         size[row.name] += row.dense
-    groups: Dict[tuple, list] = {None: []}
+    groups: dict[tuple, list] = {None: []}
     for row in macs.modules:
         alike = (LAST_NUMBER.sub(r"\1*\3", row.name), row.part, size[row.name])
         counts = row.part == "table" or row.dense or row.ideal
@@ -85,7 +85,7 @@ def _groups(macs: Macs) -> List[Tuple]:
     return found + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
 
 
-def _sums(rows: Sequence[tuple]) -> List[int]:
+def _sums(rows: Sequence[tuple]) -> list[int]:
     return [sum(column) for column in list(zip(*rows))[2:]]
 
 
@@ -97,7 +97,7 @@ def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
     return f"{stem.replace('*', ranges)} {part}".rstrip()
 
 
-def aligned(rows: Sequence[Tuple[str, ...]]) -> List[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Align rows of equal length: the first column left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [

@@ -5,8 +5,6 @@ Heads per layer are from the released MoH-DiT code. Its L and XL models have 8, 
 their three parts, which the paper does not say; the total is the dense model's.
 """
 
-from typing import Optional
-
 from huggingface_hub import hf_hub_download
 from timm.models import generate_default_cfgs, resolve_pretrained_cfg
 from timm.models._hub import download_cached_file
@@ -76,9 +74,9 @@ def _create_dit(
     pretrained: bool,
     args: dict,
     pretrained_cfg=None,
-    pretrained_cfg_overlay: Optional[dict] = None,
+    pretrained_cfg_overlay: dict | None = None,
     cache_dir=None,
-    img_size: Optional[int] = None,
+    img_size: int | None = None,
     in_chans: int = 4,
     num_classes: int = 1000,
     **overrides,

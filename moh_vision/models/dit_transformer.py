@@ -6,9 +6,8 @@ Official weights fit the default; `compat="diffusers"` has diffusers' numbers.
 """
 
 import math
-import re
 import warnings
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from collections.abc import Sequence
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -32,8 +31,8 @@ from moh_vision.attention import (
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routers import shared_share
 from moh_vision.models.convert import route_heads
+from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.velocity import PREDICTS, to_velocity
-from moh_vision.models.weight_files import rename_routers
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
 COMPAT = ("official", "diffusers")
@@ -88,7 +87,7 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(
-        self, x: Tensor, c: Tensor, route_by: Optional[Tensor] = None, stats: Optional[List[RoutingStats]] = None
+        self, x: Tensor, c: Tensor, route_by: Tensor | None = None, stats: list[RoutingStats] | None = None
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
@@ -115,58 +114,6 @@ class FinalLayer(nn.Module):
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)  # [B, C] each
         return self.linear(modulate(self.norm_final(x), shift, scale))  # [B, N, patch_dim]
-
-
-EMBEDDERS = {
-    "timestep_embedder.linear_1": "t_embedder.mlp.0",
-    "timestep_embedder.linear_2": "t_embedder.mlp.2",
-    "class_embedder.embedding_table": "y_embedder.embedding_table",
-}
-OUTSIDE = {
-    "pos_embed.proj": "x_embedder.proj",
-    "proj_out_1": "final_layer.adaLN_modulation.1",
-    "proj_out_2": "final_layer.linear",
-}
-IN_BLOCK = {
-    "norm1.linear": "adaLN_modulation.1",
-    "attn1.to_out.0": "attn.proj",
-    "ff.net.0.proj": "mlp.fc1",
-    "ff.net.2": "mlp.fc2",
-}
-
-
-def checkpoint_filter_fn(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    """Translate diffusers' names and MoH's routers; official and our names pass through."""
-    if any(name.startswith("transformer_blocks.") for name in state_dict):
-        return _from_diffusers(state_dict, model)
-    return rename_routers(state_dict)
-
-
-def _from_diffusers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
-    result = {"pos_embed": model.state_dict()["pos_embed"]}  # equal; diffusers does not save it
-    parts: Dict[str, Dict[str, Tensor]] = {}  # of our fused qkv
-    for name, tensor in state_dict.items():
-        module, _, kind = name.rpartition(".")  # weight or bias
-        block = re.match(r"transformer_blocks\.(\d+)\.(.+)", module)
-        if block is None:
-            result[f"{OUTSIDE.get(module, module)}.{kind}"] = tensor
-            continue
-        layer, inside = block.groups()
-        embedder = EMBEDDERS.get(inside.removeprefix("norm1.emb."))
-        if embedder is not None:  # every block has its own copy
-            shared = result.setdefault(f"{embedder}.{kind}", tensor)
-            if not torch.equal(shared, tensor):
-                raise ValueError(
-                    f"{name} differs from that of other blocks: this DiT was trained with an embedding per block"
-                )
-        elif inside in ("attn1.to_q", "attn1.to_k", "attn1.to_v"):
-            parts.setdefault(f"blocks.{layer}.attn.qkv.{kind}", {})[inside[-1]] = tensor
-        else:
-            result[f"blocks.{layer}.{IN_BLOCK.get(inside, inside)}.{kind}"] = tensor
-    for name, qkv in parts.items():
-        if len(qkv) == 3:  # else the loader says that it is missing
-            result[name] = torch.cat([qkv[letter] for letter in "qkv"])
-    return result
 
 
 class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
@@ -215,41 +162,24 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         num_classes: int = 1000,
         hidden_size: int = 1152,
         num_layers: int = 28,
-        num_attention_heads: Union[int, Sequence[int]] = 16,
-        attention_head_dim: Optional[int] = None,
+        num_attention_heads: int | Sequence[int] = 16,
+        attention_head_dim: int | None = None,
         mlp_ratio: float = 4.0,
         head_budget=None,
-        router: Optional[str] = None,
+        router: str | None = None,
         scope: str = "token",
         route_by: str = "condition",
         executor: str = "auto",
-        router_kwargs: Optional[dict] = None,
-        kv_heads: Optional[int] = None,
+        router_kwargs: dict | None = None,
+        kv_heads: int | None = None,
         compat: str = "official",
-        patch_bottleneck: Optional[int] = None,
-        predict: Optional[str] = None,
-        out_channels: Optional[int] = None,
+        patch_bottleneck: int | None = None,
+        predict: str | None = None,
+        out_channels: int | None = None,
     ):
         super().__init__()
-        if patch_size < 1 or sample_size < patch_size or sample_size % patch_size:
-            raise ValueError(f"img_size {sample_size} is not a multiple of patch_size {patch_size}")
-        if hidden_size % 4:
-            raise ValueError(f"embed_dim {hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
-        for what, value, allowed in (
-            ("compat", compat, COMPAT),
-            ("route_by", route_by, ROUTE_BY),
-            ("predict", predict or "velocity", PREDICTS),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{what} {value!r} is not one of {', '.join(allowed)}")
-        if predict in ("x", "noise") and learn_sigma:
-            raise ValueError(f"predict {predict!r} needs learn_sigma False: a flow has no variance")
-        if scope != "sample" and route_by != "condition":
-            raise ValueError(
-                f"route_by {route_by!r} needs scope 'sample': with scope {scope!r} routers read the tokens"
-            )
-        if router is None:
-            router = "dense" if head_budget is None else "moh"
+        check(self.config)
+        router = router or ("dense" if head_budget is None else "moh")
         if head_budget is None and router in ROUTERS and not runs_all_heads(router):
             head_budget = 0.75
         self.head_budget_spec = head_budget
@@ -309,8 +239,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         hidden_states: Tensor,
         timestep: Tensor,
         class_labels: Tensor,
-        tokens: Optional[List[Tensor]] = None,
-    ) -> Tuple[Tensor, List[RoutingStats]]:
+        tokens: list[Tensor] | None = None,
+    ) -> tuple[Tensor, list[RoutingStats]]:
         """Like `forward`, but return the sample tensor and the statistics of every layer.
 
         tokens: a list, extended by the tokens [B, N, C] after every block, or None.
@@ -325,11 +255,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         if in_memory and timestep.is_floating_point() and 0 < timestep.max() < 1:
             # Only a warning: samplers with fractional timesteps may end on one.
             warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)
-        stats: List[RoutingStats] = []
+        stats: list[RoutingStats] = []
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
         t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
-        route_by: Optional[Tensor] = None
+        route_by: Tensor | None = None
         if self.config.scope == "sample":
             route_by = F.layer_norm(t if self.config.route_by == "timestep" else c, c.shape[1:])  # [B, C]
         checkpoint = (
@@ -344,7 +274,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
     def forward(
         self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True
-    ) -> Union[Transformer2DModelOutput, Tuple[Tensor]]:
+    ) -> Transformer2DModelOutput | tuple[Tensor]:
         """Predict the noise (and the variance).
 
         Args:
@@ -366,9 +296,31 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, grid * p, grid * p)
 
 
+def check(config) -> None:
+    """Refuse arguments of `MoHDiTTransformer2DModel` that make no model."""
+    size, patch = config.sample_size, config.patch_size
+    if patch < 1 or size < patch or size % patch:
+        raise ValueError(f"img_size {size} is not a multiple of patch_size {patch}")
+    if config.hidden_size % 4:
+        raise ValueError(f"embed_dim {config.hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
+    for name, value, allowed in (
+        ("compat", config.compat, COMPAT),
+        ("route_by", config.route_by, ROUTE_BY),
+        ("predict", config.predict or "velocity", PREDICTS),
+    ):
+        if value not in allowed:
+            raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
+    if config.predict in ("x", "noise") and config.learn_sigma:
+        raise ValueError(f"predict {config.predict!r} needs learn_sigma False: a flow has no variance")
+    if config.scope != "sample" and config.route_by != "condition":
+        raise ValueError(
+            f"route_by {config.route_by!r} needs scope 'sample': with scope {config.scope!r} routers read the tokens"
+        )
+
+
 def _layer_budgets(
-    spec, depth: int, heads, head_dim: Optional[int], hidden_size: int, shared: float
-) -> Tuple[HeadBudget, ...]:
+    spec, depth: int, heads, head_dim: int | None, hidden_size: int, shared: float
+) -> tuple[HeadBudget, ...]:
     per_layer = [heads] * depth if isinstance(heads, int) else list(heads)
     if len(per_layer) != depth:
         raise ValueError(f"num_heads lists {len(per_layer)} layers, depth is {depth}")
@@ -381,37 +333,6 @@ def _layer_budgets(
         head_dim = [hidden_size // h for h in per_layer]
     spec = [(h, 0) for h in per_layer] if spec is None else spec
     return resolve_budget(spec, depth, per_layer, head_dim, shared_share=shared)
-
-
-def settings_of(model: nn.Module) -> dict:
-    """Return our constructor arguments for diffusers' DiT, dense."""
-    theirs = model.config
-    for name, needed in (
-        ("activation_fn", "gelu-approximate"),
-        ("attention_bias", True),
-        ("norm_elementwise_affine", False),
-        ("norm_eps", 1e-5),
-        ("dropout", 0.0),
-        ("upcast_attention", False),
-    ):
-        if theirs[name] != needed:
-            raise ValueError(f"the DiT has {name} {theirs[name]!r}; only {needed!r} can be converted")
-    if model.out_channels not in (theirs.in_channels, 2 * theirs.in_channels):
-        raise ValueError(
-            f"the DiT has out_channels {model.out_channels}, neither in_channels {theirs.in_channels} nor twice it"
-        )
-    return dict(
-        sample_size=theirs.sample_size,
-        patch_size=theirs.patch_size,
-        in_channels=theirs.in_channels,
-        learn_sigma=model.out_channels == 2 * theirs.in_channels,
-        num_classes=theirs.num_embeds_ada_norm,
-        hidden_size=theirs.num_attention_heads * theirs.attention_head_dim,
-        num_layers=theirs.num_layers,
-        num_attention_heads=theirs.num_attention_heads,
-        router="dense",
-        compat="diffusers",
-    )
 
 
 def from_diffusers(model: nn.Module) -> nn.Module:

@@ -4,10 +4,9 @@ Each step runs one share. Of four steps, in an order drawn from the seed, one ru
 and two run shares in between. The sandwich rule (Yu and Huang 2019) runs all four on each batch, four times as long.
 """
 
-from __future__ import annotations
-
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from random import Random
-from typing import Callable, ContextManager, Dict, List, Optional, Sequence, Tuple, Union
 
 from torch import nn
 
@@ -35,9 +34,9 @@ class ElasticBudget:
         budgets: share, as `set_head_budget` takes it -> one `HeadBudget` per layer; the smallest first.
     """
 
-    def __init__(self, model: nn.Module, ends: Sequence[Union[float, str]], seed: int):
+    def __init__(self, model: nn.Module, ends: Sequence[float | str], seed: int):
         self.seed = seed
-        self.budgets: Dict[str, List[HeadBudget]] = {}
+        self.budgets: dict[str, list[HeadBudget]] = {}
         try:
             kind, low, high = _parse_ends(ends)
             for number in range(SHARES):
@@ -67,11 +66,11 @@ class ElasticBudget:
         random.shuffle(cycle)
         return cycle[step % CYCLE]
 
-    def running(self, model: nn.Module, share: str) -> ContextManager[None]:
+    def running(self, model: nn.Module, share: str) -> AbstractContextManager[None]:
         """Run a model, or a copy of it, at a share for a while."""
         return running(model, self.budgets[share])
 
-    def by_share(self, model: nn.Module, score: Callable[[], dict], at_largest: dict) -> Dict[str, dict]:
+    def by_share(self, model: nn.Module, score: Callable[[], dict], at_largest: dict) -> dict[str, dict]:
         """Score a model at the smallest, the middle and the largest share.
 
         Args:
@@ -85,12 +84,12 @@ class ElasticBudget:
         return {**found, self.largest: at_largest}
 
 
-def elastic_budget(model: nn.Module, config) -> Optional[ElasticBudget]:
+def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
     """Return the `ElasticBudget` of a run (`RunConfig` with budget_range and seed), or None."""
     return ElasticBudget(model, config.budget_range, config.seed) if config.budget_range else None
 
 
-def _parse_ends(ends) -> Tuple[str, float, float]:
+def _parse_ends(ends) -> tuple[str, float, float]:
     """Kind, smallest and largest share."""
     try:
         (kind, low, shared), (other, high, also_shared) = map(parse_share, ends)

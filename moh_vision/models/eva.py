@@ -2,7 +2,6 @@
 `moh_vision.convert`."""
 
 from functools import partial
-from typing import Dict, List, Optional, Tuple
 
 from timm.models.eva import Eva, EvaBlock
 from timm.models.eva import checkpoint_filter_fn as timm_filter
@@ -22,10 +21,10 @@ class MoHEvaBlock(EvaBlock):
     def forward(
         self,
         x: Tensor,
-        rope: Optional[Tensor] = None,
-        attn_mask: Optional[Tensor] = None,
+        rope: Tensor | None = None,
+        attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        stats: Optional[List[RoutingStats]] = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C], rope as timm's -> [B, N, C]; appends the layer's statistics to `stats`."""
         rotary = None if rope is None else all_tokens(rope, x.shape[1])
@@ -43,7 +42,7 @@ class MoHEva(Eva):
     _model_args = RecordedArguments()
 
     @staticmethod
-    def checkpoint_filter(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+    def checkpoint_filter(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         """Translate the layouts of timm and of `save_for_hf`."""
         return join_projections(timm_filter(state_dict, model))
 
@@ -56,9 +55,9 @@ class MoHEva(Eva):
         """As in torch; strict loading of weights without routers zeroes the routers."""
         return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
 
-    def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
+    def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
-        stats: List[RoutingStats] = []
+        stats: list[RoutingStats] = []
         x, rope = self._pos_embed(self.patch_embed(x))
         x = self.norm_pre(x)  # [B, N, C]
         checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
@@ -67,7 +66,7 @@ class MoHEva(Eva):
         return self.forward_head(self.norm(x)), stats
 
 
-def all_tokens(rope: Tensor, tokens: int) -> Tuple[Tensor, Tensor]:
+def all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     """Cosines and sines [B or 1, N, D] of N tokens; the prefix (class token, registers) gets angle 0.
 
     rope: sines and cosines of the patches, [patches, 2 * D], or after patch drop [B, 1, patches, 2 * D].

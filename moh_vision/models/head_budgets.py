@@ -1,6 +1,6 @@
 """Change a model's head budget, read it with weights, and record it for saving."""
 
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,7 +42,7 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
     return model
 
 
-def take_shared_heads(model: nn.Module, state_dict: Dict[str, Tensor]) -> None:
+def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     """Give each layer as many shared heads as the MoH router in its weights has.
 
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
@@ -75,7 +75,7 @@ class RecordedArguments:
     shared heads that the model took from its weights.
     """
 
-    def __get__(self, model: Optional[nn.Module], owner: type) -> Any:
+    def __get__(self, model: nn.Module | None, owner: type) -> Any:
         if model is None:
             return self
         return {**vars(model).get("_model_args", {}), "head_budget": budget_pairs(model)}
@@ -84,7 +84,7 @@ class RecordedArguments:
         vars(model)["_model_args"] = args
 
 
-def budget_pairs(model: nn.Module) -> List[List[int]]:
+def budget_pairs(model: nn.Module) -> list[list[int]]:
     """[shared, routed] of every attention layer."""
     return [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]
 

@@ -1,11 +1,10 @@
 """Head load: how many tokens ran each head of each layer, per class, timestep, text or task."""
 
-from __future__ import annotations
-
 import json
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Callable, Dict, List, Sequence, Union
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,7 +29,7 @@ class HeadLoad:
         tokens. `of` says what was counted, such as model, data and split.
     """
 
-    def __init__(self, layers: Sequence[dict], groups: Dict[str, Sequence[str]]):
+    def __init__(self, layers: Sequence[dict], groups: dict[str, Sequence[str]]):
         self.layers = [{key: layer[key] for key in LAYER} for layer in layers]
         self.groups = {by: [str(name) for name in names] for by, names in groups.items()}
         self.starts = dict(zip(self.groups, accumulate(map(len, self.groups.values()), initial=0)))  # rows of sums
@@ -38,7 +37,7 @@ class HeadLoad:
         self.widths = [layer["heads"] + 1 for layer in self.layers]
         self.sums = torch.zeros(sum(map(len, self.groups.values())), sum(self.widths), dtype=torch.float64)
 
-    def add(self, stats: Sequence[RoutingStats], *groups: Union[int, Tensor], first: int = 0) -> None:
+    def add(self, stats: Sequence[RoutingStats], *groups: int | Tensor, first: int = 0) -> None:
         """Add the statistics of a batch.
 
         Args:
@@ -55,7 +54,7 @@ class HeadLoad:
         """Sum the counts over all processes."""
         self.sums = sum_over_processes(self.sums)
 
-    def runs(self, by: str = "") -> List[Tensor]:
+    def runs(self, by: str = "") -> list[Tensor]:
         """Count tokens that ran each head, and all tokens: [groups, H + 1] per layer.
 
         by: kind of groups; default: the first kind.
@@ -64,16 +63,16 @@ class HeadLoad:
         start = self.starts[by]
         return list(self.sums[start : start + len(self.groups[by])].split(self.widths, dim=1))
 
-    def share(self, by: str = "") -> List[Tensor]:
+    def share(self, by: str = "") -> list[Tensor]:
         """Share of a group's tokens that ran each head: [groups, H] per layer, 0 without tokens."""
         return [runs[:, :-1] / runs[:, -1:].clamp_min(1) for runs in self.runs(by)]
 
-    def active(self) -> List[float]:
+    def active(self) -> list[float]:
         """Heads that a token runs in each layer, mean over all samples."""
         totals = (runs.sum(0) for runs in self.runs())
         return [(total[:-1].sum() / total[-1].clamp_min(1)).item() for total in totals]
 
-    def choosing(self) -> List[int]:
+    def choosing(self) -> list[int]:
         """Numbers of the layers whose tokens choose heads; elsewhere every head runs."""
         return [n for n, layer in enumerate(self.layers) if 0 < layer["routed"] < layer["heads"] - layer["shared"]]
 
@@ -93,7 +92,7 @@ class HeadLoad:
         write_whole(path, json.dumps(dict(of=self.of, layers=self.layers, by=found), separators=(",", ":")) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> HeadLoad:
+    def read(cls, path: Path) -> Self:
         """Read a file of `save`; refuse anything else."""
         try:
             tree = json.loads(path.read_bytes())

@@ -1,11 +1,11 @@
 """Measure how much each head adds to the residual stream, and order a dense model's heads by it."""
 
-from typing import Iterable, List, Sequence, Tuple, Union
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-Batch = Union[Tensor, Sequence[Tensor], dict]  # what a model is called with
+Batch = Tensor | Sequence[Tensor] | dict  # what a model is called with
 
 
 def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options) -> None:
@@ -25,7 +25,7 @@ def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iter
 @torch.no_grad()
 def head_lengths(
     model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
-) -> List[Tensor]:
+) -> list[Tensor]:
     """How much each head of a dense model adds to the residual stream.
 
     Args:
@@ -39,7 +39,7 @@ def head_lengths(
         For every layer [H]: the mean over tokens of |W_O^h o_h|, the length of what head h adds to a token
             (in a DiT before the gate, which scales all heads alike).
     """
-    totals: List[Union[Tensor, float]] = [0.0] * len(attentions)
+    totals: list[Tensor | float] = [0.0] * len(attentions)
     tokens = [0.0] * len(attentions)  # per layer: a class token may be in some layers only
     real = None  # [B, N] of the present batch, 0 at padding
 
@@ -78,7 +78,7 @@ def head_lengths(
     return [(total / count).float() for total, count in zip(totals, tokens)]
 
 
-def projections(attn: nn.Module) -> Tuple[nn.Linear, List[Tuple[nn.Linear, List[int]]]]:
+def projections(attn: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, list[int]]]]:
     """Return an attention's linear layers: (output, [(input, rows of each part in it), ...])."""
     if hasattr(attn, "qkv"):
         queries = attn.proj.in_features

@@ -1,14 +1,12 @@
 """MAE's gates in a model, and which parameters to train (Peng 2020)."""
 
-from typing import List
-
 from torch import nn
 
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.attention.routers.mae import MAERouter
 
 
-def mae_routers(model: nn.Module) -> List[MAERouter]:
+def mae_routers(model: nn.Module) -> list[MAERouter]:
     """Return all MAE routers in the order of `model.modules()`; often none."""
     return [module for module in model.modules() if isinstance(module, MAERouter)]
 

@@ -1,12 +1,10 @@
 """The start of a new run: its model, from `model.pretrained` or its own keys, and weights."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence, Tuple
 
 import timm
 import torch
@@ -19,13 +17,14 @@ from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import tensor_files
 from moh_vision.models.convert import convert
+from moh_vision.models.dit_weights import settings_of
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
 from moh_vision.models.weights import FETCHING, check_name, create, described_by, init_from, near_model, taken_for
 
 OPTIONS = [name for name in inspect.signature(convert).parameters if name not in ("model", "calibrate", "group")]
 
 
-def described(config, kind: str, fresh: bool = False) -> Tuple[str, dict]:
+def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
     """Find (name, arguments) of an `ImageRunConfig`'s model, without sizes that follow from data.
 
     A resumed run reads its own file (unless `fresh`): the pre-trained source may be gone.
@@ -81,7 +80,7 @@ def is_dense(model: nn.Module) -> bool:
     return all(layer.router.all_heads for layer in attention_layers(model))
 
 
-def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
+def of_source(source: str, kind: str) -> tuple[str, dict, dict]:
     """Find (name, arguments, pretrained_cfg) of a saved or published model, or of a run.
 
     timm's ViTs are "moh_vit" with `base` and router "dense". The pretrained_cfg is timm's, {} for a name or
@@ -104,7 +103,7 @@ def of_source(source: str, kind: str) -> Tuple[str, dict, dict]:
     return name, arguments, cfg
 
 
-def _classifier(source: str) -> Tuple[str, dict, dict]:
+def _classifier(source: str) -> tuple[str, dict, dict]:
     """Find a source's timm model, as "moh_vit" with `base`, or our saved one."""
     place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
     arguments, cfg = {}, {}
@@ -129,7 +128,7 @@ def _classifier(source: str) -> Tuple[str, dict, dict]:
     return name, arguments, cfg
 
 
-def _diffusion(source: str) -> Tuple[str, dict, dict]:
+def _diffusion(source: str) -> tuple[str, dict, dict]:
     """Find a registered DiT, or a DiT in a diffusers folder."""
     if not Path(source).is_dir():
         if source.count("/"):
@@ -137,8 +136,6 @@ def _diffusion(source: str) -> Tuple[str, dict, dict]:
         check_name(source, "diffusion")
         return source, {}, {}
     from diffusers import DiTTransformer2DModel
-
-    from moh_vision.models.dit_transformer import settings_of
 
     places = [Path(source, "config.json"), Path(source, "transformer", "config.json")]
     file = next(filter(Path.is_file, places), None)

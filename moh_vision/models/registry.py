@@ -1,13 +1,13 @@
 """Converters by class of model: what `moh_vision.convert` calls."""
 
 import importlib
-from typing import Callable, Dict
+from collections.abc import Callable
 
 from torch import nn
 
 # Qualified name of a model's class -> "module:function". The import happens on use: diffusers and transformers
 # take seconds.
-CONVERTERS: Dict[str, str] = {}
+CONVERTERS: dict[str, str] = {}
 
 
 def converter_for(model: nn.Module, otherwise: Callable[..., nn.Module]) -> Callable[..., nn.Module]:

@@ -1,8 +1,6 @@
 """Set up the model of a run on images."""
 
-from __future__ import annotations
-
-from typing import Optional, Sequence, Tuple
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -17,7 +15,7 @@ from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 def set_up_model(
     run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
-) -> Optional[Tuple[nn.Module, Optional[ElasticBudget]]]:
+) -> tuple[nn.Module, ElasticBudget | None] | None:
     """Create the model of a run and load its weights; lock the run, if there is one.
 
     Args:

@@ -1,9 +1,7 @@
 """Frozen models that a run learns from."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Optional, Sequence
 
 import timm
 import torch
@@ -34,7 +32,7 @@ class Teacher(nn.Module):
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.name = f"{key} {source}"
-        self.size: Optional[int] = None  # side of the images that `tokens` takes
+        self.size: int | None = None  # side of the images that `tokens` takes
         try:
             if Path(source).exists():
                 model, about = from_run(source, "classifier")

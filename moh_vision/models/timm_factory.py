@@ -1,8 +1,8 @@
 """Register our model families with timm; read budgets that come with pretrained weights."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, Dict, Optional, Tuple
 
 from timm.models import register_model, resolve_pretrained_cfg
 from torch import nn
@@ -12,7 +12,7 @@ from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_safetensors
 
 
-def register_variants(module: str, create: Callable[..., nn.Module], variants: Dict[str, Tuple[str, dict]]) -> None:
+def register_variants(module: str, create: Callable[..., nn.Module], variants: dict[str, tuple[str, dict]]) -> None:
     """Register a family's models with timm, as functions of its module.
 
     A model with pretrained weights is built with their recorded budget; the caller's head_budget, if any, is
@@ -47,7 +47,7 @@ def image_cfg(**kwargs) -> dict:
     return dict(common, classifier="head", license="apache-2.0", **kwargs)
 
 
-def trained_budget(variant: str, kwargs: dict) -> Optional[BudgetSpec]:
+def trained_budget(variant: str, kwargs: dict) -> BudgetSpec | None:
     """Return the head budget recorded with the pretrained weights of a timm entrypoint's arguments.
 
     `timm.models.save_for_hf` records it in config.json, a run in its files' metadata. None: not recorded.

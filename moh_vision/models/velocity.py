@@ -1,7 +1,5 @@
 """What a network of flow matching predicts: a velocity, the image or the noise."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -9,7 +7,7 @@ PREDICTS = ("velocity", "x", "noise")
 LEAST = 0.05  # of a divisor: JiT's t_eps
 
 
-def to_velocity(predict: Optional[str], output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:
+def to_velocity(predict: str | None, output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:
     """Return the velocity eps - x_0 that an output [B, C, h, w] stands for (Li and He 2025, table 1, time reversed).
 
     On x_t = (1 - t) x_0 + t eps with timestep 1000 t, [B] or one number, it is (x_t - x_0) / t of an image "x", and

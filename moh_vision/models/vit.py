@@ -5,7 +5,6 @@
 
 import dataclasses
 from functools import partial
-from typing import Dict, List, Optional, Tuple
 
 import torch
 from timm.layers import to_2tuple, use_fused_attn
@@ -57,9 +56,9 @@ class MoHBlock(Block):
     def forward(
         self,
         x: Tensor,
-        attn_mask: Optional[Tensor] = None,
+        attn_mask: Tensor | None = None,
         is_causal: bool = False,
-        stats: Optional[List[RoutingStats]] = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
         y, layer_stats = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)  # [B, N, C]
@@ -99,8 +98,8 @@ class MoHVisionTransformer(VisionTransformer):
         router: str = "moh",
         scope: str = "token",
         executor: str = "auto",
-        router_kwargs: Optional[dict] = None,
-        kv_heads: Optional[int] = None,
+        router_kwargs: dict | None = None,
+        kv_heads: int | None = None,
         pos_embed_std: float = 0.02,
         dynamic_img_pad: bool = False,
         **kwargs,
@@ -148,9 +147,9 @@ class MoHVisionTransformer(VisionTransformer):
         """As in torch; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
         return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
 
-    def forward_routed(self, x: Tensor) -> Tuple[Tensor, List[RoutingStats]]:
+    def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
-        stats: List[RoutingStats] = []
+        stats: list[RoutingStats] = []
         x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))  # [B, N, C]
         checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
         for block in self.blocks:
@@ -167,11 +166,11 @@ def check_image_size(img_size, patch_size) -> None:
         raise ValueError(f"img_size {img_size} is not a multiple of patch_size {patch_size}")
 
 
-def has_routers(state_dict: Dict[str, Tensor]) -> bool:
+def has_routers(state_dict: dict[str, Tensor]) -> bool:
     return any(".attn.router." in name for name in state_dict)
 
 
-def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Add zeros for the MoH routers that a plain ViT lacks: plain attention while all heads run.
 
     Other routers keep their weights. A state dict with routers is returned unchanged.
@@ -185,8 +184,8 @@ def zero_missing_routers(state_dict: Dict[str, Tensor], model: nn.Module) -> Dic
 
 
 def checkpoint_filter_fn(
-    state_dict: Dict[str, Tensor], model: nn.Module, keep_budget: bool = True
-) -> Dict[str, Tensor]:
+    state_dict: dict[str, Tensor], model: nn.Module, keep_budget: bool = True
+) -> dict[str, Tensor]:
     """Translate a published ViT's weights with timm's filter, then `zero_missing_routers`.
 
     The model takes the shared heads of weights with routers. Dense weights were trained with all heads,

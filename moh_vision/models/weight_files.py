@@ -1,13 +1,11 @@
 """Read files of weights as tensors, without running any code in them."""
 
-from __future__ import annotations
-
 import argparse
 import math
 import re
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable, Dict, Optional, Tuple, Union
 
 import torch
 from torch import Tensor
@@ -42,7 +40,7 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     return found[0]
 
 
-def read_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
+def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     """Read the state dict in a .safetensors, .pt or .pth file; `weights`: see `read_pickled_tensors`."""
     if file.suffix == ".safetensors":
         return read_safetensors(file)[0]
@@ -51,7 +49,7 @@ def read_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
     return read_pickled_tensors(file, weights)
 
 
-def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> Tuple[Dict[str, Tensor], dict]:
+def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, Tensor], dict]:
     """Read the wanted tensors and the JSON metadata of a .safetensors file; see `TensorFiles`."""
     if not tensor_files(file):
         raise FileNotFoundError(f"{file}: no such file")
@@ -63,13 +61,13 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
     return state, opened.metadata
 
 
-def weights_said(file: Union[str, Path], weights: str = "ema") -> str:
+def weights_said(file: str | Path, weights: str = "ema") -> str:
     """Name a weights file, and the kind that `read_tensors` takes if a pickled file has several."""
     kind = kind_in(Path(file), weights)
     return f"{file} ({kind})" if kind else str(file)
 
 
-def kind_in(file: Path, weights: str = "ema") -> Optional[str]:
+def kind_in(file: Path, weights: str = "ema") -> str | None:
     """Return the kind, "ema" or "model", that `read_tensors` takes of a pickled file; None: not said."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
@@ -86,13 +84,13 @@ def _unpickled(file: Path, mmap: bool = False):
         raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
 
 
-def _state_key(content: object, weights: str) -> Optional[str]:
+def _state_key(content: object, weights: str) -> str | None:
     """Find the key of a state dict in a pickled file; None: the content is the state dict."""
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
     return next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
 
 
-def read_pickled_tensors(file: Path, weights: str = "ema") -> Dict[str, Tensor]:
+def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     """Read a state dict of a .pt or .pth file: "ema" (if it has one) or "model"."""
     content = _unpickled(file)
     key = _state_key(content, weights)
@@ -127,7 +125,7 @@ def refuse_unpacking(file: Path) -> None:
         raise ValueError(f"{file}: would unpack from {size} to {unpacked} bytes; weights do not shrink like that")
 
 
-def rename_routers(state_dict: Dict[str, Tensor]) -> Dict[str, Tensor]:
+def rename_routers(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename attn.wg, attn.wg_0 and attn.wg_1 to attn.router.routed, .balance and .shared."""
     return {
         re.sub(r"\.attn\.(wg|wg_0|wg_1)\.", lambda m: f".attn.router.{NAMES[m[1]]}.", name): tensor

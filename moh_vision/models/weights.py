@@ -1,12 +1,11 @@
 """Models from runs, and weights for new runs."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence, Tuple, Union
+from typing import Any
 
 import timm
 import torch
@@ -42,7 +41,7 @@ def taken_for(name: str) -> Iterator[None]:
         raise ValueError(f"{error}; they were taken for model.name {name}, --model.name names another") from None
 
 
-def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
+def create(name: str, kind: str | None, **arguments: Any) -> nn.Module:
     """Create a model with head routing through timm. kind: "classifier", "diffusion" or None (either)."""
     check_name(name, kind)
     try:
@@ -62,7 +61,7 @@ def create(name: str, kind: Optional[str], **arguments: Any) -> nn.Module:
     return model
 
 
-def check_side(model: nn.Module, side: Optional[int]) -> None:
+def check_side(model: nn.Module, side: int | None) -> None:
     """Refuse an image side (data.img_size; None: the classifier's own) not a multiple of the patch."""
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
@@ -70,7 +69,7 @@ def check_side(model: nn.Module, side: Optional[int]) -> None:
         raise ValueError(f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model")
 
 
-def check_name(name: str, kind: Optional[str]) -> None:
+def check_name(name: str, kind: str | None) -> None:
     """Refuse an unknown name, a model without head routing, or one not of `kind` (None: any)."""
     kinds = _kinds()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
@@ -87,12 +86,12 @@ def check_name(name: str, kind: Optional[str]) -> None:
     raise ValueError(f"model.name '{name}' {what}, {closest(asked, fitting)}")
 
 
-def _kinds() -> Dict[str, str]:
+def _kinds() -> dict[str, str]:
     """Return the kind of each of our registered models."""
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
-def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.Module, dict]:
+def from_run(path: str, kind: str | None, weights: str = "ema") -> tuple[nn.Module, dict]:
     """Open a run's model in eval mode (kind None: any); also return its metadata and file."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, kind)
@@ -104,13 +103,13 @@ def from_run(path: str, kind: Optional[str], weights: str = "ema") -> Tuple[nn.M
     return model.eval(), dict(metadata, weights=str(file))
 
 
-def described_by(path: str, kind: Optional[str]) -> dict:
+def described_by(path: str, kind: str | None) -> dict:
     """Read the metadata of a run's file or folder; empty for files without metadata."""
     file = weights_file(path)
     return read_described(file, kind)[1] if file.suffix == ".safetensors" and tensor_files(file) else {}
 
 
-def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], dict]:
+def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dict]:
     """Read tensors and metadata of a .safetensors file; check that they fit its `architecture`."""
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
@@ -148,7 +147,7 @@ def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], 
     return state, metadata
 
 
-def _numbers(value: Any, key: str = "") -> Iterator[Tuple[str, float]]:
+def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
     """Yield (argument, number) for all numbers in arguments, nested ones too."""
     if isinstance(value, dict):
         for k, v in value.items():
@@ -161,8 +160,8 @@ def _numbers(value: Any, key: str = "") -> Iterator[Tuple[str, float]]:
 
 
 def refuse_other_shapes(
-    file: Union[str, Path],
-    state: Dict[str, Tensor],
+    file: str | Path,
+    state: dict[str, Tensor],
     model: nn.Module,
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
@@ -184,7 +183,7 @@ def refuse_other_shapes(
         )
 
 
-def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] = None) -> Tuple[nn.Module, dict]:
+def to_validate(path: str, name: str, arguments: dict, img_size: int | None = None) -> tuple[nn.Module, dict]:
     """Open a run's classifier, or model `name` with weights from a `path` that `init_from` takes.
 
     Another img_size resizes positions. The metadata has architecture, arguments, classes or None,
@@ -210,12 +209,21 @@ def to_validate(path: str, name: str, arguments: dict, img_size: Optional[int] =
     return model.eval(), dict(about, of_run=of_run)
 
 
+def _other_classes(table: str, classes: Sequence[str], theirs: Sequence[str] | None, source: str) -> str:
+    """Say what becomes of the tensor `table`, a source's head or label table, whose classes are others or unnamed."""
+    kind = "label table" if table.startswith("y_embedder.") else "head"
+    if theirs is None:
+        return f"the {kind} is kept; {source} does not name its {len(classes)} classes"
+    odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
+    return f"the {kind} is made anew: class {odd!r} is not in the same place in {source}"
+
+
 def init_from(
     model: nn.Module,
     source: str,
     say: Callable[[str], None] = print,
     key: str = "init_from",
-    classes: Optional[Sequence[str]] = None,
+    classes: Sequence[str] | None = None,
 ) -> bool:
     """Load weights into a new model; return whether they are dense.
 
@@ -254,13 +262,9 @@ def init_from(
     for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
         changes.append(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
     of_classes = [name for name in state if name in own and name.startswith(OF_CLASSES)]
-    if classes and of_classes:
-        part = "label table" if of_classes[0].startswith("y_embedder.") else "head"
-        if theirs is None:
-            changes.append(f"{key}: the {part} is kept; {source} does not name its {len(classes)} classes")
-        elif theirs != list(classes):
-            odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
-            changes.append(f"{key}: the {part} is made anew: class {odd!r} is not in the same place in {source}")
+    if classes and of_classes and theirs != list(classes):
+        changes.append(f"{key}: {_other_classes(of_classes[0], classes, theirs, source)}")
+        if theirs is not None:
             state = {name: tensor for name, tensor in state.items() if name not in of_classes}
     refuse_other_shapes(f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
     for change in changes:  # only of weights that fit
@@ -286,7 +290,7 @@ def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
     take_shared_heads(model, read_safetensors(file, lambda name: ".router." in name)[0])
 
 
-def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "ema") -> nn.Module:
+def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") -> nn.Module:
     """Load published or own weights of any known layout into a model; return the model.
 
     Reads .safetensors, PyTorch's .pt, .pth and .bin (no pickled objects but tensors and argparse.Namespace),
@@ -309,7 +313,7 @@ def load_checkpoint(model: nn.Module, path: Union[str, Path], weights: str = "em
     return model
 
 
-def _translated(file: str, state: Dict[str, Tensor], model: nn.Module) -> Dict[str, Tensor]:
+def _translated(file: str, state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Bring weights of another layout into the model's."""
     try:
         state = model.checkpoint_filter(state, model)

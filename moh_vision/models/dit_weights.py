@@ -1,0 +1,90 @@
+"""Weights of the DiTs of others: diffusers' names of tensors, and its configuration, in ours."""
+
+import re
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.models.weight_files import rename_routers
+
+EMBEDDERS = {
+    "timestep_embedder.linear_1": "t_embedder.mlp.0",
+    "timestep_embedder.linear_2": "t_embedder.mlp.2",
+    "class_embedder.embedding_table": "y_embedder.embedding_table",
+}
+OUTSIDE = {
+    "pos_embed.proj": "x_embedder.proj",
+    "proj_out_1": "final_layer.adaLN_modulation.1",
+    "proj_out_2": "final_layer.linear",
+}
+IN_BLOCK = {
+    "norm1.linear": "adaLN_modulation.1",
+    "attn1.to_out.0": "attn.proj",
+    "ff.net.0.proj": "mlp.fc1",
+    "ff.net.2": "mlp.fc2",
+}
+
+
+def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Translate diffusers' names and MoH's routers; official and our names pass through."""
+    if any(name.startswith("transformer_blocks.") for name in state_dict):
+        return _from_diffusers(state_dict, model)
+    return rename_routers(state_dict)
+
+
+def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    result = {"pos_embed": model.state_dict()["pos_embed"]}  # equal; diffusers does not save it
+    parts: dict[str, dict[str, Tensor]] = {}  # of our fused qkv
+    for name, tensor in state_dict.items():
+        module, _, kind = name.rpartition(".")  # weight or bias
+        block = re.match(r"transformer_blocks\.(\d+)\.(.+)", module)
+        if block is None:
+            result[f"{OUTSIDE.get(module, module)}.{kind}"] = tensor
+            continue
+        layer, inside = block.groups()
+        embedder = EMBEDDERS.get(inside.removeprefix("norm1.emb."))
+        if embedder is not None:  # every block has its own copy
+            shared = result.setdefault(f"{embedder}.{kind}", tensor)
+            if not torch.equal(shared, tensor):
+                raise ValueError(
+                    f"{name} differs from that of other blocks: this DiT was trained with an embedding per block"
+                )
+        elif inside in ("attn1.to_q", "attn1.to_k", "attn1.to_v"):
+            parts.setdefault(f"blocks.{layer}.attn.qkv.{kind}", {})[inside[-1]] = tensor
+        else:
+            result[f"blocks.{layer}.{IN_BLOCK.get(inside, inside)}.{kind}"] = tensor
+    for name, qkv in parts.items():
+        if len(qkv) == 3:  # else the loader says that it is missing
+            result[name] = torch.cat([qkv[letter] for letter in "qkv"])
+    return result
+
+
+def settings_of(model: nn.Module) -> dict:
+    """Return our constructor arguments for diffusers' DiT, dense."""
+    theirs = model.config
+    for name, needed in (
+        ("activation_fn", "gelu-approximate"),
+        ("attention_bias", True),
+        ("norm_elementwise_affine", False),
+        ("norm_eps", 1e-5),
+        ("dropout", 0.0),
+        ("upcast_attention", False),
+    ):
+        if theirs[name] != needed:
+            raise ValueError(f"the DiT has {name} {theirs[name]!r}; only {needed!r} can be converted")
+    if model.out_channels not in (theirs.in_channels, 2 * theirs.in_channels):
+        raise ValueError(
+            f"the DiT has out_channels {model.out_channels}, neither in_channels {theirs.in_channels} nor twice it"
+        )
+    return dict(
+        sample_size=theirs.sample_size,
+        patch_size=theirs.patch_size,
+        in_channels=theirs.in_channels,
+        learn_sigma=model.out_channels == 2 * theirs.in_channels,
+        num_classes=theirs.num_embeds_ada_norm,
+        hidden_size=theirs.num_attention_heads * theirs.attention_head_dim,
+        num_layers=theirs.num_layers,
+        num_attention_heads=theirs.num_attention_heads,
+        router="dense",
+        compat="diffusers",
+    )
