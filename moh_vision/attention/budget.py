@@ -217,10 +217,10 @@ def check_groups(budget: HeadBudget, group: int) -> None:
     """Refuse a budget that is not made of whole groups of `group` heads."""
     if isinstance(group, bool) or not isinstance(group, int) or group < 1:
         raise ValueError(f"group={group!r} is not a number of heads, 1 or more")
-    for what in ("heads", "shared", "routed"):
-        count = getattr(budget, what)
+    for name in ("heads", "shared", "routed"):
+        count = getattr(budget, name)
         if count % group:
-            raise ValueError(f"{what}={count} is not a multiple of group={group}: heads are chosen in whole groups")
+            raise ValueError(f"{name}={count} is not a multiple of group={group}: heads are chosen in whole groups")
 
 
 def _in_groups(

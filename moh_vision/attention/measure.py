@@ -83,14 +83,14 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
 
 def table_lines(rows: measured.Rows, ways: dict[tuple, dict[str, str]]) -> Iterator[str]:
     """Yield a line for each call, and below it those of its ways to skip heads: the time, or why it cannot."""
-    for (key, (B, N, M, K)), found in ways.items():
+    for (key, (B, N, M, K)), reasons in ways.items():
         tried, _, words = key.partition(" ")
         row = next((row for row in rows.get(key, ()) if row[:4] == [N, M, B, K]), None)
         taken, took = row is not None and row[4] == tried, "there was no time left to measure it"
         if row is not None:
             took = "failed" if row[5] is None else f"{row[5]:.2f} of the time of all heads"
         yield f"{words}, {B} x {N} to {M} tokens, {K} heads: {tried if taken else 'all heads'}"
-        for way, reason in found.items():
+        for way, reason in reasons.items():
             if way == tried or (reason and not taken):
                 yield f"  {way:<15} {reason or took}"
 
@@ -127,15 +127,15 @@ def collect(
         way, (B, N, M, K) = layer.way_to_skip(call, compiled)[0], sizes_of(layer, call)
         skips = way is not layer.all_heads and K < layer.num_heads and call.cache is None
         want, kind = B if B in (N, M) else round(B * batch) or 1, call.x.device.type
-        found = " ".join(key_of(layer, call, way, compiled)), (want, N, M, K)
+        call_key = " ".join(key_of(layer, call, way, compiled)), (want, N, M, K)
         if ways is not None:
             never = "" if skips else "all heads run, or keys are cached"
-            ways[found] = {way.__name__: why or never for way, why in layer.ways(call, compiled)}
+            ways[call_key] = {way.__name__: why or never for way, why in layer.ways(call, compiled)}
         if skips and not is_traced(call.x):
             autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
             try:
-                if found not in calls:
-                    calls[found] = Recorded(way, copied(layer), resized(inputs[layer], B, want), autocast, compiled)
+                if call_key not in calls:
+                    calls[call_key] = Recorded(way, copied(layer), resized(inputs[layer], B, want), autocast, compiled)
             except Exception as error:  # what cannot be copied
                 refuse(way, B, N, error)
         return layer.all_heads(layer, call, *more)
@@ -163,14 +163,14 @@ def rows_of_calls(calls: Calls, time_left: float) -> measured.Rows:
     """The rows of calls, from the user's cache or measured; those that there is no time for are left out."""
     before, rows, new = measured.cached() if calls else {}, {}, {}
     for number, ((key, (B, N, M, K)), call) in enumerate(calls.items()):
-        found = [row for row in before.get(key, ()) if row[:4] == [N, M, B, K]]
-        if not found and time_left > 0:
+        known = [row for row in before.get(key, ()) if row[:4] == [N, M, B, K]]
+        if not known and time_left > 0:
             start = time.perf_counter()
             picked, ratio, compiling = judge(call, (B, N, M), time_left / (len(calls) - number))
             time_left -= time.perf_counter() - start - compiling
-            found = [[N, M, B, K, picked, ratio]]
-            new = measured.merged(new, {key: found})
-        rows = measured.merged(rows, {key: found}) if found else rows
+            known = [[N, M, B, K, picked, ratio]]
+            new = measured.merged(new, {key: known})
+        rows = measured.merged(rows, {key: known}) if known else rows
     if new:
         measured.keep(new)
         torch.cuda.empty_cache()
@@ -229,12 +229,12 @@ def compare(call: Recorded, batch: int, small: int) -> None:
         with warnings.catch_warnings(action="ignore"):
             torch.set_deterministic_debug_mode("warn")  # memory that nobody has written to holds NaN
             try:
-                found = run(layer, call, inputs, call.way)
+                got = run(layer, call, inputs, call.way)
             finally:
                 torch.set_deterministic_debug_mode(mode)
         hook.remove()
         tf32 = want[0].is_cuda and torch.backends.cuda.matmul.allow_tf32
-        check_same(want, found, ROUGH if tf32 else TOLERANCE.get(want[0].dtype, ROUGH))
+        check_same(want, got, ROUGH if tf32 else TOLERANCE.get(want[0].dtype, ROUGH))
 
 
 def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
@@ -243,10 +243,10 @@ def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
     return routing._replace(weights=routing.weights * others, active=routing.active & others, count=None, pairs=None)
 
 
-def check_same(want: list[Tensor], found: list[Tensor], tolerance: float) -> None:
+def check_same(want: list[Tensor], got: list[Tensor], tolerance: float) -> None:
     """Raise AssertionError where tensors are not nearly equal. The first is the output, others are gradients."""
     most = max([t.abs().max().item() for t in want[1:] if t.numel()], default=0.0)
-    for number, (w, f) in enumerate(zip(want, found, strict=True)):
+    for number, (w, f) in enumerate(zip(want, got, strict=True)):
         # What is zero but for rounding, as the gradient of the keys' bias, is held to the others' size.
         size = max(w.abs().max().item() if w.numel() else 0.0, 0.1 * most if number else 0.0)
         torch.testing.assert_close(f, w, rtol=0, atol=tolerance * size)

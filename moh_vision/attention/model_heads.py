@@ -49,8 +49,8 @@ def single_routed(layers: Sequence[HeadMixtureAttention]) -> str | None:
 
     Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
     """
-    found = [n for n, a in enumerate(layers) if a.budget.routed == 1 and getattr(a.router, "released", False)]
-    return f"one routed head in layers {found}: only the balance loss trains those routers" if found else None
+    single = [n for n, a in enumerate(layers) if a.budget.routed == 1 and getattr(a.router, "released", False)]
+    return f"one routed head in layers {single}: only the balance loss trains those routers" if single else None
 
 
 @contextmanager
@@ -133,10 +133,10 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
             hooks.enter_context(layer.router.register_forward_hook(routed))
             hooks.enter_context(layer.register_forward_hook(attended))
         model(*args, **kwargs)
-    for layer, found in routings.items():
-        if len(found) != 1:
-            raise ValueError(f"{layers[layer]} routes {len(found)} times in this call, expected once")
-    return [of_every_token(found[0], (*tokens[layer], layer.num_heads)) for layer, found in routings.items()]
+    for layer, answers in routings.items():
+        if len(answers) != 1:
+            raise ValueError(f"{layers[layer]} routes {len(answers)} times in this call, expected once")
+    return [of_every_token(answers[0], (*tokens[layer], layer.num_heads)) for layer, answers in routings.items()]
 
 
 def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:

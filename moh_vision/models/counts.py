@@ -147,7 +147,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
         inputs, named: arguments of its forward, batch 1; only their shapes matter.
     """
     shadow = without_memory(model).eval()
-    found: dict[str, Watched] = {}
+    calls: dict[str, Watched] = {}
     routed: dict[str, tuple[int, int]] = {}  # choices (1: for a whole sequence) and heads
 
     def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
@@ -159,7 +159,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
                 M = context.index.shape[0] // N
             elif isinstance(context, Tensor):
                 M = context.shape[1]
-            found[name] = Watched(layer, N, M, *routed.get(name, (N, layer.budget.active)))
+            calls[name] = Watched(layer, N, M, *routed.get(name, (N, layer.budget.active)))
 
         def note(_, args: tuple, routing: Routing) -> None:
             routed[name] = routing.stats.probs.shape[1], routing.count or layer.budget.active
@@ -179,10 +179,10 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
         own = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
         return max(own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children()))
 
-    return _assemble(model, found, measured, total)
+    return _assemble(model, calls, measured, total)
 
 
-def _assemble(model: nn.Module, found: dict[str, Watched], measured: Callable, total: int) -> Macs:
+def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, total: int) -> Macs:
     rows: list[ModuleMacs] = []
     attention: list[AttentionMacs] = []
     seen: set[nn.Parameter] = set()
@@ -195,8 +195,8 @@ def _assemble(model: nn.Module, found: dict[str, Watched], measured: Callable, t
 
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left
-        if name in found:
-            layer, watched = module, found[name]
+        if name in calls:
+            layer, watched = module, calls[name]
             macs = watched.counted(name)
             attention.append(macs)
             beside = [c for c in layer.named_children() if c[1] not in (layer.router, *layer.projections)]

@@ -81,22 +81,22 @@ class HeadLoad:
 
         Shared heads, run by all tokens, are left out. 1,000 classes and 400 heads, 120 of them shared, take 1.6 MB.
         """
-        found = {}
+        loads = {}
         for by, names in self.groups.items():
             runs = [r.long() for r in self.runs(by)]
-            found[by] = dict(
+            loads[by] = dict(
                 groups=names,
                 tokens=torch.stack([r[:, -1] for r in runs], 1).tolist(),
                 counts=torch.cat([r[:, layer["shared"] : -1] for r, layer in zip(runs, self.layers)], 1).tolist(),
             )
-        write_whole(path, json.dumps(dict(of=self.of, layers=self.layers, by=found), separators=(",", ":")) + "\n")
+        write_whole(path, json.dumps(dict(of=self.of, layers=self.layers, by=loads), separators=(",", ":")) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file of `save`; refuse anything else."""
         try:
             tree = json.loads(path.read_bytes())
-            load = cls(tree["layers"], {by: found["groups"] for by, found in tree["by"].items()})
+            load = cls(tree["layers"], {by: entry["groups"] for by, entry in tree["by"].items()})
             load.of = dict(tree["of"])
             for layer in load.layers:
                 if not 0 <= layer["shared"] <= layer["shared"] + layer["routed"] <= layer["heads"]:
@@ -104,10 +104,10 @@ class HeadLoad:
             if not load.groups or not load.layers or not all(load.groups.values()):
                 raise ValueError("nothing was counted")
             columns = [layer["heads"] - layer["shared"] for layer in load.layers]
-            for by, found in tree["by"].items():
-                size = len(found["groups"]), len(columns)
-                tokens = torch.tensor(found["tokens"], dtype=torch.float64).reshape(size)
-                counts = torch.tensor(found["counts"], dtype=torch.float64).reshape(len(tokens), sum(columns))
+            for by, entry in tree["by"].items():
+                size = len(entry["groups"]), len(columns)
+                tokens = torch.tensor(entry["tokens"], dtype=torch.float64).reshape(size)
+                counts = torch.tensor(entry["counts"], dtype=torch.float64).reshape(len(tokens), sum(columns))
                 parts = zip(load.layers, load.runs(by), tokens.split(1, 1), counts.split(columns, 1), strict=True)
                 for layer, runs, t, c in parts:
                     if not ((c >= 0) & (c <= t)).all() or not t.isfinite().all():

@@ -103,7 +103,9 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
 
     for linear, parts in inputs:
         rows = torch.arange(linear.out_features, device=out.weight.device).split(parts)
-        rows = torch.cat([part[channels(heads if len(part) == out.in_features else groups)] for part in rows])
+        rows = torch.cat(
+            [own_rows[channels(heads if len(own_rows) == out.in_features else groups)] for own_rows in rows]
+        )
         linear.weight.copy_(linear.weight[rows])
         if linear.bias is not None:
             linear.bias.copy_(linear.bias[rows])

@@ -40,9 +40,9 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
         raise ValueError("model.head_budget and model.convert.head_budget are the same thing: give one")
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
-        about = read_safetensors(saved, lambda name: False)[1]
-        if (about.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
-            return about["architecture"], about["arguments"]
+        metadata = read_safetensors(saved, lambda name: False)[1]
+        if (metadata.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
+            return metadata["architecture"], metadata["arguments"]
     try:
         name, arguments, _ = of_source(m.pretrained, kind)
         with torch.device("meta"):
@@ -87,11 +87,11 @@ def of_source(source: str, kind: str) -> tuple[str, dict, dict]:
     run. Possible sources: model.pretrained in docs/guides/convert.md.
     """
     local = source.removeprefix("local-dir:")
-    about = {}
+    metadata = {}
     with contextlib.suppress(FileNotFoundError):  # of a folder that is no run
-        about = described_by(local, kind)
-    if "architecture" in about:
-        return about["architecture"], about["arguments"], {}
+        metadata = described_by(local, kind)
+    if "architecture" in metadata:
+        return metadata["architecture"], metadata["arguments"], {}
     if Path(local).is_file():
         writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
         instead = f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
@@ -141,16 +141,16 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
     file = next(filter(Path.is_file, places), None)
     if file is None:
         raise ValueError("no run, nor a folder of diffusers: neither config.json nor transformer/config.json is there")
-    about = json.loads(file.read_text())
-    kind = about.get("_class_name")
+    settings = json.loads(file.read_text())
+    kind = settings.get("_class_name")
     if kind == "DiTTransformer2DModel":
         with torch.device("meta"):
-            about = settings_of(DiTTransformer2DModel.from_config(about))
+            settings = settings_of(DiTTransformer2DModel.from_config(settings))
     elif kind != "MoHDiTTransformer2DModel":
         raise ValueError(f"{file.name} is of {kind!r}, allowed are DiTTransformer2DModel and ours")
     names = dict(
         hidden_size="embed_dim", num_layers="depth", num_attention_heads="num_heads", attention_head_dim="head_dim"
     )
     sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
-    arguments = {names.get(k, k): v for k, v in about.items() if k[0] != "_" and k not in sizes}
+    arguments = {names.get(k, k): v for k, v in settings.items() if k[0] != "_" and k not in sizes}
     return "dit_small_patch2", arguments, {}

@@ -35,8 +35,8 @@ class Teacher(nn.Module):
         self.size: int | None = None  # side of the images that `tokens` takes
         try:
             if Path(source).exists():
-                model, about = from_run(source, "classifier")
-                self.classes = about.get("classes")
+                model, metadata = from_run(source, "classifier")
+                self.classes = metadata.get("classes")
             else:
                 model = timm.create_model(source, pretrained=True, in_chans=len(mean))
                 self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
@@ -60,11 +60,11 @@ class Teacher(nn.Module):
     def check_logits(self, shape: Sequence[int], classes: int) -> None:
         """Raise ValueError unless it takes images [C, h, w] and has this many classes."""
         try:
-            found = tuple(self(torch.zeros(1, *shape)).shape)
+            got = tuple(self(torch.zeros(1, *shape)).shape)
         except Exception as error:  # models fail in many ways
             raise ValueError(f"{self.name} cannot take images of {list(shape)}: {reason_of(error)}") from None
-        if found != (1, classes):
-            raise ValueError(f"{self.name} has {found[-1]} classes, the data {classes}")
+        if got != (1, classes):
+            raise ValueError(f"{self.name} has {got[-1]} classes, the data {classes}")
 
     def match_grid(self, grid: int) -> int:
         """Resize images so that `tokens` gives grid x grid patches; return a token's width."""

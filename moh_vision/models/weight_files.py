@@ -33,11 +33,11 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
     stems = ("diffusion_pytorch_model", "transformer/diffusion_pytorch_model")
     theirs = [f"{stem}.{kind}" for kind in ("safetensors", "bin") for stem in stems]
-    found = [file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()]
-    found += [file / name for name in names if tensor_files(file / name)]  # of a sharded run, in parts
-    if not found:
+    files = [file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()]
+    files += [file / name for name in names if tensor_files(file / name)]  # of a sharded run, in parts
+    if not files:
         raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
-    return found[0]
+    return files[0]
 
 
 def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
@@ -106,8 +106,8 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     for name, tensor in content.items():
         # With stride 0 one number makes a tensor of any size, whose copy would fill the memory.
         if tensor.layout != torch.strided or tensor.is_meta or math.prod(tensor.shape) * tensor.itemsize > size:
-            what = f"{name[:100]} {list(tensor.shape)}"
-            raise ValueError(f"{file}: {what} is not a plain tensor of a file of {size} bytes")
+            described = f"{name[:100]} {list(tensor.shape)}"
+            raise ValueError(f"{file}: {described} is not a plain tensor of a file of {size} bytes")
     return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
 
 

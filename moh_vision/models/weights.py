@@ -74,16 +74,18 @@ def check_name(name: str, kind: str | None) -> None:
     kinds = _kinds()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):
-        what = "is not a registered model"
+        problem = "is not a registered model"
     elif base in kinds and base not in fitting:
-        what = f"is a {kinds[base]} model, a {kind} model is needed"
+        problem = f"is a {kinds[base]} model, a {kind} model is needed"
     elif timm.models.model_entrypoint(base).__module__.startswith("timm."):
-        what = "has no head routing" + ("; a dense ViT is moh_vit_* with model.router dense" * (kind == "classifier"))
+        problem = "has no head routing" + (
+            "; a dense ViT is moh_vit_* with model.router dense" * (kind == "classifier")
+        )
     else:
         return
     sizes = dict(s="small", b="base", l="large", xl="xlarge")  # DiT-S/2 is dit_small_patch2
     asked = re.sub(r"-(s|b|l|xl)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
-    raise ValueError(f"model.name '{name}' {what}, {closest(asked, fitting)}")
+    raise ValueError(f"model.name '{name}' {problem}, {closest(asked, fitting)}")
 
 
 def _kinds() -> dict[str, str]:
@@ -168,12 +170,12 @@ def refuse_other_shapes(
     """Raise `OtherModel` unless names (`may_lack`: optional ones), shapes and float types match."""
     own = model.state_dict()
     for name in [name for name in state if name in own]:
-        found, needed = state[name], own[name]
-        if found.shape != needed.shape:
-            raise OtherModel(f"{file}: {name} has shape {list(found.shape)}, the model needs {list(needed.shape)}")
+        tensor, needed = state[name], own[name]
+        if tensor.shape != needed.shape:
+            raise OtherModel(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(needed.shape)}")
         # Integers would load as if they were weights, and complex numbers lose a half.
-        if found.is_floating_point() != needed.is_floating_point() or found.is_complex():
-            raise OtherModel(f"{file}: {name} is of {found.dtype}, the model needs {needed.dtype}")
+        if tensor.is_floating_point() != needed.is_floating_point() or tensor.is_complex():
+            raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {needed.dtype}")
     missing = [n for n in own if n not in state and not may_lack(n)]
     unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # files may hold any name
     if missing or unexpected:
@@ -190,10 +192,10 @@ def to_validate(path: str, name: str, arguments: dict, img_size: int | None = No
     weights (see `weights_said`) and of_run: whether the path names its model.
     """
     path = str(weights_file(path)) if Path(path).exists() else path
-    about = described_by(path, "classifier")
-    of_run = "architecture" in about
+    metadata = described_by(path, "classifier")
+    of_run = "architecture" in metadata
     if of_run:
-        name, arguments = about["architecture"], about["arguments"]
+        name, arguments = metadata["architecture"], metadata["arguments"]
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
     check_side(model, img_size)
@@ -205,8 +207,8 @@ def to_validate(path: str, name: str, arguments: dict, img_size: int | None = No
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
-    about.update(architecture=name, arguments=arguments, classes=about.get("classes"), weights=weights_said(path))
-    return model.eval(), dict(about, of_run=of_run)
+    metadata.update(architecture=name, arguments=arguments, classes=metadata.get("classes"), weights=weights_said(path))
+    return model.eval(), dict(metadata, of_run=of_run)
 
 
 def _other_classes(table: str, classes: Sequence[str], theirs: Sequence[str] | None, source: str) -> str:
@@ -247,8 +249,8 @@ def init_from(
         except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
             raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
     else:
-        what = "neither a run, a file of weights, nor a registered model name"
-        raise FileNotFoundError(f"{key} {source}: {what}{near_model(source)}")
+        nothing = "neither a run, a file of weights, nor a registered model name"
+        raise FileNotFoundError(f"{key} {source}: {nothing}{near_model(source)}")
     own = model.state_dict()
     kernel = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
     before = {name: list(tensor.shape) for name, tensor in state.items()}

@@ -94,9 +94,9 @@ def place() -> Path:
     """CACHE/measured/DEVICE-HASH.json, the hash of all that times depend on beside the call."""
     gpu = torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if gpu else torch.backends.cpu.get_cpu_capability()
-    about = [capability, torch.__version__, path("cuda" if gpu else "cpu"), torch.get_float32_matmul_precision()]
-    about += [metadata.version("triton")] if "triton" in about else [torch.get_num_threads()]
-    digest = hashlib.sha256(repr([device(), *about]).encode())
+    conditions = [capability, torch.__version__, path("cuda" if gpu else "cpu"), torch.get_float32_matmul_precision()]
+    conditions += [metadata.version("triton")] if "triton" in conditions else [torch.get_num_threads()]
+    digest = hashlib.sha256(repr([device(), *conditions]).encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.[chp]*")):
         digest.update(b"" if "__pycache__" in file.parts else file.read_bytes())
     return cache_folder() / "measured" / f"{re.sub('[^0-9A-Za-z]+', '-', device())}-{digest.hexdigest()[:12]}.json"

@@ -107,16 +107,16 @@ def _find(device: str, builds: str | None) -> tuple[str, str]:
     if wish not in ("auto", "off"):
         raise ValueError(f"{VARIABLE}={wish}: only auto (take the operators that are there) and off (skip them)")
     if wish == "off":
-        found = "torch", f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there"
+        choice = "torch", f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there"
     elif device == "cuda" and _runs_triton():
-        found = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
+        choice = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
     elif device == "cuda":
-        found = "torch", "in plain PyTorch; the package triton brings kernels for a GPU, where they work"
+        choice = "torch", "in plain PyTorch; the package triton brings kernels for a GPU, where they work"
     elif load() or (builds == "auto" and _built() and load()):
-        found = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
+        choice = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
     else:
-        found = "torch", f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
-    path, text = found
+        choice = "torch", f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
+    path, text = choice
     line = f"attention runs {text}"
     missing = wish == "auto" and device == "cpu" and path == "torch" and builds is None
     log.log(logging.WARNING if missing else logging.INFO, line)

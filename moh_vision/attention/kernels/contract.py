@@ -39,8 +39,8 @@ def differentiate(
         saved, others = iter(ctx.saved_tensors), iter(ctx.others)
         inputs = [next(saved if tensor else others) for tensor in ctx.is_tensor]
         compute = functools.partial(again, oracle) if torch.is_grad_enabled() else backward
-        found = compute(grads, inputs, list(saved))
-        return *found, *[None] * (len(inputs) - len(found))
+        computed = compute(grads, inputs, list(saved))
+        return *computed, *[None] * (len(inputs) - len(computed))
 
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
@@ -53,11 +53,11 @@ def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list, _out
         outputs = oracle(*inputs)
     wanted = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
     both = [(output, grad) for output, grad in zip(outputs, grads) if grad is not None]
-    found = torch.autograd.grad(
+    computed = torch.autograd.grad(
         [output for output, _ in both], [inputs[i] for i in wanted], [grad for _, grad in both],
         create_graph=True, allow_unused=True,
     )  # fmt: skip
-    of = dict(zip(wanted, found))
+    of = dict(zip(wanted, computed))
     return [of.get(i) for i in range(len(inputs))]
 
 

@@ -63,8 +63,8 @@ def _attend(grads, inputs, outputs):
 
 def _combine(grads, inputs, _):
     o, weights, weight, bias, token, offsets, heads = inputs
-    found = OPS.combine_backward(grads[0], o, weights, weight, token, offsets, heads)
-    return *found, None if bias is None else grads[0].sum(0)
+    computed = OPS.combine_backward(grads[0], o, weights, weight, token, offsets, heads)
+    return *computed, None if bias is None else grads[0].sum(0)
 
 
 describe_route("moh_vision")

@@ -43,9 +43,9 @@ def _compare(device: torch.device) -> str | None:
             return f"the router chooses other heads than in PyTorch {which}"
         names = "gates", "probabilities", "gradients of tokens", "gradients of the weight"
         rounding = 1e-4 if dtype == FLOAT and not uses_tf32() else 1e-2
-        found = _with_gradients(gates, probs, logits, x, weight)
+        computed = _with_gradients(gates, probs, logits, x, weight)
         wanted = _with_gradients(want.weights, want.stats.probs, want.stats.logits, *exact)
-        for name, a, b in zip(names, found, wanted):
+        for name, a, b in zip(names, computed, wanted):
             if not (a - b).abs().max() <= rounding * b.abs().max():
                 return f"the router's {name} are not those of PyTorch {which}"
     return None

@@ -102,8 +102,8 @@ def _fake_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causa
 
 
 def _attend(grads, inputs, outputs):
-    *found, dgates = OPS.attend_backward(grads[0], *inputs[:3], *outputs, *inputs[3:])
-    return *found, None if inputs[3] is None else dgates
+    *computed, dgates = OPS.attend_backward(grads[0], *inputs[:3], *outputs, *inputs[3:])
+    return *computed, None if inputs[3] is None else dgates
 
 
 def _attend_oracle(q, k, v, weights, token, offsets, is_causal, mask):
