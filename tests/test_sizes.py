@@ -84,3 +84,16 @@ def test_lines_are_not_denser():
     lines = [line for path in ROOT.glob("moh_vision/**/*.py") for line in code_lines(path.read_text(encoding="utf-8"))]
     mean = sum(map(len, lines)) / len(lines)
     assert len(lines) > 10_000 and mean <= MEAN_LENGTH * 1.03, f"the mean line of code has {mean:.2f} characters"
+
+
+def test_files_and_functions_are_short():
+    """Files of at most 400 lines, functions of at most 60; 80 for a train, which reads from top to bottom."""
+    for path in ROOT.glob("moh_vision/**/*.py"):
+        if "kernels" in path.parts or path.name == "transnext.py":  # one algorithm, one model
+            continue
+        text = path.read_text(encoding="utf-8")
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                limit = 80 if node.name == "train" else 60
+                assert node.end_lineno - node.lineno < limit, f"{path}: {node.name}"
