@@ -226,29 +226,47 @@ def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
     values = {name: operator.attrgetter(name)(config) for name in keys}
     for name, found in keys.items():
         for need in found.about["needs"]:
-            if not any(_met(condition, values) for condition in need.split(" or ")):
+            if not any(condition.holds(values) for condition in conditions(need)):
                 yield name, _in_words(need, keys), deciding(need)
     for patterns, has_effect, words, decide in config.idle():
         for pattern in patterns.split() if not has_effect else ():
             yield from ((name, words, set(decide.split())) for name in fnmatch.filter(keys, pattern))
 
 
+class Condition(NamedTuple):
+    """One alternative of a need: "KEY", "not KEY", "KEY=PATTERN" or "KEY!=PATTERN"."""
+
+    negated: str
+    name: str
+    sign: str
+    pattern: str
+
+    def holds(self, values: dict[str, Any]) -> bool:
+        """Return whether values by key meet it."""
+        value = values.get(self.name)
+        if self.sign:
+            text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            return fnmatch.fnmatchcase(text, self.pattern) == (self.sign == "=")
+        return bool(value) != bool(self.negated)
+
+    def words(self, keys: dict[str, Key]) -> str:
+        """Return it in words."""
+        if self.sign:
+            return f"{self.name} {'other than ' * (self.sign == '!=')}{self.pattern}".replace(" null", " left out")
+        hint = keys[self.name].hint if self.name in keys else None
+        if hint is bool:
+            return f"{self.name} {'false' if self.negated else 'true'}"
+        return f"{self.name} left out" if self.negated else f"{self.name}{' above 0' * (hint in (int, float))}"
+
+
+def conditions(need: str) -> list[Condition]:
+    """Return the alternatives of a need."""
+    return [Condition(*re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", text).groups("")) for text in need.split(" or ")]
+
+
 def deciding(need: str) -> set[str]:
-    """The keys in a need."""
-    return {_parts(condition)[1] for condition in need.split(" or ")}
-
-
-def _parts(condition: str) -> tuple[str, str, str, str]:
-    return re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", condition).groups("")
-
-
-def _met(condition: str, values: dict[str, Any]) -> bool:
-    negated, name, sign, pattern = _parts(condition)
-    value = values.get(name)
-    if sign:
-        text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-        return fnmatch.fnmatchcase(text, pattern) == (sign == "=")
-    return bool(value) != bool(negated)
+    """Return the keys in a need."""
+    return {condition.name for condition in conditions(need)}
 
 
 def needs_of(name: str, keys: dict[str, Key]) -> str:
@@ -258,15 +276,7 @@ def needs_of(name: str, keys: dict[str, Key]) -> str:
 
 
 def _in_words(need: str, keys: dict[str, Key]) -> str:
-    if " or " in need:
-        return " or ".join(_in_words(condition, keys) for condition in need.split(" or "))
-    negated, name, sign, pattern = _parts(need)
-    if sign:
-        return f"{name} {'other than ' * (sign == '!=')}{pattern}".replace(" null", " left out")
-    hint = keys[name].hint if name in keys else None
-    if hint is bool:
-        return f"{name} {'false' if negated else 'true'}"
-    return f"{name} left out" if negated else f"{name} above 0" if hint in (int, float) else name
+    return " or ".join(condition.words(keys) for condition in conditions(need))
 
 
 def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> list[str]:
