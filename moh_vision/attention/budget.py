@@ -149,7 +149,7 @@ def all_heads(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
 
 
 def converted_budget(spec: BudgetSpec) -> BudgetSpec:
-    """What `convert` makes of a budget: a float is a uniform share, which costs the least accuracy without training."""
+    """Return the budget that `convert` uses: a float becomes a uniform share, which costs the least accuracy untrained."""
     if type(spec) not in (int, float):
         return spec
     parse_share(spec)  # its message names what was given

@@ -49,7 +49,7 @@ class KeyValueCache:
             self.router_state = tuple(t.index_select(0, indices) for t in self.router_state)
 
     def repeat(self, times: int) -> None:
-        """Every row of the batch `times` times, copies side by side: beams of one sequence."""
+        """Repeat every row of the batch `times` times, copies side by side: beams of one sequence."""
         if self._keys is not None:
             self.reorder(copies(self._keys, times))
 
@@ -116,7 +116,7 @@ class ContextCache:
             self.routing = Routing(weights, active, RoutingStats(*(t.index_select(0, indices) for t in stats)), count)
 
     def repeat(self, times: int) -> None:
-        """Every row of the batch `times` times, copies side by side: beams of one sequence."""
+        """Repeat every row of the batch `times` times, copies side by side: beams of one sequence."""
         if self.keys is not None:
             self.reorder(copies(self.keys, times))
 
@@ -124,7 +124,7 @@ class ContextCache:
 def look_up(
     cache: Any, x: Tensor, context: Tensor | None, padding: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, int, int, bool]:
-    """What a call attends to, see HeadMixtureAttention.forward.
+    """Find what a call attends to; arguments are those of `HeadMixtureAttention.forward`.
 
     Returns:
         context, None if it need not be projected; its padding; how many tokens are cached; how many keys there will be;

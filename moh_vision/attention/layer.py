@@ -119,7 +119,7 @@ class HeadMixtureAttention(nn.Module):
 
     @property
     def rows(self) -> list[int]:
-        """How many outputs of the projections are queries, keys and values."""
+        """Number of outputs of the projections for queries, keys and values."""
         keys = self.kv_heads * self.head_dim
         return [self.q_dim, keys, keys]
 
@@ -326,5 +326,5 @@ def _refuse_unknown(**given: str) -> None:
 
 
 def is_captured(x: Tensor) -> bool:
-    """As `is_traced`, and under torch.compile: then values must not decide which heads run."""
+    """Return whether a call is traced or compiled: then values must not decide which heads run."""
     return torch.compiler.is_compiling() or is_traced(x)

@@ -238,7 +238,7 @@ def compare(call: Recorded, batch: int, small: int) -> None:
 
 
 def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
-    """As if no token had chosen the last head."""
+    """Return a routing in which no token chose the last head."""
     others = torch.arange(routing.active.shape[-1], device=routing.active.device) < routing.active.shape[-1] - 1
     return routing._replace(weights=routing.weights * others, active=routing.active & others, count=None, pairs=None)
 
@@ -312,6 +312,6 @@ def seconds(one: Callable[[], object], number: int = 1) -> float:
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
-    """What is drawn here changes nothing for later draws."""
+    """Restore the random number generators afterwards."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         yield

@@ -45,7 +45,7 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
 
 
 def single_routed(layers: Sequence[HeadMixtureAttention]) -> str | None:
-    """What to tell of layers with one routed head, whose renormalised weight is constant; None where there are none.
+    """Return a warning about layers with one routed head, whose renormalised weight is constant; None without such.
 
     Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
     """
@@ -97,7 +97,7 @@ def head_budget(model: nn.Module) -> dict:
 
 @torch.no_grad()
 def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
-    """Which heads each token runs, and with what gate, in one call `model(*args, **kwargs)`.
+    """Return the heads and gates of each token in one call `model(*args, **kwargs)`.
 
     Hooks on the routers read their answers during the call; nothing stays in the model. Call it in eval mode for what a
     trained model does: in training, dropout, noise and drawn experts decide too.

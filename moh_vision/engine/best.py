@@ -47,7 +47,7 @@ class Best:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the run should end."""
+        """Whether patience is exhausted and the run should end."""
         return 0 < self.patience <= self.waited
 
     def about(self) -> dict[str, float]:

@@ -36,7 +36,7 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a run goes on from; every process calls its methods.
+    """State that a run resumes from; every process calls its methods.
 
     `task` is what accelerate wraps, or its wrapper: its `model`, and what is trained beside it; `scaler` is fp16's.
     """

@@ -135,7 +135,7 @@ class Progress(contextlib.AbstractContextManager):
         return (self.done - self.first) / max(time.monotonic() - self.started, 1e-9)
 
     def add(self, count: int = 1) -> None:
-        """So many steps more are done."""
+        """Count so many steps more."""
         self.done += count
         self.bar.update(count)
         if count and self.writes_lines and time.monotonic() >= self.next_line:
@@ -181,7 +181,7 @@ def closest(name: str, allowed: Iterable[str]) -> str:
 
 
 def _likeness(a: str, b: str) -> float:
-    """From 0 to 1; a section, folder or dashes that both begin with do not count."""
+    """Return the likeness from 0 to 1, without the section, folder or dashes that both begin with."""
     common = os.path.commonprefix([a, b])
     start = max(map(common.rfind, "./-")) + 1
     return SequenceMatcher(None, a[start:], b[start:]).ratio()

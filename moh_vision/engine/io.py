@@ -92,7 +92,7 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
 
 
 def _is_named(file, place: Path) -> bool:
-    """Whether `place` is a name of the open file."""
+    """Return whether `place` is a name of the open file."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), place.stat())
     except FileNotFoundError:
@@ -237,6 +237,6 @@ def fsync(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, hexadecimal."""
+    """Return the SHA-256 of a file as hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

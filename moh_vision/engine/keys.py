@@ -152,7 +152,7 @@ def plain(value: Any) -> Any:
 
 @functools.cache
 def keys_of(kind: type) -> dict[str, Key]:
-    """Every key of a configuration or section by its dotted name."""
+    """Return every key of a configuration or section by its dotted name."""
     return dict(_fields(kind, ""))
 
 
@@ -270,7 +270,7 @@ def deciding(need: str) -> set[str]:
 
 
 def needs_of(name: str, keys: dict[str, Key]) -> str:
-    """What a key needs to have an effect, as a sentence; empty if it always has one."""
+    """Return a sentence that says what a key needs to have an effect; empty if it always has one."""
     needs = "; ".join(_in_words(need, keys) for need in keys[name].about["needs"])
     return f"Needs {needs}." if needs else ""
 

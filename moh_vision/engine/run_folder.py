@@ -25,7 +25,7 @@ class RunFolder:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the folder has a run that stays where it is."""
+        """Whether the folder holds a run that is not moved aside."""
         return self.saved.exists() and not self.fresh
 
     def take_up(self, max_steps: int, lock: bool = True) -> tuple[int, Path] | None:
@@ -98,7 +98,7 @@ class RunFolder:
 
 
 def only_records(folder: Path) -> bool:
-    """Whether a run left only records of its start: neither weights nor losses."""
+    """Return whether a run left only records of its start: neither weights nor losses."""
     records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
     empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())

@@ -49,27 +49,27 @@ class Macs(NamedTuple):
 
     @property
     def dense(self) -> int:
-        """With every head and no router."""
+        """MACs with every head and no router."""
         return sum(module.dense for module in self.modules)
 
     @property
     def ideal(self) -> int:
-        """With active heads alone."""
+        """MACs with active heads alone."""
         return sum(module.ideal for module in self.modules)
 
     @property
     def scores(self) -> int:
-        """Of attention scores, with active heads alone."""
+        """MACs of attention scores, with active heads alone."""
         return sum(module.ideal for module in self.modules if module.part == "scores")
 
     @property
     def linears(self) -> int:
-        """Of all but attention scores, with active heads alone."""
+        """MACs of all but attention scores, with active heads alone."""
         return self.ideal - self.scores
 
     @property
     def other(self) -> int:
-        """Of all but our attention."""
+        """MACs of all but our attention."""
         return sum(module.ideal for module in self.modules if not module.part)
 
 

@@ -52,7 +52,7 @@ class MoHEva(Eva):
         init_routers(self)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """As in torch; strict loading of weights without routers zeroes the routers."""
+        """Load as torch does; strict loading of weights without routers zeroes the routers."""
         return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
 
     def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:

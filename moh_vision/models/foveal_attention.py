@@ -116,7 +116,7 @@ class CosinePairs(Tokens):
         return unit(self.queries(*queries), -1), unit(k, -1), v
 
     def scaled(self, q: Tensor) -> Tensor:
-        """As the layer's `scaled`, for unit queries of the pairs [P, D]."""
+        """Scale unit queries of the pairs [P, D], as the layer's `scaled` does."""
         length, embedding = self.positions.length, self.layer.query_embedding.squeeze(1)
         scale = self.layer.query_scale(length).flatten(0, 1).index_select(0, self.head * len(length) + self.n)  # [P, 1]
         return ((q + embedding.index_select(0, self.head)) * scale).to(q.dtype)

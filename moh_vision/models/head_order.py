@@ -26,7 +26,7 @@ def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iter
 def head_lengths(
     model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
 ) -> list[Tensor]:
-    """How much each head of a dense model adds to the residual stream.
+    """Measure how much each head of a dense model adds to the residual stream.
 
     Args:
         model: called with every batch, in eval mode.

@@ -134,7 +134,7 @@ class TransNeXtStage(nn.Module):
         return Positions(*(torch.as_tensor(array).to(device or torch.get_default_device()) for array in arrays))
 
     def positions(self, x: Tensor) -> Positions:
-        """For a map x [B, H, W, C]."""
+        """Return the positions of a map x [B, H, W, C]."""
         H, W = x.shape[1], x.shape[2]
         if self.dynamic:
             if H != self.size[0] or W != self.size[1]:
@@ -298,7 +298,7 @@ class TransNeXt(nn.Module):
         init_routers(self)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """As in torch; official checkpoints fit too."""
+        """Load as torch does; official checkpoints fit too."""
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
 
     def no_weight_decay(self) -> set:

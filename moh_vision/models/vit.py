@@ -144,7 +144,7 @@ class MoHVisionTransformer(VisionTransformer):
             nn.init.trunc_normal_(self.pos_embed, std=self.pos_embed_std)
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """As in torch; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
+        """Load as torch does; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
         return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
 
     def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:

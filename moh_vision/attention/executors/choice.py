@@ -57,7 +57,7 @@ def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> 
 
 
 def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tuple[type[Masked], str]]:
-    """Every way to skip heads, the one that is tried first first, and why it cannot in a call; "" where it can.
+    """Return every way to skip heads, in the order of trial, with the reason why a call cannot take it; "": it can.
 
     compiling: as under torch.compile; None: as it is.
     """
@@ -115,7 +115,7 @@ def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked],
 
 
 def path_of(layer: nn.Module, call: Call) -> str:
-    """What runs the attention of a call: "cpp", "triton" or "torch"."""
+    """Return the path that runs the attention of a call: "cpp", "triton" or "torch"."""
     return kernels.attend_path(call.x.device, product_dtype(call.x), layer.head_dim, call.attn_mask, call.dropout_p)
 
 
@@ -149,7 +149,7 @@ def trains(layer: nn.Module) -> bool:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether the call is traced, exported, transformed by torch.func, or computes nothing: values say nothing then."""
+    """Return whether a call is traced, exported, transformed by torch.func or on the meta device: it has no values."""
     # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
     special = type(x) not in (Tensor, nn.Parameter)
     traced = special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_exporting()

@@ -53,7 +53,7 @@ def attend(
 def attention_matrix(
     q: Tensor, k: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """What the fused call multiplies v [B, h, M, D] with: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
+    """Return the matrix that multiplies v [B, h, M, D]: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
 
     Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call. scale: of q k^T; None: 1 / sqrt(D).
     """

@@ -24,7 +24,7 @@ _table: dict | None = None
 
 
 def off() -> bool:
-    """Whether nothing is measured, and what was measured before is not read."""
+    """Return whether measuring is off; earlier measurements are not read either."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
         raise ValueError(f"{VARIABLE}={wish}: only auto (measure where skipping heads pays) and off (do not)")

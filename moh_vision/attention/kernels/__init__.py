@@ -62,7 +62,7 @@ def list_pairs(active: Tensor) -> Pairs:
 
 
 def in_float(weights: Tensor) -> Tensor:
-    """In float32 or better."""
+    """Return weights in float32, or wider if they are."""
     return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 

@@ -142,7 +142,7 @@ def load() -> bool:
 
 
 def library_path() -> Path:
-    """Where the library of this torch, processor and source code is kept: CACHE/kernels/KEY/moh_vision_kernels.so."""
+    """Return CACHE/kernels/KEY/moh_vision_kernels.so; the key is of torch, the processor and the source code."""
     return cache_folder() / "kernels" / key() / "moh_vision_kernels.so"
 
 
@@ -240,7 +240,7 @@ def isa() -> str:
 
 
 def _flags() -> list[str]:
-    """What the compiler is told besides files: torch's C++ standard and ABI, and the instruction set."""
+    """Return the compiler's flags: torch's C++ standard and ABI, and the instruction set."""
     # torch names the standard that it was compiled with, which its headers need: 201703 or 202002.
     standard = re.search(r"C\+\+ Version: 20(\d\d)", torch.__config__.show())
     return [

@@ -30,7 +30,7 @@ def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
 
 
 def places(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
-    """Where each pair lies in [T, H], as int64: token * H + head."""
+    """Return the place of each pair in [T, H], as int64: token * H + head."""
     return token.long() * heads + heads_of(token, offsets, heads)
 
 

@@ -121,7 +121,7 @@ class MAERouter(nn.Module):
     def resume(
         self, x: Tensor, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
     ) -> tuple[Routing, tuple[Tensor, Tensor]]:
-        """As `forward` for tokens x [B, N, C] after those of `state`, and the state after them. Causal pools only."""
+        """Route tokens x [B, N, C] that follow those of `state`; also return the new state. Causal pools only."""
         pooled, state = causal_mean(x, self.window, padding_mask, state)
         return self._choose(pooled, padding_mask), (state[0].clone(), state[1].clone())
 
