@@ -234,7 +234,9 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
         if any(known.startswith(f"{name}.") for known in keys) and name not in keys:
             raise ValueError(f'{where}: key "{name}" is a section of keys, got {value!r}')
         if name not in keys:
-            raise ValueError(f"{where}: {unknown_key(name, keys)}")
+            expected, kind = keys["kind"].default if "kind" in keys else None, tree.get("kind")
+            other = expected and kind and kind != expected
+            raise ValueError(f"{where}: {f'kind {kind}, not {expected}' if other else unknown_key(name, keys)}")
         if not keys[name].about["kept"]:
             raise ValueError(f"{where}: {name} is an option of one call, which no file holds: --{name}")
         yield name, value
