@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget, token_heads
+from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import shortened
 from moh_vision.commands.predict import class_names
@@ -42,20 +43,14 @@ class OneImage(NamedTuple):
     title: str  # two lines: run, active heads and image; predicted and true class
 
 
-def image_options(add) -> None:
-    """Add RUN and --image, which `open_image` reads."""
-    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
-    add("--image", required=True, metavar="FILE", help="the image")
-
-
-def open_image(options, command: str) -> OneImage:
+def open_image(options) -> OneImage:
     """Open a classifier and an image as in validation; the folder's name may be the true class."""
     run, file = options.run, options.image
     kind = kind_of(run, options.rest)
     if kind != "classification":
         raise ValueError(f"{run} is a {kind} model; expected a classifier, whose tokens are patches of an image")
     picture = decode_image(Path(file).read_bytes(), file)
-    opened = open_run(run, options=options.rest, command=command)
+    opened = open_run(run, options=options.rest, command="patches")
     model, of = opened.model, opened.metadata
     cfg, weights = model.pretrained_cfg, of["weights"]
     image = validation_transform(cfg)(picture)  # [C, h, w]
@@ -106,47 +101,32 @@ def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     return found
 
 
-def cell_grid(heads: int) -> tuple[int, int]:
-    """Return rows and columns of cells for an image and one map per head."""
-    rows = math.ceil((heads + 1) / MOST_COLUMNS)
-    return rows, math.ceil((heads + 1) / rows)
-
-
-def draw_maps(figure, grid: tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
-    """Draw an image, and maps over its grey form: values [rows, columns], top, colours and title.
-
-    Cells have no axes. Returns the image for a colour bar.
-    """
-    first, *others = figure.subplots(*grid, squeeze=False).flat
-    first.imshow(seen, extent=UNIT)
-    first.set_title("image", fontsize=7)
-    for cell in (first, *others):
-        cell.set_axis_off()
-    for cell, (values, top, colours, title) in zip(others, maps):
-        cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
-        cell.set_title(title, fontsize=7)
-        drawn = cell.imshow(values, cmap=colours, vmin=0, vmax=top, extent=UNIT, alpha=0.75, interpolation="nearest")
-    return drawn
-
-
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
     """Draw the image and one map per head for each (number, heads) of a layer."""
-    grids = [cell_grid(len(heads.active)) for _, heads in layers]
-    sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
-    columns = max(columns for _, columns in grids)
-    figure = plt.figure(figsize=(max(columns * CELL + 0.9, 5.0), sum(sizes) + 0.45), layout="constrained")
+    rows = [math.ceil((len(heads.active) + 1) / MOST_COLUMNS) for _, heads in layers]
+    columns = [math.ceil((len(heads.active) + 1) / count) for (_, heads), count in zip(layers, rows)]
+    heights = [0.45 + (CELL + 0.2) * count for count in rows]
+    figure = plt.figure(figsize=(max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45), layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
-    parts = figure.subfigures(len(layers), 1, height_ratios=sizes, squeeze=False)[:, 0]
-    for part, (number, heads), (rows, _) in zip(parts, layers, grids):
+    panels = figure.subfigures(len(layers), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for panel, (number, heads), *grid in zip(panels, layers, rows, columns):
         run = f"{heads.active.sum(0).float().mean():g} of {len(heads.active)} heads run for each patch"
-        part.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
-        maps = []
-        for head, (active, gates) in enumerate(zip(heads.active, heads.gates)):
+        panel.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
+        first, *others = panel.subplots(*grid, squeeze=False).flat
+        for cell in (first, *others):
+            cell.set_axis_off()
+        first.imshow(seen, extent=UNIT)
+        first.set_title("image", fontsize=7)
+        top = heads.gates.max()
+        for head, (cell, active, gates) in enumerate(zip(others, heads.active, heads.gates)):
             share = "shared" if head < heads.shared else f"{100 * active.float().mean():.0f} %"
+            cell.set_title(f"head {head}: {share}", fontsize=7)
+            cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
             values = np.ma.masked_where(~active.numpy(), gates.numpy())
-            maps.append((values, heads.gates.max(), colours, f"head {head}: {share}"))
-        bar = part.colorbar(draw_maps(part, (rows, columns), seen, maps), ax=part.axes, shrink=0.8)
+            look = dict(cmap=colours, vmin=0, vmax=top, alpha=0.75, interpolation="nearest")
+            drawn = cell.imshow(values, extent=UNIT, **look)
+        bar = panel.colorbar(drawn, ax=panel.axes, shrink=0.8)
         bar.set_label("gate", size=8)
         bar.ax.tick_params(labelsize=7)
     return figure
@@ -162,13 +142,14 @@ def chosen_layers(layers: Sequence[int] | None, found: Sequence[PatchHeads]) -> 
 
 
 def options(add) -> None:
-    image_options(add)
+    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
+    add("--image", required=True, metavar="FILE", help="the image")
     text = "layers from 0 (a middle and the last one of those that leave heads out)"
     add("--layer", type=int, nargs="+", metavar="N", help=text)
 
 
-def figure(options):
-    opened = open_image(options, "patches")
+def figure(options) -> Drawn:
+    opened = open_image(options)
     found = patch_heads(opened.model, opened.image)
     if all((heads.gates == 1).all() for heads in found):
         raise ValueError(f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw")
@@ -184,4 +165,4 @@ def figure(options):
         for number, heads in layers
     ]
     text = f": heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}"
-    return draw_patch_heads(layers, opened.seen, opened.title), dict(opened.about, layers=numbers), text
+    return Drawn(draw_patch_heads(layers, opened.seen, opened.title), dict(opened.about, layers=numbers), text)

@@ -25,6 +25,7 @@ from moh_vision.attention import attention_layers, head_budget
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
+    Column,
     NoScores,
     ScoredRun,
     as_written,
@@ -221,7 +222,7 @@ def make_card(
         inputs, named = opened.example()
         size = describe(about["architecture"], model, *inputs, **named)
     scores = scored.scores if scored else {}
-    shown = [(*COLUMNS.get(key, (key, 2)), value) for key, value in scores.items()]
+    shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
     head = dict(library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run))
     card = ModelCard.from_template(
         ModelCardData(**head, license=license or license_of_weights(run), tags=["moh_vision"]),
@@ -233,7 +234,7 @@ def make_card(
         kind=run.kind,
         size=size,
         data=data_of(run),
-        scores=[(title, mean_and_spread([value], digits)) for title, digits, value in shown],
+        scores=[(column.title, mean_and_spread([value], column.digits)) for column, value in shown.items()],
         how=scored and scored.how,
         starts=starts_of({run.folder.name: run})[0],
         config=text_of(run.folder / "config.yaml").rstrip(),

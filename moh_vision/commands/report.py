@@ -32,7 +32,7 @@ from moh_vision.commands.runs import (
     model_of,
     number_at,
     read_json,
-    read_metrics,
+    read_lines,
     read_run,
     starts_of,
     text_of,
@@ -57,7 +57,7 @@ PANELS = {
     "training loss": ("loss",),
     "validation loss": ("validation", "loss"),
     "validation: top-1, %": ("validation", "top1"),
-    **{f"score: {title}": ("scores", key) for key, (title, _) in COLUMNS.items()},
+    **{f"score: {column.title}": ("scores", key) for key, column in COLUMNS.items()},
     "balance loss, share of the loss": ("balance_share",),
     "learning rate": ("lr",),
 }
@@ -156,7 +156,7 @@ def training(runs: Named) -> Section:
     panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
         file = run.folder / "metrics.jsonl"
-        for entry in read_metrics(run.folder / "metrics.jsonl"):
+        for entry in read_lines(run.folder / "metrics.jsonl"):
             for title, place in PANELS.items():
                 value = number_at(entry, place, file)
                 if value is not None:  # not there, or not finite
@@ -184,7 +184,7 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             load = HeadLoad.read(file)
             for by in load.groups if load.choosing() else ():
                 caption = f"{name}: share of tokens that run each head, by {by}"
-                loads.append(figures.inline_svg(draw(load, "map", by)[0], caption))
+                loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
         elif name not in dense and not gates.is_file():
             missing.append(f"{name} has no {FILE}: {LOAD_MAKER}")
         if gates.is_file():

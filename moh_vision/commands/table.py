@@ -25,6 +25,7 @@ from moh_vision.commands.runs import (
     COLUMNS,
     NAMES,
     TEXT,
+    Column,
     ScoredRun,
     grouped,
     mean_and_spread,
@@ -97,7 +98,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
     """Make a table without empty columns; a missing number is a dash."""
     runs = read_runs(folders)
     groups = grouped(runs, names=names)
-    columns = COLUMNS | {title: (title, 2) for name in SUITES for title in suite_titles(name)}
+    columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
     rows, notes = [], [MACS.format(INPUTS.get(runs[0].kind, "a block of text"))]
     if len(groups) < len(runs):
@@ -107,7 +108,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
         for label, group in alike:
             cells = [_shown(size) for size in sizes(group[0])]
             for key in shown:
-                cells.append(mean_and_spread([run.scores.get(key) for run in group], columns[key][1]))
+                cells.append(mean_and_spread([run.scores.get(key) for run in group], columns[key].digits))
             done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
             steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
             rows.append([label, str(len(group)), steps, *cells])
@@ -118,7 +119,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
         for row in printed:
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]
             rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
-    titles = ["model", "runs", "steps", *SIZES.values(), *(columns[key][0] for key in shown)]
+    titles = ["model", "runs", "steps", *SIZES.values(), *(columns[key].title for key in shown)]
     return Table(titles, rows, notes)
 
 
