@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, lines_of, plt
-from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_json, read_runs
+from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_runs
 from moh_vision.commands.table import Table, markdown
 from moh_vision.language.evaluation.gates import GateReading, numbers_of, numbers_on, read_gates, reading_text
 from moh_vision.opening import open_run
@@ -66,7 +66,7 @@ def figure(options) -> Drawn:
 
 def read_split(run: ScoredRun, split: str) -> list[GateReading]:
     """Read the gates of the weights that a run's scores are of; often none."""
-    weights = run.folder / read_json(run.folder / "results.json")["weights"]
+    weights = run.folder / run.json("results.json")["weights"]
     opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator
     batches = text.eval_batches(getattr(text, split), accelerator.process_index, accelerator.num_processes)

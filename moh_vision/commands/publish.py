@@ -32,7 +32,6 @@ from moh_vision.commands.runs import (
     find_run,
     mean_and_spread,
     number_at,
-    read_json,
     read_run,
     starts_of,
     text_of,
@@ -61,10 +60,10 @@ OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "t
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
     """Find the weights that `path` means; for a finished run, the ones its results are of."""
-    results = run.folder / "results.json"
+    results = run.json("results.json")
     whole = path.is_dir() and step_of(path) is None
-    if whole and results.is_file():
-        named = Path(str(read_json(results).get("weights"))).name  # of a classifier "ema" or "model"
+    if whole and results:
+        named = Path(str(results.get("weights"))).name  # of a classifier "ema" or "model"
         file = (run.folder / named).with_suffix(".safetensors")
         if file.is_file():
             return file
@@ -84,14 +83,12 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
     except NoScores:
         return None
     in_run = file.parent.resolve() == run.folder.resolve()
-    if run.kind == "diffusion" and (run.folder / "scores.json").is_file():
+    if run.kind == "diffusion" and (found := run.json("scores.json")):
         from moh_vision.diffusion.scores import record_text
 
-        found = read_json(run.folder / "scores.json")
         own = scored.sampling.get("weights_sha256") == sha256_of(file)
         more = record_text({key: found.get(key) for key in ("protocol", "versions")})
-    elif (run.folder / "results.json").is_file():
-        found = read_json(run.folder / "results.json")
+    elif found := run.json("results.json"):
         own = in_run and Path(str(found.get("weights"))).stem == file.stem
         step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
         own = own and about.get("step", step) == step
@@ -253,22 +250,20 @@ def datasets_of(run: ScoredRun) -> Optional[List[str]]:
 
 def data_of(run: ScoredRun) -> str:
     """Say in a sentence what the training data was."""
-    text, record = f"`{run.config.get('data.root')}`", run.folder / RECORD
+    text = f"`{run.config.get('data.root')}`"
     if run.kind in TEXT.values():
         mixture = run.config.get("data.mixture") or ()
         text = ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture) or text
         pair = f", {run.config.get('data.source')} to {run.config.get('data.target')}" if run.kind == TEXT["mt"] else ""
         return f"{text}, split {run.config.get('data.train')}{pair}."
-    if record.is_file():
-        try:
-            counts = {split: [n for _, n in outline["classes"]] for split, outline in read_json(record).items()}
-            classes = len(next(iter(counts.values())))
-            parts = [f"{classes} classes"] * (classes > 1)
-            parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
-            text += f": {', '.join(parts)}"
-        except (TypeError, KeyError, StopIteration):
-            raise ValueError(f"{record}: not the record of a run's data") from None
-    return text + "."
+    try:
+        counts = {split: [n for _, n in outline["classes"]] for split, outline in run.json(RECORD).items()}
+    except (TypeError, KeyError):
+        raise ValueError(f"{run.folder / RECORD}: not the record of a run's data") from None
+    classes = max(map(len, counts.values()), default=0)
+    parts = [f"{classes} classes"] * (classes > 1)
+    parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
+    return f"{text}: {', '.join(parts)}." if parts else f"{text}."
 
 
 def without_paths(text: str) -> str:

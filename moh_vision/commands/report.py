@@ -29,7 +29,6 @@ from moh_vision.commands.runs import (
     as_written,
     find_run,
     having,
-    model_of,
     number_at,
     read_json,
     read_lines,
@@ -127,7 +126,7 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
     for group in alike.values():
         for run in group.values():
             try:
-                model, inputs, named = model_of(run)
+                model, inputs, named = run.forward()
             except FileNotFoundError as error:
                 missing.append(message_of(error))
                 continue
@@ -156,7 +155,7 @@ def training(runs: Named) -> Section:
     panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
         file = run.folder / "metrics.jsonl"
-        for entry in read_lines(run.folder / "metrics.jsonl"):
+        for entry in read_lines(file):
             for title, place in PANELS.items():
                 value = number_at(entry, place, file)
                 if value is not None:  # not there, or not finite
@@ -249,11 +248,10 @@ def translations(runs: Named) -> Section:
     files, missing = having(runs, "translations.txt", "a run writes it at its end")
     alike: dict[tuple, dict[str, list[str]]] = {}  # of the same text
     for name, file in files.items():
-        run, results = runs[name], file.with_name("results.json")
-        found = read_json(results) if results.is_file() else {}
-        whole = not any((found.get("left_out") or {"": 1}).values())  # else lines differ from the files
-        place = [run.config.get(f"data.{key}") for key in ("root", "source", "target")]
-        alike.setdefault((*place, found.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
+        results = runs[name].json("results.json")
+        whole = not any((results.get("left_out") or {"": 1}).values())  # else lines differ from the files
+        place = [runs[name].config.get(f"data.{key}") for key in ("root", "source", "target")]
+        alike.setdefault((*place, results.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
     blocks = []
     for (root, source, target, split, whole), lines in alike.items():
         count = min(map(len, lines.values()))

@@ -99,6 +99,20 @@ class ScoredRun(NamedTuple):
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
 
+    def json(self, name: str) -> dict:
+        """Read a JSON file in the folder; empty if it is not there."""
+        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
+
+    def forward(self) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Open the model on the meta device, with arguments of one forward.
+
+        Raises FileNotFoundError without weights.
+        """
+        opened = open_run(self.folder)
+        if self.sampling.get("head_budget") is not None:
+            set_head_budget(opened.model, self.sampling["head_budget"])
+        return without_memory(opened.model), *opened.example()
+
 
 class NoScores(ValueError):
     """A run that has no scores yet; the message says what makes them."""
@@ -121,7 +135,7 @@ def read_json(file: Path, text: str | None = None) -> dict:
 
 
 def read_lines(file: Path) -> list[dict]:
-    """Read the lines of a .jsonl file, if it exists, without an unfinished last line."""
+    """Read the lines of a .jsonl file, if it exists, without an unfinished last one."""
     lines = text_of(file).splitlines(keepends=True) if file.is_file() else []
     return [read_json(file, line) for line in lines if line.endswith("\n")]
 
@@ -176,13 +190,15 @@ def find_run(folder: Path) -> ScoredRun:
 def read_run(folder: Path) -> ScoredRun:
     """Read a run and its scores; raise NoScores without scores."""
     run = find_run(folder)
-    about = dict(classification=_about_images, diffusion=_about_samples).get(run.kind, _about_text)
+    told = dict(classification=_of_images, diffusion=_of_samples).get(run.kind, _of_text)
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
-        found = _scored_samples(folder) if run.kind == "diffusion" else _results(folder, bool(suites))
-        scores |= {key: number_at(found, column.place or (key,), folder) for key, column in COLUMNS.items()}
-        steps = number_at(found, ("step",), folder) or 0
-        run = about(run._replace(steps=steps, scores=scores), found)
+        results = _scored_samples(run) if run.kind == "diffusion" else run.json("results.json")
+        if not results and not suites:
+            raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
+        scores |= {key: number_at(results, column.place or (key,), folder) for key, column in COLUMNS.items()}
+        steps = number_at(results, ("step",), folder) or 0
+        run = told(run._replace(steps=steps, scores=scores), results)
     return run._replace(how="; ".join([run.how, *suites]))
 
 
@@ -196,24 +212,17 @@ def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
     return runs
 
 
-def _results(folder: Path, scored: bool) -> dict:
-    file = folder / "results.json"
-    if not file.is_file() and not scored:
-        raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
-    return read_json(file) if file.is_file() else {}
-
-
-def _scored_samples(folder: Path) -> dict:
-    if (folder / "scores.json").is_file():
-        return read_json(folder / "scores.json")
-    entries = read_lines(folder / "metrics.jsonl")
+def _scored_samples(run: ScoredRun) -> dict:
+    if found := run.json("scores.json"):
+        return found
+    entries = read_lines(run.folder / "metrics.jsonl")
     scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
     if not scored:
-        raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
+        raise NoScores(f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE")
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])
 
 
-def _about_images(run: ScoredRun, results: dict) -> ScoredRun:
+def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
     if 0 < len(results.get("top1_by_class", ())) <= FEW:
         run.scores["top5"] = None
     top1, images, error = run.scores["top1"] or 0, results.get("images"), ""
@@ -223,7 +232,7 @@ def _about_images(run: ScoredRun, results: dict) -> ScoredRun:
     return run._replace(how=f"{images} validation images of {run.config.get('data.root')}", error=error)
 
 
-def _about_samples(run: ScoredRun, found: dict) -> ScoredRun:
+def _of_samples(run: ScoredRun, found: dict) -> ScoredRun:
     sampling, by = found.get("sampling", {}), found.get("label") or found.get("feature_space")
     if run.scores["recognised"] is not None:
         run.scores["recognised"] *= 100
@@ -234,7 +243,7 @@ def _about_samples(run: ScoredRun, found: dict) -> ScoredRun:
     return run._replace(how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
 
 
-def _about_text(run: ScoredRun, results: dict) -> ScoredRun:
+def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
     splits = [run.config[f"data.{key}"] for key in ("val", "test") if run.config.get(f"data.{key}")]
     how = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
@@ -267,17 +276,6 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
             files[name] = file
             suites.append(name if limit is None else f"{name}, --limit {limit:g}")
     return scores, suites
-
-
-def model_of(run: ScoredRun) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Open a run's model on the meta device, with arguments of one forward.
-
-    Raises FileNotFoundError without weights.
-    """
-    opened = open_run(run.folder)
-    if run.sampling.get("head_budget") is not None:
-        set_head_budget(opened.model, run.sampling["head_budget"])
-    return without_memory(opened.model), *opened.example()
 
 
 def grouped(

@@ -29,7 +29,6 @@ from moh_vision.commands.runs import (
     ScoredRun,
     grouped,
     mean_and_spread,
-    model_of,
     read_runs,
     suite_titles,
 )
@@ -86,7 +85,7 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
 def sizes(run: ScoredRun) -> list[float | None]:
     """Return the numbers of SIZES for the active heads; None without weights."""
     try:
-        model, inputs, named = model_of(run)
+        model, inputs, named = run.forward()
     except FileNotFoundError:
         return [None] * len(SIZES)
     macs = count_macs(model, *inputs, **named)

@@ -127,13 +127,14 @@ def test_steps_are_those_of_the_weights(runs, tmp_path, table_of):
 
 def test_scores_of_sample_py_come_first(runs, tmp_path, table_of):
     shutil.copytree(runs["dit"], tmp_path / "run")
+    drawn = dict(sampler="ddpm", steps=250, seed=3, weights_sha256="c0ffee", cfg_scale=None)
     scores = dict(fid=12.345, kid=0.001234, precision=None, num_generated=50000, num_reference=10000, label="FID-50K")
-    scores.update(reference="ref.npz", extractor="inception", sampling=dict(sampler="ddpm", steps=250, seed=3))
+    scores.update(reference="ref.npz", extractor="inception", sampling=drawn)
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
     out = table_of(tmp_path / "run")
     (row,) = cells(out)
     assert row["FID"] == "12.35" and row["KID"] == "0.00123" and "FD" not in row and "precision" not in row
-    assert "FID-50K by inception; sampler ddpm, steps 250" in out
+    assert "FID-50K by inception; sampler ddpm, steps 250.\n" in out
     # Scores of other images are no spread over seeds.
     one, other = cells(table_of(tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)))
     assert one["FD"] == "-" and other["FID"] == "-"
@@ -165,13 +166,8 @@ def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, 
 
 def test_suites(tmp_path, table_of, refused):
     """Of a folder with a configuration alone: there are scores, and no weights."""
-    config = dict(
-        kind="text",
-        seed=0,
-        model=dict(name="clm_moh_small_75"),
-        data=dict(root="text", val="val"),
-        generate=dict(beam=5),
-    )
+    data, model = dict(root="text", val="val"), dict(name="clm_moh_small_75")
+    config = dict(kind="text", seed=0, model=model, data=data, generate=dict(beam=5))
     suite = SUITES["moh-llm"]
     values = [10.0 + i for i in range(len(suite.rows))]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
