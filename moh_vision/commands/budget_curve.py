@@ -20,12 +20,12 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from moh_vision.attention import HeadBudget, attention_layers, head_budget, running
-from moh_vision.attention.budget import change_routed, parse_share
+from moh_vision.attention import HeadBudget, attention_layers, head_budget, routed_budgets, running
+from moh_vision.attention.budget import parse_share
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
-from moh_vision.commands.search import groups_of, refuse_budget
+from moh_vision.commands.search import refuse_budget
 from moh_vision.engine.commands import say
 from moh_vision.engine.opened import Opened
 from moh_vision.models.pretrained import is_dense
@@ -57,7 +57,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
 
     def spread(share: str) -> Budgets | None:
         try:
-            return change_routed(share if ":" in share else kind + share, own, groups_of(model))
+            return routed_budgets(model, share if ":" in share else kind + share)
         except ValueError:
             return None
 

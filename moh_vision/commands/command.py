@@ -45,7 +45,7 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
             return command.work(options)
         from moh_vision.commands.figures import check_figure, write_figure  # matplotlib takes a second
 
-        check_figure("--output", options.output)
+        check_figure(options.output)
         drawn = command.figure(options)
         if drawn is not None:
             files = write_figure(drawn.figure, options.output, drawn.numbers)

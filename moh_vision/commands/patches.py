@@ -24,6 +24,7 @@ from moh_vision.commands.predict import class_names
 from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.engine.io import run_of
+from moh_vision.engine.opened import Opened
 from moh_vision.models.transnext import TransNeXt, stage_sizes
 from moh_vision.opening import kind_of, open_run
 
@@ -33,46 +34,32 @@ CELL = 1.25  # inches
 UNIT = (0, 1, 0, 1)  # extent of images and maps of any resolution
 
 
-class OneImage(NamedTuple):
-    """A classifier and one image."""
-
-    model: nn.Module  # in eval mode
-    image: Tensor  # [C, h, w] as the model takes it
-    seen: np.ndarray  # [h, w, 3] for display, 0 to 1
-    about: dict  # run, weights, model, image, img_size, predicted class, its probability, true class or None
-    title: str  # two lines: run, active heads and image; predicted and true class
-
-
-def open_image(options) -> OneImage:
-    """Open a classifier and an image as in validation; the folder's name may be the true class."""
-    run, file = options.run, options.image
-    kind = kind_of(run, options.rest)
-    if kind != "classification":
-        raise ValueError(f"{run} is a {kind} model; expected a classifier, whose tokens are patches of an image")
-    picture = decode_image(Path(file).read_bytes(), file)
-    opened = open_run(run, options=options.rest, command="patches")
-    model, of = opened.model, opened.metadata
-    cfg, weights = model.pretrained_cfg, of["weights"]
-    image = validation_transform(cfg)(picture)  # [C, h, w]
+def as_seen(image: Tensor, cfg: dict) -> np.ndarray:
+    """Undo the normalisation of an image [C, h, w]: [h, w, 3] from 0 to 1, for display."""
     mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
-    seen = (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
-    names, folder = class_names(of["classes"], model.num_classes), Path(file).absolute().parent.name
+    return (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
+    """Return what a classifier takes an image for, and a title; the folder's name may be the true class."""
+    model, of = opened.model, opened.metadata
+    names = class_names(of["classes"], model.num_classes)
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)
-    about = dict(
-        run=(run_of(weights).resolve() if of["of_run"] else Path(weights)).name,
-        weights=weights,
+    numbers = dict(
+        run=(run_of(of["weights"]).resolve() if of["of_run"] else Path(of["weights"])).name,
+        weights=of["weights"],
         model=of["architecture"],
         image=file,
         img_size=of["img_size"],
         predicted=names[predicted],
         probability=probability.item(),
-        true=dict(zip(of["classes"] or (), names)).get(folder),
+        true=dict(zip(of["classes"] or (), names)).get(Path(file).absolute().parent.name),
     )
-    title = f"{about['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
-    title += f"predicted class {shortened(about['predicted'])} ({100 * probability:.1f} %)"
-    title += f", true class {shortened(about['true'])}" if about["true"] is not None else ""
-    return OneImage(model, image, seen, about, title.replace("$", r"\$"))  # no formulas
+    title = f"{numbers['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
+    title += f"predicted class {shortened(numbers['predicted'])} ({100 * probability:.1f} %)"
+    title += f", true class {shortened(numbers['true'])}" if numbers["true"] is not None else ""
+    return numbers, title.replace("$", r"\$")  # no formulas
 
 
 class PatchHeads(NamedTuple):
@@ -149,12 +136,21 @@ def options(add) -> None:
 
 
 def figure(options) -> Drawn:
-    opened = open_image(options)
-    found = patch_heads(opened.model, opened.image)
-    if all((heads.gates == 1).all() for heads in found):
+    kind = kind_of(options.run, options.rest)
+    if kind != "classification":
+        raise ValueError(
+            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
+        )
+    picture = decode_image(Path(options.image).read_bytes(), options.image)
+    opened = open_run(options.run, options=options.rest, command="patches")
+    cfg = opened.model.pretrained_cfg
+    image = validation_transform(cfg)(picture)  # [C, h, w]
+    numbers, title = classified(opened, image, options.image)
+    every = patch_heads(opened.model, image)
+    if all((heads.gates == 1).all() for heads in every):
         raise ValueError(f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw")
-    layers = [(number, found[number]) for number in chosen_layers(options.layer, found)]
-    numbers = [
+    layers = [(number, every[number]) for number in chosen_layers(options.layer, every)]
+    numbers["layers"] = [
         dict(
             layer=number,
             name=heads.name,
@@ -164,5 +160,5 @@ def figure(options) -> Drawn:
         )
         for number, heads in layers
     ]
-    text = f": heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}"
-    return Drawn(draw_patch_heads(layers, opened.seen, opened.title), dict(opened.about, layers=numbers), text)
+    text = f": heads of {len(layers)} of {len(every)} layers, weights of {numbers['weights']}"
+    return Drawn(draw_patch_heads(layers, as_seen(image, cfg), title), numbers, text)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
-from typing import List, Optional, Tuple
 
 import timm
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
@@ -21,7 +20,7 @@ from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
@@ -41,7 +40,6 @@ from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import reason_of, refuse_output, say
 from moh_vision.engine.io import __version__, give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.models.counts import count_parameters
 from moh_vision.models.describe import describe
 from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import open_run
@@ -72,7 +70,7 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
     return weights_file(str(path))
 
 
-def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
+def scores_of(run: ScoredRun, about: dict) -> ScoredRun | None:
     """Read the scores of the weights with this metadata; None without scores."""
     file = Path(about["weights"])
     if "best_top1" in about:
@@ -104,7 +102,7 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
 # Each saves a folder and returns for the card: the library, the hub's task, the example.
 
 
-def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
+def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save timm's folder, with the preprocessing of the run's validation."""
     model, arguments = opened.model, dict(opened.metadata["arguments"])
     cfg = {**model.pretrained_cfg, **dict.fromkeys(OF_SOURCE), "license": license_of_weights(run)}
@@ -126,7 +124,7 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Option
     return dict(library="timm", task="image-classification", model=title, **example)
 
 
-def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.Module, dict]]:
+def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
     """Make timm's model of this name from a dense one, with its arguments; None: timm has none."""
     if arguments.get("router") != "dense" or not timm.is_model(name):
         return None
@@ -139,14 +137,14 @@ def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.M
     return plain, theirs
 
 
-def license_of_weights(run: ScoredRun) -> Optional[str]:
+def license_of_weights(run: ScoredRun) -> str | None:
     """Look up the license in timm's registry of the weights that a run started from."""
     source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix("hf-hub:timm/")
     cfg = get_pretrained_cfg(source, allow_unregistered=True)
     return cfg and cfg.license
 
 
-def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
+def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save a diffusers pipeline with its VAE and the sampler of the scores."""
     from moh_vision.diffusion.config import SampleConfig
     from moh_vision.diffusion.loading import open_pipeline
@@ -162,7 +160,7 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: Optional
     return dict(library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps)
 
 
-def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
+def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save a transformers folder, with the run's tokenizers."""
     from transformers import GenerationConfig
 
@@ -210,14 +208,11 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
 
 
 def make_card(
-    run: ScoredRun, opened: Opened, saved: dict, scored: Optional[ScoredRun], name: str, license: Optional[str]
+    run: ScoredRun, opened: Opened, saved: dict, scored: ScoredRun | None, name: str, license: str | None
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
     model, about = opened.model, opened.metadata
-    layers, size = attention_layers(model), f"parameters: {count_parameters(model):,}"
-    if layers:
-        inputs, named = opened.example()
-        size = describe(about["architecture"], model, *inputs, **named)
+    inputs, named = opened.example()
     scores = scored.scores if scored else {}
     shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
     head = dict(library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run))
@@ -227,9 +222,9 @@ def make_card(
         name=name,
         about=about,
         file=Path(about["weights"]).name,
-        share=100 * head_budget(model)["share"] if layers else None,
+        share=100 * head_budget(model)["share"],
         kind=run.kind,
-        size=size,
+        size=describe(about["architecture"], model, *inputs, **named),
         data=data_of(run),
         scores=[(column.title, mean_and_spread([value], column.digits)) for column, value in shown.items()],
         how=scored and scored.how,
@@ -241,7 +236,7 @@ def make_card(
     return card
 
 
-def datasets_of(run: ScoredRun) -> Optional[List[str]]:
+def datasets_of(run: ScoredRun) -> list[str] | None:
     """Name the hub's data sets for the card; a local folder of that name is another set."""
     roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [run.config.get("data.root")]
     named = [root.removeprefix(PREFIX).partition(":")[0] for root in map(str, roots) if root.startswith(PREFIX)]

@@ -18,7 +18,7 @@ import jinja2
 import matplotlib
 import numpy as np
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.commands import report_figures as figures
 from moh_vision.commands.head_load import draw
 from moh_vision.commands.runs import (
@@ -113,7 +113,7 @@ def sections(kind: str, runs: Named) -> Iterator[Section]:
         yield confusions(runs)
     if kind == TEXT["mt"]:
         yield translations(runs)
-    texts = [("text", ", ".join(names), text) for names, _, text in models if text]
+    texts = [("text", ", ".join(names), text) for names, _, text in models]
     yield Section("Parameters and multiply-accumulates", texts, unweighted)
 
 
@@ -130,10 +130,8 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
             except FileNotFoundError as error:
                 missing.append(message_of(error))
                 continue
-            layers, text = [], ""
-            if attention_layers(model):
-                layers, text = head_budget(model)["layers"], describe(run.model, model, *inputs, **named)
-            models.append((list(group), layers, text))
+            text = describe(run.model, model, *inputs, **named)
+            models.append((list(group), head_budget(model)["layers"], text))
             break
     return models, missing
 
@@ -279,13 +277,11 @@ def environment(runs: Named) -> Section:
 
 
 def options(add) -> None:
-    """Add the arguments."""
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--output", required=True, metavar="FILE.html", help="the page; a new file")
 
 
 def work(options) -> None:
-    """Write the page."""
     if not options.output.endswith(".html"):
         raise ValueError(f"--output {options.output}: expected a name that ends in .html")
     refuse_output("--output", options.output)

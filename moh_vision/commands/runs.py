@@ -61,6 +61,7 @@ WITHOUT_EFFECT = (
     "seed",
     "log_every",
     "save_every",
+    "save_in_background",
     "keep_checkpoints",
     "keep_weights_every",
     "tracker",

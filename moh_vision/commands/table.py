@@ -20,7 +20,7 @@ from typing import NamedTuple, Sequence
 
 import yaml
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.commands.runs import (
     COLUMNS,
     NAMES,
@@ -89,7 +89,7 @@ def sizes(run: ScoredRun) -> list[float | None]:
     except FileNotFoundError:
         return [None] * len(SIZES)
     macs = count_macs(model, *inputs, **named)
-    active = head_budget(model)["share"] if attention_layers(model) else 1.0
+    active = head_budget(model)["share"]
     return [count_parameters(model) / 1e6, (macs.linears + macs.scores) / 1e6, 100 * active]
 
 
@@ -148,13 +148,11 @@ def latex(table: Table) -> str:
 
 
 def options(add) -> None:
-    """Add the arguments."""
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--names", nargs="+", metavar="NAME", help=NAMES)
     add("--latex", action="store_true", help="print LaTeX instead of Markdown")
 
 
 def work(options) -> None:
-    """Print the table."""
     table = make_table(options.runs, options.names)
     say(latex(table) if options.latex else markdown(table))

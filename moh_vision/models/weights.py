@@ -72,7 +72,7 @@ def check_side(model: nn.Module, side: Optional[int]) -> None:
 
 def check_name(name: str, kind: Optional[str]) -> None:
     """Refuse an unknown name, a model without head routing, or one not of `kind` (None: any)."""
-    kinds = _kinds()
+    kinds = image_models()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):
         what = "is not a registered model"
@@ -87,8 +87,8 @@ def check_name(name: str, kind: Optional[str]) -> None:
     raise ValueError(f"model.name '{name}' {what}, {closest(asked, fitting)}")
 
 
-def _kinds() -> Dict[str, str]:
-    """Return the kind of each of our registered models."""
+def image_models() -> Dict[str, str]:
+    """Return the kind of each of our image models: "classifier" or "diffusion"."""
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
@@ -121,7 +121,7 @@ def read_described(file: Path, kind: Optional[str]) -> Tuple[Dict[str, Tensor], 
         raise ValueError(f"{file}: architecture, arguments and config in its metadata are not a name and two mappings")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
-    actual = "text" if "vocabularies" in metadata else _kinds().get(name, kind)
+    actual = "text" if "vocabularies" in metadata else image_models().get(name, kind)
     if kind not in (None, actual):
         raise ValueError(f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}")
     for key in FETCHING:
