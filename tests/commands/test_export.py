@@ -216,6 +216,7 @@ def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, run_command, mon
 
     monkeypatch.setattr(exporting, "export", wrong)
     refused("m.pt2 is not written: it differs from PyTorch by", folder)
+
     def not_finite(module, *more):
         return lambda inputs: module(**inputs) * (1 if len(inputs["images"]) == 1 else nan)
 

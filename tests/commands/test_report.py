@@ -200,9 +200,8 @@ def test_mistakes_are_one_line(runs, tmp_path, refused):
     assert "is no run: it has no config.yaml" in refused("report", tmp_path, *output)
     assert f"{runs['cls']}/../cls is given twice" in refused("report", f"{runs['cls']}/../cls", runs["cls"], *output)
     assert "expected a name that ends in .html" in refused("report", runs["cls"], "--output", tmp_path / "report.pdf")
-    assert "report.html: no such folder" in refused(
-        "report", runs["cls"], "--output", tmp_path / "none" / "report.html"
-    )
+    nowhere = ("--output", tmp_path / "none" / "report.html")
+    assert "report.html: no such folder" in refused("report", runs["cls"], *nowhere)
     assert "required: --output" in refused("report", runs["cls"])
     (tmp_path / "there.html").write_text("")
     assert "there.html exists" in refused("report", runs["cls"], "--output", tmp_path / "there.html")

@@ -91,19 +91,15 @@ def test_rows_have_the_names_given(runs, table_of, refused):
     assert "--names: 1 for 3 runs; expected one for each RUN" in refused("table", *folders, "--names", "one")
 
 
-def test_other_numbers_of_steps_and_cadences(runs, tmp_path, table_of):
-    """The steps that were done tell runs apart, how often they were logged does not."""
-    slow = configured(runs["cls0"], tmp_path / "slow", log_every=7, seed=5)
+def test_what_tells_runs_apart(runs, tmp_path, table_of):
+    """Steps and settings do, how often and how a run was logged and saved does not; defaults are not in a name."""
+    slow = configured(runs["cls0"], tmp_path / "slow", log_every=7, save_in_background="false", seed=5)
+    decayed = configured(runs["cls0"], tmp_path / "decayed", layer_decay=0.9)
+    plain, other = cells(table_of(runs["cls0"], slow, decayed))
+    assert (plain["runs"], other["runs"]) == ("2", "1") and plain["top-1, %"].endswith("± 0.00")
+    assert other["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
     long = configured(runs["cls0"], tmp_path / "long", max_steps=4, seed=6)
-    rows = cells(table_of(runs["cls0"], slow, long))
-    assert [row["runs"] for row in rows] == ["2", "1"] and "max_steps 4" in rows[1]["model"]
-    assert rows[0]["top-1, %"].endswith("± 0.00")
-
-
-def test_what_a_run_leaves_to_the_defaults_is_not_in_its_name(runs, tmp_path, table_of):
-    other = configured(runs["cls0"], tmp_path / "decayed", layer_decay=0.9)
-    plain, decayed = cells(table_of(runs["cls0"], other))
-    assert decayed["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
+    assert "max_steps 4" in cells(table_of(runs["cls0"], long))[1]["model"]
 
 
 def test_diffusion(runs, table_of, refused):
