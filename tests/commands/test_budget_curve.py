@@ -124,7 +124,7 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     dense = trained("cls", 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null")
     (token, dense), _ = curve(runs[0], dense, *new, "--shares", "0.75")
     assert (token["shares"], dense["shares"]) == ([0.75], [1.0])
-    assert "dense, all heads" in (tmp_path / "new.svg").read_text()
+    assert "cls, all heads" in (tmp_path / "new.svg").read_text()
 
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve, refused):
