@@ -110,9 +110,7 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     def refuses(words, *argv):
         assert words in refused("budget-curve", *argv)
 
-    refuses("exists; give another path", *runs, "--output", figure)
     refuses("--checkpoint has no effect: RUN says", runs[0], *new, "--checkpoint", runs[1])
-    refuses("expected a name that ends in .png or .svg", *runs, "--output", "curve.pdf")
     allowed = f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0."
     refuses(allowed, *runs, *new, "--shares", "0.1")
     for share in ("1.5", "much", "uniform:0.5:0.4"):

@@ -111,11 +111,7 @@ def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, run_command)
 
 def test_mistakes_are_one_line(tmp_path, refused):
     run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
-    (tmp_path / "old.png").touch()
     new = ["--output", tmp_path / "new.png"]
-    ending = "new.pdf: expected a name that ends in .png or .svg"
-    assert ending in refused("curves", run, "--output", tmp_path / "new.pdf")
-    assert "old.png exists" in refused("curves", run, "--output", tmp_path / "old.png")
     assert "are the same run with the same seed" in refused("curves", run, run, *new)
     assert "--window 0: expected 1 or more" in refused("curves", run, "--window", 0, *new)
     short = write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10)

@@ -217,7 +217,6 @@ def test_names_of_layers():
         (". --by timestep", "--by timestep: only class"),
         (". --groups 1 dog", "--groups dog: no class has this name; there are 4, such as"),
         (". --layer 2", "--layer 2: expected 0 to 1"),
-        (". --kind pie", "invalid choice: 'pie'"),
         ("dense.json", "dense.json: every token ran every head"),
         ("bad.json", "bad.json: not a file of head loads"),
     ],

@@ -92,10 +92,11 @@ def test_the_command(run, folder, tmp_path, run_command):
     assert layer["layer"] == 0 and gates.shape == (8, 4, 4)
     assert np.isfinite(gates).sum(0).tolist() == [[4] * 4] * 4
     np.testing.assert_allclose(np.isfinite(gates).mean((1, 2)), layer["share_of_patches"])
-    x = torch.tensor(np.asarray(Image.open(image)))[None, None] / 255
-    cfg = load_run(run).pretrained_cfg
+    x, model = torch.tensor(np.asarray(Image.open(image)))[None] / 255, load_run(run)
+    normal = (x - model.pretrained_cfg["mean"][0]) / model.pretrained_cfg["std"][0]
+    np.testing.assert_allclose(patches.as_seen(normal, model.pretrained_cfg), np.stack([x[0]] * 3, -1), atol=1e-6)
     with torch.no_grad():
-        likely = load_run(run)((x - cfg["mean"][0]) / cfg["std"][0])[0].softmax(-1)
+        likely = model(normal[None])[0].softmax(-1)
     assert numbers["probability"] == pytest.approx(likely.max().item(), rel=1e-5)
     assert (numbers["predicted"], numbers["true"]) == (str(int(likely.argmax())), "0")
     drawn = (tmp_path / "heads.svg").read_text()

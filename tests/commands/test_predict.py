@@ -183,11 +183,9 @@ def test_names_of_imagenet():
         (["RUN", "IMAGE", "--output", "IMAGE"], "other.png exists; give another path"),
         (["RUN", "IMAGE", "--data.root", "digits"], "data.root has no effect: only the images that are named are read"),
         (["RUN", "IMAGE", "--model.depth", "3"], "model.depth has no effect: --checkpoint"),
-        (["RUN", "IMAGE", "--out", "a.csv"], "out"),
         (["no_such", "IMAGE"], "--checkpoint no_such: neither a run"),
         (["x", "IMAGE", "--model.name", "dit_small_patch2"], "x is a diffusion model; expected a classifier"),
         (["--top", "3", "RUN", "IMAGE"], "RUN comes before --top"),
-        (["RUN"], "the following arguments are required: IMAGE_OR_FOLDER"),
     ],
 )
 def test_mistakes_are_one_line(run, folder, refused, argv, words):
