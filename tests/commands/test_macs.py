@@ -105,20 +105,14 @@ def vit(**kwargs):
     return timm.create_model("moh_vit_tiny_patch16_224", **sizes, **kwargs)
 
 
-def vit_macs(per_layer):
-    """4 patches and a class token, patch embedding, feed-forward of 32, head of 3."""
-    n, c = 5, 8
-    return 4 * 4 * c + sum(per_layer) + 2 * 2 * n * c * 4 * c + c * 3
-
-
 def test_image_models():
-    n, c, D = 5, 8, 2
+    n, c, D = 5, 8, 2  # 4 patches and a class token
     image = torch.zeros(1, 1, 4, 4)
     token = count_macs(vit(head_budget=[(1, 1), (2, 2)]), image)
     router = (n * c * (3 + 2), n * c * (2 + 2 + 2))
     linears = [2 * n * c * c + 2 * n * c * 2 * D + router[0], 4 * n * c * c + router[1]]
     assert [layer.linears for layer in token.attention] == linears
-    assert token.linears == vit_macs(linears)
+    assert token.linears == sum(linears) + 4 * 4 * c + 2 * 2 * n * c * 4 * c + c * 3  # patches, feed-forward, head
     assert token.scores == 2 * n * n * (2 + 4) * D
     sample = count_macs(vit(head_budget=[(1, 1), (2, 2)], scope="sample"), image)
     linears = [4 * n * c * 2 * D + router[0] // n, 4 * n * c * c + router[1] // n]  # keys and values too, one choice
