@@ -1,7 +1,5 @@
 """List the commands: `python -m moh_vision`; explain one: `python -m moh_vision COMMAND --help`."""
 
-from __future__ import annotations
-
 import sys
 from importlib import import_module
 from types import ModuleType

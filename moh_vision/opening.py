@@ -1,7 +1,5 @@
 """Open a model that training or others have made, of any wing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Sequence
 

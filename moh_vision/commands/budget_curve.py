@@ -9,8 +9,6 @@ and precision; diffusion takes those of sample.py and needs --score REFERENCE. S
 Latency: median and quartiles of a batch's forward, over rounds in which all models and shares take turns.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Callable, Sequence

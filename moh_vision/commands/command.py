@@ -1,7 +1,5 @@
 """What all commands share: arguments, the figure's file, one line for a mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ the seed make one line, in a band of one standard deviation. --beside adds the l
 a configuration, of one run of it.
 """
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Sequence

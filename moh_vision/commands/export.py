@@ -9,8 +9,6 @@ its published ones. The file is compared with the model on random inputs. If it 
 kept, and the exit code is 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -1,7 +1,5 @@
 """The files of figures, and figures of lines."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import textwrap

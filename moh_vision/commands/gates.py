@@ -8,8 +8,6 @@ differ only in the seed share a row. Then, for each run, the load of the experts
 the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from pathlib import Path

@@ -7,8 +7,6 @@ bars: one layer, a few groups (MoH, figures 3, A and B). curves: each layer's ro
 sorted by load (MoA, figures 3 and 4).
 """
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

@@ -8,8 +8,6 @@ the perplexity; the JSON also has each task. Runs that differ only in the seed m
 band of one standard deviation.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -9,8 +9,6 @@ appendix E). MoA's rows for masked models (table 2) are linear layers plus twice
 the table of modules that `--dry-run` also prints.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple

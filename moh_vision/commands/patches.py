@@ -6,8 +6,6 @@ RUN comes first: a classifier's run, or weights with --model.NAME; then options 
 The figure shows the image as the model sees it, and each head coloured by its gate, dark if not run.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import NamedTuple, Sequence

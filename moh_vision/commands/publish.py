@@ -7,8 +7,6 @@ RUN is a run of train_cls.py, train_dit.py or train_text.py, its checkpoints/ste
 file in either. --push creates a repository on the Hugging Face hub and uploads the folder.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path

@@ -7,8 +7,6 @@ page loads nothing else: it can be sent and printed. Parts that a run lacks are 
 ones a line says what makes them.
 """
 
-from __future__ import annotations
-
 import itertools
 from datetime import UTC, datetime
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read runs from their folders: configuration, scores, sizes, starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics

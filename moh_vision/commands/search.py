@@ -9,8 +9,6 @@ taken too, such as --data.root. budget.yaml has one [shared, routed] per layer:
 split compare it with the uniform budget and the papers' ramp of equally many heads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial

@@ -12,8 +12,6 @@ the training's last; for suites scores*.json, the --out of `python -m moh_vision
 package booktabs.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Sequence
