@@ -203,17 +203,13 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Answers as the hub does where a repository is made and a commit uploaded.
-
-    Attributes:
-        created: bodies of requests for new repositories.
-        files: what was uploaded, by path in the repository.
-        there: repositories that exist.
-    """
+    """Answers as the hub does where a repository is made and a commit uploaded."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
-        self.created, self.files, self.there, self.fails = [], {}, {"anna/there"}, False
+        self.created = []  # bodies of requests for new repositories
+        self.files = {}  # uploaded, by path in the repository
+        self.fails = False  # to take a commit
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -232,7 +228,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if self.path == "/api/whoami-v2":
             return self.answer(dict(type="user", name="anna", orgs=[dict(name="lab")]))
         name = self.path.removeprefix("/api/models/").partition("?")[0]
-        if name in self.server.there:
+        if name == "anna/there":
             return self.answer(dict(id=name, siblings=[], tags=[], private=False))
         self.answer(dict(error="Repository not found"), 404, X_Error_Code="RepoNotFound")
 
@@ -246,10 +242,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
             self.server.created.append(json.loads(body))
             return self.answer(dict(url="https://huggingface.co/anna/digits", name="anna/digits", id="anna/digits"))
         if "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
-            return self.answer(
-                dict(files=[dict(path=f["path"], uploadMode="regular", shouldIgnore=False) for f in asked])
-            )
+            plain = dict(uploadMode="regular", shouldIgnore=False)
+            return self.answer(dict(files=[dict(path=f["path"], **plain) for f in json.loads(body)["files"]]))
         if self.server.fails:
             return self.answer(dict(error="the disk of the hub is full"), 507)
         for line in map(json.loads, body.splitlines()):

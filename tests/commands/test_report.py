@@ -29,14 +29,7 @@ def runs(trained):
 
 
 class Page(HTMLParser):
-    """Tags that are balanced, what they load, and the text.
-
-    Attributes:
-        loads: values of src and href.
-        ids: of elements.
-        tags: names of all elements.
-        text: of the page, with one space for spaces and line ends.
-    """
+    """Tags that are balanced, values of src and href, ids, and the text with one space for spaces and line ends."""
 
     def __init__(self, markup):
         super().__init__()
