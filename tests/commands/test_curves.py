@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from moh_vision.commands.curves import read_curves
+from moh_vision.commands.figures import Line, draw_lines
 
 
 def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), bleu=None, **data):
@@ -143,3 +144,9 @@ def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):
     for number, (y, several) in enumerate(labels.items()):
         assert run_command("curves", *several, "--output", tmp_path / f"{number}.png").code == 0
         assert json.loads((tmp_path / f"{number}.json").read_text())["y"] == y
+
+
+def test_a_legend_of_many_or_long_names_stands_below():
+    for names, inside in ((map(str, range(12)), True), (map(str, range(13)), False), (["x" * 45], False)):
+        figure = draw_lines([Line(name, {1.0: [1.0]}) for name in names], "x", "y")
+        assert (figure.axes[0].get_legend() is not None) == inside == (not figure.legends)
