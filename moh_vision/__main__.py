@@ -1,10 +1,8 @@
 """List the commands: `python -m moh_vision`; explain one: `python -m moh_vision COMMAND --help`."""
 
-from __future__ import annotations
-
 import sys
+from importlib import import_module
 from types import ModuleType
-from typing import List, Optional
 
 from moh_vision.commands.command import run_command
 from moh_vision.engine.commands import closest, say
@@ -34,32 +32,8 @@ COMMANDS = {
 
 
 def command_of(name: str) -> ModuleType:
-    """Import a command's module, see `run_command`."""
+    """Import a command's module, see `run_command`; those of moh_vision/commands have its name."""
     match name:
-        case "table":
-            from moh_vision.commands import table as command
-        case "report":
-            from moh_vision.commands import report as command
-        case "curves":
-            from moh_vision.commands import curves as command
-        case "head-load":
-            from moh_vision.commands import head_load as command
-        case "gates":
-            from moh_vision.commands import gates as command
-        case "patches":
-            from moh_vision.commands import patches as command
-        case "budget-curve":
-            from moh_vision.commands import budget_curve as command
-        case "search":
-            from moh_vision.commands import search as command
-        case "macs":
-            from moh_vision.commands import macs as command
-        case "predict":
-            from moh_vision.commands import predict as command
-        case "export":
-            from moh_vision.commands import export as command
-        case "publish":
-            from moh_vision.commands import publish as command
         case "check":
             from moh_vision.data import check as command
         case "shards":
@@ -72,14 +46,14 @@ def command_of(name: str) -> ModuleType:
             from moh_vision.evaluation.fidelity import __main__ as command
         case "lm":
             from moh_vision.language.evaluation import lm as command
-        case "lm-curve":
-            from moh_vision.commands import lm_curve as command
         case "kernels":
             from moh_vision.attention.kernels import __main__ as command
+        case _:
+            command = import_module(f"moh_vision.commands.{name.replace('-', '_')}")
     return command
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):

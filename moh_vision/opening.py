@@ -1,11 +1,8 @@
 """Open a model that training or others have made, of any wing."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any, Sequence, Union
+from typing import Any, Sequence
 
-import timm
 import yaml
 from torch import nn
 
@@ -13,13 +10,13 @@ from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import FAMILIES
+from moh_vision.models.weights import image_models
 
 KINDS = ("classification", "diffusion", "text")
 
 
 def open_run(
-    path: Union[str, Path],
+    path: str | Path,
     weights: str | None = None,
     device: Any = None,
     options: Sequence[str] = (),
@@ -57,7 +54,7 @@ def open_run(
     return wing(str(path), weights, device, options, name=name, split=split, scores=scores, command=command)
 
 
-def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
+def load_run(path: str | Path, weights: str = "ema") -> nn.Module:
     """The model of `open_run`, in eval mode on the CPU.
 
     The pretrained_cfg of a classifier has the run's preprocessing in validation, for
@@ -70,7 +67,7 @@ def load_run(path: Union[str, Path], weights: str = "ema") -> nn.Module:
     return open_run(path, weights).model
 
 
-def kind_of(path: Union[str, Path], options: Sequence[str] = ()) -> str:
+def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
     """Return which of KINDS a path is, or else the model named by --model.name in options."""
     place, config = Path(path), run_of(path) / "config.yaml"
     if config.is_file():
@@ -78,15 +75,14 @@ def kind_of(path: Union[str, Path], options: Sequence[str] = ()) -> str:
     if (place / "model_index.json").is_file():
         return "diffusion"
     if (place / "config.json").is_file():
-        about = _read(place / "config.json")
-        return "text" if "model_type" in about else "diffusion" if "_class_name" in about else "classification"
+        saved = _read(place / "config.json")
+        return "text" if "model_type" in saved else "diffusion" if "_class_name" in saved else "classification"
     if place.is_file() and place.suffix == ".safetensors":
         saved = read_safetensors(place, lambda name: False)[1].get("config")
         if saved is not None:
             return _said(place, saved.get("kind") if isinstance(saved, dict) else None)
     named = next((b for a, b in zip(options, options[1:]) if a == "--model.name"), place.name).split(".")[0]
-    diffusion = [name for module in FAMILIES["diffusion"] for name in timm.list_models(module=module)]
-    return "diffusion" if named in diffusion else "classification"
+    return "diffusion" if image_models().get(named) == "diffusion" else "classification"
 
 
 def _read(file: Path) -> dict:

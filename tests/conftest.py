@@ -104,7 +104,7 @@ def trained(tmp_path_factory):
     """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
     import small_runs
 
-    wings, kept = dict(cls="classification", dit="diffusion", text="language"), {}
+    wings, kept = dict(cls="classification", dit="diffusion", text="language", clm="language"), {}
 
     def train(kind, steps, *options):
         if (kind, steps, *options) not in kept:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from small_text import write_pairs
+from small_text import write_pairs, write_plain
 
 SMALL = dict(
     cls="--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --data.workers 0",
@@ -17,6 +17,9 @@ SMALL = dict(
     "--model.kwargs.num_attention_heads 4 --model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 "
     "--data.source de --data.target en --data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 1 "
     "--optim.lr 1e-3 --optim.warmup_steps 20",
+    clm="--model.name clm_moh_small_75 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
+    "--model.kwargs.num_attention_heads 8 --model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 "
+    "--data.val valid --data.merges 20 --data.block 16 --optim.batch_size 4 --optim.lr 1e-2 --optim.warmup_steps 1",
 )
 
 
@@ -28,9 +31,17 @@ def pairs() -> str:
     return str(write_pairs(Path(folder.name)))
 
 
+@functools.cache
+def plain() -> str:
+    """A folder of text in one language, until the process ends."""
+    plain.folder = tempfile.TemporaryDirectory(prefix="plain-")
+    return str(write_plain(Path(plain.folder.name), train=60, val=10))
+
+
 def arguments(kind, output, steps, save_every, *more):
     every = f"--log-every 1 --max-steps {steps} --save-every {save_every} --output {output}"
-    data = ["--data.root", pairs()] if kind == "text" else []
+    texts = dict(text=pairs, clm=plain)
+    data = ["--data.root", texts[kind]()] if kind in texts else []
     return [*SMALL[kind].split(), *data, *every.split(), *map(str, more)]
 
 

@@ -6,42 +6,32 @@ import pytest
 import timm
 import torch
 from refusals import one_line
-from small_runs import arguments, same
-from small_text import write_plain
+from small_runs import same
 
 import moh_vision
 from moh_vision.__main__ import main as command
-from moh_vision.classification import train as train_cls
-from moh_vision.diffusion import train as train_dit
-from moh_vision.language import train as train_text
 from moh_vision.opening import kind_of
 
-CLM = (
-    "--model.name clm_moh_small_75 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 "
-    "--model.kwargs.num_attention_heads 4 --model.kwargs.num_hidden_layers 1 --data.merges 60 --data.block 16 "
-    "--optim.batch_size 4 --max-steps 2 --save-every 1"
-)
 KINDS = dict(cls="classification", dit="diffusion", clm="text")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("opened")
-    train_cls.main(arguments("cls", folder / "cls", 2, 1))
-    train_dit.main(arguments("dit", folder / "dit", 2, 1))
-    train_text.main([*CLM.split(), "--data.root", str(write_plain(folder / "text")), "--output", str(folder / "clm")])
+def runs(trained, tmp_path_factory):
+    """Runs by kind, and what publish makes of them."""
+    folder, found = tmp_path_factory.mktemp("published"), {}
     for name in KINDS:
-        assert command(["publish", str(folder / name), "--output", str(folder / f"{name}_published")]) == 0
-    return folder
+        found[name], found[f"{name}_published"] = trained(name, 2, "--save-every", 1), folder / name
+        assert command(["publish", str(found[name]), "--output", str(folder / name)]) == 0
+    return found
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_form_of_a_run_is_the_same_model(runs, name, monkeypatch):
-    run, kind = runs / name, KINDS[name]
+    run, kind = runs[name], KINDS[name]
     opened = moh_vision.open_run(run)
     assert opened.kind == kind == kind_of(run) and not opened.model.training
     weights = "model" if name == "clm" else "ema"
-    forms = [run / f"{weights}.safetensors", run / "checkpoints" / "step_2", runs / f"{name}_published"]
+    forms = [run / f"{weights}.safetensors", run / "checkpoints" / "step_2", runs[f"{name}_published"]]
     for form in forms:
         again = moh_vision.open_run(str(form))
         assert again.kind == kind and same(again.model, opened.model) and same(moh_vision.load_run(form), opened.model)
@@ -57,11 +47,11 @@ def test_every_form_of_a_run_is_the_same_model(runs, name, monkeypatch):
 
 def test_weights_alone_say_their_kind(runs, tmp_path):
     for name in ("cls", "dit"):
-        shutil.copy(runs / name / "ema.safetensors", tmp_path / f"{name}.safetensors")
+        shutil.copy(runs[name] / "ema.safetensors", tmp_path / f"{name}.safetensors")
         opened = moh_vision.open_run(tmp_path / f"{name}.safetensors")
-        assert opened.kind == KINDS[name] and same(opened.model, moh_vision.load_run(runs / name))
+        assert opened.kind == KINDS[name] and same(opened.model, moh_vision.load_run(runs[name]))
     cfg = moh_vision.open_run(tmp_path / "cls.safetensors").model.pretrained_cfg
-    assert cfg["crop_pct"] == moh_vision.load_run(runs / "cls").pretrained_cfg["crop_pct"] == 1
+    assert cfg["crop_pct"] == moh_vision.load_run(runs["cls"]).pretrained_cfg["crop_pct"] == 1
 
 
 def test_weights_with_the_name_of_a_model(tmp_path):
@@ -74,10 +64,10 @@ def test_weights_with_the_name_of_a_model(tmp_path):
 
 def test_data_losses_and_scores(runs):
     for name, key in (("cls", "top1"), ("clm", "perplexity")):
-        opened = moh_vision.open_run(runs / name, device="cpu")
+        opened = moh_vision.open_run(runs[name], device="cpu")
         assert opened.data("val") is not None and opened.scores()[key] > 0
     for name in KINDS:
-        opened = moh_vision.open_run(runs / name)
+        opened = moh_vision.open_run(runs[name])
         searched, others = opened.halves(4)
         loss = opened.mean_loss(searched)
         assert loss > 0 and loss != opened.mean_loss(others)
@@ -85,12 +75,12 @@ def test_data_losses_and_scores(runs):
 
 
 def test_samples_are_scored_as_asked(runs):
-    asked = f"--score digits --extractor {runs}/cls --num-images 20 --steps 2 --batch-size 10".split()
-    opened = moh_vision.open_run(runs / "dit", options=asked, scores=True)
+    asked = f"--score digits --extractor {runs['cls']} --num-images 20 --steps 2 --batch-size 10".split()
+    opened = moh_vision.open_run(runs["dit"], options=asked, scores=True)
     assert opened.forward()[1] == 10
     for reference in (None, "digits"):  # the training images, as while training
-        own = moh_vision.open_run(runs / "dit")
-        own.metadata["config"]["score"].update(images=20, steps=3, extractor=f"{runs}/cls", reference=reference)
+        own = moh_vision.open_run(runs["dit"])
+        own.metadata["config"]["score"].update(images=20, steps=3, extractor=str(runs["cls"]), reference=reference)
         assert own.scores()["num_reference"] == 1442
     assert opened.scores() == opened.scores() and 0 <= opened.scores()["recognised"] <= 100
 
@@ -98,7 +88,7 @@ def test_samples_are_scored_as_asked(runs):
 def test_mistakes_are_one_line(runs, tmp_path):
     with one_line("nowhere: neither a run, a file of weights, nor a registered model name"):
         moh_vision.open_run(tmp_path / "nowhere")
-    shutil.copytree(runs / "cls", tmp_path / "run")
+    shutil.copytree(runs["cls"], tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     text = config.read_text()
     for said, kind in (("clasification", "did you mean classification?"), ("null", "None")):
@@ -109,8 +99,8 @@ def test_mistakes_are_one_line(runs, tmp_path):
     with one_line("config.yaml is not readable"):
         moh_vision.open_run(tmp_path / "run")
     with one_line("of no run, whose configuration says"):
-        moh_vision.open_run(runs / "clm_published").data("val")
+        moh_vision.open_run(runs["clm_published"]).data("val")
     with one_line("model.depth has no effect"):
-        moh_vision.open_run(runs / "cls", options=["--model.depth", "3"])
+        moh_vision.open_run(runs["cls"], options=["--model.depth", "3"])
     with one_line("optim.lr has no effect"):
-        moh_vision.open_run(runs / "clm", options=["--optim.lr", "1"])
+        moh_vision.open_run(runs["clm"], options=["--optim.lr", "1"])

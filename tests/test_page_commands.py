@@ -17,7 +17,6 @@ import timm
 import torch
 from conftest import ROOT
 from PIL import Image
-from small_runs import arguments
 from small_text import write_pairs
 from test_papers import SCRIPTS
 from tiny_vae import save_tiny_vae
@@ -117,7 +116,7 @@ def main_of(name):
 
 
 @pytest.fixture(scope="module")
-def stand_ins(tmp_path_factory):
+def stand_ins(trained, tmp_path_factory):
     """Placeholder -> folder. RUN depends on the command: see `filled`."""
     root = tmp_path_factory.mktemp("pages")
     colours = np.random.default_rng(0)
@@ -134,12 +133,11 @@ def stand_ins(tmp_path_factory):
     blocks = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4)
     vae = save_tiny_vae(root / "vae", **blocks, block_out_channels=(8,) * 4)
     three = ("--model.depth", 3)  # pages name layer 2
-    for name, kind, *more in (("cls", "cls", *three), ("other", "cls", *three, "--seed", 1), ("dit", "dit")):
-        module = importlib.import_module(f"moh_vision.{dict(cls='classification', dit='diffusion')[kind]}.train")
-        data = ("--data.root", root / "photos", "--data.img_size", 8)
-        assert not module.main(arguments(kind, root / name, 2, 2, *data, *more))
-    encode = lambda argv: moh_vision_main(["latents", *argv])  # noqa: E731
-    assert not encode(f"--vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4".split())
+    data = ("--data.root", root / "photos", "--data.img_size", 8)
+    for name, *more in (("cls", *three), ("other", *three, "--seed", 1), ("dit",)):
+        shutil.copytree(trained(name.replace("other", "cls"), 2, *data, *more), root / name)
+    encode = f"latents --vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4"
+    assert not moh_vision_main(encode.split())
     texts = write_pairs(root / "texts")
     for file in list(texts.glob("val.*")):
         shutil.copyfile(file, file.with_name(file.name.replace("val", "valid", 1)))  # configurations name either

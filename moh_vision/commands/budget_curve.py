@@ -9,8 +9,6 @@ and precision; diffusion takes those of sample.py and needs --score REFERENCE. S
 Latency: median and quartiles of a batch's forward, over rounds in which all models and shares take turns.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Callable, Sequence
@@ -20,11 +18,12 @@ import torch
 from torch import nn
 from torch.utils.benchmark import Timer
 
-from moh_vision.attention import HeadBudget, attention_layers, head_budget, running
-from moh_vision.attention.budget import change_routed, parse_share
+from moh_vision.attention import HeadBudget, attention_layers, head_budget, routed_budgets, running
+from moh_vision.attention.budget import parse_share
+from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
-from moh_vision.commands.search import groups_of, refuse_budget
+from moh_vision.commands.search import refuse_budget
 from moh_vision.engine.commands import say
 from moh_vision.engine.opened import Opened
 from moh_vision.models.pretrained import is_dense
@@ -56,7 +55,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
 
     def spread(share: str) -> Budgets | None:
         try:
-            return change_routed(share if ":" in share else kind + share, own, groups_of(model))
+            return routed_budgets(model, share if ":" in share else kind + share)
         except ValueError:
             return None
 
@@ -108,7 +107,7 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
             with running(one.model, chosen):
                 found = one.scores()
             line["scores"].append({key: value for key, value in found.items() if isinstance(value, (int, float, str))})
-            shown = ", ".join(f"{COLUMNS[key][0]} {found[key]:.4g}" for key in DRAWN if found.get(key) is not None)
+            shown = ", ".join(f"{COLUMNS[key].title} {found[key]:.4g}" for key in DRAWN if found.get(key) is not None)
             say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
             places.append((times, one.model, chosen, forward))
         lines.append(line)
@@ -138,7 +137,7 @@ def draw(lines: Sequence[dict]):
         below.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
         for axes, value in ((above, y[own]), (below, middle[own])):
             axes.plot(x[own], value, color=colour, marker="o", markersize=10, fillstyle="none")
-    above.set_ylabel(COLUMNS[key][0])
+    above.set_ylabel(COLUMNS[key].title)
     above.legend(fontsize=8)
     below.set_ylabel(f"forward pass, ms per batch of {lines[0]['batch_size']}")
     below.set_ylim(bottom=0)
@@ -155,7 +154,7 @@ def options(add) -> None:
     add("--shares", nargs="+", metavar="S", help=text)
 
 
-def figure(options):
+def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
             understood = parse_share(share)[2] is None  # the share of shared heads, which stay
@@ -173,4 +172,4 @@ def figure(options):
     for one in opened:
         refuse_budget(one, "--shares")
     lines = measure(options.runs, opened, options.shares)
-    return draw(lines), dict(rounds=ROUNDS, torch=torch.__version__, lines=lines), ""
+    return Drawn(draw(lines), dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))

@@ -1,21 +1,27 @@
 """What all commands share: arguments, the figure's file, one line for a mistake."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import ModuleType
-from typing import List
+from typing import Any, NamedTuple
 
 from moh_vision.engine.commands import Parser, exit_code, say, user_errors
 
 
-def run_command(name: str, command: ModuleType, argv: List[str]) -> int:
+class Drawn(NamedTuple):
+    """A figure of a command."""
+
+    figure: Any  # of matplotlib
+    numbers: dict[str, Any]  # for the JSON beside it
+    text: str = ""  # printed behind the names of both files
+    alone: bool = False  # print the text without these names
+
+
+def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
     """Run the module of a command; return its exit code.
 
-    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns a
-    figure, its numbers, and a text to print behind the files' names. If it has REST, the name of its first
-    argument, `options.rest` has another parser's options. KEPT is what an interrupted command finds again. A module
-    may have a `main` instead.
+    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns `Drawn`, or
+    None on processes that write nothing. If it has REST, the name of its first argument, `options.rest` has another
+    parser's options. KEPT is what an interrupted command finds again. A module may have a `main` instead.
     """
     if hasattr(command, "main"):
         return command.main(argv)
@@ -37,8 +43,10 @@ def run_command(name: str, command: ModuleType, argv: List[str]) -> int:
             return command.work(options)
         from moh_vision.commands.figures import check_figure, write_figure  # matplotlib takes a second
 
-        check_figure("--output", options.output)
-        figure, numbers, text = command.figure(options)
-        say(f"{write_figure(figure, options.output, numbers)}{text}")
+        check_figure(options.output)
+        drawn = command.figure(options)
+        if drawn is not None:
+            files = write_figure(drawn.figure, options.output, drawn.numbers)
+            say(drawn.text if drawn.alone else f"{files}{drawn.text}")
 
     return exit_code(name, work, getattr(command, "KEPT", ""))

@@ -11,16 +11,15 @@ the seed make one line, in a band of one standard deviation. --beside adds the l
 a configuration, of one run of it.
 """
 
-from __future__ import annotations
-
 import statistics
 from pathlib import Path
 from typing import Sequence
 
 import numpy as np
 
+from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, lines_of
-from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_metrics, read_runs
+from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_lines, read_runs
 from moh_vision.engine.command_line import SHIPPED
 from moh_vision.engine.commands import closest
 
@@ -36,7 +35,7 @@ def options(add) -> None:
     add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
 
 
-def figure(options) -> tuple:
+def figure(options) -> Drawn:
     if options.window < 1:
         raise ValueError(f"--window {options.window}: expected 1 or more")
     if options.over and options.beside:
@@ -53,7 +52,7 @@ def figure(options) -> tuple:
         y = loss_label(runs)
     runs = [str(folder) for folder in options.runs]
     numbers = dict(x=x, y=y, runs=runs, lines=[line.numbers() for line in lines])
-    return draw_lines(lines, x, y), numbers, f": {len(lines)} lines over {x}"
+    return Drawn(draw_lines(lines, x, y), numbers, f": {len(lines)} lines over {x}")
 
 
 def shipped_log(name: str) -> Path:
@@ -69,7 +68,7 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
     """Read the losses in a log, and the steps per epoch once a second has begun."""
     found: dict[str, Points] = dict(training=[], validation=[])
     began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
-    for entry in read_metrics(file):
+    for entry in read_lines(file):
         step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
         if step is None:
             raise ValueError(f"{file}: a line without step")
@@ -137,4 +136,4 @@ def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) ->
         raise ValueError(f"{', '.join(str(run.folder) for run in runs)} have no score in common")
     groups = grouped(runs, key, names)
     points = [(name, run.config[key], run.scores[score]) for name, group in groups for run in group]
-    return lines_of(points), COLUMNS[score][0]
+    return lines_of(points), COLUMNS[score].title

@@ -9,8 +9,6 @@ its published ones. The file is compared with the model on random inputs. If it 
 kept, and the exit code is 2.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -19,7 +17,7 @@ import warnings
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 PREPARED = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")  # for images
 TOLERANCE = 1e-4  # of the largest output; float32 rounds to about 1e-6 of it
 TRIES = 2  # a token whose heads tie may choose others after rounding, hardly twice
-Run = Callable[[Dict[str, Tensor]], Tensor]
+Run = Callable[[dict[str, Tensor]], Tensor]
 
 
 class Classifier(nn.Module):
@@ -48,14 +46,14 @@ class Classifier(nn.Module):
 
     output = "logits"
 
-    def __init__(self, model: nn.Module, size: List[int]):
+    def __init__(self, model: nn.Module, size: list[int]):
         super().__init__()
         self.model, self.size = model, size
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
 
-    def draw(self, batch: int, generator: torch.Generator) -> Dict[str, Tensor]:
+    def draw(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
         return dict(images=torch.randn(batch, *self.size, generator=generator))
 
 
@@ -67,16 +65,16 @@ class Denoiser(nn.Module):
 
     output = "sample"
 
-    def __init__(self, model: nn.Module, timestep: Optional[float] = None):
+    def __init__(self, model: nn.Module, timestep: float | None = None):
         super().__init__()
         self.model = model
         self.register_buffer("timestep", None if timestep is None else torch.tensor([timestep]))
 
-    def forward(self, hidden_states: Tensor, timestep: Optional[Tensor] = None, class_labels: Tensor = None) -> Tensor:
+    def forward(self, hidden_states: Tensor, timestep: Tensor | None = None, class_labels: Tensor = None) -> Tensor:
         timestep = self.timestep if timestep is None else timestep
         return self.model(hidden_states, timestep, class_labels, return_dict=False)[0]
 
-    def draw(self, batch: int, generator: torch.Generator) -> Dict[str, Tensor]:
+    def draw(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
         config = self.model.config
         size = (batch, config.in_channels, config.sample_size, config.sample_size)
         inputs = dict(
@@ -90,7 +88,7 @@ class Denoiser(nn.Module):
 
 
 @torch.no_grad()
-def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None, about: Optional[dict] = None) -> Run:
+def export(module: nn.Module, file: Path, form: str, batch: int | None = None, about: dict | None = None) -> Run:
     """Write a module on the CPU, for any batch or one size; return a runner of the file.
 
     `about` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
@@ -117,14 +115,14 @@ def export(module: nn.Module, file: Path, form: str, batch: Optional[int] = None
 
 
 @torch.no_grad()
-def cases_of(module: nn.Module, batch: Optional[int], seed: int) -> List[Tuple[Dict[str, Tensor], Tensor]]:
+def cases_of(module: nn.Module, batch: int | None, seed: int) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Draw inputs in batches of 1 and 3, or the only batch, and compute the outputs."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [module.draw(size, generator) for size in ([batch] if batch else [1, 3])]
     return [(inputs, module(**inputs)) for inputs in drawn]
 
 
-def open_source(source: str, checkpoint: Optional[str]) -> Opened:
+def open_source(source: str, checkpoint: str | None) -> Opened:
     """Open RUN or NAME."""
     path, name = Path(source), None
     if not path.exists():
@@ -171,7 +169,7 @@ def heads_text(model: nn.Module, heads: int, computed: int) -> str:
 
 
 @torch.no_grad()
-def write(module: nn.Module, output: Path, form: str, batch: Optional[int], about: dict, cases: List[list]) -> None:
+def write(module: nn.Module, output: Path, form: str, batch: int | None, about: dict, cases: list[list]) -> None:
     """Write a module to `output` if the file gives the outputs of one list in `cases`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name

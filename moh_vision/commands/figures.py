@@ -1,7 +1,5 @@
 """The files of figures, and figures of lines."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import textwrap
@@ -79,12 +77,12 @@ def add_legend(figure, axes) -> None:
     figure.legend(handles, names, fontsize=8, ncols=columns, loc="outside lower left")
 
 
-def check_figure(option: str, path: Path) -> None:
-    """Refuse an option's path where `write_figure` cannot write new files."""
+def check_figure(path: Path) -> None:
+    """Refuse an --output where `write_figure` cannot write new files."""
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"{option} {path}: expected a name that ends in .png or .svg")
+        raise ValueError(f"--output {path}: expected a name that ends in .png or .svg")
     for file in (path, numbers_path(path)):
-        refuse_output(option, str(file))
+        refuse_output("--output", str(file))
 
 
 def numbers_path(path: Path) -> Path:

@@ -8,8 +8,6 @@ differ only in the seed share a row. Then, for each run, the load of the experts
 the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 """
 
-from __future__ import annotations
-
 import math
 import textwrap
 from pathlib import Path
@@ -18,10 +16,10 @@ from typing import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from moh_vision.commands.figures import Line, check_figure, draw_lines, lines_of, plt, write_figure
-from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_json, read_runs
+from moh_vision.commands.command import Drawn
+from moh_vision.commands.figures import Line, draw_lines, lines_of, plt
+from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_runs
 from moh_vision.commands.table import Table, markdown
-from moh_vision.engine.commands import say
 from moh_vision.language.evaluation.gates import GateReading, numbers_of, numbers_on, read_gates, reading_text
 from moh_vision.opening import open_run
 
@@ -30,13 +28,11 @@ MOST_LABELLED = 16  # experts whose cells have room for a number
 
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of train_text.py")
-    add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; FILE.json has the numbers")
     add("--kind", default="entropy", choices=("entropy", "load"), help="the figure; load is of one RUN (%(default)s)")
     add("--split", default="val", choices=("val", "test"), help="of the run's data (%(default)s)")
 
 
-def work(options) -> None:
-    check_figure("--output", options.output)
+def figure(options) -> Drawn:
     runs = read_runs(options.runs)
     if runs[0].kind not in TEXT.values():
         raise ValueError(f"{runs[0].folder} ({runs[0].kind}): expected runs of train_text.py")
@@ -59,18 +55,16 @@ def work(options) -> None:
             f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
         )
     if options.kind == "load":
-        numbers = numbers_on(options.split, readings)
-        drawn = draw_gate_load(numbers)
+        draw, numbers = draw_gate_load, numbers_on(options.split, readings)
     else:
-        numbers = dict(split=options.split, runs=list(found.values()))
-        drawn = draw_gate_entropy(numbers)
-    write_figure(drawn, options.output, numbers)
-    say("\n".join([markdown(entropy_table(groups, found)) + "\n", *texts]))
+        draw, numbers = draw_gate_entropy, dict(split=options.split, runs=list(found.values()))
+    text = "\n".join([markdown(entropy_table(groups, found)) + "\n", *texts])
+    return Drawn(draw(numbers), numbers, text, alone=True)
 
 
 def read_split(run: ScoredRun, split: str) -> list[GateReading]:
     """Read the gates of the weights that a run's scores are of; often none."""
-    weights = run.folder / read_json(run.folder / "results.json")["weights"]
+    weights = run.folder / run.json("results.json")["weights"]
     opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator
     batches = text.eval_batches(getattr(text, split), accelerator.process_index, accelerator.num_processes)

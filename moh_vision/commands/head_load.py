@@ -7,8 +7,6 @@ bars: one layer, a few groups (MoH, figures 3, A and B). curves: each layer's ro
 sorted by load (MoA, figures 3 and 4).
 """
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap
@@ -20,6 +18,7 @@ import torch
 from scipy.cluster.hierarchy import leaves_list, linkage
 from torch import Tensor
 
+from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, plt
 from moh_vision.engine.commands import closest, nearest
 from moh_vision.models.head_load import FILE, HeadLoad
@@ -27,7 +26,6 @@ from moh_vision.models.head_load import FILE, HeadLoad
 SHOWN = 3  # groups of bars, unless they are named
 NAME = 0.15  # inches for a head's number or a group's name
 ALWAYS = "0.75"  # colour of heads that every token runs
-Drawn = tuple[object, dict]  # a matplotlib figure, and its numbers
 
 
 def options(add) -> None:
@@ -38,7 +36,7 @@ def options(add) -> None:
     add("--layer", type=int, metavar="N", help="only this one, from 0 (all; for bars the last that leaves heads out)")
 
 
-def figure(options) -> tuple:
+def figure(options) -> Drawn:
     file = options.load / FILE if options.load.is_dir() else options.load
     if not file.is_file():
         raise ValueError(
@@ -49,8 +47,9 @@ def figure(options) -> tuple:
     if not load.choosing():
         raise ValueError(f"{file}: every token ran every head, so there is nothing to draw")
     load.of["run"] = file.resolve().parent.name if file.name == FILE else file.stem
-    drawn, numbers = draw(load, options.kind, options.by, options.groups, options.layer)
-    return drawn, dict(file=str(file), of=load.of, **numbers), f": {options.kind} by {numbers['by']}"
+    drawn = draw(load, options.kind, options.by, options.groups, options.layer)
+    numbers = dict(file=str(file), of=load.of, **drawn.numbers)
+    return Drawn(drawn.figure, numbers, f": {options.kind} by {numbers['by']}")
 
 
 def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None, layer: int | None = None) -> Drawn:
@@ -129,7 +128,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     above.set_xlabel("layer")
     look = dict(rotation=45, ha="left") if wordy else {}
     above.set_xticks(widths.cumsum() - widths / 2 - 1, titles, fontsize=8, **look)
-    return figure, dict(by=by, groups=names, layers=shown)
+    return Drawn(figure, dict(by=by, groups=names, layers=shown))
 
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:
@@ -152,7 +151,7 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
     axes.set_xticks(range(0, heads, math.ceil(0.25 * heads / (width - 1.5))))  # a number needs 0.25 inches
     axes.set_xlabel("head" + (" (grey: shared, always on)" if shared else "") + ", dashed: equal loads")
     figure.suptitle(title_of(load, width, f"layer {layer} ({about['name']})"), fontsize=10)
-    return figure, dict(by=by, layer=about, percent_of_tokens=percents)
+    return Drawn(figure, dict(by=by, layer=about, percent_of_tokens=percents))
 
 
 def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
@@ -180,7 +179,7 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title_of(load, 7.0), fontsize=10)
-    return figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=found)
+    return Drawn(figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=found))
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:

@@ -8,13 +8,12 @@ the perplexity; the JSON also has each task. Runs that differ only in the seed m
 band of one standard deviation.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
 
-from moh_vision.commands.figures import check_figure, draw_lines, lines_of, write_figure
+from moh_vision.commands.command import Drawn
+from moh_vision.commands.figures import draw_lines, lines_of
 from moh_vision.commands.runs import TEXT, ScoredRun, find_run, grouped, read_json
 from moh_vision.engine.io import by_age
 from moh_vision.engine.ranks import say
@@ -27,11 +26,9 @@ REST = "RUN"
 
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run of train_text.py with keep_weights_every")
-    add("--output", required=True, type=Path, metavar="FILE", help=".png or .svg; NAME.json has the numbers")
 
 
-def work(options) -> None:
-    check_figure("--output", options.output)
+def figure(options) -> Drawn | None:
     runs = [find_run(folder) for folder in options.runs]
     kept = {run.folder: kept_weights(run) for run in runs}
     for option in ("--model", "--out", "--head-load"):
@@ -55,10 +52,10 @@ def work(options) -> None:
         shown = [line._replace(name=f"{line.name}, {title}") for title in drawn for line in lines[title]]
     numbers = dict(x="tokens", runs=[str(run.folder) for run in runs], options=options.rest)
     numbers["scores"] = {title: [line.numbers() for line in own] for title, own in lines.items()}
-    if accelerator.is_main_process:
-        written = write_figure(draw_lines(shown, "tokens", y), options.output, numbers)
-        say(f"{written}: {', '.join(drawn)}")
     finish(accelerator)
+    if not accelerator.is_main_process:
+        return None
+    return Drawn(draw_lines(shown, "tokens", y), numbers, f": {', '.join(drawn)}")
 
 
 def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:

@@ -9,8 +9,6 @@ appendix E). MoA's rows for masked models (table 2) are linear layers plus twice
 the table of modules that `--dry-run` also prints.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +20,7 @@ import yaml
 from moh_vision.engine.commands import say
 from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.describe import aligned, module_table
-from moh_vision.models.weights import FAMILIES
+from moh_vision.models.weights import image_models
 
 TOKENS = {"mt": 10, "mlm": 128, "clm": 512}  # of each text
 # Zhang's parameters count a dictionary of about 37,000 words, its MACs 32,000 words.
@@ -100,39 +98,28 @@ def _count_text(preset: str, tokens: int | None, vocab: int | None) -> Count:
     return Count(f"{preset}, {about}, batch 1", parameters, f", {own:,} words", macs, f", {words:,} words")
 
 
-def image_models() -> list[str]:
-    """Return the names of our image models."""
-    return [name for modules in FAMILIES.values() for module in modules for name in timm.list_models(module=module)]
-
-
 def report(preset: str, found: Count) -> str:
     """Return the tables that are printed."""
     macs = found.macs
     parameters, millions = PAPERS.get(preset, (None, None))
+    twice = preset.startswith("mlm_moa")  # as table 2 counts
     rows = [
         ("", "counted", "paper", "difference"),
         (f"parameters{found.parameters_of}", *_beside(found.parameters, parameters)),
+        (f"MACs of linear layers{found.macs_of}", *_beside(macs.linears, None if twice else millions)),
+        ("MACs of attention scores", f"{macs.scores:,}", "", ""),
     ]
-    if macs.attention:
-        twice = preset.startswith("mlm_moa")  # as table 2 counts
-        notes = [
-            "Equations 18 to 20 are those of Zhang 2022. They count one of the two products with the attention matrix, and leave",
-            "out routers and biases.",
-        ]
-        rows.append((f"MACs of linear layers{found.macs_of}", *_beside(macs.linears, None if twice else millions)))
-        rows.append(("MACs of attention scores", f"{macs.scores:,}", "", ""))
-        if twice:
-            both = _beside(macs.linears + 2 * macs.scores, millions)
-            rows.append(("MACs of linear layers and twice the scores", *both))
-            text = (
-                "Its table 2 has linear layers and twice the scores for MoA, linear layers alone for the dense model."
-            )
-            notes.append(text)
-        rows.append(("MACs with every head computed", f"{macs.every_head:,}", "", ""))
-        rows += [("", "", "", ""), *_attention_rows(macs)]
-    else:
-        rows.append(("MACs", f"{macs.every_head:,}", "-", ""))
-        notes = ["Attention computes every head in this model."]
+    notes = [
+        "Equations 18 to 20 are those of Zhang 2022. They count one of the two products with the attention matrix, and leave",
+        "out routers and biases.",
+    ]
+    if twice:
+        both = _beside(macs.linears + 2 * macs.scores, millions)
+        rows.append(("MACs of linear layers and twice the scores", *both))
+        of_moa = "Its table 2 has linear layers and twice the scores for MoA, linear layers alone for the dense model."
+        notes.append(of_moa)
+    rows.append(("MACs with every head computed", f"{macs.every_head:,}", "", ""))
+    rows += [("", "", "", ""), *_attention_rows(macs)]
     return "\n".join([found.about, "", *aligned(rows), "", *notes, "", *module_table(macs)])
 
 

@@ -6,8 +6,6 @@ RUN comes first: a classifier's run, or weights with --model.NAME; then options 
 The figure shows the image as the model sees it, and each head coloured by its gate, dark if not run.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import NamedTuple, Sequence
@@ -17,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget, token_heads
+from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import shortened
 from moh_vision.commands.predict import class_names
 from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.engine.io import run_of
+from moh_vision.engine.opened import Opened
 from moh_vision.models.transnext import TransNeXt, stage_sizes
 from moh_vision.opening import kind_of, open_run
 
@@ -32,52 +32,32 @@ CELL = 1.25  # inches
 UNIT = (0, 1, 0, 1)  # extent of images and maps of any resolution
 
 
-class OneImage(NamedTuple):
-    """A classifier and one image."""
-
-    model: nn.Module  # in eval mode
-    image: Tensor  # [C, h, w] as the model takes it
-    seen: np.ndarray  # [h, w, 3] for display, 0 to 1
-    about: dict  # run, weights, model, image, img_size, predicted class, its probability, true class or None
-    title: str  # two lines: run, active heads and image; predicted and true class
-
-
-def image_options(add) -> None:
-    """Add RUN and --image, which `open_image` reads."""
-    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
-    add("--image", required=True, metavar="FILE", help="the image")
-
-
-def open_image(options, command: str) -> OneImage:
-    """Open a classifier and an image as in validation; the folder's name may be the true class."""
-    run, file = options.run, options.image
-    kind = kind_of(run, options.rest)
-    if kind != "classification":
-        raise ValueError(f"{run} is a {kind} model; expected a classifier, whose tokens are patches of an image")
-    picture = decode_image(Path(file).read_bytes(), file)
-    opened = open_run(run, options=options.rest, command=command)
-    model, of = opened.model, opened.metadata
-    cfg, weights = model.pretrained_cfg, of["weights"]
-    image = validation_transform(cfg)(picture)  # [C, h, w]
+def as_seen(image: Tensor, cfg: dict) -> np.ndarray:
+    """Undo the normalisation of an image [C, h, w]: [h, w, 3] from 0 to 1, for display."""
     mean, std = (torch.tensor(cfg[key]).view(-1, 1, 1) for key in ("mean", "std"))
-    seen = (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
-    names, folder = class_names(of["classes"], model.num_classes), Path(file).absolute().parent.name
+    return (image * std + mean).clamp(0, 1).expand(3, -1, -1).permute(1, 2, 0).numpy()
+
+
+def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
+    """Return what a classifier takes an image for, and a title; the folder's name may be the true class."""
+    model, of = opened.model, opened.metadata
+    names = class_names(of["classes"], model.num_classes)
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)
-    about = dict(
-        run=(run_of(weights).resolve() if of["of_run"] else Path(weights)).name,
-        weights=weights,
+    numbers = dict(
+        run=(run_of(of["weights"]).resolve() if of["of_run"] else Path(of["weights"])).name,
+        weights=of["weights"],
         model=of["architecture"],
         image=file,
         img_size=of["img_size"],
         predicted=names[predicted],
         probability=probability.item(),
-        true=dict(zip(of["classes"] or (), names)).get(folder),
+        true=dict(zip(of["classes"] or (), names)).get(Path(file).absolute().parent.name),
     )
-    title = f"{about['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
-    title += f"predicted class {shortened(about['predicted'])} ({100 * probability:.1f} %)"
-    title += f", true class {shortened(about['true'])}" if about["true"] is not None else ""
-    return OneImage(model, image, seen, about, title.replace("$", r"\$"))  # no formulas
+    title = f"{numbers['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
+    title += f"predicted class {shortened(numbers['predicted'])} ({100 * probability:.1f} %)"
+    title += f", true class {shortened(numbers['true'])}" if numbers["true"] is not None else ""
+    return numbers, title.replace("$", r"\$")  # no formulas
 
 
 class PatchHeads(NamedTuple):
@@ -106,47 +86,32 @@ def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     return found
 
 
-def cell_grid(heads: int) -> tuple[int, int]:
-    """Return rows and columns of cells for an image and one map per head."""
-    rows = math.ceil((heads + 1) / MOST_COLUMNS)
-    return rows, math.ceil((heads + 1) / rows)
-
-
-def draw_maps(figure, grid: tuple[int, int], seen: np.ndarray, maps: Sequence[tuple]):
-    """Draw an image, and maps over its grey form: values [rows, columns], top, colours and title.
-
-    Cells have no axes. Returns the image for a colour bar.
-    """
-    first, *others = figure.subplots(*grid, squeeze=False).flat
-    first.imshow(seen, extent=UNIT)
-    first.set_title("image", fontsize=7)
-    for cell in (first, *others):
-        cell.set_axis_off()
-    for cell, (values, top, colours, title) in zip(others, maps):
-        cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
-        cell.set_title(title, fontsize=7)
-        drawn = cell.imshow(values, cmap=colours, vmin=0, vmax=top, extent=UNIT, alpha=0.75, interpolation="nearest")
-    return drawn
-
-
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
     """Draw the image and one map per head for each (number, heads) of a layer."""
-    grids = [cell_grid(len(heads.active)) for _, heads in layers]
-    sizes = [0.45 + (CELL + 0.2) * rows for rows, _ in grids]
-    columns = max(columns for _, columns in grids)
-    figure = plt.figure(figsize=(max(columns * CELL + 0.9, 5.0), sum(sizes) + 0.45), layout="constrained")
+    rows = [math.ceil((len(heads.active) + 1) / MOST_COLUMNS) for _, heads in layers]
+    columns = [math.ceil((len(heads.active) + 1) / count) for (_, heads), count in zip(layers, rows)]
+    heights = [0.45 + (CELL + 0.2) * count for count in rows]
+    figure = plt.figure(figsize=(max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45), layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
-    parts = figure.subfigures(len(layers), 1, height_ratios=sizes, squeeze=False)[:, 0]
-    for part, (number, heads), (rows, _) in zip(parts, layers, grids):
+    panels = figure.subfigures(len(layers), 1, height_ratios=heights, squeeze=False)[:, 0]
+    for panel, (number, heads), *grid in zip(panels, layers, rows, columns):
         run = f"{heads.active.sum(0).float().mean():g} of {len(heads.active)} heads run for each patch"
-        part.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
-        maps = []
-        for head, (active, gates) in enumerate(zip(heads.active, heads.gates)):
+        panel.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
+        first, *others = panel.subplots(*grid, squeeze=False).flat
+        for cell in (first, *others):
+            cell.set_axis_off()
+        first.imshow(seen, extent=UNIT)
+        first.set_title("image", fontsize=7)
+        top = heads.gates.max()
+        for head, (cell, active, gates) in enumerate(zip(others, heads.active, heads.gates)):
             share = "shared" if head < heads.shared else f"{100 * active.float().mean():.0f} %"
+            cell.set_title(f"head {head}: {share}", fontsize=7)
+            cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
             values = np.ma.masked_where(~active.numpy(), gates.numpy())
-            maps.append((values, heads.gates.max(), colours, f"head {head}: {share}"))
-        bar = part.colorbar(draw_maps(part, (rows, columns), seen, maps), ax=part.axes, shrink=0.8)
+            look = dict(cmap=colours, vmin=0, vmax=top, alpha=0.75, interpolation="nearest")
+            drawn = cell.imshow(values, extent=UNIT, **look)
+        bar = panel.colorbar(drawn, ax=panel.axes, shrink=0.8)
         bar.set_label("gate", size=8)
         bar.ax.tick_params(labelsize=7)
     return figure
@@ -162,18 +127,28 @@ def chosen_layers(layers: Sequence[int] | None, found: Sequence[PatchHeads]) -> 
 
 
 def options(add) -> None:
-    image_options(add)
+    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
+    add("--image", required=True, metavar="FILE", help="the image")
     text = "layers from 0 (a middle and the last one of those that leave heads out)"
     add("--layer", type=int, nargs="+", metavar="N", help=text)
 
 
-def figure(options):
-    opened = open_image(options, "patches")
-    found = patch_heads(opened.model, opened.image)
-    if all((heads.gates == 1).all() for heads in found):
+def figure(options) -> Drawn:
+    kind = kind_of(options.run, options.rest)
+    if kind != "classification":
+        raise ValueError(
+            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
+        )
+    picture = decode_image(Path(options.image).read_bytes(), options.image)
+    opened = open_run(options.run, options=options.rest, command="patches")
+    cfg = opened.model.pretrained_cfg
+    image = validation_transform(cfg)(picture)  # [C, h, w]
+    numbers, title = classified(opened, image, options.image)
+    every = patch_heads(opened.model, image)
+    if all((heads.gates == 1).all() for heads in every):
         raise ValueError(f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw")
-    layers = [(number, found[number]) for number in chosen_layers(options.layer, found)]
-    numbers = [
+    layers = [(number, every[number]) for number in chosen_layers(options.layer, every)]
+    numbers["layers"] = [
         dict(
             layer=number,
             name=heads.name,
@@ -183,5 +158,5 @@ def figure(options):
         )
         for number, heads in layers
     ]
-    text = f": heads of {len(layers)} of {len(found)} layers, weights of {opened.about['weights']}"
-    return draw_patch_heads(layers, opened.seen, opened.title), dict(opened.about, layers=numbers), text
+    text = f": heads of {len(layers)} of {len(every)} layers, weights of {numbers['weights']}"
+    return Drawn(draw_patch_heads(layers, as_seen(image, cfg), title), numbers, text)

@@ -7,8 +7,6 @@ and other options of validate.py. An unreadable image is named on stderr; the ot
 code is 2.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -7,12 +7,9 @@ RUN is a run of train_cls.py, train_dit.py or train_text.py, its checkpoints/ste
 file in either. --push creates a repository on the Hugging Face hub and uploads the folder.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from pathlib import Path
-from typing import List, Optional, Tuple
 
 import timm
 from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
@@ -21,17 +18,16 @@ from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.commands.runs import (
     COLUMNS,
     TEXT,
+    Column,
     NoScores,
     ScoredRun,
     as_written,
     find_run,
-    mean_and_spread,
     number_at,
-    read_json,
     read_run,
     starts_of,
     text_of,
@@ -41,7 +37,6 @@ from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import reason_of, refuse_output, say
 from moh_vision.engine.io import __version__, give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.models.counts import count_parameters
 from moh_vision.models.describe import describe
 from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import open_run
@@ -60,10 +55,10 @@ OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "t
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
     """Find the weights that `path` means; for a finished run, the ones its results are of."""
-    results = run.folder / "results.json"
+    results = run.json("results.json")
     whole = path.is_dir() and step_of(path) is None
-    if whole and results.is_file():
-        named = Path(str(read_json(results).get("weights"))).name  # of a classifier "ema" or "model"
+    if whole and results:
+        named = Path(str(results.get("weights"))).name  # of a classifier "ema" or "model"
         file = (run.folder / named).with_suffix(".safetensors")
         if file.is_file():
             return file
@@ -72,7 +67,7 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
     return weights_file(str(path))
 
 
-def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
+def scores_of(run: ScoredRun, about: dict) -> ScoredRun | None:
     """Read the scores of the weights with this metadata; None without scores."""
     file = Path(about["weights"])
     if "best_top1" in about:
@@ -83,14 +78,12 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
     except NoScores:
         return None
     in_run = file.parent.resolve() == run.folder.resolve()
-    if run.kind == "diffusion" and (run.folder / "scores.json").is_file():
+    if run.kind == "diffusion" and (found := run.json("scores.json")):
         from moh_vision.diffusion.scores import record_text
 
-        found = read_json(run.folder / "scores.json")
         own = scored.sampling.get("weights_sha256") == sha256_of(file)
         more = record_text({key: found.get(key) for key in ("protocol", "versions")})
-    elif (run.folder / "results.json").is_file():
-        found = read_json(run.folder / "results.json")
+    elif found := run.json("results.json"):
         own = in_run and Path(str(found.get("weights"))).stem == file.stem
         step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
         own = own and about.get("step", step) == step
@@ -106,7 +99,7 @@ def scores_of(run: ScoredRun, about: dict) -> Optional[ScoredRun]:
 # Each saves a folder and returns for the card: the library, the hub's task, the example.
 
 
-def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
+def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save timm's folder, with the preprocessing of the run's validation."""
     model, arguments = opened.model, dict(opened.metadata["arguments"])
     cfg = {**model.pretrained_cfg, **dict.fromkeys(OF_SOURCE), "license": license_of_weights(run)}
@@ -128,7 +121,7 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Option
     return dict(library="timm", task="image-classification", model=title, **example)
 
 
-def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.Module, dict]]:
+def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
     """Make timm's model of this name from a dense one, with its arguments; None: timm has none."""
     if arguments.get("router") != "dense" or not timm.is_model(name):
         return None
@@ -141,14 +134,14 @@ def as_timm(model: nn.Module, name: str, arguments: dict) -> Optional[Tuple[nn.M
     return plain, theirs
 
 
-def license_of_weights(run: ScoredRun) -> Optional[str]:
+def license_of_weights(run: ScoredRun) -> str | None:
     """Look up the license in timm's registry of the weights that a run started from."""
     source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix("hf-hub:timm/")
     cfg = get_pretrained_cfg(source, allow_unregistered=True)
     return cfg and cfg.license
 
 
-def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
+def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save a diffusers pipeline with its VAE and the sampler of the scores."""
     from moh_vision.diffusion.config import SampleConfig
     from moh_vision.diffusion.loading import open_pipeline
@@ -164,7 +157,7 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: Optional
     return dict(library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps)
 
 
-def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: Optional[ScoredRun]) -> dict:
+def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save a transformers folder, with the run's tokenizers."""
     from transformers import GenerationConfig
 
@@ -212,16 +205,13 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
 
 
 def make_card(
-    run: ScoredRun, opened: Opened, saved: dict, scored: Optional[ScoredRun], name: str, license: Optional[str]
+    run: ScoredRun, opened: Opened, saved: dict, scored: ScoredRun | None, name: str, license: str | None
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
     model, about = opened.model, opened.metadata
-    layers, size = attention_layers(model), f"parameters: {count_parameters(model):,}"
-    if layers:
-        inputs, named = opened.example()
-        size = describe(about["architecture"], model, *inputs, **named)
+    inputs, named = opened.example()
     scores = scored.scores if scored else {}
-    shown = [(*COLUMNS.get(key, (key, 2)), value) for key, value in scores.items()]
+    shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
     head = dict(library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run))
     card = ModelCard.from_template(
         ModelCardData(**head, license=license or license_of_weights(run), tags=["moh_vision"]),
@@ -229,11 +219,11 @@ def make_card(
         name=name,
         about=about,
         file=Path(about["weights"]).name,
-        share=100 * head_budget(model)["share"] if layers else None,
+        share=100 * head_budget(model)["share"],
         kind=run.kind,
-        size=size,
+        size=describe(about["architecture"], model, *inputs, **named),
         data=data_of(run),
-        scores=[(title, mean_and_spread([value], digits)) for title, digits, value in shown],
+        scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
         how=scored and scored.how,
         starts=starts_of({run.folder.name: run})[0],
         config=text_of(run.folder / "config.yaml").rstrip(),
@@ -243,7 +233,7 @@ def make_card(
     return card
 
 
-def datasets_of(run: ScoredRun) -> Optional[List[str]]:
+def datasets_of(run: ScoredRun) -> list[str] | None:
     """Name the hub's data sets for the card; a local folder of that name is another set."""
     roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [run.config.get("data.root")]
     named = [root.removeprefix(PREFIX).partition(":")[0] for root in map(str, roots) if root.startswith(PREFIX)]
@@ -252,22 +242,20 @@ def datasets_of(run: ScoredRun) -> Optional[List[str]]:
 
 def data_of(run: ScoredRun) -> str:
     """Say in a sentence what the training data was."""
-    text, record = f"`{run.config.get('data.root')}`", run.folder / RECORD
+    text = f"`{run.config.get('data.root')}`"
     if run.kind in TEXT.values():
         mixture = run.config.get("data.mixture") or ()
         text = ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture) or text
         pair = f", {run.config.get('data.source')} to {run.config.get('data.target')}" if run.kind == TEXT["mt"] else ""
         return f"{text}, split {run.config.get('data.train')}{pair}."
-    if record.is_file():
-        try:
-            counts = {split: [n for _, n in outline["classes"]] for split, outline in read_json(record).items()}
-            classes = len(next(iter(counts.values())))
-            parts = [f"{classes} classes"] * (classes > 1)
-            parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
-            text += f": {', '.join(parts)}"
-        except (TypeError, KeyError, StopIteration):
-            raise ValueError(f"{record}: not the record of a run's data") from None
-    return text + "."
+    try:
+        counts = {split: [n for _, n in outline["classes"]] for split, outline in run.json(RECORD).items()}
+    except (TypeError, KeyError):
+        raise ValueError(f"{run.folder / RECORD}: not the record of a run's data") from None
+    classes = max(map(len, counts.values()), default=0)
+    parts = [f"{classes} classes"] * (classes > 1)
+    parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
+    return f"{text}: {', '.join(parts)}." if parts else f"{text}."
 
 
 def without_paths(text: str) -> str:

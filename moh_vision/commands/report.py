@@ -7,8 +7,6 @@ page loads nothing else: it can be sent and printed. Parts that a run lacks are 
 ones a line says what makes them.
 """
 
-from __future__ import annotations
-
 import itertools
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,7 +16,7 @@ import jinja2
 import matplotlib
 import numpy as np
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.commands import report_figures as figures
 from moh_vision.commands.head_load import draw
 from moh_vision.commands.runs import (
@@ -29,10 +27,9 @@ from moh_vision.commands.runs import (
     as_written,
     find_run,
     having,
-    model_of,
     number_at,
     read_json,
-    read_metrics,
+    read_lines,
     read_run,
     starts_of,
     text_of,
@@ -57,7 +54,7 @@ PANELS = {
     "training loss": ("loss",),
     "validation loss": ("validation", "loss"),
     "validation: top-1, %": ("validation", "top1"),
-    **{f"score: {title}": ("scores", key) for key, (title, _) in COLUMNS.items()},
+    **{f"score: {column.title}": ("scores", key) for key, column in COLUMNS.items()},
     "balance loss, share of the loss": ("balance_share",),
     "learning rate": ("lr",),
 }
@@ -114,7 +111,7 @@ def sections(kind: str, runs: Named) -> Iterator[Section]:
         yield confusions(runs)
     if kind == TEXT["mt"]:
         yield translations(runs)
-    texts = [("text", ", ".join(names), text) for names, _, text in models if text]
+    texts = [("text", ", ".join(names), text) for names, _, text in models]
     yield Section("Parameters and multiply-accumulates", texts, unweighted)
 
 
@@ -127,14 +124,12 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
     for group in alike.values():
         for run in group.values():
             try:
-                model, inputs, named = model_of(run)
+                model, inputs, named = run.forward()
             except FileNotFoundError as error:
                 missing.append(message_of(error))
                 continue
-            layers, text = [], ""
-            if attention_layers(model):
-                layers, text = head_budget(model)["layers"], describe(run.model, model, *inputs, **named)
-            models.append((list(group), layers, text))
+            text = describe(run.model, model, *inputs, **named)
+            models.append((list(group), head_budget(model)["layers"], text))
             break
     return models, missing
 
@@ -156,7 +151,7 @@ def training(runs: Named) -> Section:
     panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
         file = run.folder / "metrics.jsonl"
-        for entry in read_metrics(run.folder / "metrics.jsonl"):
+        for entry in read_lines(file):
             for title, place in PANELS.items():
                 value = number_at(entry, place, file)
                 if value is not None:  # not there, or not finite
@@ -184,7 +179,7 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             load = HeadLoad.read(file)
             for by in load.groups if load.choosing() else ():
                 caption = f"{name}: share of tokens that run each head, by {by}"
-                loads.append(figures.inline_svg(draw(load, "map", by)[0], caption))
+                loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
         elif name not in dense and not gates.is_file():
             missing.append(f"{name} has no {FILE}: {LOAD_MAKER}")
         if gates.is_file():
@@ -249,11 +244,10 @@ def translations(runs: Named) -> Section:
     files, missing = having(runs, "translations.txt", "a run writes it at its end")
     alike: dict[tuple, dict[str, list[str]]] = {}  # of the same text
     for name, file in files.items():
-        run, results = runs[name], file.with_name("results.json")
-        found = read_json(results) if results.is_file() else {}
-        whole = not any((found.get("left_out") or {"": 1}).values())  # else lines differ from the files
-        place = [run.config.get(f"data.{key}") for key in ("root", "source", "target")]
-        alike.setdefault((*place, found.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
+        results = runs[name].json("results.json")
+        whole = not any((results.get("left_out") or {"": 1}).values())  # else lines differ from the files
+        place = [runs[name].config.get(f"data.{key}") for key in ("root", "source", "target")]
+        alike.setdefault((*place, results.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
     blocks = []
     for (root, source, target, split, whole), lines in alike.items():
         count = min(map(len, lines.values()))
@@ -281,13 +275,11 @@ def environment(runs: Named) -> Section:
 
 
 def options(add) -> None:
-    """Add the arguments."""
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--output", required=True, metavar="FILE.html", help="the page; a new file")
 
 
 def work(options) -> None:
-    """Write the page."""
     if not options.output.endswith(".html"):
         raise ValueError(f"--output {options.output}: expected a name that ends in .html")
     refuse_output("--output", options.output)

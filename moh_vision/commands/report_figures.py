@@ -1,7 +1,5 @@
 """Figures of a report: curves, head budgets and confusion matrices as SVG, pictures as data URIs."""
 
-from __future__ import annotations
-
 import base64
 import io
 import itertools

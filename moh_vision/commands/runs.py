@@ -1,7 +1,5 @@
 """Read runs from their folders: configuration, scores, sizes, starts."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import statistics
@@ -18,43 +16,39 @@ from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.opening import kind_of, open_run
 
-# Numbers of a run, and of a row in paper_rows.yaml: title and digits, in the order of columns.
-COLUMNS = {
-    "top1": ("top-1, %", 2),
-    "top5": ("top-5, %", 2),
-    "fid": ("FID", 2),
-    "fd": ("FD", 2),
-    "sfid": ("sFID", 2),
-    "spatial_fd": ("spatial FD", 2),
-    "inception_score": ("IS", 2),
-    "class_score": ("class score", 2),
-    "kid": ("KID", 5),
-    "kernel_distance": ("kernel distance", 5),
-    "precision": ("precision", 3),
-    "recall": ("recall", 3),
-    "recognised": ("recognised, %", 2),
-    "frechet_distance": ("Frechet distance", 2),
-    "bleu": ("BLEU", 2),
-    "sacrebleu": ("sacreBLEU", 2),
-    "bleu_argmax": ("BLEU, argmax", 2),
-    "bleu_random": ("BLEU, random", 2),
-    "bleu_random_std": ("BLEU, random: std of draws", 2),
-    "perplexity": ("val. perplexity", 2),
-    "test_perplexity": ("test perplexity", 2),
-    "word_perplexity": ("val. word perplexity", 2),
-    "test_word_perplexity": ("test word perplexity", 2),
-}
-# Where they are in a file of scores; the others are under their own key.
-PLACES = {
-    "bleu": ("bleu", "soft", "tokenised_bleu", "bleu"),
-    "sacrebleu": ("bleu", "soft", "bleu", "bleu"),
-    "bleu_argmax": ("bleu", "argmax", "tokenised_bleu", "bleu"),
-    "bleu_random": ("bleu", "random", "tokenised_bleu", "bleu"),
-    "bleu_random_std": ("bleu", "random", "tokenised_bleu", "std"),
-    "perplexity": ("validation", "perplexity"),
-    "test_perplexity": ("test", "perplexity"),
-    "word_perplexity": ("validation", "word_perplexity"),
-    "test_word_perplexity": ("test", "word_perplexity"),
+
+class Column(NamedTuple):
+    """A number of a run, and of a row in paper_rows.yaml."""
+
+    title: str
+    digits: int = 2
+    place: tuple[str, ...] = ()  # in a file of scores; left out: the column's key
+
+
+COLUMNS = {  # in their order in a table
+    "top1": Column("top-1, %"),
+    "top5": Column("top-5, %"),
+    "fid": Column("FID"),
+    "fd": Column("FD"),
+    "sfid": Column("sFID"),
+    "spatial_fd": Column("spatial FD"),
+    "inception_score": Column("IS"),
+    "class_score": Column("class score"),
+    "kid": Column("KID", 5),
+    "kernel_distance": Column("kernel distance", 5),
+    "precision": Column("precision", 3),
+    "recall": Column("recall", 3),
+    "recognised": Column("recognised, %"),
+    "frechet_distance": Column("Frechet distance"),
+    "bleu": Column("BLEU", 2, ("bleu", "soft", "tokenised_bleu", "bleu")),
+    "sacrebleu": Column("sacreBLEU", 2, ("bleu", "soft", "bleu", "bleu")),
+    "bleu_argmax": Column("BLEU, argmax", 2, ("bleu", "argmax", "tokenised_bleu", "bleu")),
+    "bleu_random": Column("BLEU, random", 2, ("bleu", "random", "tokenised_bleu", "bleu")),
+    "bleu_random_std": Column("BLEU, random: std of draws", 2, ("bleu", "random", "tokenised_bleu", "std")),
+    "perplexity": Column("val. perplexity", 2, ("validation", "perplexity")),
+    "test_perplexity": Column("test perplexity", 2, ("test", "perplexity")),
+    "word_perplexity": Column("val. word perplexity", 2, ("validation", "word_perplexity")),
+    "test_word_perplexity": Column("test word perplexity", 2, ("test", "word_perplexity")),
 }
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
@@ -65,6 +59,7 @@ WITHOUT_EFFECT = (
     "seed",
     "log_every",
     "save_every",
+    "save_in_background",
     "keep_checkpoints",
     "keep_weights_every",
     "tracker",
@@ -103,6 +98,20 @@ class ScoredRun(NamedTuple):
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
 
+    def json(self, name: str) -> dict:
+        """Read a JSON file in the folder; empty if it is not there."""
+        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
+
+    def forward(self) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
+        """Open the model on the meta device, with arguments of one forward.
+
+        Raises FileNotFoundError without weights.
+        """
+        opened = open_run(self.folder)
+        if self.sampling.get("head_budget") is not None:
+            set_head_budget(opened.model, self.sampling["head_budget"])
+        return without_memory(opened.model), *opened.example()
+
 
 class NoScores(ValueError):
     """A run that has no scores yet; the message says what makes them."""
@@ -124,8 +133,8 @@ def read_json(file: Path, text: str | None = None) -> dict:
     return tree
 
 
-def read_metrics(file: Path) -> list[dict]:
-    """Read the lines of a metrics.jsonl, if it exists, without an unfinished last line."""
+def read_lines(file: Path) -> list[dict]:
+    """Read the lines of a .jsonl file, if it exists, without an unfinished last one."""
     lines = text_of(file).splitlines(keepends=True) if file.is_file() else []
     return [read_json(file, line) for line in lines if line.endswith("\n")]
 
@@ -180,13 +189,15 @@ def find_run(folder: Path) -> ScoredRun:
 def read_run(folder: Path) -> ScoredRun:
     """Read a run and its scores; raise NoScores without scores."""
     run = find_run(folder)
-    about = dict(classification=_about_images, diffusion=_about_samples).get(run.kind, _about_text)
+    told = dict(classification=_of_images, diffusion=_of_samples).get(run.kind, _of_text)
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
-        found = _scored_samples(folder) if run.kind == "diffusion" else _results(folder, bool(suites))
-        scores |= {key: number_at(found, PLACES.get(key, (key,)), folder) for key in COLUMNS}
-        steps = number_at(found, ("step",), folder) or 0
-        run = about(run._replace(steps=steps, scores=scores), found)
+        results = _scored_samples(run) if run.kind == "diffusion" else run.json("results.json")
+        if not results and not suites:
+            raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
+        scores |= {key: number_at(results, column.place or (key,), folder) for key, column in COLUMNS.items()}
+        steps = number_at(results, ("step",), folder) or 0
+        run = told(run._replace(steps=steps, scores=scores), results)
     return run._replace(how="; ".join([run.how, *suites]))
 
 
@@ -200,25 +211,17 @@ def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
     return runs
 
 
-def _results(folder: Path, scored: bool) -> dict:
-    file = folder / "results.json"
-    if not file.is_file() and not scored:
-        raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
-    return read_json(file) if file.is_file() else {}
-
-
-def _scored_samples(folder: Path) -> dict:
-    if (folder / "scores.json").is_file():
-        return read_json(folder / "scores.json")
-    scored = [
-        entry for entry in read_metrics(folder / "metrics.jsonl") if "error" not in entry.get("scores", ["error"])
-    ]
+def _scored_samples(run: ScoredRun) -> dict:
+    if found := run.json("scores.json"):
+        return found
+    entries = read_lines(run.folder / "metrics.jsonl")
+    scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
     if not scored:
-        raise NoScores(f"{folder} has no scores yet: python sample.py --checkpoint {folder} --score REFERENCE")
+        raise NoScores(f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE")
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])
 
 
-def _about_images(run: ScoredRun, results: dict) -> ScoredRun:
+def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
     if 0 < len(results.get("top1_by_class", ())) <= FEW:
         run.scores["top5"] = None
     top1, images, error = run.scores["top1"] or 0, results.get("images"), ""
@@ -228,7 +231,7 @@ def _about_images(run: ScoredRun, results: dict) -> ScoredRun:
     return run._replace(how=f"{images} validation images of {run.config.get('data.root')}", error=error)
 
 
-def _about_samples(run: ScoredRun, found: dict) -> ScoredRun:
+def _of_samples(run: ScoredRun, found: dict) -> ScoredRun:
     sampling, by = found.get("sampling", {}), found.get("label") or found.get("feature_space")
     if run.scores["recognised"] is not None:
         run.scores["recognised"] *= 100
@@ -239,7 +242,7 @@ def _about_samples(run: ScoredRun, found: dict) -> ScoredRun:
     return run._replace(how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
 
 
-def _about_text(run: ScoredRun, results: dict) -> ScoredRun:
+def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
     splits = [run.config[f"data.{key}"] for key in ("val", "test") if run.config.get(f"data.{key}")]
     how = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
@@ -272,17 +275,6 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
             files[name] = file
             suites.append(name if limit is None else f"{name}, --limit {limit:g}")
     return scores, suites
-
-
-def model_of(run: ScoredRun) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Open a run's model on the meta device, with arguments of one forward.
-
-    Raises FileNotFoundError without weights.
-    """
-    opened = open_run(run.folder)
-    if run.sampling.get("head_budget") is not None:
-        set_head_budget(opened.model, run.sampling["head_budget"])
-    return without_memory(opened.model), *opened.example()
 
 
 def grouped(
@@ -330,9 +322,8 @@ def starts_of(runs: dict[str, ScoredRun]) -> tuple[list[dict], list[str]]:
     starts: dict[str, dict] = {}  # merged if only step and date differ
     files, missing = having(runs, "environment.jsonl", "every start of a run adds a line to it")
     for name, file in files.items():
-        for line in text_of(file).splitlines():
-            start = dict.fromkeys(("device", "cores", "processes", "versions", "commit", "command"))
-            start |= read_json(file, line)
+        for line in read_lines(file):
+            start = dict.fromkeys(("device", "cores", "processes", "versions", "commit", "command")) | line
             step, date = start.pop("step", None), start.pop("date", None)
             versions = start["versions"] if isinstance(start["versions"], dict) else {}
             shown = ", ".join(f"{package} {version}" for package, version in versions.items())

@@ -9,8 +9,6 @@ taken too, such as --data.root. budget.yaml has one [shared, routed] per layer:
 split compare it with the uniform budget and the papers' ramp of equally many heads.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from functools import partial
@@ -20,12 +18,13 @@ from typing import Callable, NamedTuple, Sequence
 import torch
 from torch import nn
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, running
+from moh_vision.attention import HeadBudget, attention_layers, running
 from moh_vision.attention.budget import spread
 from moh_vision.engine.commands import Progress, refuse_output, say
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.opened import Opened
 from moh_vision.models.convert import convert
+from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import open_run
 
 REST = "RUN"
@@ -185,7 +184,7 @@ def work(options) -> None:
     refuse_budget(opened, "--share")
     searched, others = opened.halves(options.images)
     what, unit = opened.metadata["weights"], opened.unit
-    if all(m.router.all_heads for m in opened.model.modules() if isinstance(m, HeadMixtureAttention)):
+    if is_dense(opened.model):
         batches = [opened.inputs(batch) for batch in searched]
         opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
         what += ", converted with its strongest heads shared"

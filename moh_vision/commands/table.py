@@ -12,23 +12,21 @@ the training's last; for suites scores*.json, the --out of `python -m moh_vision
 package booktabs.
 """
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple, Sequence
 
 import yaml
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.commands.runs import (
     COLUMNS,
     NAMES,
     TEXT,
+    Column,
     ScoredRun,
     grouped,
     mean_and_spread,
-    model_of,
     read_runs,
     suite_titles,
 )
@@ -85,11 +83,11 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
 def sizes(run: ScoredRun) -> list[float | None]:
     """Return the numbers of SIZES for the active heads; None without weights."""
     try:
-        model, inputs, named = model_of(run)
+        model, inputs, named = run.forward()
     except FileNotFoundError:
         return [None] * len(SIZES)
     macs = count_macs(model, *inputs, **named)
-    active = head_budget(model)["share"] if attention_layers(model) else 1.0
+    active = head_budget(model)["share"]
     return [count_parameters(model) / 1e6, (macs.linears + macs.scores) / 1e6, 100 * active]
 
 
@@ -97,7 +95,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
     """Make a table without empty columns; a missing number is a dash."""
     runs = read_runs(folders)
     groups = grouped(runs, names=names)
-    columns = COLUMNS | {title: (title, 2) for name in SUITES for title in suite_titles(name)}
+    columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
     rows, notes = [], [MACS.format(INPUTS.get(runs[0].kind, "a block of text"))]
     if len(groups) < len(runs):
@@ -107,7 +105,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
         for label, group in alike:
             cells = [_shown(size) for size in sizes(group[0])]
             for key in shown:
-                cells.append(mean_and_spread([run.scores.get(key) for run in group], columns[key][1]))
+                cells.append(mean_and_spread([run.scores.get(key) for run in group], columns[key].digits))
             done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
             steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
             rows.append([label, str(len(group)), steps, *cells])
@@ -118,7 +116,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
         for row in printed:
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]
             rows.append([f"{row['row']} ({row['source']}; {row['data']})", "paper", *cells])
-    titles = ["model", "runs", "steps", *SIZES.values(), *(columns[key][0] for key in shown)]
+    titles = ["model", "runs", "steps", *SIZES.values(), *(columns[key].title for key in shown)]
     return Table(titles, rows, notes)
 
 
@@ -148,13 +146,11 @@ def latex(table: Table) -> str:
 
 
 def options(add) -> None:
-    """Add the arguments."""
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--names", nargs="+", metavar="NAME", help=NAMES)
     add("--latex", action="store_true", help="print LaTeX instead of Markdown")
 
 
 def work(options) -> None:
-    """Print the table."""
     table = make_table(options.runs, options.names)
     say(latex(table) if options.latex else markdown(table))

@@ -71,7 +71,7 @@ def check_side(model: nn.Module, side: int | None) -> None:
 
 def check_name(name: str, kind: str | None) -> None:
     """Refuse an unknown name, a model without head routing, or one not of `kind` (None: any)."""
-    kinds = _kinds()
+    kinds = image_models()
     fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
     if not timm.is_model(base):
         problem = "is not a registered model"
@@ -88,8 +88,8 @@ def check_name(name: str, kind: str | None) -> None:
     raise ValueError(f"model.name '{name}' {problem}, {closest(asked, fitting)}")
 
 
-def _kinds() -> dict[str, str]:
-    """Return the kind of each of our registered models."""
+def image_models() -> dict[str, str]:
+    """Return the kind of each of our image models: "classifier" or "diffusion"."""
     return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
 
 
@@ -122,7 +122,7 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
         raise ValueError(f"{file}: architecture, arguments and config in its metadata are not a name and two mappings")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
-    actual = "text" if "vocabularies" in metadata else _kinds().get(name, kind)
+    actual = "text" if "vocabularies" in metadata else image_models().get(name, kind)
     if kind not in (None, actual):
         raise ValueError(f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}")
     for key in FETCHING:

@@ -6,19 +6,13 @@ import pytest
 import test_moh_vit
 import timm
 from refusals import refuse
-from small_runs import arguments
-from small_text import write_plain
 
-from moh_vision.__main__ import main
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.attention.budget import resolve_budget
-from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands import budget_curve
 from moh_vision.commands.budget_curve import budgets_of, draw, measure
-from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.opened import Opened
-from moh_vision.language import train as train_text
 from moh_vision.models.head_budgets import budget_pairs
 
 HEADS = ["--model.num_heads", "8"]
@@ -27,10 +21,6 @@ HEADS = ["--model.num_heads", "8"]
 def vit(budget, **kwargs):
     options = {**test_moh_vit.TINY, "depth": 3, "embed_dim": 48, "num_heads": 8, "head_budget": budget, **kwargs}
     return timm.create_model("moh_vit_tiny_patch16_224", **options).eval()
-
-
-def curve(*argv):
-    return main(["budget-curve", *map(str, argv)])
 
 
 def active(budgets):
@@ -53,8 +43,9 @@ def test_shares_that_the_shared_heads_do_not_allow():
     model = vit([(4, 2), (4, 2), (3, 3)])  # 14 of 24 heads at least
     assert list(budgets_of(model, None)) == [0.625, 0.75, 0.875, 1.0]
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
-    with pytest.raises(ValueError, match="--shares 0.5: with the shared heads of this model allowed is 0.583 to 1"):
-        budgets_of(model, ["0.75", "0.5"])
+    refuse(
+        "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1", budgets_of, model, ["0.75", "0.5"]
+    )
     refuse("no routed heads to be chosen", lambda: budgets_of(vit([(8, 0)] * 3), None))
     for router in ("dense", "mae"):
         assert active(budgets_of(vit(None, router=router), ["0.75"])) == {1.0: [8] * 3}
@@ -85,93 +76,80 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     assert list(above.lines[1].get_xdata()) == [75] and list(below.lines[0].get_ydata()) == [12, 18, 24]
 
 
-def test_classifiers_of_both_scopes(tmp_path, capsys, refused, monkeypatch):
-    monkeypatch.setattr(budget_curve, "ROUNDS", 2)
+@pytest.fixture
+def curve(run_command, monkeypatch):
+    """curve(*argv): the lines of the figure that the command makes, and what it printed."""
+    monkeypatch.setattr(budget_curve, "ROUNDS", 1)
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    runs = [str(tmp_path / scope) for scope in ("token", "sample")]
-    for run in runs:
-        train_cls.main(arguments("cls", run, 2, 2, *HEADS, "--model.scope", run.rpartition("/")[2]))
-    figure = tmp_path / "curve.png"
-    capsys.readouterr()
-    assert curve(*runs, "--output", figure, "--shares", "0.5", "1", "--data.eval_batch_size", "50") == 0
-    shown = capsys.readouterr().out
+
+    def run(*argv):
+        code, out, _ = run_command("budget-curve", *argv)
+        assert code == 0
+        figure = argv[argv.index("--output") + 1]
+        return json.loads(figure.with_suffix(".json").read_text())["lines"], out
+
+    return run
+
+
+def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
+    runs = [trained("cls", 2, *HEADS, "--model.scope", scope) for scope in ("token", "sample")]
+    figure, new = tmp_path / "curve.png", ["--output", tmp_path / "new.svg"]
+    ask = ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
+    (token, sample), shown = curve(*runs, "--output", figure, *ask)
     assert all(shown.count(f"{run}: weights of {run}/ema.safetensors\n") == 1 for run in runs)
     assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    token, sample = json.loads(figure.with_suffix(".json").read_text())["lines"]
     assert (token["scope"], sample["scope"]) == ("token", "sample") and token["shares"] == [0.5, 0.75, 1.0]
     assert token["batch_size"] == 50 and token["executor"] == "auto" and token["data"] == "digits, val split"
     for low, middle, high in token["milliseconds"]:
         assert 0 < low <= middle <= high
     # The scores are those of validate.py with that budget.
-    validate.main(["--checkpoint", runs[0], "--model.head_budget", json.dumps(token["layers"][0])])
+    validate.main(["--checkpoint", str(runs[0]), "--model.head_budget", json.dumps(token["layers"][0])])
     assert f"loss {token['scores'][0]['loss']:.4f}, 355 images" in capsys.readouterr().out
 
-    there, new = ["--output", str(figure)], ["--output", str(tmp_path / "new.svg")]
-    assert "exists; give another path" in refused("budget-curve", *runs, *there)
-    assert "--checkpoint has no effect: RUN says" in refused("budget-curve", runs[0], *new, "--checkpoint", runs[1])
-    assert "expected a name that ends in .png or .svg" in refused("budget-curve", *runs, "--output", "curve.pdf")
-    assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in refused(
-        "budget-curve", *runs, *new, "--shares", "0.1"
-    )
+    def refuses(words, *argv):
+        assert words in refused("budget-curve", *argv)
+
+    refuses("--checkpoint has no effect: RUN says", runs[0], *new, "--checkpoint", runs[1])
+    allowed = f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0."
+    refuses(allowed, *runs, *new, "--shares", "0.1")
     for share in ("1.5", "much", "uniform:0.5:0.4"):
-        assert f"--shares {share}: expected above 0 and up to 1" in refused(
-            "budget-curve", *runs, *new, "--shares", share
-        )
-    assert "RUN comes before --data.root" in refused("budget-curve", "--data.root", "digits", *runs, *new)
-    assert "model.head_budget has no effect" in refused("budget-curve", runs[0], *new, "--model.head_budget", "0.5")
-    assert "nowhere" in refused("budget-curve", "nowhere", *new)
-    dense = str(tmp_path / "dense")
-    train_cls.main(arguments("cls", dense, 1, 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null"))
+        refuses(f"--shares {share}: expected above 0 and up to 1", *runs, *new, "--shares", share)
+    refuses("RUN comes before --data.root", "--data.root", "digits", *runs, *new)
+    refuses("model.head_budget has no effect", runs[0], *new, "--model.head_budget", "0.5")
+    refuses("nowhere", "nowhere", *new)
     assert not (tmp_path / "new.svg").exists()
-    assert curve(runs[0], dense, *new, "--shares", "0.75") == 0
-    token, dense = json.loads((tmp_path / "new.json").read_text())["lines"]
-    assert (token["shares"], dense["shares"]) == ([0.75], [1.0]) and "dense, all heads" in (
-        tmp_path / "new.svg"
-    ).read_text()
+    dense = trained("cls", 1, *HEADS, "--model.router", "dense", "--model.head_budget", "null")
+    (token, dense), _ = curve(runs[0], dense, *new, "--shares", "0.75")
+    assert (token["shares"], dense["shares"]) == ([0.75], [1.0])
+    assert "cls, all heads" in (tmp_path / "new.svg").read_text()
 
 
-def test_samples_of_a_diffusion_model(tmp_path, capsys, refused, monkeypatch):
-    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    monkeypatch.setattr(budget_curve, "ROUNDS", 1)
-    cls, dit = str(tmp_path / "cls"), str(tmp_path / "dit")
-    train_cls.main(arguments("cls", cls, 6, 6, *HEADS))
-    train_dit.main(arguments("dit", dit, 6, 6, *HEADS, "--optim.lr", "0.1"))
+def test_samples_of_a_diffusion_model(trained, tmp_path, curve, refused):
+    cls, dit = trained("cls", 6, *HEADS), trained("dit", 6, *HEADS, "--optim.lr", "0.1")
     figure, short = tmp_path / "curve.svg", ["--num-images", "40", "--steps", "2", "--batch-size", "20"]
-    score = ["--score", "digits", "--extractor", cls]
-    capsys.readouterr()
-    assert curve(dit, "--output", figure, "--shares", "1", *short, *score) == 0
-    said = capsys.readouterr().out
+    score, new = ["--score", "digits", "--extractor", cls], ["--output", tmp_path / "new.png"]
+    (line,), said = curve(dit, "--output", figure, "--shares", "1", *short, *score)
     assert said.count("samples: 2 steps\n") == 2 == said.count("real images: 1 of ")
-    (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
     assert line["shares"] == [0.75, 1.0] and line["batch_size"] == 20
     assert line["data"] == "40 samples, ddpm 2 steps, guidance 1; reference digits"
     for scores in line["scores"]:
         assert scores["frechet_distance"] > 0 and scores["num_generated"] == 40 and 0 <= scores["recognised"] <= 100
     assert line["scores"][0] != line["scores"][1] and "<svg" in figure.read_text()
-    new = ["--output", str(tmp_path / "new.png")]
     assert "--score REFERENCE is needed" in refused("budget-curve", dit, *new)
     assert "grid has no effect" in refused("budget-curve", dit, *new, *score, "--grid", "g.png")
     assert "head_budget has no effect" in refused("budget-curve", dit, *new, *score, "--head-budget", "0.75")
     assert "one figure has one kind" in refused("budget-curve", dit, cls, *new, *score)
 
 
-def test_perplexity_of_language_models(tmp_path, capsys, refused, monkeypatch):
-    monkeypatch.setattr(budget_curve, "ROUNDS", 1)
-    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    run, figure, new = tmp_path / "text", tmp_path / "curve.png", ["--output", str(tmp_path / "new.png")]
-    options = (
-        f"--model.name clm_moh_small_75 --data.root {write_plain(tmp_path / 'plain')} --data.block 16 --data.merges 30 "
-        "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_hidden_layers 2 "
-        f"--model.kwargs.num_attention_heads 8 --optim.batch_size 8 --max-steps 4 --output {run}"
-    )
-    train_text.main(options.split())
-    assert curve(run, "--output", figure, "--shares", "0.5", "1") == 0
-    assert capsys.readouterr().out.count("scoring: 1 of ") == 3
-    (line,) = json.loads(figure.with_suffix(".json").read_text())["lines"]
+def test_perplexity_of_language_models(trained, tmp_path, curve, refused):
+    run = trained("clm", 4)
+    (line,), said = curve(run, "--output", tmp_path / "curve.png", "--shares", "0.5", "1")
+    assert said.count("scoring: 1 of ") == 3
     # The preset's budget is uniform, and so are the shares.
     assert line["shares"] == [0.5, 0.75, 1.0] and line["layers"][0][0] == line["layers"][0][1]
-    trained = json.loads((run / "results.json").read_text())["validation"]
-    assert line["scores"][1]["loss"] == pytest.approx(trained["loss"], rel=1e-6)
+    validation = json.loads((run / "results.json").read_text())["validation"]
+    assert line["scores"][1]["loss"] == pytest.approx(validation["loss"], rel=1e-6)
     assert len({scores["perplexity"] for scores in line["scores"]}) == 3
-    assert "max_steps has no effect" in refused("budget-curve", str(run), *new, "--max-steps", "2")
+    new = ["--output", tmp_path / "new.png"]
+    assert "max_steps has no effect" in refused("budget-curve", run, *new, "--max-steps", "2")

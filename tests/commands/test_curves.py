@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from moh_vision.commands.curves import read_curves
+from moh_vision.commands.figures import Line, draw_lines
 
 
 def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), bleu=None, **data):
@@ -81,24 +82,18 @@ def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, run_command):
 
 def test_scores_over_a_share_of_the_data(tmp_path, run_command):
     """Peng 2020, figure 2. Runs that stop early end at different steps."""
-    bleu = {("all", 0.05): [10, 12], ("all", 1.0): [31, 30], ("gates", 0.05): [20, 21], ("gates", 1.0): [30]}
+    bleu = {(1, 0.05): [10, 12], (1, 1.0): [31, 30], (2, 0.05): [20, 21], (2, 1.0): [30]}
     runs = [
-        write_run(
-            tmp_path / f"{which}{share}{seed}", seed=seed, share=share, merges=dict(all=1, gates=2)[which], bleu=b
-        )
-        for (which, share), values in bleu.items()
-        for seed, b in enumerate(values)
+        write_run(tmp_path / f"{merges}_{share}_{seed}", seed=seed, share=share, merges=merges, bleu=score)
+        for (merges, share), scores in bleu.items()
+        for seed, score in enumerate(scores)
     ]
     assert run_command("curves", *runs, "--over", "data.share", "--output", tmp_path / "share.png")[0] == 0
     assert json.loads((tmp_path / "share.json").read_text())["y"] == "BLEU"
     lines = lines_of(tmp_path / "share.json")
     assert set(lines) == {"mt_mae_7, data.merges 1", "mt_mae_7, data.merges 2"}
-    assert lines["mt_mae_7, data.merges 1"] == dict(
-        x=[0.05, 1.0],
-        mean=[11, 30.5],
-        std=[pytest.approx(stdev([10, 12])), pytest.approx(stdev([31, 30]))],
-        runs=[2, 2],
-    )
+    std = [pytest.approx(stdev([10, 12])), pytest.approx(stdev([31, 30]))]
+    assert lines["mt_mae_7, data.merges 1"] == dict(x=[0.05, 1.0], mean=[11, 30.5], std=std, runs=[2, 2])
     assert lines["mt_mae_7, data.merges 2"]["std"][1] is None
 
 
@@ -117,17 +112,11 @@ def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, run_command)
 
 def test_mistakes_are_one_line(tmp_path, refused):
     run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
-    (tmp_path / "old.png").touch()
     new = ["--output", tmp_path / "new.png"]
-    assert "new.pdf: expected a name that ends in .png or .svg" in refused(
-        "curves", run, "--output", tmp_path / "new.pdf"
-    )
-    assert "old.png exists" in refused("curves", run, "--output", tmp_path / "old.png")
     assert "are the same run with the same seed" in refused("curves", run, run, *new)
     assert "--window 0: expected 1 or more" in refused("curves", run, "--window", 0, *new)
-    assert "no run has got so far" in refused(
-        "curves", write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10), "--first-epoch", 9, *new
-    )
+    short = write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10)
+    assert "no run has got so far" in refused("curves", short, "--first-epoch", 9, *new)
     assert "--over data.shar: no such key" in refused("curves", run, "--over", "data.shar", *new)
     beside = refused("curves", run, "--beside", "cls/none", *new)
     assert "--beside cls/none: no such log; there are cls/cifar10_small_cpu, " in beside
@@ -151,8 +140,13 @@ def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):
         about = dict(yaml.safe_load((run / "config.yaml").read_text()), objective=objective, learn_sigma=True)
         (run / "config.yaml").write_text(yaml.safe_dump(about))
         runs.append(run)
-    for name, several, y in (
-        ("both", runs[:2], "losses of noise and flow, which have no common scale"), ("one", runs[::2], "loss")
-    ):  # fmt: skip
-        assert run_command("curves", *several, "--output", tmp_path / f"{name}.png")[0] == 0
-        assert json.loads((tmp_path / f"{name}.json").read_text())["y"] == y
+    labels = {"losses of noise and flow, which have no common scale": runs[:2], "loss": runs[::2]}
+    for number, (y, several) in enumerate(labels.items()):
+        assert run_command("curves", *several, "--output", tmp_path / f"{number}.png").code == 0
+        assert json.loads((tmp_path / f"{number}.json").read_text())["y"] == y
+
+
+def test_a_legend_of_many_or_long_names_stands_below():
+    for names, inside in ((map(str, range(12)), True), (map(str, range(13)), False), (["x" * 45], False)):
+        figure = draw_lines([Line(name, {1.0: [1.0]}) for name in names], "x", "y")
+        assert (figure.axes[0].get_legend() is not None) == inside == (not figure.legends)

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
-from moh_vision.__main__ import main
 from moh_vision.attention import attention_layers, head_budget, token_heads
 from moh_vision.commands import export as exporting
 from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
@@ -56,22 +55,27 @@ def run(tmp_path):
     return write
 
 
-def onnx_session(file):
-    return pytest.importorskip("onnxruntime").InferenceSession(file)
-
-
-def onnx_main(*argv):
+@pytest.fixture
+def to_onnx(run_command, tmp_path):
+    """to_onnx(*argv): what the command printed, the file and its session."""
     for name in exporting.PACKAGES:
         pytest.importorskip(name, reason=f"{name} is not installed (extra 'export')")
-    return main(["export", *map(str, argv), "--format", "onnx"])
+    import onnxruntime
+
+    def export(*argv):
+        file = tmp_path / "model.onnx"
+        code, said, _ = run_command("export", *argv, "--format", "onnx", "--output", file)
+        assert code == 0
+        return said, file, onnxruntime.InferenceSession(file)
+
+    return export
 
 
-def test_a_classifier_in_onnxruntime(run, tmp_path, capsys):
-    (model, folder), file = run("vit", {**VIT, **ONE}), tmp_path / "model.onnx"
-    assert onnx_main(folder, "--output", file) == 0
-    said = capsys.readouterr().out
+def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
+    model, folder = run("vit", {**VIT, **ONE})
+    said, file, session = to_onnx(folder)
     assert "computes all 4 and skips none: each token chooses its own 2" in said and "differs from PyTorch" in said
-    session, images = onnx_session(file), torch.randn(5, 1, 8, 8)
+    images = torch.randn(5, 1, 8, 8)
     with torch.no_grad():
         want = model(images)
     got = torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
@@ -83,11 +87,11 @@ def test_a_classifier_in_onnxruntime(run, tmp_path, capsys):
     assert str(tmp_path).encode() not in file.read_bytes()
 
 
-def test_a_dit_at_one_timestep_has_the_heads_of_this_timestep_alone(run, tmp_path, capsys):
-    (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.onnx"
-    assert onnx_main(folder, "--output", file, "--timestep", 300, "--batch", 2) == 0
-    assert "heads: 2 of 4 are in the graph" in capsys.readouterr().out
-    session, noisy, labels = onnx_session(file), torch.randn(2, 1, 4, 4), torch.tensor([0, 3])
+def test_a_dit_at_one_timestep_has_the_heads_of_this_timestep_alone(run, to_onnx):
+    model, folder = run("dit", {**BY_TIMESTEP, **ONE})
+    said, file, session = to_onnx(folder, "--timestep", 300, "--batch", 2)
+    assert "heads: 2 of 4 are in the graph" in said
+    noisy, labels = torch.randn(2, 1, 4, 4), torch.tensor([0, 3])
     with torch.no_grad():
         want, other = (model(noisy, torch.tensor([t, t]), labels, return_dict=False)[0] for t in (300.0, 900.0))
     got = session.run(["sample"], {"hidden_states": noisy.numpy(), "class_labels": labels.numpy()})[0]
@@ -102,18 +106,19 @@ def test_a_dit_at_one_timestep_has_the_heads_of_this_timestep_alone(run, tmp_pat
     assert "blocks.0.attn" in names and "router" not in names
 
 
-def dit_in_torch_export(run, tmp_path):
-    """(a file, inputs, the output of its model)"""
+@pytest.fixture
+def dit(run, tmp_path, run_command):
+    """A file of torch.export, inputs, and the output of its model."""
     (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.pt2"
-    assert main(["export", folder, "--format", "torch-export", "--output", str(file)]) == 0
+    code, said, _ = run_command("export", folder, "--format", "torch-export", "--output", file)
+    assert code == 0 and "computes 2 of 4, which each image chooses" in said
     inputs = dict(hidden_states=torch.randn(4, 1, 4, 4), timestep=torch.rand(4) * 1000, class_labels=torch.arange(4))
     with torch.no_grad():
         return file, inputs, model(**inputs, return_dict=False)[0]
 
 
-def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, capsys):
-    file, inputs, want = dit_in_torch_export(run, tmp_path)
-    assert "computes 2 of 4, which each image chooses" in capsys.readouterr().out
+def test_torch_export_holds_operators_of_torch_alone(dit):
+    file, inputs, want = dit
     program = torch.export.load(file)
     assert (program.module()(**inputs) - want).abs().max() < 3e-5 * want.abs().max()
     called = {node.target for node in program.graph.nodes if node.op == "call_function"}
@@ -122,8 +127,8 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_torch_export_is_read_by_a_process_without_this_package(run, tmp_path):
-    file, inputs, want = dit_in_torch_export(run, tmp_path)
+def test_torch_export_is_read_by_a_process_without_this_package(dit, tmp_path):
+    file, inputs, want = dit
     torch.save(dict(inputs=inputs, want=want), tmp_path / "case.pt")
     code = f"""import sys, torch
 case, kept = torch.load({str(tmp_path / "case.pt")!r}), {{"metadata.json": ""}}
@@ -176,24 +181,20 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     expected = made("vit", VIT)
     keep_heads(expected, [[0, 2], [0, 1, 3]])
     assert all(torch.equal(a, b) for a, b in zip(fixed.parameters(), expected.parameters(), strict=True))
-    for kept, words in (
-        ([[0, 2], [0, 1]], "layer 1: its router needs"),
-        ([[1, 2], [0, 1, 3]], r"layer 0: heads \[1, 2\]"),
-    ):
-        refuse(words, keep_heads, made("vit", VIT), kept)
-    with pytest.raises(ValueError, match="depend on heads that would leave"):
-        keep_heads(made("vit", VIT, router_kwargs=dict(gate_scale="paper")), [[0, 2], [0, 1, 3]])
+    refuse("layer 1: its router needs", keep_heads, made("vit", VIT), [[0, 2], [0, 1]])
+    refuse(r"layer 0: heads \[1, 2\]", keep_heads, made("vit", VIT), [[1, 2], [0, 1, 3]])
+    scaled = made("vit", VIT, router_kwargs=dict(gate_scale="paper"))
+    refuse("depend on heads that would leave", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
-def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, capsys, monkeypatch):
+def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, run_command, monkeypatch):
     _, folder = run("vit", VIT)
     _, dit = run("dit", DIT)
     (tmp_path / "foreign.pt").write_bytes(b"")
 
     def refused(words, *argv, form="torch-export", output="m.pt2"):
-        assert main(["export", *argv, "--format", form, "--output", str(tmp_path / output)]) == 2
-        error = capsys.readouterr().err
-        assert words in error and error.count("\n") == 1, error
+        code, _, error = run_command("export", *argv, "--format", form, "--output", tmp_path / output)
+        assert code == 2 and words in error and error.count("\n") == 1, error
         assert {path.name for path in tmp_path.iterdir()} == {"vit", "dit", "foreign.pt"}
 
     refused("ends in .pt2", folder, output="m.onnx")
@@ -215,22 +216,19 @@ def test_refusals_are_one_line_and_leave_nothing(run, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(exporting, "export", wrong)
     refused("m.pt2 is not written: it differs from PyTorch by", folder)
-    monkeypatch.setattr(
-        exporting,
-        "export",
-        lambda module, *more: lambda inputs: module(**inputs) * (1 if len(inputs["images"]) == 1 else nan),
-    )
+
+    def not_finite(module, *more):
+        return lambda inputs: module(**inputs) * (1 if len(inputs["images"]) == 1 else nan)
+
+    monkeypatch.setattr(exporting, "export", not_finite)
     refused("m.pt2 is not written: it differs from PyTorch by nan", folder)
 
 
 def test_a_folder_that_timm_saved(tmp_path):
     model = made("vit", VIT)
-    config = dict(
-        label_names=["x", "y", "z"], pretrained_cfg=dict(model.pretrained_cfg, crop_pct=0.8, mean=(0.1,), std=(0.2,))
-    )
-    save_for_hf(
-        model, tmp_path, model_config=config, model_args={"head_budget": BUDGET, **VIT}, safe_serialization=True
-    )
+    prepared = dict(model.pretrained_cfg, crop_pct=0.8, mean=(0.1,), std=(0.2,))
+    config, arguments = dict(label_names=["x", "y", "z"], pretrained_cfg=prepared), {"head_budget": BUDGET, **VIT}
+    save_for_hf(model, tmp_path, model_config=config, model_args=arguments, safe_serialization=True)
     opened = exporting.open_source(str(tmp_path), None)
     image = torch.randn(1, 1, 8, 8)
     with torch.no_grad():
@@ -240,5 +238,5 @@ def test_a_folder_that_timm_saved(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     config["model_args"]["checkpoint_path"] = "elsewhere.pt"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="is of no classifier that is taken .checkpoint_path in its config.json"):
-        exporting.open_source(str(tmp_path), None)
+    words = "is of no classifier that is taken .checkpoint_path in its config.json"
+    refuse(words, exporting.open_source, str(tmp_path), None)

@@ -6,17 +6,9 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import arguments, pairs, results
+from small_runs import pairs, results
 
-from moh_vision.classification import train as train_cls
-from moh_vision.commands.figures import write_figure
 from moh_vision.commands.gates import draw_gate_entropy, draw_gate_load
-
-
-def written(path):
-    image = np.asarray(Image.open(path).convert("RGB"))
-    assert min(image.shape[:2]) > 200 and image.std() > 10
-    return image
 
 
 def loads(*shares):
@@ -27,18 +19,15 @@ def loads(*shares):
 
 
 @pytest.mark.parametrize("E, numbered", ((8, True), (32, False)))
-def test_load_figure(E, numbered, tmp_path):
+def test_load_figure(E, numbered):
     load = np.random.default_rng(0).dirichlet(np.ones(E), 6)
-    figure = draw_gate_load(loads(*load))
-    axes = figure.axes[0]
+    axes = draw_gate_load(loads(*load)).axes[0]
     np.testing.assert_allclose(axes.images[0].get_array(), 100 * load)
     assert [t.get_text() for t in axes.get_yticklabels()] == [f"encoder {i + 1}" for i in range(6)]
     assert axes.get_xlabel() == "encoder, source; decoder, source: EN is N.\ndecoder, target: EN is M."
     assert axes.get_title() == "load of the experts, Multi30k" and len(axes.texts) == (6 * E if numbered else 0)
     if numbered:
         assert axes.texts[E + 3].get_text() == f"{100 * load[1][3]:.1f}"
-    write_figure(figure, tmp_path / "load.png", {})
-    written(tmp_path / "load.png")
 
 
 def test_load_figure_of_layers_with_different_experts():
@@ -47,7 +36,7 @@ def test_load_figure_of_layers_with_different_experts():
     assert np.ma.getmaskarray(axes.images[0].get_array())[1].tolist() == [False, False, True, True]
 
 
-def test_entropy_figure(tmp_path):
+def test_entropy_figure():
     first, second = "encoder.layers.0.self_attn", "decoder.layers.0.cross_attn"
 
     def run(name, *layers):
@@ -66,8 +55,6 @@ def test_entropy_figure(tmp_path):
     labels = {t.get_text() for t in axes.get_legend().get_texts()}
     assert labels == {"MAE-7", "NoBCD", "uniform (ln 4 = 1.39)", "uniform (ln 8 = 2.08)"}
     assert [line.get_ydata()[0] for line in uniform] == [math.log(4), math.log(8)]
-    write_figure(figure, tmp_path / "entropy.png", {})
-    written(tmp_path / "entropy.png")
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +71,8 @@ def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, run_c
     output = tmp_path / "gates.svg"
     folders = [runs[name] for name in ("mae0", "dense", "mae1")]
     code, out, _ = run_command("gates", *folders, "--output", output)
-    assert code == 0 and output.stat().st_size > 1000 and "gates: 1 of 2 steps, " in out
+    assert code == 0 and "gates: 1 of 2 steps, " in out
+    assert "</svg>" in output.read_text()
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")][:4]
     mae, dense = (dict(zip(rows[0], row)) for row in rows[2:])
     own = [results(runs[name]) for name in ("mae0", "mae1")]
@@ -128,22 +116,23 @@ def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs
     new = ["--output", tmp_path / "gates.png"]
     assert f"--split test: {run} has no data.test" in refused("gates", run, "--split", "test", *new)
     assert run_command("gates", run, "--kind", "load", "--output", tmp_path / "load.png")[0] == 0
+    for file in (tmp_path / "val.png", tmp_path / "load.png"):
+        image = np.asarray(Image.open(file).convert("RGB"))
+        assert min(image.shape[:2]) > 200 and image.std() > 10
     told = json.loads((tmp_path / "load.json").read_text())
     assert told == json.loads((run / "gates.json").read_text())  # as at the run's end
 
 
-def test_mistakes_of_the_command_are_one_line(runs, tmp_path, refused, monkeypatch):
+def test_mistakes_of_the_command_are_one_line(runs, trained, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     new = ["--output", "gates.png"]
     assert "none has a gate" in refused("gates", runs["dense"], *new)
     assert "nowhere: no such folder" in refused("gates", tmp_path / "nowhere", *new)
     assert "are the same run with the same seed" in refused("gates", runs["mae0"], runs["mae0"], *new)
     assert "--kind load: 2 runs; expected one" in refused("gates", runs["mae0"], runs["mae1"], "--kind", "load", *new)
-    assert "invalid choice: 'train'" in refused("gates", runs["mae0"], "--split", "train", *new)
     (tmp_path / "gates.json").touch()
     (tmp_path / "gates.png.json").touch()
     assert "gates.png.json exists" in refused("gates", runs["mae0"], *new)
-    train_cls.main(arguments("cls", tmp_path / "cls", 1, 1))
     (tmp_path / "gates.json").unlink()
-    assert "cls (classification): expected runs of train_text.py" in refused("gates", tmp_path / "cls", *new)
+    assert "cls (classification): expected runs of train_text.py" in refused("gates", trained("cls", 1), *new)
     assert not (tmp_path / "gates.png").exists()

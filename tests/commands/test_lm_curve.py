@@ -7,51 +7,43 @@ from statistics import mean, stdev
 import pytest
 import yaml
 from processes import on_two_ranks
-from small_text import write_plain
+from small_runs import plain
 
 from moh_vision.__main__ import main
-from moh_vision.language import train as train_text
 from moh_vision.language.evaluation import lm
 from moh_vision.language.evaluation.lm_suites import SUITES
 
-TINY = (
-    "--model.name clm_moh_small_75 --model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
-    "--model.kwargs.num_hidden_layers 1 --data.val valid --data.merges 20 --data.block 16 --optim.batch_size 4 --optim.lr 1e-2 "
-    "--optim.warmup_steps 1 --save-every 5 --keep-weights-every 2 --max-steps 4"
-)
-
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(trained, tmp_path_factory):
+    """Copies of two runs that differ in the seed: the command writes into them."""
     folder = tmp_path_factory.mktemp("curve")
-    write_plain(folder / "plain", train=60, val=10)
     for seed in (0, 1):
-        argv = [*TINY.split(), "--data.root", folder / "plain", "--output", folder / f"run{seed}", "--seed", seed]
-        train_text.main([str(a) for a in argv])
+        shutil.copytree(trained("clm", 4, "--keep-weights-every", 2, "--seed", seed), folder / f"run{seed}")
     return folder
 
 
 def test_perplexity_of_every_kept_step(runs, tmp_path, run_command):
-    text, output = runs / "plain" / "valid.txt", tmp_path / "curve.png"
-    ask = [runs / "run0", runs / "run1", "--perplexity", text, "--context", 8]
-    assert run_command("lm-curve", *ask, "--output", output)[0] == 0
+    output = tmp_path / "curve.png"
+    ask = ["--perplexity", f"{plain()}/valid.txt", "--context", 8]
+    folders = [runs / "run0", runs / "run1"]
+    assert run_command("lm-curve", *folders, *ask, "--output", output).code == 0
     assert output.read_bytes()[:4] == b"\x89PNG"
     (line,) = json.loads(output.with_suffix(".json").read_text())["scores"]["perplexity"]
     assert line["x"] == [2 * 4 * 16, 4 * 4 * 16] and line["runs"] == [2, 2]
     alone = []
     for step in (2, 4):
         alone.append([])
-        for seed in (0, 1):
-            out = tmp_path / f"{step}{seed}.json"
-            folder = runs / f"run{seed}" / "weights" / f"step_{step}"
-            assert main(["lm", "--model", str(folder), *map(str, ask[2:]), "--out", str(out)]) == 0
+        for run in folders:
+            out = tmp_path / f"{step}{run.name}.json"
+            assert run_command("lm", "--model", run / "weights" / f"step_{step}", *ask, "--out", out).code == 0
             alone[-1].append(json.loads(out.read_text())["perplexity"])
     assert line["mean"] == pytest.approx([mean(v) for v in alone]) and line["mean"][1] < line["mean"][0]
     assert line["std"] == pytest.approx([stdev(v) for v in alone])
     # The last weights kept are the run's last ones, and what is scored already is not scored again.
     last = runs / "run0" / "weights" / "step_4" / "model.safetensors"
     assert last.stat().st_size > 1000 and (last.parent / "tokenizer.json").is_file()
-    code, out, _ = run_command("lm-curve", *ask, "--output", tmp_path / "again.png")
+    code, out, _ = run_command("lm-curve", *folders, *ask, "--output", tmp_path / "again.png")
     assert code == 0 and "step_" not in out
     assert (tmp_path / "again.json").read_text() == output.with_suffix(".json").read_text()
 
@@ -63,7 +55,7 @@ def on_a_rank(rank, argv):
 def test_two_processes_share_every_kept_step(runs, tmp_path):
     run, output = tmp_path / "run", tmp_path / "curve.png"
     shutil.copytree(runs / "run0", run, ignore=shutil.ignore_patterns("lm-*.json"))
-    ask = [run, "--perplexity", runs / "plain" / "valid.txt", "--context", 7, "--output", output]
+    ask = [run, "--perplexity", f"{plain()}/valid.txt", "--context", 7, "--output", output]
     on_two_ranks(on_a_rank, [str(a) for a in ask])
     records = [json.loads(file.read_text()) for file in sorted(run.glob("weights/step_*/lm-*.json"))]
     assert [record["processes"] for record in records] == [2, 2]
@@ -99,16 +91,14 @@ def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, run_command, monke
 
 def test_mistakes_are_one_line(runs, tmp_path, refused):
     run = runs / "run0"
-    text = ["--perplexity", str(runs / "plain" / "valid.txt")]
-
+    text = ["--perplexity", f"{plain()}/valid.txt"]
     new = ["--output", tmp_path / "curve.png"]
     assert "RUN comes before --perplexity" in refused("lm-curve", *text, run, *new)
     assert "--tasks hellaswag: expected suites, moh-llm" in refused("lm-curve", run, "--tasks", "hellaswag", *new)
     assert "give one of --tasks NAMES" in refused("lm-curve", run, *new)
     assert "unknown argument --strid, did you mean --stride?" in refused("lm-curve", run, *text, "--strid", 3, *new)
-    assert "--out: the weights that a run has kept are scored" in refused(
-        "lm-curve", run, *text, "--out", "a.json", *new
-    )
+    error = refused("lm-curve", run, *text, "--out", "a.json", *new)
+    assert "--out: the weights that a run has kept are scored" in error
     other = tmp_path / "other"
     shutil.copytree(run, other, ignore=shutil.ignore_patterns("weights"))
     assert f"{other} has kept no weights in {other / 'weights'}" in refused("lm-curve", other, *text, *new)

@@ -1,6 +1,5 @@
 """Figures of one image: which heads each patch runs."""
 
-import argparse
 import json
 import re
 
@@ -10,11 +9,8 @@ import timm
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
-from small_runs import arguments
 
 from moh_vision import load_run
-from moh_vision.__main__ import main
-from moh_vision.classification import train as train_cls
 from moh_vision.commands import patches
 
 SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3)  # 4 x 6 patches
@@ -67,48 +63,50 @@ def test_figures_have_a_map_per_head_and_mark_what_is_off():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of one step on digits, 4 x 4 patches; an image; and what tells a run of a language model."""
+def run(trained):
+    """A run of one step on digits, 4 x 4 patches, whose last layer leaves no heads out."""
+    return trained("cls", 1, "--model.head_budget", "[[1, 3], [8, 0]]")
+
+
+@pytest.fixture(scope="module")
+def folder(trained, tmp_path_factory):
+    """A dense run, an image in the folder of its class and elsewhere, and what tells a run of a language model."""
     folder = tmp_path_factory.mktemp("patches")
-    train_cls.main(arguments("cls", folder / "run", 1, 1, "--model.head_budget", "uniform:0.5"))
-    (folder / "0").mkdir()  # a class
+    (folder / "dense").symlink_to(trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null"))
+    (folder / "0").mkdir()
     for name in ("zero.png", "0/zero.png"):
         Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / name)
-    train_cls.main(arguments("cls", folder / "dense", 1, 1, "--model.head_budget", "null", "--model.router", "dense"))
     (folder / "text").mkdir()
     (folder / "text" / "config.yaml").write_text("kind: text\n")
     return folder
 
 
-def test_the_command(run, capsys):
-    argv = [str(run / "run"), "--image", str(run / "zero.png")]
-    assert main(["patches", *argv, "--output", str(run / "heads.png"), "--layer", "1"]) == 0
-    said = capsys.readouterr().out
-    file = next(file for name in ("ema", "model") if (file := run / "run" / f"{name}.safetensors").exists())
-    assert f"heads of 1 of 2 layers, weights of {file}\n" in said
-    assert Image.open(run / "heads.png").size[0] > 600
-    (layer,) = json.loads((run / "heads.json").read_text())["layers"]
+def test_the_command(run, folder, tmp_path, run_command):
+    """Layers that leave heads out are drawn, and the title says what the model takes the image for."""
+    image = folder / "0" / "zero.png"
+    code, said, _ = run_command("patches", run, "--image", image, "--output", tmp_path / "heads.svg")
+    assert code == 0 and f"heads of 1 of 2 layers, weights of {run / 'ema.safetensors'}\n" in said
+    numbers = json.loads((tmp_path / "heads.json").read_text())
+    (layer,) = numbers.pop("layers")
     gates = np.array(layer["gates"], dtype=float)  # null where a head does not run
-    assert gates.shape == (8, 4, 4) and np.isfinite(gates).sum(0).tolist() == [[4] * 4] * 4
+    assert layer["layer"] == 0 and gates.shape == (8, 4, 4)
+    assert np.isfinite(gates).sum(0).tolist() == [[4] * 4] * 4
     np.testing.assert_allclose(np.isfinite(gates).mean((1, 2)), layer["share_of_patches"])
-
-
-def test_layers_that_leave_heads_out_are_drawn(run, tmp_path):
-    pairs = ["--model.head_budget", "[[1, 3], [8, 0]]"]
-    train_cls.main(arguments("cls", tmp_path / "run", 1, 1, *pairs))
-    argv = [str(tmp_path / "run"), "--image", str(run / "zero.png"), "--output", str(tmp_path / "heads.png")]
-    assert main(["patches", *argv]) == 0
-    assert [layer["layer"] for layer in json.loads((tmp_path / "heads.json").read_text())["layers"]] == [0]
-
-
-def test_a_title_says_what_the_model_takes_the_image_for(run):
-    asked = argparse.Namespace(run=str(run / "run"), rest=[], image=str(run / "0" / "zero.png"))
-    opened = patches.open_image(asked, "patches")
-    likely = load_run(run / "run").eval()(opened.image[None])[0].softmax(-1)
-    predicted = f"predicted class {likely.argmax()} ({100 * likely.max():.1f} %)"
-    assert opened.title == f"run, 50 % of the heads: zero.png\n{predicted}, true class 0"
-    asked.image = str(run / "zero.png")
-    assert patches.open_image(asked, "patches").about["true"] is None
+    x, model = torch.tensor(np.asarray(Image.open(image)))[None] / 255, load_run(run)
+    normal = (x - model.pretrained_cfg["mean"][0]) / model.pretrained_cfg["std"][0]
+    np.testing.assert_allclose(patches.as_seen(normal, model.pretrained_cfg), np.stack([x[0]] * 3, -1), atol=1e-6)
+    with torch.no_grad():
+        likely = model(normal[None])[0].softmax(-1)
+    assert numbers["probability"] == pytest.approx(likely.max().item(), rel=1e-5)
+    assert (numbers["predicted"], numbers["true"]) == (str(int(likely.argmax())), "0")
+    drawn = (tmp_path / "heads.svg").read_text()
+    assert "cls, 75 % of the heads: zero.png" in drawn
+    assert f"predicted class {likely.argmax()} ({100 * likely.max():.1f} %), true class 0" in drawn
+    argv = ["--image", folder / "zero.png", "--layer", "1", "--output", tmp_path / "last.png"]
+    assert run_command("patches", run, *argv).code == 0
+    numbers = json.loads((tmp_path / "last.json").read_text())
+    assert numbers["true"] is None and numbers["layers"][0]["layer"] == 1
+    assert Image.open(tmp_path / "last.png").size[0] > 600
 
 
 MISTAKES = {
@@ -127,10 +125,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line, words", MISTAKES.items())
-def test_mistakes_are_one_line_and_nothing_is_written(run, refused, line, words):
-    before = sorted(run.iterdir())
-    for name, path in dict(RUN="run", DENSE="dense", TEXT="text", IMAGE="zero.png").items():
-        line = re.sub(rf"\b{name}\b", str(run / path), line)
+def test_mistakes_are_one_line_and_nothing_is_written(run, folder, tmp_path, refused, line, words):
+    places = dict(RUN=run, DENSE=folder / "dense", TEXT=folder / "text", IMAGE=folder / "zero.png")
+    for name, path in places.items():
+        line = re.sub(rf"\b{name}\b", str(path), line)
     argv = line.split()
-    argv += [] if "--output" in argv else ["--output", str(run / "new.png")]
-    assert words in refused(*argv) and sorted(run.iterdir()) == before
+    argv += [] if "--output" in argv else ["--output", str(tmp_path / "new.png")]
+    assert words in refused(*argv) and not list(tmp_path.iterdir())

@@ -11,23 +11,25 @@ from pictures import convert, write_folder
 from PIL import Image
 from refusals import refuse, refused, unread
 from sklearn.datasets import load_digits
-from small_runs import arguments, results
+from small_runs import results
 from timm.data import create_transform, resolve_model_data_config
 
 from moh_vision import load_run, open_run
 from moh_vision.__main__ import main
-from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands import predict
 from moh_vision.data.sources import Digits
-from moh_vision.engine import commands
+
+
+@pytest.fixture(scope="module")
+def run(trained):
+    return trained("cls", 2, "--optim.warmup_steps", 1)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run of two steps on digits, and images: three in a folder, one elsewhere, one that is torn."""
+    """Images: three in a folder, one elsewhere, one that is torn."""
     folder = tmp_path_factory.mktemp("predict")
-    train_cls.main(arguments("cls", folder / "run", 2, 2, "--optim.warmup_steps", 1))
     (folder / "images" / "deep").mkdir(parents=True)
     for name, digit in (("images/b", 0), ("images/deep/a", 1), ("images/.hidden", 2), ("images/c", 3), ("other", 4)):
         Image.fromarray(pixels(digit)).save(folder / f"{name}.png")
@@ -36,29 +38,24 @@ def folder(tmp_path_factory):
     return folder
 
 
-def predicts(*argv):
-    return main(["predict", *map(str, argv)])
-
-
 def pixels(digit):
     return np.rint(load_digits().images[digit] * (255 / 16)).astype(np.uint8)
 
 
-def test_the_probabilities_are_the_models(folder, capsys):
-    run, other, more = folder / "run", folder / "other.png", ["--output", folder / "classes.json"]
+def test_the_probabilities_are_the_models(run, folder, run_command):
+    other, more = folder / "other.png", ["--output", folder / "classes.json"]
     images = [folder / "torn.png", folder / "images", other]
-    assert predicts(run, *images, *more, "--data.eval_batch_size", "3") == 2
-    said, errors = capsys.readouterr()
+    code, said, errors = run_command("predict", run, *images, *more, "--data.eval_batch_size", "3")
     told, torn, count = errors.splitlines()
-    assert told == f"weights of {folder}/run/ema.safetensors"
+    assert code == 2 and told == f"weights of {run}/ema.safetensors"
     assert torn.startswith(f"{folder}/torn.png: ") and count == "predict: error: 1 of 5 images could not be read"
-    model = load_run(folder / "run")
+    model = load_run(run)
     images = torch.stack([torch.tensor(pixels(i)) for i in (0, 3, 1, 4)])[:, None] / 255
     mean, std = (model.pretrained_cfg[key][0] for key in ("mean", "std"))
     with torch.no_grad():
         expected = model((images - mean) / std).softmax(-1).sort(descending=True)
     written = json.loads((folder / "classes.json").read_text())
-    assert written["weights"] == str(folder / "run" / "ema.safetensors") and written["img_size"] == 8
+    assert written["weights"] == str(run / "ema.safetensors") and written["img_size"] == 8
     names = [f"{folder}/images/b.png", f"{folder}/images/c.png", f"{folder}/images/deep/a.png", f"{folder}/other.png"]
     assert [image["image"] for image in written["images"]] == names
     for line, image, classes, values in zip(said.splitlines(), written["images"], expected.indices, expected.values):
@@ -66,7 +63,7 @@ def test_the_probabilities_are_the_models(folder, capsys):
         torch.testing.assert_close(torch.tensor([p for _, p in image["classes"]]), values[:5])
         assert line.startswith(f"{image['image']}: {100 * values[0]:.2f} % {classes[0]} | ")
 
-    assert predicts(run, other, "--output", folder / "classes.csv") == 0
+    assert run_command("predict", run, other, "--output", folder / "classes.csv").code == 0
     rows = list(csv.DictReader((folder / "classes.csv").open()))
     assert [int(row["rank"]) for row in rows] == [1, 2, 3, 4, 5] and {row["image"] for row in rows} == {names[3]}
     last = dict((name, probability) for name, probability in written["images"][3]["classes"])
@@ -80,28 +77,23 @@ def as_timm(model, image):
         return model(transform(image)[None]).softmax(-1)[0]
 
 
-def test_a_published_run_and_load_run_are_the_run(folder, capsys):
+def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_command):
     odd, published = folder / "odd.png", folder / "published"
     Image.effect_noise((13, 20), 90).save(odd)
-    assert main(["publish", str(folder / "run"), "--output", str(published)]) == 0
-
-    def said(command, *argv):
-        capsys.readouterr()
-        command(*argv)
-        return capsys.readouterr().out
-
-    first = said(predicts, folder / "run", odd)
-    assert said(predicts, published, odd) == first
-    model = load_run(folder / "run")
+    assert run_command("publish", run, "--output", published).code == 0
+    first = run_command("predict", run, odd).out
+    assert run_command("predict", published, odd).out == first
+    model = load_run(run)
     probabilities = as_timm(model, Image.open(odd))
     best = probabilities.argmax()
     assert f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | " in first
-    assert f"top-1 {results(folder / 'run')['top1']:.2f} %" in said(validate.main, ["--checkpoint", str(published)])
+    validate.main(["--checkpoint", str(published)])
+    assert f"top-1 {results(run)['top1']:.2f} %" in capsys.readouterr().out
     error = refused(capsys, validate.main, "--checkpoint", published, "--model.depth", 3)
     assert f"model.depth has no effect: --checkpoint {published} brings its model, moh_vit_tiny_patch16_224" in error
 
 
-def test_a_plain_vit_that_timm_saved(folder, capsys):
+def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     torch.manual_seed(0)
     sizes = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, in_chans=1, num_classes=10)
     vit = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
@@ -110,21 +102,17 @@ def test_a_plain_vit_that_timm_saved(folder, capsys):
     prepared = dict(input_size=(1, 8, 8), crop_pct=0.6, crop_mode="center", mean=(0.2,), std=(0.3,))
     vit.pretrained_cfg = dict(vit.pretrained_cfg, **prepared)
     timm.models.save_for_hf(vit, folder / "vit", safe_serialization=True)
-    image, given = folder / "other.png", ["--checkpoint", str(folder / "vit")]
-    assert predicts(folder / "vit", image) == 0
+    image, given = folder / "other.png", ["--checkpoint", str(folder / "vit"), "--data.eval_batch_size", "100"]
     values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
-    assert (
-        f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
-        in capsys.readouterr().out
-    )
+    shown = f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
+    assert shown in run_command("predict", folder / "vit", image).out
+    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     digits = Digits("val")
     right = sum(int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits)))
     validate.main(given)
     shown = capsys.readouterr().out
-    assert (
-        f"(vit_tiny_patch16_224, 8 px): top-1 {100 * right / len(digits):.2f} %" in shown
-        and "3 (100.0 % of all)" in shown
-    )
+    assert f"(vit_tiny_patch16_224, 8 px): top-1 {100 * right / len(digits):.2f} %" in shown
+    assert "3 (100.0 % of all)" in shown and "validation: 1 of 4 steps, " in shown
     animals = write_folder(folder / "animals", train=0)
     error = refused(capsys, validate.main, *given, "--data.root", animals)
     assert f"--checkpoint {folder}/vit has 10 classes, data.root {animals} 2" in error
@@ -136,7 +124,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys):
         assert "its config.json is of no classifier that is taken" in error and words in error
 
 
-def test_every_image_with_its_prediction(folder, tmp_path, capsys):
+def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
     """Of a folder and of its shards, where one image is torn, as predict says."""
     root, shards = tmp_path / "d", tmp_path / "s"
     for digit in range(20):
@@ -145,15 +133,13 @@ def test_every_image_with_its_prediction(folder, tmp_path, capsys):
         Image.fromarray(pixels(digit + 50)).save(place)
     assert convert(root, shards) == 0
     place.write_bytes(place.read_bytes()[:60])
-    capsys.readouterr()
-    predicts(folder / "run", root, "--top", "10", "--output", tmp_path / "p.json")
-    found = {
-        image["image"]: dict(image["classes"]) for image in json.loads((tmp_path / "p.json").read_text())["images"]
-    }
+    run_command("predict", run, root, "--top", "10", "--output", tmp_path / "p.json")
+    images = json.loads((tmp_path / "p.json").read_text())["images"]
+    found = {image["image"]: dict(image["classes"]) for image in images}
 
     def rows(source, *argv):
         file = tmp_path / f"{source.name}.csv"
-        argv = ["--checkpoint", folder / "run", "--data.root", source, "--predictions", file, *argv]
+        argv = ["--checkpoint", run, "--data.root", source, "--predictions", file, *argv]
         validate.main([str(a) for a in [*argv, "--data.eval_batch_size", 7, "--data.workers", 1]])
         return file, list(csv.DictReader(file.open()))
 
@@ -161,9 +147,8 @@ def test_every_image_with_its_prediction(folder, tmp_path, capsys):
     assert [row["image"] for row in listed] == sorted(found) and len(listed) == 19
     for row in listed:
         probabilities = found[row["image"]]
-        assert row["class"] == row["image"].split("/")[-2] and row["predicted"] == max(
-            probabilities, key=probabilities.get
-        )
+        assert row["class"] == row["image"].split("/")[-2]
+        assert row["predicted"] == max(probabilities, key=probabilities.get)
         for key in ("class", "predicted"):
             assert float(row[f"probability_of_{key}"]) == pytest.approx(probabilities[row[key]], abs=2e-6)
     wrong = sum(row["class"] != row["predicted"] for row in listed)
@@ -171,14 +156,14 @@ def test_every_image_with_its_prediction(folder, tmp_path, capsys):
     named = {f"{root}/val/{row['image']}": row["predicted"] for row in rows(shards)[1]}
     assert len(named) == 20 and all(named[row["image"]] == row["predicted"] for row in listed)
     (shards / "val.files.txt").write_bytes(b"\xff.png\n" * 20)
-    (shards.with_suffix(".csv")).unlink()
+    shards.with_suffix(".csv").unlink()
     assert rows(shards)[1][0]["image"] == r"\xff.png"
     (shards / "val.files.txt").unlink()
-    (shards.with_suffix(".csv")).unlink()
+    shards.with_suffix(".csv").unlink()
     assert rows(shards)[1][0]["image"].startswith(f"{shards}/val-000000.tar, 000000")
     ending = "is out of range: a path that ends in .csv"
     for name, words in ((file, "exists; give another path"), (tmp_path / "a.txt", ending)):
-        error = refused(capsys, validate.main, "--checkpoint", folder / "run", "--predictions", name)
+        error = refused(capsys, validate.main, "--checkpoint", run, "--predictions", name)
         assert "predictions " in error and str(name) in error and words in error
 
 
@@ -198,39 +183,31 @@ def test_names_of_imagenet():
         (["RUN", "IMAGE", "--output", "IMAGE"], "other.png exists; give another path"),
         (["RUN", "IMAGE", "--data.root", "digits"], "data.root has no effect: only the images that are named are read"),
         (["RUN", "IMAGE", "--model.depth", "3"], "model.depth has no effect: --checkpoint"),
-        (["RUN", "IMAGE", "--out", "a.csv"], "out"),
         (["no_such", "IMAGE"], "--checkpoint no_such: neither a run"),
         (["x", "IMAGE", "--model.name", "dit_small_patch2"], "x is a diffusion model; expected a classifier"),
         (["--top", "3", "RUN", "IMAGE"], "RUN comes before --top"),
-        (["RUN"], "the following arguments are required: IMAGE_OR_FOLDER"),
     ],
 )
-def test_mistakes_are_one_line(folder, refused, argv, words):
-    names = dict(RUN=f"{folder}/run", IMAGE=f"{folder}/other.png")
+def test_mistakes_are_one_line(run, folder, refused, argv, words):
+    names = dict(RUN=str(run), IMAGE=f"{folder}/other.png")
     argv = [names.get(a, a).replace("DIR", str(folder)) for a in argv]
     error = refused("predict", *argv)
     assert words in error and error.startswith("predict: error: ")
 
 
-def test_files_are_written_though_nobody_reads_on(folder, tmp_path, monkeypatch, capfd):
+def test_files_are_written_though_nobody_reads_on(run, folder, tmp_path, monkeypatch, capfd):
     files = [tmp_path / name for name in ("p.csv", "load.json", "s.json")]
     options = [str(a) for pair in zip(("--predictions", "--head-load", "--score-file"), files) for a in pair]
     with unread(monkeypatch):
-        validate.main(["--checkpoint", str(folder / "run"), *options])
+        validate.main(["--checkpoint", str(run), *options])
     assert all(file.is_file() for file in files)
-    argv = [folder / "run", *[folder / "other.png"] * 3, "--data.eval_batch_size", "1"]
+    argv = ["predict", str(run), *[str(folder / "other.png")] * 3, "--data.eval_batch_size", "1"]
     with unread(monkeypatch):
-        assert predicts(*argv, "--output", tmp_path / "classes.json") == 0
+        assert main([*argv, "--output", str(tmp_path / "classes.json")]) == 0
     assert len(json.loads((tmp_path / "classes.json").read_text())["images"]) == 3
     before, seen = predict.predict, []
     monkeypatch.setattr(predict, "predict", lambda *a: (seen.append(found) or found for found in before(*a)))
     with unread(monkeypatch):
-        assert predicts(*argv) == 0
+        assert main(argv) == 0
     assert len(seen) == 1  # nobody waits for the others
-    assert set(capfd.readouterr().err.splitlines()) == {f"weights of {folder / 'run' / 'ema.safetensors'}"}
-
-
-def test_validation_shows_how_far_it_is(folder, monkeypatch, capsys):
-    monkeypatch.setattr(commands, "LINE_EVERY", 0)
-    validate.main(["--checkpoint", str(folder / "run"), "--data.eval_batch_size", "100"])
-    assert "validation: 1 of 4 steps, " in capsys.readouterr().out
+    assert set(capfd.readouterr().err.splitlines()) == {f"weights of {run / 'ema.safetensors'}"}

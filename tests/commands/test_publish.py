@@ -24,11 +24,9 @@ from PIL import Image
 from moh_vision import load_run
 from moh_vision.__main__ import main
 from moh_vision.attention import head_budget
-from moh_vision.classification import train as train_cls
 from moh_vision.commands.publish import data_of, datasets_of, without_paths
 from moh_vision.commands.runs import TEXT, ScoredRun
 from moh_vision.diffusion import sample
-from moh_vision.diffusion import train as train_dit
 from moh_vision.language import train as train_text
 
 # Runs the code of each card, and compares with the run's own model. Weights are moved to memory of their own, because the
@@ -89,13 +87,14 @@ same(space["model"], f"{runs}/text/averaged.safetensors", input_ids=ids, decoder
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(trained, tmp_path_factory):
+    """A folder with a run of each wing."""
     folder = tmp_path_factory.mktemp("runs")
-    train_cls.main(small_runs.arguments("cls", folder / "cls", 4, 4, "--eval_every", "2"))
-    train_dit.main(small_runs.arguments("dit", folder / "dit", 2, 100))
+    kinds = dict(cls=(4, "--eval_every", "2"), dit=(2,), text=(2, "--save-every", 1, "--average", "2"))
+    for kind, made in kinds.items():
+        shutil.copytree(trained(kind, *made), folder / kind)
     draw = f"--checkpoint {folder}/dit --num-images 8 --batch-size 8 --steps 2 --sampler ddim"
     sample.main([*draw.split(), *f"--score digits --extractor {folder}/cls".split()])
-    train_text.main(small_runs.arguments("text", folder / "text", 2, 1, "--average", "2"))
     return folder
 
 
@@ -132,25 +131,12 @@ def test_card(runs, published):
     results = small_runs.results(runs / "cls")
     assert f"| top-1, % | {results['top1']:.2f} |" in text and "355 validation images of digits" in text
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
-        row = (
-            number,
-            layer["heads"],
-            layer["head_dim"],
-            layer["shared"],
-            layer["routed"],
-            layer["active"],
-            layer["name"],
-        )
+        row = [number, *(layer[key] for key in "heads head_dim shared routed active name".split())]
         assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
     assert "of dense ideal" in text and "10 classes, 1,442 images in train, 355 images in val" in text
     start = json.loads((runs / "cls" / "environment.jsonl").read_text())
-    for part in (
-        without_paths(start["command"]),
-        start["date"],
-        start["device"],
-        f"torch {start['versions']['torch']}",
-    ):
-        assert part in text
+    shown = start["date"], start["device"], f"torch {start['versions']['torch']}", without_paths(start["command"])
+    assert all(words in text for words in shown)
     head, text = head_and_text(published / "dit")
     scores = json.loads((runs / "dit" / "scores.json").read_text())
     assert head["library_name"] == "diffusers" and f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
@@ -176,9 +162,9 @@ def test_data_of_a_language_model():
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
 
 
-def test_a_dense_run_is_published_as_timms_own(tmp_path):
-    run, dense = tmp_path / "run", ["--model.router", "dense", "--model.head_budget", "null"]
-    train_cls.main(small_runs.arguments("cls", run, 1, 1, *dense))
+def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
+    dense = trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
+    run = shutil.copytree(dense, tmp_path / "run")
     config = (run / "config.yaml").read_text()
     assert "init_from: null\n" in config
     source = "init_from: vit_tiny_patch16_224.augreg_in21k_ft_in1k\n"
@@ -199,7 +185,7 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
         assert head["license"] == "mit"
         return text.partition("## Scores")[2].partition("##")[0]
 
-    best = json.loads((runs / "cls" / "results.json").read_text())["best_top1"]
+    best = small_runs.results(runs / "cls")["best_top1"]
     found = scores(runs / "cls" / "best.safetensors", "best")
     assert f"| top-1, % | {best:.2f} |" in found and "the highest of the validations" in found
     assert "No scores of these weights" in scores(runs / "cls" / "model.safetensors", "model")
@@ -207,7 +193,8 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     assert "No scores of these weights" in scores(runs / "dit" / "model.safetensors", "dit")
     worse = "--eval_every 1 --patience 1 --optim.lr 0.5 --optim.warmup_steps 1".split()
     train_text.main(small_runs.arguments("text", tmp_path / "patient", 4, 1, *worse))
-    assert small_runs.results(tmp_path / "patient")["best_step"] < small_runs.results(tmp_path / "patient")["step"]
+    ended = small_runs.results(tmp_path / "patient")
+    assert ended["best_step"] < ended["step"]
     assert "| BLEU |" in scores(tmp_path / "patient", "early")
     (tmp_path / "patient" / "results.json").unlink()
     capsys.readouterr()
@@ -216,17 +203,13 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
 
 
 class Hub(http.server.ThreadingHTTPServer):
-    """Answers as the hub does where a repository is made and a commit uploaded.
-
-    Attributes:
-        created: bodies of requests for new repositories.
-        files: what was uploaded, by path in the repository.
-        there: repositories that exist.
-    """
+    """Answers as the hub does where a repository is made and a commit uploaded."""
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Answers)
-        self.created, self.files, self.there, self.fails = [], {}, {"anna/there"}, False
+        self.created = []  # bodies of requests for new repositories
+        self.files = {}  # uploaded, by path in the repository
+        self.fails = False  # to take a commit
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
@@ -245,7 +228,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
         if self.path == "/api/whoami-v2":
             return self.answer(dict(type="user", name="anna", orgs=[dict(name="lab")]))
         name = self.path.removeprefix("/api/models/").partition("?")[0]
-        if name in self.server.there:
+        if name == "anna/there":
             return self.answer(dict(id=name, siblings=[], tags=[], private=False))
         self.answer(dict(error="Repository not found"), 404, X_Error_Code="RepoNotFound")
 
@@ -259,10 +242,8 @@ class Answers(http.server.BaseHTTPRequestHandler):
             self.server.created.append(json.loads(body))
             return self.answer(dict(url="https://huggingface.co/anna/digits", name="anna/digits", id="anna/digits"))
         if "/preupload/" in self.path:
-            asked = json.loads(body)["files"]
-            return self.answer(
-                dict(files=[dict(path=f["path"], uploadMode="regular", shouldIgnore=False) for f in asked])
-            )
+            plain = dict(uploadMode="regular", shouldIgnore=False)
+            return self.answer(dict(files=[dict(path=f["path"], **plain) for f in json.loads(body)["files"]]))
         if self.server.fails:
             return self.answer(dict(error="the disk of the hub is full"), 507)
         for line in map(json.loads, body.splitlines()):

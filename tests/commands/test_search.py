@@ -11,7 +11,6 @@ import torch
 import yaml
 from refusals import each_refused, unread
 from small_runs import arguments, same
-from small_text import write_plain
 
 import moh_vision
 from moh_vision.__main__ import main
@@ -19,9 +18,7 @@ from moh_vision.attention import HeadBudget, attention_layers, head_budget, reso
 from moh_vision.attention.budget import change_routed, spread
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.search import cheapest, compare, losses_without_heads, search_budget
-from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.command_line import parse_config
-from moh_vision.language import train as train_text
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
@@ -36,8 +33,15 @@ def vit(**kwargs):
     return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
 
 
-def search(*argv):
-    return main(["search", *map(str, argv)])
+def loss_on_images():
+    """A loss of a `vit`, on the same images for all calls."""
+    images = torch.randn(4, 3, 16, 16)
+
+    @torch.no_grad()
+    def loss_of(model):
+        return model(images).square().mean().item()
+
+    return loss_of
 
 
 def greedy(costs, total):
@@ -77,9 +81,7 @@ def test_no_budget_costs_less(seed, convex):
 def test_greedy_removal_misses_what_a_later_head_would_save():
     costs = [{1: 0.0, 2: 9.0, 3: 8.0}, {1: 3.0, 2: 2.5, 3: 2.0}]
     assert (cheapest(costs, 4), greedy(costs, 4)) == ([1, 3], [3, 1])
-
-
-def test_heads_that_are_chosen_together_may_leave_a_head_unused():
+    # Heads that are chosen together may leave a head unused.
     assert cheapest([{2: 1.0, 4: 0.0}, {2: 3.0, 4: 0.0}], 7) == [2, 4]
 
 
@@ -94,12 +96,7 @@ def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
 
 
 def test_losses_are_those_of_the_budgets_they_name():
-    model, images = vit(), torch.randn(4, 3, 16, 16)
-
-    @torch.no_grad()
-    def loss_of(m):
-        return m(images).square().mean().item()
-
+    model, loss_of = vit(), loss_on_images()
     found = search_budget(model, loss_of, 0.75)
     moh_vision.set_head_budget(model, [(2, 4), (1, 2), (0, 6)])
     assert found.losses[1][3] == loss_of(model) != found.all_heads
@@ -110,13 +107,8 @@ def test_losses_are_those_of_the_budgets_they_name():
 
 
 def test_a_head_that_is_left_out_adds_nothing_and_the_model_stays():
-    model, images = vit(), torch.randn(4, 3, 16, 16)
+    model, loss_of = vit(), loss_on_images()
     before, budgets = {name: tensor.clone() for name, tensor in model.state_dict().items()}, budget_pairs(model)
-
-    @torch.no_grad()
-    def loss_of(m):
-        return m(images).square().mean().item()
-
     found = losses_without_heads(model, loss_of)
     assert same(model, before) and budget_pairs(model) == budgets
     assert [list(losses) for losses in found] == [[2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]
@@ -173,16 +165,14 @@ def test_heads_of_llama_are_searched_in_whole_groups():
     assert all(sum(b["active"]) == sum(found.active) for b in compare(pairs, found.active, lambda m: 0.0).values())
 
 
-def test_a_run_takes_what_the_search_of_another_wrote(tmp_path, refused, monkeypatch):
-    first, second, file = tmp_path / "first", tmp_path / "second", tmp_path / "budget.yaml"
-    train_cls.main(arguments("cls", first, 2, 2))
+def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, refused, monkeypatch):
+    first, second, file = trained("cls", 2), tmp_path / "second", tmp_path / "budget.yaml"
     with unread(monkeypatch):
-        assert search(first, "--share", "0.75", "--images", "16", "--output", file) == 0
+        assert main(["search", str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
     text, pairs = file.read_text(), yaml.safe_load(file.read_text())
     assert sum(map(sum, pairs)) == 12 and f"# 12 heads by python -m moh_vision search: {first}" in text
-    assert re.search(
-        r"# cross-entropy of all heads .*; on others of digits: searched \d\.\d+, uniform \d\.\d+, ramp \d\.\d+\n", text
-    )
+    losses = r"searched \d\.\d+, uniform \d\.\d+, ramp \d\.\d+\n"
+    assert re.search(rf"# cross-entropy of all heads .*; on others of digits: {losses}", text)
     train_cls.main(arguments("cls", second, 2, 2, "--model.head_budget", text))  # as "$(cat budget.yaml)" gives it
     model, about = from_run(str(second), "classifier")
     assert budget_pairs(model) == about["arguments"]["head_budget"] == about["config"]["model"]["head_budget"] == pairs
@@ -191,42 +181,33 @@ def test_a_run_takes_what_the_search_of_another_wrote(tmp_path, refused, monkeyp
     assert "model.head_budget has no effect" in refused(*again, "--model.head_budget", "0.5")
 
 
-def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(tmp_path, capsys, refused, monkeypatch):
+def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
+    trained, tmp_path, run_command, refused, monkeypatch
+):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    run, files = tmp_path / "run", [tmp_path / "1.yaml", tmp_path / "2.yaml"]
-    train_dit.main(arguments("dit", run, 2, 2, "--model.router", "dense"))
-    for file in files:
-        assert search(run, "--share", "0.8", "--images", "8", "--output", file) == 0
-    found, again = (file.read_text() for file in files)
+    ask = ["search", trained("dit", 2, "--model.router", "dense"), "--share", "0.8", "--images", "8", "--output"]
+    outs = [run_command(*ask, tmp_path / f"{number}.yaml").out for number in (1, 2)]
+    found, again = ((tmp_path / f"{number}.yaml").read_text() for number in (1, 2))
     assert found == again and "converted with its strongest" in found and sum(map(sum, yaml.safe_load(found))) == 13
-    out = capsys.readouterr().out
-    assert "converted with its strongest heads shared: diffusion loss" in out
-    count = out.partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
-    assert f"search: {count} of {count} measurements, 00:00 left" in out
-    again = ["search", run, "--share", "0.8", "--output", tmp_path / "3.yaml", "--model.depth", "3"]
-    assert "unknown key 'model.depth'" in refused(*again)
+    assert "converted with its strongest heads shared: diffusion loss" in outs[0]
+    count = outs[0].partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
+    assert f"search: {count} of {count} measurements, 00:00 left" in outs[0]
+    assert "unknown key 'model.depth'" in refused(*ask, tmp_path / "3.yaml", "--model.depth", "3")
 
 
-def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys, refused):
-    text, names = write_plain(tmp_path / "plain", train=60, val=10), ("clm_small", "clm_moh_small_75")
-    tiny = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 8 "
-    tiny += "--model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 --data.val valid --data.merges 20 "
-    tiny += "--data.block 16 --optim.batch_size 4 --optim.warmup_steps 1 --max-steps 2"
-    for name in names:
-        run, file = tmp_path / name, tmp_path / f"{name}.yaml"
-        train_text.main([*tiny.split(), "--data.root", str(text), "--output", str(run), "--model.name", name])
-        capsys.readouterr()
-        assert search(run, "--share", "0.625", "--images", "4", "--output", file) == 0
-        assert "nats per token of 4 blocks" in capsys.readouterr().out
+def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_command, refused):
+    for name in ("clm_small", "clm_moh_small_75"):
+        run, file = trained("clm", 2, "--model.name", name), tmp_path / f"{name}.yaml"
+        out = run_command("search", run, "--share", "0.625", "--images", "4", "--output", file).out
+        assert "nats per token of 4 blocks" in out
         pairs = yaml.safe_load(file.read_text())
         assert ("converted with" in file.read_text()) == (name == "clm_small") and sum(map(sum, pairs)) == 10
         model = moh_vision.load_run(run)
         (moh_vision.convert if name == "clm_small" else moh_vision.set_head_budget)(model, pairs)
         assert [layer["active"] for layer in head_budget(model)["layers"]] == list(map(sum, pairs))
     # The loss of all heads is the mean over the tokens of those blocks.
-    inputs = INPUTS["clm"](
-        parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t").data, str(tmp_path), 0, str(run)
-    )
+    config = parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t")
+    inputs = INPUTS["clm"](config.data, str(tmp_path), 0, str(run))
     blocks = [inputs.train[0, i * len(inputs.train) // 8] for i in range(0, 8, 2)]
     ids, labels = (torch.tensor(np.stack(side)) for side in zip(*blocks))
     full = [HeadBudget(8, 4, layer.budget.shared, layer.budget.candidates) for layer in attention_layers(model)]
@@ -235,11 +216,9 @@ def test_causal_runs_are_searched_on_blocks_of_text(tmp_path, capsys, refused):
     kept = labels != -100
     loss = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
     assert float(re.search(r"of all heads ([\d.]+);", file.read_text())[1]) == pytest.approx(loss.item(), rel=1e-5)
-    for more, words in (
-        (["--max-steps", "3"], "max_steps has no effect"),
-        (["--images", "99"], "--images 99: these and"),
-    ):
-        assert words in refused("search", run, "--share", "0.75", "--output", tmp_path / "x.json", *more)
+    ask = ["search", run, "--share", "0.75", "--output", tmp_path / "x.json"]
+    assert "max_steps has no effect" in refused(*ask, "--max-steps", "3")
+    assert "--images 99: these and" in refused(*ask, "--images", "99")
 
 
 @pytest.mark.parametrize(

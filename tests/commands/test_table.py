@@ -29,18 +29,6 @@ def runs(trained):
     return found | dict(dit=trained("dit", 2, *scored.split()), unscored=trained("dit", 1))
 
 
-@pytest.fixture
-def table_of(run_command):
-    """What the command prints of runs."""
-
-    def run(*argv):
-        found = run_command("table", *argv)
-        assert found.code == 0
-        return found.out
-
-    return run
-
-
 def cells(text):
     """{title: cell} of every row of a Markdown table."""
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
@@ -59,9 +47,9 @@ def configured(run, folder, **keys):
     return folder
 
 
-def test_runs_that_differ_in_the_seed_are_one_row(runs, table_of, capsys):
+def test_runs_that_differ_in_the_seed_are_one_row(runs, run_command, capsys):
     folders = [runs["cls0"], runs["half"], runs["cls1"], runs["cls2"]]
-    out = table_of(*folders)
+    out = run_command("table", *folders).out
     first, second = cells(out)
     top1 = [small_runs.results(runs[f"cls{seed}"])["top1"] for seed in (0, 1, 2)]
     assert first["runs"] == "3" and first["steps"] == "3"
@@ -83,31 +71,27 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, table_of, capsys):
     assert "BLEU" not in out and "FID" not in out and f"{runs['cls2']} (seed 2)" in out
 
 
-def test_rows_have_the_names_given(runs, table_of, refused):
+def test_rows_have_the_names_given(runs, run_command, refused):
     folders = [runs["cls0"], runs["half"], runs["cls1"]]
-    out = table_of(*folders, "--names", "three quarters", "half | 50", "other seed")
+    out = run_command("table", *folders, "--names", "three quarters", "half | 50", "other seed").out
     assert [row["model"] for row in cells(out.replace("\\|", "/"))] == ["three quarters", "half / 50"]
     assert f"- half | 50: {runs['half']} (seed 0)" in out
     assert "--names: 1 for 3 runs; expected one for each RUN" in refused("table", *folders, "--names", "one")
 
 
-def test_other_numbers_of_steps_and_cadences(runs, tmp_path, table_of):
-    """The steps that were done tell runs apart, how often they were logged does not."""
-    slow = configured(runs["cls0"], tmp_path / "slow", log_every=7, seed=5)
+def test_what_tells_runs_apart(runs, tmp_path, run_command):
+    """Steps and settings do, how often and how a run was logged and saved does not; defaults are not in a name."""
+    slow = configured(runs["cls0"], tmp_path / "slow", log_every=7, save_in_background="false", seed=5)
+    decayed = configured(runs["cls0"], tmp_path / "decayed", layer_decay=0.9)
+    plain, other = cells(run_command("table", runs["cls0"], slow, decayed).out)
+    assert (plain["runs"], other["runs"]) == ("2", "1") and plain["top-1, %"].endswith("± 0.00")
+    assert other["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
     long = configured(runs["cls0"], tmp_path / "long", max_steps=4, seed=6)
-    rows = cells(table_of(runs["cls0"], slow, long))
-    assert [row["runs"] for row in rows] == ["2", "1"] and "max_steps 4" in rows[1]["model"]
-    assert rows[0]["top-1, %"].endswith("± 0.00")
+    assert "max_steps 4" in cells(run_command("table", runs["cls0"], long).out)[1]["model"]
 
 
-def test_what_a_run_leaves_to_the_defaults_is_not_in_its_name(runs, tmp_path, table_of):
-    other = configured(runs["cls0"], tmp_path / "decayed", layer_decay=0.9)
-    plain, decayed = cells(table_of(runs["cls0"], other))
-    assert decayed["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
-
-
-def test_diffusion(runs, table_of, refused):
-    out = table_of(runs["dit"])
+def test_diffusion(runs, run_command, refused):
+    out = run_command("table", runs["dit"]).out
     scores = [entry["scores"] for entry in small_runs.entries(runs["dit"]) if "scores" in entry][-1]
     (row,) = cells(out)  # no paper trains DiT-S with these sizes
     assert row["FD"] == f"{scores['fd']:.2f}" and row["precision"] == f"{scores['precision']:.3f}"
@@ -117,30 +101,31 @@ def test_diffusion(runs, table_of, refused):
     assert f"{runs['unscored']} has no scores yet: python sample.py" in error
 
 
-def test_steps_are_those_of_the_weights(runs, tmp_path, table_of):
+def test_steps_are_those_of_the_weights(runs, tmp_path, run_command):
     """Not those of the last line logged, nor of the plan."""
     folder = configured(runs["dit"], tmp_path / "run", max_steps=5)
     (folder / "scores.json").write_text(json.dumps(dict(recognised=0.5, num_generated=70, step=1)))
-    out = table_of(folder)
+    out = run_command("table", folder).out
     assert cells(out)[0]["steps"] == "1" and "(seed 0, 1 of 5 steps)" in out
 
 
-def test_scores_of_sample_py_come_first(runs, tmp_path, table_of):
+def test_scores_of_sample_py_come_first(runs, tmp_path, run_command):
     shutil.copytree(runs["dit"], tmp_path / "run")
+    drawn = dict(sampler="ddpm", steps=250, seed=3, weights_sha256="c0ffee", cfg_scale=None)
     scores = dict(fid=12.345, kid=0.001234, precision=None, num_generated=50000, num_reference=10000, label="FID-50K")
-    scores.update(reference="ref.npz", extractor="inception", sampling=dict(sampler="ddpm", steps=250, seed=3))
+    scores.update(reference="ref.npz", extractor="inception", sampling=drawn)
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
-    out = table_of(tmp_path / "run")
+    out = run_command("table", tmp_path / "run").out
     (row,) = cells(out)
     assert row["FID"] == "12.35" and row["KID"] == "0.00123" and "FD" not in row and "precision" not in row
-    assert "FID-50K by inception; sampler ddpm, steps 250" in out
+    assert "FID-50K by inception; sampler ddpm, steps 250.\n" in out
     # Scores of other images are no spread over seeds.
-    one, other = cells(table_of(tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)))
+    one, other = cells(run_command("table", tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)).out)
     assert one["FD"] == "-" and other["FID"] == "-"
 
 
-def test_translation_beside_the_paper(runs, table_of, capsys):
-    out = table_of(runs["text"])
+def test_translation_beside_the_paper(runs, run_command, capsys):
+    out = run_command("table", runs["text"]).out
     found = small_runs.results(runs["text"])
     row, paper = cells(out)
     assert row["BLEU"] == f"{found['bleu']['soft']['tokenised_bleu']['bleu']:.2f}"
@@ -155,29 +140,24 @@ def test_translation_beside_the_paper(runs, table_of, capsys):
     assert f"parameters:   {parameters:,}\n" in capsys.readouterr().out
 
 
-def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, table_of):
+def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, run_command):
     for seed, step in ((0, 1200), (1, 900)):
         folder = configured(runs["text"], tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1)
         (folder / "results.json").write_text(json.dumps(small_runs.results(folder) | dict(step=step)))
-    row, _ = cells(table_of(tmp_path / "seed0", tmp_path / "seed1"))
+    row, _ = cells(run_command("table", tmp_path / "seed0", tmp_path / "seed1").out)
     assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
 
 
-def test_suites(tmp_path, table_of, refused):
+def test_suites(tmp_path, run_command, refused):
     """Of a folder with a configuration alone: there are scores, and no weights."""
-    config = dict(
-        kind="text",
-        seed=0,
-        model=dict(name="clm_moh_small_75"),
-        data=dict(root="text", val="val"),
-        generate=dict(beam=5),
-    )
+    data, model = dict(root="text", val="val"), dict(name="clm_moh_small_75")
+    config = dict(kind="text", seed=0, model=model, data=data, generate=dict(beam=5))
     suite = SUITES["moh-llm"]
     values = [10.0 + i for i in range(len(suite.rows))]
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     record = dict(suites={"moh-llm": dict(average=12.5, values=values)}, limit=20)
     (tmp_path / "scores.json").write_text(json.dumps(record))
-    out = table_of(tmp_path)
+    out = run_command("table", tmp_path).out
     row, paper = cells(out)
     assert [row[task.title] for task in suite.rows] == [f"{v:.2f}" for v in values]
     assert row["average of moh-llm"] == "12.50" and row["parameters, M"] == "-"
@@ -187,8 +167,8 @@ def test_suites(tmp_path, table_of, refused):
     assert "scores2.json and" in refused("table", tmp_path)
 
 
-def test_latex(runs, tmp_path, table_of):
-    out = table_of("--latex", runs["cls0"], runs["cls1"])
+def test_latex(runs, tmp_path, run_command):
+    out = run_command("table", "--latex", runs["cls0"], runs["cls1"]).out
     tabular = out.split("\n% ")[0]
     assert tabular.startswith("\\begin{tabular}{lrrrrrr}\n\\toprule\nmodel & runs & steps & parameters, M")
     assert "moh\\_vit\\_tiny\\_patch16\\_224 & 2 & 3 & " in tabular and " $\\pm$ " in tabular
