@@ -31,9 +31,13 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
     "mask of each head, for all sequences": dict(mask=(H, N, N)),
     "sample scope, mask of each head": dict(mask=(1, H, N, N), scope="sample"),
     "additive mask": dict(mask=(1, 1, N, N), additive=True),
+    "mask that shows a token nothing": dict(mask=(N, N), blind=True),
+    "additive mask that shows a token nothing": dict(mask=(N, N), additive=True, blind=True),
+    "sample scope, mask that shows a token nothing": dict(mask=(N, N), blind=True, scope="sample"),
     "two key-value heads": dict(kv_heads=2),
     "three key-value heads": dict(kv_heads=3),
     "sample scope, two key-value heads": dict(kv_heads=2, scope="sample"),
+    "separate projections": dict(kind=SeparateHeadMixtureAttention, kv_heads=3),
     "sample scope, separate projections": dict(kind=SeparateHeadMixtureAttention, scope="sample"),
     "qk-norm": dict(qk_norm=True),
     "sample scope, qk-norm": dict(qk_norm=True, scope="sample"),
@@ -79,12 +83,17 @@ def call_of(options, dtype, width=D):
         call["rotary"] = angles(N, width=width)
     if mask := options.pop("mask", ()):
         allowed = (torch.rand(mask) > 0.4) | torch.eye(N, dtype=torch.bool)
-        call["attn_mask"] = torch.randn(mask, dtype=dtype) if options.pop("additive", False) else allowed
+        if options.pop("blind", False):
+            allowed[..., 0, :] = False
+        if options.pop("additive", False):
+            call["attn_mask"] = torch.randn(mask, dtype=dtype).masked_fill(~allowed, -torch.inf)
+        else:
+            call["attn_mask"] = allowed
     return x, call, options
 
 
 def output_and_gradients(layer, executor, x, call):
-    layer.executor = executor.split(",")[0]
+    layer.executor, layer.fused_attn = executor.split(",")[0], "unfused" not in executor
     hook = layer.projections[0].register_forward_hook(lambda *_: None) if "called" in executor else None
     y, stats = layer(x, **call)
     if hook is not None:
