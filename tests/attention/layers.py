@@ -106,14 +106,15 @@ def output_and_gradients(layer, executor, x, call):
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def assert_equal(layer, executor, x, **call):
-    """The output and every gradient of an executor are those of the reference."""
-    y, grads = output_and_gradients(layer, executor, x, call)
+def assert_equal(layer, executors, x, **call):
+    """The output and every gradient of the executors are those of the reference."""
     y_ref, grads_ref = output_and_gradients(layer, "reference", x, call)
     names = ["y", "x", *(["context"] if "context" in call else []), *(n for n, _ in layer.named_parameters())]
     # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
     # the rounding of what it is the difference of.
     beside = 0.04 * max(g.norm() for g in grads_ref)
-    for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
-        error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
-        assert error <= TOLERANCE[x.dtype] * scale, f"{name}: {error:.2e} of {scale:.2e}"
+    for executor in executors:
+        y, grads = output_and_gradients(layer, executor, x, call)
+        for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
+            error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
+            assert error <= TOLERANCE[x.dtype] * scale, f"{executor}, {name}: {error:.2e} of {scale:.2e}"
