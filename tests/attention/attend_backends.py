@@ -1,4 +1,4 @@
-"""What tests/attention/test_operators.py compares: `attend` of every backend, called alike, and the loop in float64.
+"""The back ends that tests/attention compares, `attend` of each, called alike, and the loop in float64.
 
 The form they share: queries [B, H, N, D], keys and values [B, G, M, D], gates [B, N or 1, H] or None, and which heads run,
 active [B, N, H]. Outputs are [B, N, H, D], 0 where a head is off, and lse [P] in the order of the list of pairs.
@@ -32,7 +32,17 @@ class Backend(NamedTuple):
         """Of the largest number."""
         return 2e-5 if self.dtype == torch.float32 else 2e-2
 
-    def skip_where_it_cannot_run(self):
+    @property
+    def device(self) -> str:
+        return DEVICE if self.path == "triton" else "cpu"
+
+    @property
+    def operators(self):
+        return torch.ops.moh_vision_triton if self.path == "triton" else OPS
+
+    @contextlib.contextmanager
+    def running(self):
+        """Choose this back end, or skip the test where it cannot run."""
         if self.path == "triton":
             if gpu is None:
                 pytest.skip("Triton is not installed")
@@ -43,6 +53,9 @@ class Backend(NamedTuple):
                 pytest.skip(f"the C++ operators are not built: {build.COMMAND}")
             if self.dtype != torch.float32 and not OPS.brgemm_available(self.dtype):
                 pytest.skip(f"this processor has no instructions for matrices of {self.dtype}")
+        kernels.use(self.path)
+        yield self
+        kernels.use(None)
 
     def __str__(self):
         return f"{self.path} {str(self.dtype).removeprefix('torch.')}"
@@ -53,6 +66,20 @@ CPP16 = Backend("cpp", torch.bfloat16), Backend("cpp", torch.float16)
 TRITON16 = Backend("triton", torch.bfloat16), Backend("triton", torch.float16)
 
 
+@contextlib.contextmanager
+def threads(count):
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def on(*backends):
+    return pytest.mark.parametrize("backend", backends, ids=str, indirect=True)
+
+
 def list_for_triton(active, tail=5):
     """The list of pairs on Triton's device, with numbers behind it that are no tokens."""
     pairs = kernels.list_pairs(active)
@@ -61,7 +88,7 @@ def list_for_triton(active, tail=5):
 
 
 def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):
-    """`attend` of a backend; plain PyTorch has no lse."""
+    """`attend` of a back end; plain PyTorch has no lse."""
     B, H, N, D = q.shape
     if backend.path == "triton":
         on_device = [x if x is None else x.to(DEVICE) for x in (q, k, v, gates, mask)]
@@ -102,26 +129,6 @@ def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=
             outputs.append(q.new_zeros(N, D).index_put((n,), o))
             sums.append(scores.detach().logsumexp(1))
     return torch.stack(outputs).view(H, B, N, D).permute(1, 2, 0, 3), torch.cat(sums)
-
-
-def layer_in_a_loop(x, w, bias, k, v, gates, wo, out_bias, active, **how):
-    """project, attend, combine in the dtype of the tensors: x [B * N, C]."""
-    B, N, H = active.shape
-    q = torch.nn.functional.linear(x, w, bias).view(B, N, H, -1).transpose(1, 2)
-    o, _ = attend_in_a_loop(q, k, v, gates.view(B, N, H), active, **how)
-    return torch.nn.functional.linear(o.reshape(B * N, -1), wo, out_bias)
-
-
-def layer(x, w, bias, k, v, gates, wo, out_bias, active, is_causal=False, mask=None, source=None):
-    """The same by the operators on `kernels.path()`."""
-    _, N, H = active.shape
-    pairs = kernels.list_pairs(active)
-    q = kernels.project(x, w, bias, pairs, H)
-    if build.path() == "cpp":
-        o = kernels.attend(q, k, v, pairs, H, N, is_causal, mask, source)
-    else:
-        o = eager.attend(q, k, v, *pairs, H, N, source, is_causal, mask)
-    return kernels.combine(o, gates, wo, out_bias, pairs, H)
 
 
 @contextlib.contextmanager

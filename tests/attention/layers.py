@@ -31,9 +31,13 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
     "mask of each head, for all sequences": dict(mask=(H, N, N)),
     "sample scope, mask of each head": dict(mask=(1, H, N, N), scope="sample"),
     "additive mask": dict(mask=(1, 1, N, N), additive=True),
+    "mask that shows a token nothing": dict(mask=(N, N), blind=True),
+    "additive mask that shows a token nothing": dict(mask=(N, N), additive=True, blind=True),
+    "sample scope, mask that shows a token nothing": dict(mask=(N, N), blind=True, scope="sample"),
     "two key-value heads": dict(kv_heads=2),
     "three key-value heads": dict(kv_heads=3),
     "sample scope, two key-value heads": dict(kv_heads=2, scope="sample"),
+    "separate projections": dict(kind=SeparateHeadMixtureAttention, kv_heads=3),
     "sample scope, separate projections": dict(kind=SeparateHeadMixtureAttention, scope="sample"),
     "qk-norm": dict(qk_norm=True),
     "sample scope, qk-norm": dict(qk_norm=True, scope="sample"),
@@ -79,12 +83,17 @@ def call_of(options, dtype, width=D):
         call["rotary"] = angles(N, width=width)
     if mask := options.pop("mask", ()):
         allowed = (torch.rand(mask) > 0.4) | torch.eye(N, dtype=torch.bool)
-        call["attn_mask"] = torch.randn(mask, dtype=dtype) if options.pop("additive", False) else allowed
+        if options.pop("blind", False):
+            allowed[..., 0, :] = False
+        if options.pop("additive", False):
+            call["attn_mask"] = torch.randn(mask, dtype=dtype).masked_fill(~allowed, -torch.inf)
+        else:
+            call["attn_mask"] = allowed
     return x, call, options
 
 
 def output_and_gradients(layer, executor, x, call):
-    layer.executor = executor.split(",")[0]
+    layer.executor, layer.fused_attn = executor.split(",")[0], "unfused" not in executor
     hook = layer.projections[0].register_forward_hook(lambda *_: None) if "called" in executor else None
     y, stats = layer(x, **call)
     if hook is not None:
@@ -97,14 +106,15 @@ def output_and_gradients(layer, executor, x, call):
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def assert_equal(layer, executor, x, **call):
-    """The output and every gradient of an executor are those of the reference."""
-    y, grads = output_and_gradients(layer, executor, x, call)
+def assert_equal(layer, executors, x, **call):
+    """The output and every gradient of the executors are those of the reference."""
     y_ref, grads_ref = output_and_gradients(layer, "reference", x, call)
     names = ["y", "x", *(["context"] if "context" in call else []), *(n for n, _ in layer.named_parameters())]
     # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
     # the rounding of what it is the difference of.
     beside = 0.04 * max(g.norm() for g in grads_ref)
-    for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
-        error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
-        assert error <= TOLERANCE[x.dtype] * scale, f"{name}: {error:.2e} of {scale:.2e}"
+    for executor in executors:
+        y, grads = output_and_gradients(layer, executor, x, call)
+        for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
+            error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
+            assert error <= TOLERANCE[x.dtype] * scale, f"{executor}, {name}: {error:.2e} of {scale:.2e}"

@@ -2,7 +2,7 @@ import re
 
 import pytest
 import torch
-from refusals import refuse
+from refusals import each_refused, refuse
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, all_heads, head_budget, resolve_budget
 from moh_vision.attention.budget import change_routed
@@ -12,27 +12,29 @@ def totals(budgets):
     return sum(b.active for b in budgets), sum(b.heads for b in budgets), sum(b.shared for b in budgets)
 
 
-@pytest.mark.parametrize("heads", [3, 6, 12, 16])
+UNEQUAL = [[8, 16, 24], [24, 16, 8], [8] * 9 + [16] * 10 + [24] * 9, [2, 4, 6]]
+
+
+@pytest.mark.parametrize("heads", [*([h] * 12 for h in (3, 6, 12, 16)), *UNEQUAL], ids=str)
 @pytest.mark.parametrize("share", [0.4, 0.5, 0.75, 0.9, 1.0])
 def test_ramp_total_is_nearest_and_rises_with_depth(heads, share):
-    budgets = resolve_budget(share, 12, heads, 64)
+    """Weighted by heads where layers have unequal numbers of them."""
+    budgets = resolve_budget(share, len(heads), heads, 64)
     active, total, shared = totals(budgets)
     assert abs(active - share * total) <= 0.5
-    counts = [b.active for b in budgets]
-    assert counts == sorted(counts)
+    shares = [b.active / b.heads for b in budgets]
+    assert shares == sorted(shares) or heads in UNEQUAL
     # 40 % of the active heads, except where every layer must keep one head to route
     assert abs(shared - 0.4 * active) <= 0.5 or all(b.routed == 1 for b in budgets if b.shared)
-    assert resolve_budget(f"ramp:{share}", 12, heads, 64) == budgets
+    assert resolve_budget(f"ramp:{share}", len(heads), heads, 64) == budgets
 
 
-def test_ramp_of_three_quarters_runs_from_half_to_all():
+def test_ramp_uniform_and_list():
     counts = [b.active for b in resolve_budget(0.75, 12, 12, 64)]
     assert (counts[0], counts[-1], sum(counts)) == (6, 12, 108)
-
-
-def test_uniform_is_the_same_in_every_layer():
-    budgets = resolve_budget("uniform:0.75", 12, 6, 64)
-    assert set(budgets) == {HeadBudget(6, 64, 2, 3)}  # 4.5 of 6 is rounded up
+    assert set(resolve_budget("uniform:0.75", 12, 6, 64)) == {HeadBudget(6, 64, 2, 3)}  # 4.5 of 6 is rounded up
+    listed = resolve_budget([(8, 0), (10, 2)], 2, [8, 16], 72)
+    assert listed == (HeadBudget(8, 72, 8, 0), HeadBudget(16, 72, 10, 2))
 
 
 @pytest.mark.parametrize("share", [0, 0.139, 0.375, 0.6, 0.74])
@@ -45,50 +47,29 @@ def test_share_of_shared_heads(share):
     assert resolve_budget("ramp:0.5:0.4", 6, 8, 64) == resolve_budget(0.5, 6, 8, 64)
 
 
-def test_list_and_heads_per_layer():
-    budgets = resolve_budget([(8, 0), (10, 2)], 2, [8, 16], 72)
-    assert budgets == (HeadBudget(8, 72, 8, 0), HeadBudget(16, 72, 10, 2))
-
-
-@pytest.mark.parametrize("heads", [[8, 16, 24], [24, 16, 8], [8] * 9 + [16] * 10 + [24] * 9, [2, 4, 6]])
-@pytest.mark.parametrize("share", [0.5, 0.75, 0.9, 1.0])
-def test_ramp_over_unequal_layers_keeps_the_head_weighted_total(heads, share):
-    active, total, _ = totals(resolve_budget(share, len(heads), heads, 64))
-    assert abs(active - share * total) <= 0.5
-
-
-@pytest.mark.parametrize(
-    "spec, words",
-    [
-        (0, "0 is not understood"),
-        (1.2, "1.2 is not understood"),
-        (float("nan"), "nan is not understood"),
-        (True, "True is not understood"),
-        ("ramp:x", "'ramp:x' is not understood"),
-        ("linear:0.5", "'linear:0.5' is not understood"),
-        ("uniform:0.5:1", "'uniform:0.5:1' is not understood"),
-        ("uniform:0.5:-0.1", "'uniform:0.5:-0.1' is not understood"),
-        ("ramp:0.5:0.4:0.3", "'ramp:0.5:0.4:0.3' is not understood"),
-        ("0.5:0.4", "'0.5:0.4' is not understood"),
-        ("", "is not understood"),
-        (None, "None is not understood"),
-        ([(1, 1)], "lists 1 layers, the model has 4"),
-        ([(1, 1), (1, 1), (4, 3), (1, 1)], "layer 2: shared=4 + routed=3 = 7 of only 6 heads"),
-        ([(1, 1), (3, 0), (1, 1), (1, 1)], "layer 1: routed=0 with shared=3 of 6"),
-        ([(0, 0)] * 4, "layer 0: shared=0, routed=0: at least 1"),
-        ([(-1, 3)] * 4, "layer 0: shared=-1"),
-        ([(1.5, 3)] * 4, "layer 0: (1.5, 3) is not a pair of whole"),
-        ("uniform:0.01", "layer 0 with 6 heads would run 0"),
-        (0.02, "layer 0 with 6 heads would run 0"),
-    ],
+test_impossible_specs_name_layer_and_numbers = each_refused(
+    lambda spec: resolve_budget(spec, 4, 6, 64),
+    (0, "0 is not understood"),
+    (1.2, "1.2 is not understood"),
+    (float("nan"), "nan is not understood"),
+    (True, "True is not understood"),
+    ("ramp:x", "'ramp:x' is not understood"),
+    ("linear:0.5", "'linear:0.5' is not understood"),
+    ("uniform:0.5:1", "'uniform:0.5:1' is not understood"),
+    ("uniform:0.5:-0.1", "'uniform:0.5:-0.1' is not understood"),
+    ("ramp:0.5:0.4:0.3", "'ramp:0.5:0.4:0.3' is not understood"),
+    ("0.5:0.4", "'0.5:0.4' is not understood"),
+    ("", "is not understood"),
+    (None, "None is not understood"),
+    ([(1, 1)], "lists 1 layers, the model has 4"),
+    ([(1, 1), (1, 1), (4, 3), (1, 1)], "layer 2: shared=4 . routed=3 = 7 of only 6 heads"),
+    ([(1, 1), (3, 0), (1, 1), (1, 1)], "layer 1: routed=0 with shared=3 of 6"),
+    ([(0, 0)] * 4, "layer 0: shared=0, routed=0: at least 1"),
+    ([(-1, 3)] * 4, "layer 0: shared=-1"),
+    ([(1.5, 3)] * 4, "layer 0: .1.5, 3. is not a pair of whole"),
+    ("uniform:0.01", "layer 0 with 6 heads would run 0"),
+    (0.02, "layer 0 with 6 heads would run 0"),
 )
-def test_impossible_specs_name_layer_and_numbers(spec, words):
-    refuse(re.escape(words), lambda: resolve_budget(spec, 4, 6, 64))
-
-
-def test_budget_is_frozen():
-    with pytest.raises(AttributeError):
-        HeadBudget(6, 64, 2, 2).shared = 3
 
 
 @pytest.mark.parametrize("kind", ["uniform", "ramp"])
@@ -103,11 +84,8 @@ def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
         assert budget is ways[0] or "give the lower budget when the model is made or converted" in str(error.value)
         budget(f"{kind}:{least}")
         refuse("the smallest share", budget, f"{kind}:{least - 0.001}")
-
-
-def test_the_smallest_share_is_one_that_floats_reach():
-    layers = [HeadBudget(10, 64, 2, 8)] * 5
-    refuse("the smallest share is 0.291;", lambda: change_routed("ramp:0.1", layers))
+    layers = [HeadBudget(10, 64, 2, 8)] * 5  # one that floats reach
+    refuse("the smallest share is 0.291;", change_routed, "ramp:0.1", layers)
     change_routed("ramp:0.291", layers)
 
 
@@ -129,3 +107,38 @@ def test_head_budget_report():
     assert (report["active"], report["heads"], report["share"]) == (10, 12, 10 / 12)
     assert report["layers"][0] == dict(name="0", heads=6, head_dim=4, shared=2, routed=2, active=4)
     refuse("Linear has no HeadMixtureAttention layer; moh_vision.convert", lambda: head_budget(torch.nn.Linear(2, 2)))
+
+
+B = HeadBudget
+FIXED = [B(8, 4, 2, 2), B(4, 4, 4, 0)]
+
+
+@pytest.mark.parametrize(
+    "spec, layers, active",
+    [
+        (0.5, [B(8, 4, 2, 6)] * 4, [3, 4, 4, 5]),
+        ("uniform:0.5", [B(8, 4, 2, 6)] * 4, [4, 4, 4, 4]),
+        (1.0, FIXED, [8, 4]),
+        (1.0, [B(4, 4, 4, 0)], [4]),
+        ([(2, 1), (4, 0)], FIXED, [3, 4]),
+        (0.75, [B(8, 4, 0, 2), B(16, 4, 15, 1)], [2, 16]),  # the second cannot run fewer than 15 + 1
+    ],
+)
+def test_routed_heads_change(spec, layers, active):
+    changed = change_routed(spec, layers)
+    assert [b.active for b in changed] == active
+    assert [b.shared for b in changed] == [b.shared for b in layers]
+
+
+test_routed_heads_refused = each_refused(
+    lambda spec, layers: change_routed(spec, layers),
+    (0.5, FIXED, "layer 1 has no routed heads, all 4 are shared; give a list of pairs with .4, 0. there"),
+    (0.5, [B(4, 4, 4, 0)], "the model has no routed heads; moh_vision.convert gives a dense one some"),
+    ([(1, 2), (4, 0)], FIXED, "layer 0: 2 heads are shared and stay so, not 1"),
+    ([(2, 0), (4, 0)], FIXED, "layer 0: routed=0 with shared=2"),
+    ([(2, 7), (4, 0)], FIXED, "layer 0: shared=2 . routed=7 = 9 of only 8"),
+    ("half", FIXED, "'half' is not understood"),
+    ("ramp:0.5:0.4", FIXED, "'ramp:0.5:0.4': the shared heads of a model stay; leave out 0.4"),
+    (0.5, [B(8, 4, 5, 2)] * 2, "the shared heads and one routed head per layer are 12 of 16 already"),
+    ("uniform:0.5", [B(8, 4, 5, 2)] * 2, "layer 0 would run 4 of 8 heads, but 5 are shared"),
+)

@@ -19,7 +19,7 @@ def call_of(layer, tokens=197, batch=8, dtype=torch.float32, **call):
     x = torch.randn(batch, tokens, layer.dim, dtype=dtype)
     routing, q = layer.route(x)
     if "cache" in call:
-        call["cache"] = call["cache"]()  # a class until here, for the name of a test
+        call["cache"] = call["cache"]()
     return Call(x, routing, q=q, **call)
 
 
@@ -28,6 +28,9 @@ def choice(budget, tokens=197, batch=8, dtype=torch.float32, training=False, cal
     layer = layer_of(budget, dtype=dtype, **kwargs).train(training)
     with torch.set_grad_enabled(training):
         return type(layer.choose(call_of(layer, tokens, batch, dtype, **(call or {})))).__name__
+
+
+LEARNED = torch.zeros(1, 1, 197, 197, requires_grad=True)  # a mask that learns is left to PyTorch
 
 
 @pytest.mark.parametrize(
@@ -43,6 +46,7 @@ def choice(budget, tokens=197, batch=8, dtype=torch.float32, training=False, cal
         (dict(budget=(2, 4), call=dict(dropout_p=0.1)), "Masked", "Masked"),
         (dict(budget=(2, 4), call=dict(dropout_p=0.1), scope="sample"), "Sequences", "Sequences"),
         (dict(budget=(2, 4), call=dict(is_causal=True)), "Tokens", "Masked"),
+        (dict(budget=(2, 4), call=dict(attn_mask=LEARNED), training=True), "Masked", "Masked"),
         (dict(budget=(2, 4), router="query_norm"), "Tokens", "Masked"),
         (dict(budget=(2, 4), router="query_norm", training=True), "Masked", "Masked"),  # its gradient needs all heads
         (dict(budget=(2, 4), router="query_norm", scope="sample"), "Sequences", "Sequences"),
@@ -57,15 +61,9 @@ def choice(budget, tokens=197, batch=8, dtype=torch.float32, training=False, cal
         (dict(budget=(2, 4), call=dict(cache=KeyValueCache), training=True), "Masked", "Masked"),
         (dict(budget=(2, 4), call=dict(cache=KeyValueCache), tokens=1), "Masked", "Masked"),
     ],
-    ids=str,
 )
 def test_packed(kwargs, cpp, torch_, path):
     assert choice(executor="packed", **kwargs) == (cpp if path == "cpp" else torch_)
-
-
-def test_a_mask_that_learns_is_left_to_pytorch(path):
-    mask = torch.zeros(1, 1, 197, 197, requires_grad=True)
-    assert choice((2, 4), executor="packed", training=True, call=dict(attn_mask=mask)) == "Masked"
 
 
 @pytest.mark.parametrize(
@@ -88,12 +86,12 @@ def test_auto_without_measurements(kwargs, picked, path):
     assert choice(**kwargs) == picked
 
 
-def test_on_a_gpu_no_kernel_of_attention_runs_unmeasured():
-    kernels.use("triton")  # in its interpreter, on the CPU
-    try:
-        assert choice((3, 3), tokens=64) == choice((3, 3), tokens=64, scope="sample") == "Masked"
-    finally:
-        kernels.use(None)
+@pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
+def test_elsewhere_auto_computes_all_heads_without_measurements(path):
+    assert choice((3, 3), tokens=64) == choice((3, 3), tokens=64, scope="sample") == "Masked"
+    if path == "torch":
+        layer = layer_of((2, 4))
+        assert "no compiled operator runs the call" in way_to_skip(layer, call_of(layer))[1]
 
 
 @pytest.mark.parametrize("available", [True, False])
@@ -103,11 +101,6 @@ def test_16_bits_are_the_operators_where_the_processor_has_products(path, availa
     assert choice((4, 5), tokens=64, dtype=torch.bfloat16) == ("Tokens" if available else "Masked")
     per_sample = choice((4, 5), tokens=64, dtype=torch.bfloat16, scope="sample")
     assert per_sample == ("Sequences" if available else "Masked")
-
-
-@pytest.mark.parametrize("path", ["torch"], indirect=True)
-def test_auto_without_operators_computes_all_heads(path):
-    assert choice((2, 4)) == choice((2, 4), scope="sample") == "Masked"
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
@@ -121,17 +114,11 @@ def test_logs_what_it_picked_once(path, caplog):
     assert all("up to 90% of the heads, from 25,000 numbers" in record.message for record in caplog.records)
 
 
-@pytest.mark.parametrize("path", ["torch"], indirect=True)
-def test_says_how_to_get_the_operators(path):
-    layer = layer_of((2, 4))
-    assert "no compiled operator runs the call" in way_to_skip(layer, call_of(layer))[1]
-
-
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 def test_the_same_in_both_passes_of_a_reentrant_checkpoint(path):
     """The first is without gradients; it must draw the dropout of the second."""
-    layer, found = layer_of((2, 4)).train(), []
+    layer, chosen = layer_of((2, 4)).train(), []
     choose = layer.choose
-    layer.choose = lambda call: found.append(choose(call)) or found[-1]
+    layer.choose = lambda call: chosen.append(choose(call)) or chosen[-1]
     checkpoint(lambda x: layer(x)[0], torch.randn(2, 40, 768, requires_grad=True), use_reentrant=True).sum().backward()
-    assert len(found) == 2 and type(found[0]) is type(found[1])
+    assert len(chosen) == 2 and type(chosen[0]) is type(chosen[1])

@@ -20,10 +20,6 @@ import torch
 # Bytes of shared memory that a program has on an A100, on small GPUs (RTX 4090, L4) and on an H100, by capability.
 CARDS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 SPILLED = 128  # bytes of a thread that may lie in memory in place of registers
-WIDTHS = [64, 72, 128, 256]
-DTYPES = ["float32", "tf32", "bfloat16", "float16"]
-TOKENS = [197, 1024]
-MASKS = ["none", "causal", "bool", "float"]
 SIX = [
     (80, 64, "bfloat16", 1024, "none"),
     (80, 128, "float32", 197, "bool"),
@@ -55,43 +51,29 @@ def assert_fit(kernels):
         assert kernel["shared"] <= CARDS[kernel["task"][1]], kernel
 
 
-@pytest.fixture(scope="module")
-def kernels():
-    attend = [("attend", *case) for case in SIX]
-    route = [("route", 90, "bfloat16", 23, 1, routed) for routed in BUDGETS]
-    return compiled([*attend, *route, ("ones", 90)])
-
-
-def of(task, kernels):
-    return [kernel for kernel in kernels if kernel["task"][0] == task]
-
-
-def test_six_kinds_of_attention(kernels):
-    assert len(of("attend", kernels)) == 3 * len(SIX)
-    assert_fit(of("attend", kernels))
+def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
+    """A budget compiles nothing anew; Triton makes constants of sizes of one, which have no methods of tensors."""
+    tasks = [("attend", *case) for case in SIX]
+    tasks += [("route", 90, "bfloat16", 23, 1, routed) for routed in BUDGETS]
+    kernels, of = compiled([*tasks, ("ones", 90)]), dict(attend=[], route=[], ones=[])
+    for kernel in kernels:
+        of[kernel["task"][0]].append(kernel)
+    assert len(of["attend"]) == 3 * len(SIX)
+    assert {kernel["task"][-1] for kernel in of["route"]} == set(BUDGETS)
+    assert len({kernel["hash"] for kernel in of["route"]}) == len({kernel["name"] for kernel in of["route"]})
+    assert_fit(of["attend"] + of["route"])
+    assert {kernel["name"] for kernel in of["ones"]} == {kernel["name"] for kernel in of["attend"] + of["route"]}
 
 
 @pytest.mark.slow  # minutes
-@pytest.mark.parametrize("D", WIDTHS)
+@pytest.mark.parametrize("D", [64, 72, 128, 256])
 @pytest.mark.parametrize("card", CARDS)
 def test_attention_as_a_matrix(card, D):
-    tasks = list(itertools.product(["attend"], [card], [D], DTYPES, TOKENS, MASKS))
+    dtypes, masks = ["float32", "tf32", "bfloat16", "float16"], ["none", "causal", "bool", "float"]
+    tasks = list(itertools.product(["attend"], [card], [D], dtypes, [197, 1024], masks))
     kernels = compiled(tasks)
     assert len(kernels) == 3 * len(tasks)
     assert_fit(kernels)
-
-
-def test_an_elastic_budget_compiles_nothing_anew(kernels):
-    found = of("route", kernels)
-    assert {kernel["task"][-1] for kernel in found} == set(BUDGETS)
-    assert len({kernel["hash"] for kernel in found}) == len({kernel["name"] for kernel in found})
-    assert_fit(found)
-
-
-def test_sizes_of_one(kernels):
-    """Triton makes constants of them, which have no methods of tensors."""
-    names = {kernel["name"] for kernel in of("attend", kernels) + of("route", kernels)}
-    assert {kernel["name"] for kernel in of("ones", kernels)} == names
 
 
 def compile_only(tasks):

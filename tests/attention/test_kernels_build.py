@@ -6,12 +6,11 @@ import logging
 import shutil
 import sys
 import types
-from unittest.mock import Mock
 
 import pytest
 import torch
 from processes import FORKS
-from refusals import refuse
+from refusals import refuse, refused
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels import build as building
@@ -39,48 +38,24 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
 
 
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """Makes CXX a script of the given lines, in which $out is the file to write."""
-
-    def make(lines):
-        script = tmp_path / "compiler"
-        script.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{lines}\n')
-        script.chmod(0o755)
-        monkeypatch.setenv("CXX", str(script))
-        return script
-
-    return make
-
-
 @needs_compiler
-def test_build_once_then_load(capsys, caplog):
+def test_build_every_source_once_then_load(tmp_path, capsys, caplog):
+    (tmp_path / "csrc" / "two.cpp").write_text('#include "two.h"\nextern "C" int two() { return TWO; }\n')
+    (tmp_path / "csrc" / "two.h").write_text("#define TWO 2\n")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert main([]) == 0
         place = building.library_path()
         assert capsys.readouterr().out.startswith("built the C++ operators with ") and place.is_file()
-        assert ctypes.CDLL(str(place)).one() == 1
-        first = place.stat()
+        library, first = ctypes.CDLL(str(place)), place.stat()
+        assert (library.one(), library.two()) == (1, 2)
         assert main([]) == 0 and place.stat() == first
         assert capsys.readouterr().out == f"the C++ operators are built already: {place}\n"
         assert main(["--force"]) == 0 and place.stat().st_ino != first.st_ino
         assert kernels.path() == kernels.path() == "cpp"
-    assert [r.message for r in caplog.records] == [
-        "attention runs on the C++ operators; MOH_VISION_KERNELS=off skips them"
-    ]
+    assert caplog.messages == ["attention runs on the C++ operators; MOH_VISION_KERNELS=off skips them"]
     assert [file.name for file in place.parent.iterdir()] == [place.name]
-
-
-@needs_compiler
-def test_every_source_is_compiled_and_headers_count(tmp_path):
-    (tmp_path / "csrc" / "two.cpp").write_text('#include "two.h"\nextern "C" int two() { return TWO; }\n')
-    (tmp_path / "csrc" / "two.h").write_text("#define TWO 2\n")
-    building.build()
-    library = ctypes.CDLL(str(building.library_path()))
-    assert (library.one(), library.two()) == (1, 2)
-    before = building.library_path()
     (tmp_path / "csrc" / "two.h").write_text("#define TWO 3\n")
-    assert building.library_path() != before
+    assert building.library_path() != place
 
 
 @needs_compiler
@@ -92,46 +67,40 @@ def test_every_source_is_compiled_and_headers_count(tmp_path):
 def test_errors_of_the_compiler_are_one_line(tmp_path, capsys, line, said):
     """A function that no library has is found while linking; otherwise it would fail when the library is loaded."""
     (tmp_path / "csrc" / "one.cpp").write_text(line)
-    assert main([]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "cannot compile the operators: " in error and said in error
-    place = building.library_path()
+    error, place = refused(capsys, main), building.library_path()
+    assert "cannot compile the operators: " in error and said in error
     assert not place.exists() and not building.load()
     report = place.with_name("compiler.log")
     assert str(report) in error and "one.cpp" in report.read_text()
 
 
-def test_a_compiler_that_fails_half_way_leaves_nothing(compiler, capsys):
+def test_what_cannot_be_built_is_one_line(monkeypatch, tmp_path, capsys):
+    script = tmp_path / "compiler"
+
+    def compiler(lines):
+        """Make CXX a script, in which $out is the file to write."""
+        script.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{lines}\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+
+    assert "kernels: error: unknown argument --forced, did you mean --force?\n" == refused(capsys, main, "--forced")
     compiler('echo half > "$out"; echo "x.cpp:1:1: error: no memory"; exit 1')
-    assert main([]) == 2
-    assert "x.cpp:1:1: error: no memory (all of it: " in capsys.readouterr().err
+    assert "x.cpp:1:1: error: no memory (all of it: " in refused(capsys, main)
     assert not building.library_path().exists()
-
-
-def test_no_compiler(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([]) == 2
-    assert capsys.readouterr().err.startswith("kernels: error: no C++ compiler is found; install g++")
-    monkeypatch.setenv("CXX", "g++-99 -m64")
-    assert main([]) == 2
-    assert capsys.readouterr().err.startswith("kernels: error: CXX=g++-99: no such compiler")
-    assert kernels.path() == "torch"
-
-
-def test_a_cache_that_cannot_be_written(compiler, monkeypatch, tmp_path, capsys):
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", str(tmp_path))
+        patch.setenv("CXX", "g++-99 -m64")
+        assert refused(capsys, main).startswith("kernels: error: CXX=g++-99: no such compiler")
+        patch.delenv("CXX")
+        assert refused(capsys, main).startswith("kernels: error: no C++ compiler is found; install g++")
+        assert kernels.path() == "torch"
     compiler(f'touch {tmp_path}/asked; echo > "$out"')
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "file"))
-    assert main([]) == 2
-    error = capsys.readouterr().err
-    assert "Not a directory; set MOH_VISION_CACHE to a folder that can be written" in error and error.count("\n") == 1
+    error = refused(capsys, main)
+    assert "Not a directory; set MOH_VISION_CACHE to a folder that can be written" in error
     assert not (tmp_path / "asked").exists()  # found before anything is compiled
     assert not building.load()
-
-
-def test_mistyped_options_are_one_line(capsys):
-    assert main(["--forced"]) == 2
-    assert capsys.readouterr().err == "kernels: error: unknown argument --forced, did you mean --force?\n"
 
 
 def test_a_damaged_library_counts_as_absent(caplog, capsys):
@@ -143,14 +112,27 @@ def test_a_damaged_library_counts_as_absent(caplog, capsys):
     warning, info = caplog.records
     assert warning.levelname == "WARNING" and str(place) in warning.message and "--force" in warning.message
     assert info.message.startswith("attention runs in plain PyTorch; `python -m moh_vision.attention.kernels` builds")
-    assert main([]) == 2
-    assert "the library cannot be loaded" in capsys.readouterr().err
+    assert "the library cannot be loaded" in refused(capsys, main)
 
 
-def test_the_variable(monkeypatch, caplog):
+def test_the_variable_and_use(monkeypatch, caplog):
+    def forward(x):
+        return x + 1 if kernels.path() == "cpp" else x - 1
+
     monkeypatch.setenv("MOH_VISION_KERNELS", "on")
     refuse("MOH_VISION_KERNELS=on: only auto .* and off", kernels.path)
+    monkeypatch.delenv("MOH_VISION_KERNELS")
+    refuse("'cpp', 'triton', 'torch' or None, not 'c'", kernels.use, "c")
+    refuse("`python -m moh_vision.attention.kernels` builds them", kernels.use, "cpp")
+    compiled = torch.compile(forward, backend="eager", fullgraph=True)
+    assert kernels.path() == "torch" and compiled(torch.zeros(1)) == -1
     monkeypatch.setattr(building, "load", lambda: True)
+    assert kernels.path() == "torch"  # a library that was built meanwhile changes nothing by itself
+    kernels.use("cpp")
+    assert kernels.path() == "cpp" and compiled(torch.zeros(1)) == 1
+    kernels.use(None)
+    assert kernels.path() == "torch"
+    building._find.cache_clear()  # as in a process that starts later
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert kernels.path() == "torch"
@@ -166,32 +148,9 @@ def test_a_compiled_layer_asks_for_the_path_first():
     assert compiled(torch.randn(1, 5, 32))[0].shape == (1, 5, 32)
 
 
-def test_use(monkeypatch):
-    refuse("'cpp', 'triton', 'torch' or None, not 'c'", lambda: kernels.use("c"))
-    refuse("`python -m moh_vision.attention.kernels` builds them", lambda: kernels.use("cpp"))
-    assert kernels.path() == "torch"
-    monkeypatch.setattr(building, "load", lambda: True)
-    assert kernels.path() == "torch"  # a library that was built meanwhile changes nothing by itself
-    kernels.use("cpp")
-    assert kernels.path() == "cpp"
-    kernels.use(None)
-    assert kernels.path() == "torch"
-
-
-def test_a_compiled_model_knows_the_path():
-    def forward(x):
-        return x + 1 if kernels.path() == "cpp" else x - 1
-
-    compiled = torch.compile(forward, backend="eager", fullgraph=True)
-    assert compiled(torch.zeros(1)) == -1
-    building._used = "cpp"
-    assert compiled(torch.zeros(1)) == 1
-
-
 def _what_is_loaded(queue):
-    queue.put(
-        ([name for name in torch.ops.loaded_libraries if "moh_vision" in name], building._find.cache_info().misses)
-    )
+    loaded = [name for name in torch.ops.loaded_libraries if "moh_vision" in name]
+    queue.put((loaded, building._find.cache_info().misses))
 
 
 def test_importing_builds_and_loads_nothing():
@@ -204,18 +163,17 @@ def test_importing_builds_and_loads_nothing():
 
 
 def test_where_the_cache_is(monkeypatch, tmp_path):
-    def cache():
-        return building.library_path().parents[2]
-
-    assert building.library_path().name == "moh_vision_kernels.so"
-    assert building.library_path().parents[1].name == "kernels"
-    assert cache() == tmp_path / "cache"
-    monkeypatch.delenv("MOH_VISION_CACHE")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache() == tmp_path / "xdg" / "moh_vision"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache() == tmp_path / ".cache" / "moh_vision"
+    for name in ("MOH_VISION_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for variable, folder in (
+        ("HOME", ".cache/moh_vision"),
+        ("XDG_CACHE_HOME", "moh_vision"),
+        ("MOH_VISION_CACHE", "."),
+    ):
+        monkeypatch.setenv(variable, str(tmp_path / variable))
+        place = building.library_path()
+        assert place.parents[1:3] == (tmp_path / variable / folder / "kernels", tmp_path / variable / folder)
+        assert place.name == "moh_vision_kernels.so"
 
 
 def test_a_build_is_of_one_instruction_set(monkeypatch):
@@ -238,35 +196,34 @@ def test_a_build_is_of_one_instruction_set(monkeypatch):
     [
         ("compiler", "ValueError: no C compiler"),
         ("choice", "chooses other heads"),
-        ("gradient of float32", "gradients of the weight are not those of PyTorch (released, tokens torch.float32"),
-        ("gradient of bfloat16", "gradients of the weight are not those of PyTorch (released, tokens torch.bfloat16"),
-        ("gradient of MoA", "gradients of tokens are not those of PyTorch (renormalised, tokens torch.float32"),
+        ("float32", "gradients of the weight are not those of PyTorch (released, tokens torch.float32"),
+        ("bfloat16", "gradients of the weight are not those of PyTorch (released, tokens torch.bfloat16"),
+        ("renormalised", "gradients of tokens are not those of PyTorch (renormalised, tokens torch.float32"),
     ],
 )
 def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatch, caplog):
     pytest.importorskip("triton")
     from moh_vision.attention.kernels.gpu import check
 
-    def with_wrong_gradients(x, weight, *router):
+    def route(x, weight, *router):
+        if broken == "compiler":
+            raise ValueError("no C compiler")
         x, weight = x.view_as(x), weight.view_as(weight)
-        if broken.endswith(str(weight.dtype).partition(".")[2]):
+        if str(weight.dtype) == f"torch.{broken}":
             weight.register_hook(lambda grad: 1.05 * grad)
-        elif "renormalised" in router:
+        elif broken in router:
             x.register_hook(torch.neg)
         return operators.route(x, weight, *router)
 
-    problem, operators = check.problem, check.OPS
+    problem, operators, pairs = check.problem, check.OPS, kernels.eager.pairs
     monkeypatch.setattr(building.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(check, "problem", lambda: problem("cpu"))
-    if broken == "compiler":
-        monkeypatch.setattr(check, "OPS", Mock(route=Mock(side_effect=ValueError("no C compiler"))))
-    elif broken == "choice":
-        monkeypatch.setattr(kernels.eager, "pairs", lambda active, pairs=kernels.eager.pairs: pairs(~active))
-    else:
-        monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=with_wrong_gradients))
+    monkeypatch.setattr(check, "OPS", types.SimpleNamespace(route=route))
+    if broken == "choice":
+        monkeypatch.setattr(kernels.eager, "pairs", lambda active: pairs(~active))
     monkeypatch.setattr(building, "_runs_triton", building._runs_triton.__wrapped__)
     assert building.path("cuda") == "torch" and said in caplog.text
-    refuse("need a GPU", lambda: building.use("triton"))
+    refuse("need a GPU", building.use, "triton")
 
 
 def test_kernels_are_tried_wherever_the_first_call_is(monkeypatch):

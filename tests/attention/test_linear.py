@@ -1,16 +1,15 @@
-"""Linear layers that are changed from outside: by adapters, hooks, parametrisations, pruning, quantisation, offloading."""
+"""Linear layers that are changed from outside (adapters, hooks, parametrisations, pruning, quantisation), and separate ones."""
 
 import copy
 
 import layers
 import pytest
 import torch
-from accelerate import cpu_offload
-from layers import ROUTERS, C
+from layers import CASES, ROUTERS, C, D, H, call_of, output_and_gradients
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
-from moh_vision.attention import EXECUTORS, SeparateHeadMixtureAttention
+from moh_vision.attention import EXECUTORS, HeadMixtureAttention, SeparateHeadMixtureAttention
 
 B, N = 2, 6
 LAYERS = {
@@ -24,17 +23,16 @@ LAYERS = {
 
 
 class Adapter(nn.Module):
-    """W x + B A x around a layer, with the attributes that peft's layers pass through."""
+    """W x + B x around a layer, with the attributes that peft's layers pass through."""
 
-    def __init__(self, base):
+    def __init__(self, base, delta):
         super().__init__()
-        self.base = base
-        self.A, self.B = nn.Parameter(torch.randn(3, base.in_features)), nn.Parameter(torch.randn(base.out_features, 3))
+        self.base, self.B = base, nn.Parameter(delta)
 
     weight, bias = property(lambda self: self.base.weight), property(lambda self: self.base.bias)
 
     def forward(self, x):
-        return self.base(x) + (x.to(self.A.dtype) @ self.A.t() @ self.B.t()).to(x.dtype)
+        return self.base(x) + x @ self.B.to(x.dtype).t()
 
 
 class Plus(nn.Module):
@@ -52,12 +50,6 @@ def replaced_forward(linear, delta):
     return linear
 
 
-def adapter(linear, delta):
-    result = Adapter(linear)
-    result.A, result.B = nn.Parameter(torch.eye(delta.shape[1])), nn.Parameter(delta)
-    return result
-
-
 def parametrised(linear, delta):
     parametrize.register_parametrization(linear, "weight", Plus(delta))
     return linear
@@ -68,7 +60,7 @@ def hooked(linear, delta):
     return linear
 
 
-WAYS = [adapter, parametrised, hooked, replaced_forward]
+WAYS = [Adapter, parametrised, hooked, replaced_forward]
 
 
 def build(**options):
@@ -100,7 +92,7 @@ def test_what_stands_around_a_linear_layer_counts(kind, way, crosses):
             torch.testing.assert_close(
                 (y, *stats), (y_want, *stats_want), rtol=1e-4, atol=1e-4, msg=f"{name}, {executor}"
             )
-        if way is adapter and name != "router.noise":  # which is for training
+        if way is Adapter and name != "router.noise":  # which is for training
             y, stats = layer(x, context)
             (y.square().sum() + stats.logits.square().sum()).backward()
             if kind != "mae" or "router" not in name:  # in mode "argmax" nothing is trained through the gate
@@ -138,10 +130,42 @@ def test_dynamic_quantisation_leaves_routers_in_float(kind):
     assert all(torch.equal(p, q) for p, q in zip(layer.router.parameters(), quantised.router.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_offloaded(kind):
-    layer, x = build(**LAYERS[kind]), torch.randn(B, N, C)
-    with torch.no_grad():
-        want = layer(x)[0]
-        cpu_offload(layer, torch.device("cpu"))
-        torch.testing.assert_close(layer(x)[0], want)
+JOINED = {
+    **{name: ROUTERS[name] for name in ("moh", "query_norm", "dense")},
+    "sample": dict(**ROUTERS["moh"], scope="sample"),
+    "grouped": dict(**ROUTERS["moh"], kv_heads=3),
+    "grouped query_norm": dict(**ROUTERS["query_norm"], kv_heads=2),
+    "grouped sample": dict(router="moh", budget=(1, 2), kv_heads=2, scope="sample"),
+    "norms, no biases": dict(**ROUTERS["moh"], qk_norm=True, qkv_bias=False, proj_bias=False),
+}
+
+
+def as_separate(layer, tensors):
+    """Tensors of the parameters of one product, under the names of the separate ones."""
+    kv, result = layer.kv_heads * D, {}
+    for name, tensor in tensors.items():
+        module, _, kind = name.rpartition(".")
+        if module == "qkv":
+            for letter, rows in zip("qkv", tensor.split([H * D, kv, kv])):
+                result[f"{letter}_proj.{kind}"] = rows
+        else:
+            result[f"o_proj.{kind}" if module == "proj" else name] = tensor
+    return result
+
+
+@pytest.mark.parametrize("case", ["self", "causal", "padding", "cross", "rotary"])
+@pytest.mark.parametrize("kind", JOINED)
+def test_equal_to_one_product(kind, case):
+    classes = HeadMixtureAttention, SeparateHeadMixtureAttention
+    one, cut = (layers.build(dtype=torch.float64, kind=each, **JOINED[kind]).eval() for each in classes)
+    cut.load_state_dict(as_separate(one, one.state_dict()))
+    x, call, _ = call_of(CASES[case], torch.float64)
+    inputs, names = 1 + ("context" in call), [[name for name, _ in layer.named_parameters()] for layer in (one, cut)]
+    for executor in ("reference", "packed"):
+        y, grads = output_and_gradients(one, executor, x, call)
+        want = [y, *grads[:inputs]], as_separate(one, dict(zip(names[0], grads[inputs:], strict=True)))
+        y, grads = output_and_gradients(cut, executor, x, call)
+        got = [y, *grads[:inputs]], dict(zip(names[1], grads[inputs:], strict=True))
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-11)
+        with torch.no_grad():
+            torch.testing.assert_close(cut(x, **call)[0], y, rtol=1e-9, atol=1e-11)

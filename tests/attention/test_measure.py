@@ -6,10 +6,12 @@ import logging
 import pytest
 import torch
 from refusals import refuse
+from small_runs import same
+from test_moh_transnext import scramble, small
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, running
+from moh_vision.attention import HeadBudget, HeadMixtureAttention
 from moh_vision.attention import measure as measuring
 from moh_vision.attention.executors import measured, sequences
 from moh_vision.attention.executors.choice import say
@@ -27,7 +29,7 @@ def folder(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def takes(monkeypatch):
+def takes(folder, monkeypatch):
     """takes(ratio): what the clock says of every way to skip; returns the calls that it was asked for."""
 
     def set_ratio(ratio):
@@ -44,23 +46,23 @@ def layer_of(active=2, training=False, **kwargs):
 
 def picked(model, *inputs, **named):
     """The executors that a model's layers take in a call."""
-    found, make = [], Masked.__init__
+    names, make = [], Masked.__init__
 
     def count(self, layer, call):
-        found.append(type(self).__name__)
+        names.append(type(self).__name__)
         make(self, layer, call)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Masked, "__init__", count)
         with torch.set_grad_enabled(model.training):
             model(*inputs, **named)
-    return found
+    return names
 
 
 SKIPS = {"cpp": "WholeSequences", "torch": "Sequences"}
 
 
-def test_auto_follows_what_was_measured(path, folder, takes, capsys):
+def test_auto_follows_what_was_measured(path, takes, capsys):
     layer, x = layer_of(), torch.randn(4, 9, 32)
     assert picked(layer, x) == ["Masked"]  # too small for the rule, and never measured
     asked = takes(0.5)
@@ -78,7 +80,7 @@ def test_auto_follows_what_was_measured(path, folder, takes, capsys):
     assert picked(layer, x) == [SKIPS[path]] and picked(layer.train(), x) == ["Masked"]
 
 
-def test_the_table_names_every_way_that_was_refused(path, folder, takes, capsys):
+def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
     takes(0.96)
     moh_vision.measure(HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), torch.randn(4, 9, 32))
     training, *of_training, inference, _, _, _, tokens = capsys.readouterr().out.splitlines()
@@ -100,36 +102,41 @@ def test_the_table_names_every_way_that_was_refused(path, folder, takes, capsys)
     )
 
 
-def test_a_smaller_batch_and_fewer_heads_follow_the_row(folder, takes):
+def test_a_smaller_batch_and_fewer_heads_follow_the_row_of_the_nearest(takes):
+    x = torch.randn(5, 9, 32)
     takes(0.5)
-    moh_vision.measure(layer_of(), torch.randn(4, 9, 32))
-    (skips,) = picked(layer_of(), torch.randn(4, 9, 32))
+    moh_vision.measure(layer_of(), x[:4])
+    (skips,) = picked(layer_of(), x[:4])
     assert skips != "Masked"
     for active, shape, expected in (
         (2, (3, 9), skips), (2, (5, 9), "Masked"), (2, (4, 8), "Masked"), (3, (4, 9), "Masked"), (1, (4, 9), skips)
     ):  # fmt: skip
         assert picked(layer_of(active), torch.randn(*shape, 32)) == [expected]
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
-    assert picked(layer_of(), torch.randn(4, 9, 32), attn_mask=mask) == ["Masked"]
+    assert picked(layer_of(), x[:4], attn_mask=mask) == ["Masked"]
     with torch.autocast("cpu", torch.bfloat16):
-        assert picked(layer_of(), torch.randn(4, 9, 32)) == ["Masked"]
+        assert picked(layer_of(), x[:4]) == ["Masked"]
 
-
-def test_the_row_of_the_nearest_batch_and_budget_decides(folder, takes):
-    model, x = nn.Sequential(layer_of(3)), torch.randn(4, 9, 32)
-    model.forward = lambda x: model[0](x)[0]
+    measured.place().unlink()
+    measured.use_table(None)
     for batch, active, ratio in ((2, 2, 0.5), (4, 2, 1.5), (4, 3, 0.5)):
         takes(ratio)
-        with running(model, [HeadBudget(4, 8, 0, active)]):
-            moh_vision.measure(model.eval(), x[:batch])
-    for batch, active, skips in ((1, 2, True), (2, 1, True), (3, 2, False), (3, 1, False), (4, 3, True), (1, 3, True)):
-        with running(model, [HeadBudget(4, 8, 0, active)]):
-            assert (picked(model, x[:batch]) != ["Masked"]) == skips, (batch, active)
+        moh_vision.measure(layer_of(active), x[:batch])
+    for batch, active, expected in (
+        (1, 2, True),
+        (2, 1, True),
+        (3, 2, False),
+        (3, 1, False),
+        (4, 3, True),
+        (1, 3, True),
+    ):
+        assert (picked(layer_of(active), x[:batch]) != ["Masked"]) == expected, (batch, active)
 
 
+@pytest.mark.parametrize("path", ["torch"], indirect=True)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("kind", ["output", "gradient", "unread memory", "a head that no token chose", "raises"])
-def test_a_way_that_is_not_right_is_never_taken(kind, training, folder, takes, monkeypatch, caplog):
+def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, monkeypatch, caplog):
     takes(0.1)
     attend = sequences.Sequences.attend
 
@@ -146,72 +153,48 @@ def test_a_way_that_is_not_right_is_never_taken(kind, training, folder, takes, m
         return o if self.call.routing.active[..., -1].any() else o + 1
 
     monkeypatch.setattr(sequences.Sequences, "attend", wrong)
-    moh_vision.attention.kernels.use("torch")
-    try:
-        layer, x = layer_of(training=training), torch.randn(4, 9, 32)
-        rows = moh_vision.measure(layer, x)
-        training_row = next(kind for key, kind in rows.items() if ("training" in key) == training)[0]
-        if kind == "gradient" and not training:
-            assert training_row[4:] == ["Sequences", 0.1]
-        else:
-            assert training_row[4:] == ["Masked", None] and picked(layer, x) == ["Masked"]
-            assert "Sequences is not taken for 4 x 9 tokens: " in caplog.records[0].message
-            assert "\n" not in caplog.records[0].message
-    finally:
-        moh_vision.attention.kernels.use(None)
+    layer, x = layer_of(training=training), torch.randn(4, 9, 32)
+    rows = moh_vision.measure(layer, x)
+    (row,) = next(kind for key, kind in rows.items() if ("training" in key) == training)
+    if kind == "gradient" and not training:
+        assert row[4:] == ["Sequences", 0.1]
+    else:
+        assert row[4:] == ["Masked", None] and picked(layer, x) == ["Masked"]
+        said = caplog.messages[0]
+        assert "Sequences is not taken for 4 x 9 tokens: " in said and "\n" not in said
 
 
 def test_what_is_measured_for_real(path, folder):
-    """All ways that a CPU has, with the clock: gates, masks, dropout, an adapter, autocast, training."""
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1)
-    before = {name: t.clone() for name, t in layer.state_dict().items()}
-    state = torch.random.get_rng_state()
-    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    """All ways that a CPU has, with the clock; a layer, MAE's statistics and the draws that follow stay as they were."""
+    layer, mae = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), dict(mode="argmax")
+    model = nn.ModuleList([layer, HeadMixtureAttention(32, HeadBudget(4, 8, 4, 0), router="mae", router_kwargs=mae)])
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    x, mask, state = torch.randn(3, 9, 32), torch.ones(9, 9, dtype=torch.bool).tril(), torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
-        assert all(
-            row[5] is not None for kind in moh_vision.measure(layer, torch.randn(2, 9, 32)).values() for row in kind
-        )
-    rows = moh_vision.measure(layer, x := torch.randn(3, 9, 32), attn_mask=mask)
+        in_16_bits = moh_vision.measure(layer, x[:2])
+    assert all(row[5] is not None for kind in in_16_bits.values() for row in kind)
+    rows = moh_vision.measure(layer, x, attn_mask=mask)
     assert len(rows) == (path == "cpp")  # dropout of the matrix has no operator, inference none
     assert all(row[5] > 0 for kind in rows.values() for row in kind)
-    after = layer.state_dict()
+    assert moh_vision.measure(model[1], x)
     assert layer.training and layer.executor == "auto" and not layer._forward_pre_hooks
-    assert all(torch.equal(after[name], t) for name, t in before.items())
+    assert same(model, before)
     assert x.grad is None and not torch.are_deterministic_algorithms_enabled()
-    torch.random.set_rng_state(state)
-    torch.randn(2, 9, 32), torch.randn(3, 9, 32)
-    drawn = torch.rand(1)
-    torch.random.set_rng_state(state)
-    torch.randn(2, 9, 32)
-    moh_vision.measure(layer, torch.randn(3, 9, 32))
-    assert torch.rand(1) == drawn  # the draws that follow are what they would have been
+    assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_the_interpreter_of_triton(folder, takes):
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+def test_the_interpreter_of_triton(path, takes):
     """The kernels of a GPU are compared before they are taken."""
-    pytest.importorskip("triton")
     takes(0.5)
-    moh_vision.attention.kernels.use("triton")
-    try:
-        layer = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval()
-        rows = moh_vision.measure(layer, torch.randn(1, 5, 32))
-        assert [kind[0][4:] for kind in rows.values()] == [["OnGpu", 0.5]]
-        assert picked(layer, torch.randn(1, 5, 32)) == ["OnGpu"]
-        table = json.loads(json.dumps(measured.table()))
-        refuse("measured on another card, this is", lambda: measured.use_table(dict(table, device="another card")))
-    finally:
-        moh_vision.attention.kernels.use(None)
+    layer, x = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval(), torch.randn(1, 5, 32)
+    rows = moh_vision.measure(layer, x)
+    assert [kind[0][4:] for kind in rows.values()] == [["OnGpu", 0.5]] and picked(layer, x) == ["OnGpu"]
+    table = json.loads(json.dumps(measured.table()))
+    refuse("measured on another card, this is", measured.use_table, dict(table, device="another card"))
 
 
-def test_mae_keeps_its_statistics(folder, takes):
-    takes(0.5)
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 4, 0), router="mae", router_kwargs=dict(mode="argmax"))
-    before = [b.clone() for b in layer.buffers()]
-    assert moh_vision.measure(layer, torch.randn(4, 9, 32))
-    assert all(map(torch.equal, before, layer.buffers()))
-
-
-def test_off_and_under_deterministic_algorithms_nothing_is_measured(folder, takes, monkeypatch):
+def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monkeypatch):
     asked, layer, x = takes(0.5), layer_of(), torch.randn(4, 9, 32)
     torch.use_deterministic_algorithms(True)
     try:
@@ -229,13 +212,13 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(folder, take
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"rows": {"a": [[1, 2]]}}'])
-def test_a_damaged_cache_is_ignored_and_replaced(folder, takes, content, caplog):
+def test_a_damaged_cache_is_ignored_and_replaced(takes, content, caplog):
     takes(0.5)
     place = measured.place()
     place.parent.mkdir()
     place.write_bytes(content)
     moh_vision.measure(layer_of(), torch.randn(4, 9, 32))
-    assert str(place) in caplog.records[0].message and caplog.records[0].levelname == "WARNING"
+    assert str(place) in caplog.messages[0] and caplog.records[0].levelname == "WARNING"
     assert len(json.loads(place.read_text())["rows"]) == 1
 
 
@@ -248,25 +231,30 @@ def test_a_cache_that_cannot_be_written(folder, takes, caplog):
 
 
 @pytest.mark.parametrize(
-    "rows",
-    [
-        [],
-        {"a": 1},
-        {"a": [[1, 2, 3, 4, 5, 6]]},
-        {"a": [[1, True, 3, 4, "Masked", None]]},
-        {"a": [[1, 2, 3, 4, "Masked", None, 7]]},
-    ],
+    "rows", [1, [[1, 2, 3, 4, 5, 6]], [[1, True, 3, 4, "Masked", None]], [[1, 2, 3, 4, "Masked", None, 7]]]
 )
 def test_a_malformed_table_is_refused(folder, rows):
     before = measured.table()
-    with pytest.raises(ValueError, match="rows of the table of auto are four numbers, a name and a ratio"):
-        measured.use_table(dict(device="", rows=rows))
+    for table in ([], {"a": rows}):
+        words = "rows of the table of auto are four numbers, a name and a ratio"
+        refuse(words, measured.use_table, dict(device="", rows=table))
     assert measured.table() == before
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+@pytest.mark.parametrize("ratio", [0.5, 1.1])
+def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio):
+    takes(ratio)
+    model, x, pairs = scramble(small()), torch.randn(2, 3, 64, 64), {"AggregatedPairs", "CosinePairs"}
+    rows = moh_vision.measure(model, x)
+    assert {len(kind) for kind in rows.values()} == {1} and "pool" in " ".join(rows)
+    assert {row[4] for kind in rows.values() for row in kind} <= (pairs if ratio < 1 else {"Masked"})
+    assert bool(pairs & set(picked(model, x))) == (ratio < 1)
 
 
 @pytest.mark.skipif(torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: all heads run")
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
-def test_compiled_calls_have_rows_of_their_own(path, folder, takes, caplog):
+def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     asked = takes(0.5)
     layer, x = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1)), torch.randn(4, 9, 32)
     compiled = torch.compile(layer, fullgraph=True, backend="eager")

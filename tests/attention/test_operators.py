@@ -1,4 +1,4 @@
-"""`project`, `attend` and `combine` on every backend: a loop in float64, values and gradients, and what is promised beside."""
+"""`project`, `attend` and `combine` on every back end: a loop in float64, values and gradients, and what is promised beside."""
 
 import importlib
 import math
@@ -10,24 +10,15 @@ from typing import NamedTuple
 import attend_backends as backends
 import pytest
 import torch
-from attend_backends import (
-    CPP,
-    CPP16,
-    DEVICE,
-    EAGER,
-    OPS,
-    TRITON,
-    TRITON16,
-    gpu,
-    list_for_triton,
-    outputs_and_gradients,
-)
+from attend_backends import CPP, CPP16, DEVICE, EAGER, OPS, TRITON, TRITON16, list_for_triton, on, outputs_and_gradients
 from conftest import ROOT
+from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 
 PAIRS = EAGER, CPP  # they have `project` and `combine` too
-EVERY = *PAIRS, *CPP16, TRITON
+ON_CPU = *PAIRS, *CPP16
+EVERY = *ON_CPU, TRITON
 
 
 class Case(NamedTuple):
@@ -47,74 +38,68 @@ class Case(NamedTuple):
     source: list | None = None
     scale: int = 1  # of the queries
     small_blocks: bool = True  # of Triton: few tokens fill several tiles
-    C: int = 64  # of the tokens that `project` reads
 
 
-MASKS = (
-    "bool",
-    "bool of one head",
-    "bool of keys",
-    "a head's that hides everything",
-    "float",
-    "float, minus infinity",
-    "float, minus infinity, one for all",
-    "one for all",
-    "expanded",
-    "strided",
+MASKS = {  # of which scores are seen, and what is added to them [B, H, N, M]
+    "bool": lambda seen, added: seen,
+    "bool of one head": lambda seen, added: seen[-1:, :1],
+    "bool of keys": lambda seen, added: seen[:, :1, :1],  # in the first sequence there is none
+    "a head's that hides everything": lambda seen, added: torch.ones_like(seen[:1, :, :1]).index_fill(
+        1, torch.tensor(1), False
+    ),
+    "float": lambda seen, added: added,
+    "float, minus infinity": lambda seen, added: added.masked_fill(~seen, -math.inf),
+    "float, minus infinity, one for all": lambda seen, added: added.masked_fill(~seen, -math.inf)[:1, :1],
+    "one for all": lambda seen, added: added[:1, :1],
+    "expanded": lambda seen, added: added[:, :1].expand_as(added),
+    "strided": lambda seen, added: added.transpose(1, 2).contiguous().transpose(1, 2),
+}
+SHAPES = (
+    (2, 197, 4, 4, 16, None, 0.5),
+    (2, 50, 3, 3, 24, None, 0.5),  # widths that are no multiple of a vector
+    (2, 33, 4, 4, 72, None, 0.6),
+    (1, 300, 4, 1, 128, None, 0.4),  # one key-value head
+    (1, 70, 4, 2, 256, 33, 0.4),  # cross-attention
+    (2, 19, 5, 5, 7, None, 0.3),
+    (2, 50, 4, 2, 33, None, None),
+    (2, 50, 4, 2, 48, None, None),
+    (3, 1, 5, 5, 8, None, 0.3),
+    (2, 40, 4, 4, 96, None, 1.0),
+    (1, 1100, 3, 3, 80, None, 0.7),  # several tiles of keys
 )
 CASES = {
+    **{f"D={shape[4]}": Case(ON_CPU, *shape) for shape in SHAPES},
     **{
-        f"{D=} {C=}": Case(PAIRS, B, N, H, G, D, M, share, C=C)
-        for B, N, C, H, G, D, share, M in (
-            (2, 197, 64, 4, 4, 16, 0.5, None),
-            (2, 50, 72, 3, 3, 24, 0.5, None),  # widths that are no multiple of a vector
-            (2, 33, 50, 4, 4, 72, 0.6, None),
-            (1, 300, 64, 4, 1, 128, 0.4, None),  # one key-value head
-            (1, 70, 64, 4, 2, 256, 0.4, 33),  # cross-attention
-            (2, 19, 40, 5, 5, 7, 0.3, None),
-            (3, 1, 40, 5, 5, 8, 0.3, None),
-            (2, 40, 64, 4, 4, 96, 1.0, None),
-            (1, 1100, 32, 3, 3, 80, 0.7, None),
-        )
-    },
-    "1100 tokens, padding": Case(PAIRS, 2, 1100, 2, 2, 16, share=0.3, mask="bool of keys", C=32),
-    "1300 tokens, causal": Case(PAIRS, 1, 1300, 2, 2, 16, share=0.5, is_causal=True, C=32),  # several tiles of keys
-    "150 tokens, causal": Case(PAIRS, 2, 150, 4, 2, 32, share=0.5, is_causal=True),
-    **{
-        f"{N} tokens, {is_causal=}": Case(CPP16, 2, N, 4, 2, 64, is_causal=is_causal)
-        for N in (1, 7, 197, 300, 1030)
+        f"{N} tokens, {is_causal=}": Case(ON_CPU, 2, N, 4, 2, 64, is_causal=is_causal)
+        for N in (1, 7, 197, 1030)
         for is_causal in (False, True)
     },
-    **{f"{D=}": Case(CPP16, 2, 50, 4, 2, D) for D in (24, 33, 48, 72, 80, 96, 128, 256)},
-    **{f"{G=}": Case(CPP16, 2, 100, 4, G, 64) for G in (1, 2, 4)},
     "empty and single": Case(EVERY, 2, 40, 4, 2, 64, counts=[[0, 1], [0, 0], [40, 0], [1, 17]]),
     "nothing runs": Case(EVERY, 2, 40, 4, 2, 64, counts=[[0, 0]] * 4),
     "700 keys": Case(CPP16, 2, 40, 4, 2, 64, M=700),
     # Segments read any of six rows of keys, as where sequences choose their heads: one nothing, since it is empty, some the
     # same; nobody reads row 2.
-    "source": Case((*PAIRS, *CPP16), 2, 60, 4, 6, 64, source=[5, 0, -1, 3, 1, 5, 4, 4]),
+    "source": Case(ON_CPU, 2, 60, 4, 6, 64, source=[5, 0, -1, 3, 1, 5, 4, 4]),
     "source, mask": Case(PAIRS, 2, 30, 4, 6, 16, M=21, source=[5, 0, -1, 3, 1, 5, 4, 4], mask="bool"),
     # Scores of several hundred: the softmax must take the highest off first, in every block.
     "large scores": Case(CPP16, 2, 1030, 4, 2, 64, scale=60),
+    "1100 tokens, padding": Case(PAIRS, 2, 1100, 2, 2, 16, share=0.3, mask="bool of keys"),
+    **{f"mask: {mask}": Case(PAIRS, 2, 70, 4, 2, 32, share=0.5, mask=mask) for mask in MASKS},
     **{
         f"mask: {mask}, {N=} {is_causal=}": Case(CPP16, 2, N, 4, 2, 64, mask=mask, is_causal=is_causal)
         for mask in MASKS
         for N in (30, 600)
         for is_causal in (False, True)
     },
-    **{f"mask: {mask}": Case(PAIRS, 2, 70, 4, 2, 32, share=0.5, mask=mask) for mask in MASKS},
+    **{  # two query heads read one key-value head, of another sequence length
+        f"mask: {mask}, cross": Case((TRITON,), 2, 20, 4, 2, 16, M=27, share=0.5, mask=mask, keys="contiguous")
+        for mask in ("bool", "float, minus infinity", "float, minus infinity, one for all")
+    },
     **{
-        # Two query heads read one key-value head, of another sequence length.
-        f"mask: {mask}, cross, {is_causal=}": Case(
-            (TRITON,), 2, 20, 4, 2, 16, M=27, share=0.5, mask=mask, is_causal=is_causal, keys="contiguous"
+        f"mask of keys, cross, {is_causal=}": Case(
+            (TRITON,), 2, 20, 4, 2, 16, 27, 0.5, mask="bool of keys", is_causal=is_causal, keys="contiguous"
         )
-        for mask, is_causal in (
-            ("bool", False),
-            ("bool of keys", False),
-            ("float, minus infinity", False),
-            ("float, minus infinity, one for all", False),
-            ("bool of keys", True),
-        )
+        for is_causal in (False, True)
     },
     "transposed mask and keys of one sequence": Case(
         (TRITON,), 2, 18, 2, 2, 16, M=21, share=0.5, mask="transposed", gates=1, keys="of one sequence, across"
@@ -131,17 +116,13 @@ CASES = {
     },
     "gates, 16 bits": Case(TRITON16, 1, 40, 2, 2, 72, share=0.5, gates="tokens", small_blocks=False),
     "gates, few pairs": Case((TRITON,), 2, 40, 3, 3, 72, share=0.1, gates="tokens"),
-    **{
-        f"sequences choose, {counts} of {N}, {gates=}": Case((TRITON,), B, N, H, H, D, counts=counts, gates=gates)
-        for B, N, H, D, counts, gates in (
-            (3, 21, 4, 16, [[0, 21, 0], [0, 0, 21], [21, 21, 0], [0, 21, 0]], 1),
-            (3, 21, 4, 16, [[0, 0, 21], [0, 21, 21], [21, 0, 0], [0, 21, 0]], "tokens"),
-            (2, 40, 3, 72, [[40, 0], [40, 0], [0, 40]], "tokens"),
-        )
-    },
+    "sequences choose": Case(
+        (TRITON,), 3, 21, 4, 4, 16, counts=[[0, 21, 0], [0, 0, 21], [21] * 3, [0, 21, 0]], gates=1
+    ),
+    "sequences choose, gates": Case((TRITON,), 2, 40, 3, 3, 72, counts=[[40, 0], [40, 0], [0, 40]], gates="tokens"),
     **{
         f"gates, causal, {M=}": Case(
-            (TRITON,), 1, 40, 2, 1, 16, M=M, share=0.5, gates="tokens", is_causal=True, keys="contiguous"
+            (TRITON,), 1, 40, 2, 1, 16, M, 0.5, gates="tokens", is_causal=True, keys="contiguous"
         )
         for M in (5, 60)
     },
@@ -161,24 +142,13 @@ def some_active(B, N, H, share=None, counts=None):
     return active
 
 
-def draw_mask(kind, B, H, N, M):
+def draw_mask(kind, *shape):
     """Where heads and tokens are told apart, some rows that run see no key."""
-    seen, added = torch.rand(B, H, N, M) < 0.6, torch.randn(B, H, N, M)
+    if kind == "transposed":
+        return torch.randn(*shape[:1:-1]).t()[None, None]
+    seen, added = torch.rand(shape) < 0.6, torch.randn(shape)
     seen[0, 0, 0] = seen[0, :, -1] = seen[-1, -2, 3:4] = False
-    return {
-        None: None,
-        "bool": seen,
-        "bool of one head": seen[-1:, :1],
-        "bool of keys": seen[:, :1, :1],  # in the first sequence there is none
-        "a head's that hides everything": torch.arange(H).view(1, H, 1, 1).expand(1, H, 1, M) != 1,
-        "float": added,
-        "float, minus infinity": added.masked_fill(~seen, -math.inf),
-        "float, minus infinity, one for all": added.masked_fill(~seen, -math.inf)[:1, :1],
-        "one for all": added[:1, :1],
-        "expanded": added[:, :1].expand(-1, H, -1, -1),
-        "strided": added.transpose(1, 2).contiguous().transpose(1, 2),
-        "transposed": torch.randn(M, N).t()[None, None],
-    }[kind]
+    return MASKS[kind](seen, added) if kind else None
 
 
 def draw(case, dtype=torch.float32):
@@ -202,9 +172,13 @@ def draw(case, dtype=torch.float32):
     return dict(q=q, k=k, v=v, gates=gates, active=active, **how)
 
 
+def slope_of(given):
+    return torch.randn(given["q"].transpose(1, 2).shape).to(given["q"].dtype)
+
+
 @pytest.fixture
 def small_blocks(monkeypatch):
-    if gpu is not None:
+    if backends.gpu is not None:
         module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
         block = dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
         monkeypatch.setattr(module, "blocks", lambda *shape: block)
@@ -212,14 +186,8 @@ def small_blocks(monkeypatch):
 
 @pytest.fixture
 def backend(request):
-    request.param.skip_where_it_cannot_run()
-    kernels.use(request.param.path)
-    yield request.param
-    kernels.use(None)
-
-
-def on(*backends, **rest):
-    return pytest.mark.parametrize("backend", backends, ids=str, indirect=True, **rest)
+    with request.param.running():
+        yield request.param
 
 
 BACKENDS_AND_CASES = [(backend, name) for name, case in CASES.items() for backend in case.backends]
@@ -228,7 +196,7 @@ BACKENDS_AND_CASES = [(backend, name) for name, case in CASES.items() for backen
 @pytest.mark.parametrize("backend, name", BACKENDS_AND_CASES, ids=str, indirect=["backend"])
 def test_attend_equals_a_loop(backend, name, request):
     case = CASES[name]
-    if case.small_blocks:
+    if case.small_blocks and backend.path == "triton":
         request.getfixturevalue("small_blocks")
     given = draw(case, backend.dtype)
     gates, active = given["gates"], given["active"]
@@ -236,26 +204,23 @@ def test_attend_equals_a_loop(backend, name, request):
         gates *= active if case.gates == "tokens" else 1
         first = tuple(active.nonzero()[0]) if case.gates == "tokens" else (0, 0, 0)
         gates[first] = 0  # a head that runs with gate 0 has a gradient
-    do = torch.randn(case.B, case.N, case.H, case.D).to(backend.dtype)
+    do = slope_of(given)
     got = outputs_and_gradients(backend, **given, do=do)
 
-    exact = {
-        key: x.detach().double().requires_grad_()
-        for key, x in given.items()
-        if key in ("q", "k", "v", "gates") and x is not None
-    }
+    exact = {key: given[key].double().requires_grad_() for key in ("q", "k", "v", "gates") if given[key] is not None}
     o, lse = backends.attend_in_a_loop(**{**given, **exact})
     grads = torch.autograd.grad(o, list(exact.values()), do.double())
     if backend.path == "cpp":  # such rows are infinite, so that backward's exponential is 0
         lse = lse.masked_fill(lse.isneginf(), math.inf)
     want = dict(o=o, lse=lse) | {f"d{key}": grad for key, grad in zip(exact, grads)}
-    assert got["o"].dtype == backend.dtype and (got["lse"] is None or got["lse"].dtype == torch.float32)
+    if backend == EAGER:
+        assert got["lse"] is None and want.pop("lse") is not None
+    else:
+        assert got["lse"].dtype == torch.float32
+    assert got["o"].dtype == backend.dtype
     for key, exactly in want.items():
-        have = got[key]
-        if have is None:  # the lse of plain PyTorch
-            continue
+        have, finite = got[key], exactly.isfinite()
         assert have.shape == exactly.shape, key
-        finite = exactly.isfinite()
         assert torch.equal(have.isfinite(), finite) and torch.equal(have[~finite].double(), exactly[~finite]), key
         if finite.any():
             error, size = (have - exactly)[finite].abs().max(), exactly[finite].abs().max()
@@ -268,31 +233,36 @@ def test_attend_equals_a_loop(backend, name, request):
         assert backend != TRITON or got["dgates"][first] != 0
 
 
-def layer_tensors(case):
-    """x, w, bias, k, v, gates, wo, bias of the layer around `attend`, and the rest that `attend` is given."""
-    B, N, H, D, C = case.B, case.N, case.H, case.D, case.C
-    given = draw(case)
-    tensors = [
-        torch.randn(B * N, C), torch.randn(H * D, C) / C**0.5, torch.randn(H * D), given["k"], given["v"],
-        torch.rand(B * N, H), torch.randn(C, H * D) / (H * D) ** 0.5, torch.randn(C),
-    ]  # fmt: skip
-    how = {name: given[name] for name in ("active", "is_causal", "mask", "source") if name in given}
-    return [t.detach().requires_grad_() for t in tensors], how
+def project_and_combine(x, w, bias, gates, wo, out_bias, active):
+    """Queries of the pairs that run as if they were what attention gives."""
+    pairs, H = kernels.list_pairs(active), active.shape[2]
+    return kernels.combine(kernels.project(x, w, bias, pairs, H), gates, wo, out_bias, pairs, H)
 
 
-OF_LAYERS = [(backend, name) for backend, name in BACKENDS_AND_CASES if backend in PAIRS]
+def draw_linears(B, N, H, D, C, share):
+    """What `project_and_combine` is given."""
+    T, shapes = B * N, ((H * D, C), (H * D,), (B * N, H), (C, H * D), (C,))
+    return [torch.randn(T, C), *map(torch.randn, shapes)], some_active(B, N, H, share)
 
 
-@pytest.mark.parametrize("backend, name", OF_LAYERS, ids=str, indirect=["backend"])
-def test_project_attend_combine_equal_a_loop(backend, name):
-    tensors, how = layer_tensors(CASES[name])
-    slope = torch.randn(len(tensors[0]), CASES[name].C)
-    exact = [t.detach().double().requires_grad_() for t in tensors]
-    want = backends.layer_in_a_loop(*exact, **how)
-    want_grads = torch.autograd.grad((want * slope).sum(), exact)
-    y = backends.layer(*tensors, **how)
-    grads = torch.autograd.grad((y * slope).sum(), tensors)
-    for key, got, exactly in zip(("y", *"x w b k v gates wo bo".split()), (y, *grads), (want, *want_grads)):
+LINEARS = [
+    (*shape[:3], shape[4], C, shape[6]) for shape, C in zip(SHAPES, (64, 72, 50, 64, 64, 40, 64, 64, 40, 64, 32))
+]
+
+
+@pytest.mark.parametrize("sizes", LINEARS, ids=str)
+@on(*PAIRS)
+def test_project_and_combine_equal_linear_layers(backend, sizes):
+    tensors, active = draw_linears(*sizes)
+    exact = [t.double().requires_grad_() for t in tensors]
+    x, w, bias, gates, wo, out_bias = exact
+    heads = F.linear(x, w, bias).unflatten(1, (active.shape[2], -1)) * gates.unsqueeze(2)
+    want = F.linear((heads * active.flatten(0, 1).unsqueeze(2)).flatten(1), wo, out_bias)
+    tensors = [t.requires_grad_() for t in tensors]
+    y = project_and_combine(*tensors, active)
+    slope = torch.randn(want.shape)
+    grads = torch.autograd.grad((y * slope).sum(), tensors), torch.autograd.grad((want * slope).sum(), exact)
+    for key, got, exactly in zip(("y", *"x w b gates wo bo".split()), (y, *grads[0]), (want, *grads[1])):
         assert (got - exactly).abs().max() <= 2e-5 * exactly.abs().max() + 1e-6, key
 
 
@@ -308,15 +278,15 @@ def test_no_keys(backend):
 
 @on(TRITON)
 def test_no_pairs_and_no_keys(backend):
+    attend = backends.gpu.attend
     q, k = (torch.randn(1, 2, 3, 16, device=DEVICE, requires_grad=True) for _ in range(2))
-    none = list_for_triton(torch.zeros(1, 3, 2, dtype=torch.bool))
-    every = list_for_triton(torch.ones(1, 3, 2, dtype=torch.bool))
+    none, every = (list_for_triton(make(1, 3, 2, dtype=torch.bool)) for make in (torch.zeros, torch.ones))
     for keys, pairs in ((k, none), (k[:, :, :0], every), (k[:, :1, :0], none)):
-        o, lse = gpu.attend(q, keys, keys, None, *pairs)
+        o, lse = attend(q, keys, keys, None, *pairs)
         assert o.shape == (1, 3, 32) and not o.any() and lse[: pairs[1][-1]].isneginf().all()
         assert not any(x.any() for x in torch.autograd.grad(o.sum(), (q, k)))
-    assert gpu.attend(q[:0], k[:0], k[:0], None, none[0], none[1][:1])[0].shape == (0, 3, 32)
-    assert gpu.attend(q[:, :, :0], k, k, None, *none)[0].shape == (1, 0, 32)
+    assert attend(q[:0], k[:0], k[:0], None, none[0], none[1][:1])[0].shape == (0, 3, 32)
+    assert attend(q[:, :, :0], k, k, None, *none)[0].shape == (1, 0, 32)
 
 
 LOWEST = [*((backend, torch.finfo(torch.float32).min) for backend in CPP16), (TRITON, -1e9), (TRITON, -1e12)]
@@ -340,7 +310,7 @@ def test_a_finite_bias_hides_all_keys(backend, lowest, small_blocks):
 def test_nan_stays_in_its_row(backend, small_blocks):
     """A query that is not a number spoils its own output and no other."""
     given = draw(Case((backend,), 2, 197 if backend.path == "cpp" else 40, 4, 4, 64, share=0.7), backend.dtype)
-    do = torch.randn(given["q"].transpose(1, 2).shape).to(backend.dtype)
+    do = slope_of(given)
     clean = outputs_and_gradients(backend, **given, do=do)
     given["q"] = given["q"].clone()
     given["q"][1, 0, 7, 3] = math.nan  # head 0 runs for all tokens, and the first head's pairs come first
@@ -358,7 +328,7 @@ def test_what_does_not_run_is_not_read(backend, small_blocks):
     """NaN in the queries, gates and output gradients of heads that are off, and in keys that no token sees."""
     given = draw(Case((backend,), 2, 37, 3, 3, 24, share=0.5, gates="tokens", is_causal=True))
     given["active"][1, :, 2] = False
-    off, do = ~given["active"], torch.randn(2, 37, 3, 24)
+    off, do = ~given["active"], slope_of(given)
     expected = outputs_and_gradients(backend, **given, do=do)
     given |= {name: given[name].clone() for name in ("q", "k", "v", "gates")}
     given["q"].transpose(1, 2)[off] = given["gates"][off] = do[off] = math.nan
@@ -378,7 +348,7 @@ def test_sequences_far_apart(backend, small_blocks):
     results = []
     for rows in (near, apart):
         leaves = [x.detach().requires_grad_() for x in rows]
-        o = gpu.attend(*leaves, None, *pairs)[0]
+        o = backends.gpu.attend(*leaves, None, *pairs)[0]
         results.append([o, *torch.autograd.grad(o, leaves, do)])
     assert all(map(torch.equal, *results))
 
@@ -389,40 +359,33 @@ SAME_BITS = [(CPP, 150), (TRITON, 37), *((backend, N) for backend in CPP16 for N
 @pytest.mark.parametrize("backend, N", SAME_BITS, ids=str, indirect=["backend"])
 def test_same_bits(backend, N, small_blocks):
     """For any number of threads, and on Triton twice."""
-    group, D = (1, 72) if backend == CPP else (2, 64)
-    case = Case((backend,), 2, N, 4, group, D, C=100)
+    case = Case((backend,), 2, N, 4, *((1, 72) if backend == CPP else (2, 64)))
     if backend == TRITON:
         case = Case((backend,), 2, N, 2, 2, 16, share=0.5, gates="tokens", is_causal=True)
-    given, (tensors, how) = draw(case, backend.dtype), layer_tensors(case)
-    do = torch.randn(given["q"].transpose(1, 2).shape).to(backend.dtype)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    given, (tensors, active), results = draw(case, backend.dtype), draw_linears(2, N, 4, 72, 100, None), []
+    tensors, do = [t.requires_grad_() for t in tensors], slope_of(given)
+    for count in (1, 2, 3):
+        with backends.threads(count):
             results.append([*outputs_and_gradients(backend, **given, do=do).values()])
-            if backend == CPP:  # `project` and `combine` too
-                y = backends.layer(*tensors, **how)
-                slope = torch.linspace(-1, 1, y.numel()).view_as(y)
-                results[-1] += [y, *torch.autograd.grad((y * slope).sum(), tensors)]
-    finally:
-        torch.set_num_threads(before)
+            if backend == CPP:
+                y = project_and_combine(*tensors, active)
+                results[-1] += [y, *torch.autograd.grad(y.square().sum(), tensors)]
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
 
 
-def arguments(dtype=torch.float32, B=2, N=37, C=40, H=3, G=3, D=24):
+def arguments(dtype=torch.float32, N=37, D=24):
     """Of the C++ operators, by name."""
-    pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
-    x, w, b = torch.randn(B * N, C), torch.randn(H * D, C), torch.randn(H * D)
-    gates, wo = torch.rand(B * N, H), torch.randn(C, H * D)
-    q, k, v = (torch.randn(shape).to(dtype) for shape in ((len(pairs.token), D), (B, N, G, D), (B, N, G, D)))
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
-    for t in (x, w, b, k, v, q, gates, wo):
-        t.requires_grad_()
+    (x, w, b, gates, wo, _), active = draw_linears(2, N, 3, D, 40, 0.5)
+    pairs = kernels.list_pairs(active)
+    given = draw(Case((), 2, N, 3, 3, D), dtype)
+    q = kernels.select(given["q"].transpose(1, 2), pairs, 3).float()
+    k, v = given["k"], given["v"]
+    q, k, v, x, w, b, gates, wo = (t.detach().requires_grad_() for t in (q.to(dtype), k, v, x, w, b, gates, wo))
     return dict(
-        project=(x, w, b, *pairs, H),
-        attend=(q, k, v, *pairs, H, N, None, dtype != torch.float32, None),
-        combine=(q, gates, wo, None, *pairs, H),
+        project=(x, w, b, *pairs, 3),
+        attend=(q, k, v, *pairs, 3, N, None, dtype != torch.float32, None),
+        combine=(q, gates, wo, None, *pairs, 3),
     )
 
 
@@ -432,27 +395,23 @@ def arguments_of_triton():
     return q, k, v, weights, *list_for_triton(some_active(1, 6, 2, 0.5), tail=0)
 
 
-@pytest.mark.parametrize(
-    "backend, name",
-    [(CPP, "project"), (CPP, "attend"), (CPP, "combine"), *((backend, "attend") for backend in CPP16)],
-    ids=str,
-    indirect=["backend"],
-)
-def test_operators_are_registered_as_torch_asks(backend, name):
-    given = arguments(backend.dtype)[name]
-    torch.library.opcheck(getattr(OPS, name), given)
-    if name == "attend":
-        o, lse = OPS.attend(*given)
-        assert {x.dtype for x in (o, *OPS.attend_backward(o, *given[:3], o, lse, *given[3:]))} == {backend.dtype}
+@on(CPP, *CPP16)
+def test_operators_are_registered_as_torch_asks(backend):
+    given = arguments(backend.dtype)
+    for name in given if backend == CPP else ["attend"]:
+        torch.library.opcheck(getattr(OPS, name), given[name])
+    o, lse = OPS.attend(*given["attend"])
+    slopes = OPS.attend_backward(o, *given["attend"][:3], o, lse, *given["attend"][3:])
+    assert {x.dtype for x in (o, *slopes)} == {backend.dtype}
 
 
 @on(TRITON)
 def test_tritons_operators_are_registered_as_torch_asks(backend):
-    given, operators = arguments_of_triton(), torch.ops.moh_vision_triton
+    given, operators = arguments_of_triton(), backend.operators
     torch.library.opcheck(operators.attend.default, (*given, True, None))
     mask = torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8
     torch.library.opcheck(operators.attend.default, (*given[:3], None, *given[4:], False, mask))
-    o, lse = gpu.attend(*given)
+    o, lse = backends.gpu.attend(*given)
     saved = [x.detach() for x in (o, *given[:3], o, lse, *given[3:])]
     torch.library.opcheck(operators.attend_backward.default, (*saved, False, None))
 
@@ -462,9 +421,9 @@ def test_every_operator_runs_with_tf32(backend):
     """Set the newer way, after which torch.get_float32_matmul_precision raises."""
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     try:
-        gpu.attend(*arguments_of_triton())[0].sum().backward()
+        backends.gpu.attend(*arguments_of_triton())[0].sum().backward()
         x, weight = (torch.randn(shape, device=DEVICE, requires_grad=True) for shape in ((1, 6, 16), (4, 16)))
-        torch.ops.moh_vision_triton.route(x, weight, 4, 0, 2, "released", None)[0].sum().backward()
+        backend.operators.route(x, weight, 4, 0, 2, "released", None)[0].sum().backward()
     finally:
         torch.backends.cuda.matmul.fp32_precision = "none"
 
@@ -491,35 +450,31 @@ def test_second_derivatives_equal_the_loop(backend, kind, gates):
 
 
 @on(CPP, *CPP16[:1])
-@pytest.mark.parametrize("size", [(1, 1, 20, 1), (2, 1, 1, 20), (1, 3, 1, 1)], ids=str)
-def test_masks_spread_over_every_dimension(backend, size):
+def test_masks_spread_over_every_dimension(backend):
     B, H, N, D = 2, 3, 20, 16
     pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
     q, k, v = torch.randn(len(pairs.token), D), *torch.randn(2, B, H, N, D)
-    mask = torch.randn(size)
-    got = kernels.attend(*(t.to(backend.dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
-    want = kernels.attend(q, k, v, pairs, H, N, mask=mask.expand(B, H, N, N).contiguous())
     near = 1e-5 if backend == CPP else 0.02
-    torch.testing.assert_close(got.float(), want, rtol=near, atol=near)
+    for mask in map(torch.randn, ((1, 1, N, 1), (B, 1, 1, N), (1, H, 1, 1))):
+        got = kernels.attend(*(t.to(backend.dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
+        want = kernels.attend(q, k, v, pairs, H, N, mask=mask.expand(B, H, N, N).contiguous())
+        torch.testing.assert_close(got.float(), want, rtol=near, atol=near)
 
 
 @on(CPP)
-@pytest.mark.parametrize("size", [(3, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 3), (1, 1, 9, 5), (1, 1, 5, 9)], ids=str)
-def test_masks_of_another_size_are_refused(backend, size):
-    q, k, v, token, offsets, *_ = arguments(N=5, D=16)["attend"]
-    with pytest.raises((RuntimeError, IndexError)):
-        kernels.attend(q, k, v, (token, offsets), 3, 5, mask=torch.zeros(size))
-
-
-@on(CPP)
-def test_other_dtypes_are_refused_by_name(backend):
-    x, *rest = arguments()["project"]
+def test_other_operands_are_refused(backend):
+    given = arguments(N=5, D=16)
+    q, k, v, token, offsets, *_ = given["attend"]
+    for size in ((3, 1, 5, 5), (1, 2, 5, 5), (1, 1, 5, 3), (1, 1, 9, 5), (1, 1, 5, 9)):
+        with pytest.raises((RuntimeError, IndexError)):
+            kernels.attend(q, k, v, (token, offsets), 3, 5, mask=torch.zeros(size))
+    x, *rest = given["project"]
     with pytest.raises(RuntimeError, match="x is Double, not float32"):
         OPS.project(x.double(), *rest)
 
 
 @on(TRITON)
-def test_other_operands_are_refused(backend):
+def test_other_operands_are_refused_by_triton(backend):
     q, k, v, weights, token, offsets = arguments_of_triton()
     for wrong in (
         (q, k.double(), v, weights, token, offsets),
@@ -532,17 +487,7 @@ def test_other_operands_are_refused(backend):
         (q, k, v, weights, token, offsets, False, torch.ones(1, 1, 6, 6, requires_grad=True)),
     ):
         with pytest.raises(ValueError):
-            gpu.attend(*wrong)
-
-
-@on(CPP)
-def test_compiled_with_tokens_that_lie_across(backend):
-    """Shapes without values must have the strides of the values, or a compiled backward fails."""
-    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    x = torch.randn(1, 32, 20, requires_grad=True)
-    grads = [torch.autograd.grad(f(x.transpose(1, 2))[0].square().sum(), x)[0] for f in (layer, compiled)]
-    torch.testing.assert_close(*grads)
+            backends.gpu.attend(*wrong)
 
 
 @on(*PAIRS)
@@ -560,16 +505,13 @@ def test_backward_under_autocast(backend):
 @pytest.mark.parametrize("isa", ["avx2", pytest.param("default", marks=pytest.mark.slow)])
 def test_smaller_instruction_sets(isa, backend):
     """The library for an older processor, compiled and held to the same loop."""
-    environment = {
-        **os.environ,
-        "ATEN_CPU_CAPABILITY": isa,
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }
+    folders = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": isa, "PYTHONPATH": folders}
     code = (
         "import torch, test_operators as t; from moh_vision.attention import kernels; "
         "from moh_vision.attention.kernels.__main__ import main; assert main([]) == 0; kernels.use('cpp'); "
-        "[(torch.manual_seed(0), t.test_project_attend_combine_equal_a_loop(*given)) for given in t.OF_LAYERS"
-        " if given[0] == t.CPP]; "
+        "[(torch.manual_seed(0), t.test_attend_equals_a_loop(*given, None)) for given in t.BACKENDS_AND_CASES"
+        " if given[0] == t.CPP]; [t.test_project_and_combine_equal_linear_layers(t.CPP, sizes) for sizes in t.LINEARS]; "
         "print(torch.backends.cpu.get_cpu_capability())"
     )
     done = subprocess.run(

@@ -1,16 +1,16 @@
 """Masks and rotary embedding."""
 
+from functools import partial
+from itertools import product
+
+import layers
 import pytest
 import torch
+from layers import D
 
 from moh_vision.attention.masks import rotate, visible
 
-D = 4
-
-
-def angles(tokens, start=0):
-    rates = torch.arange(start, start + tokens).unsqueeze(1) * torch.tensor([1.0, 0.1], dtype=torch.float64)
-    return rates.repeat(1, 2).cos(), rates.repeat(1, 2).sin()
+angles = partial(layers.angles, dtype=torch.float64)
 
 
 def test_a_mask_that_broadcasts_over_keys_stays_causal():
@@ -48,6 +48,16 @@ def test_rotary_depends_on_distance_only():
     torch.testing.assert_close(rotate(point, angles(1, 3)).flatten(), want, atol=1e-7, rtol=0)
 
 
+def test_neighbours_are_rotated():
+    """The same points, turned by the same angles, whichever channels hold them."""
+    x, turns = torch.randn(2, 7, 3, 8), torch.randn(7, 4)
+    halves = [f(turns).repeat(1, 2) for f in (torch.cos, torch.sin)]
+    pairs = [f(turns).repeat_interleave(2, 1) for f in (torch.cos, torch.sin)]
+    side_by_side = torch.stack(x.chunk(2, -1), -1).flatten(-2)
+    want = torch.stack(rotate(x, halves).chunk(2, -1), -1).flatten(-2)
+    torch.testing.assert_close(rotate(side_by_side, pairs, pairs=True), want)
+
+
 @pytest.mark.parametrize("past", [0, 3])
 @pytest.mark.parametrize("tokens", [1, 4])
 @pytest.mark.parametrize("causal", [False, True])
@@ -61,18 +71,12 @@ def test_one_mask_out_of_many(past, tokens, causal, padded, given):
     mask = {None: None, "bool": allowed, "additive": torch.randn(tokens, keys)}[given]
     got, is_causal = visible(mask, causal, padding, False, tokens, keys, past, torch.device("cpu"))
     assert not (is_causal and got is not None)
-    for b in range(2):
-        for n in range(tokens):
-            for m in range(keys):
-                ok = not (causal and m > past + n) and not (padded and padding[b, m])
-                if given == "bool":
-                    ok = ok and bool(allowed[n, m])
-                ok = ok or (m == past + n)
-                if got is None:
-                    assert ok == (not is_causal or m <= n)
-                    continue
-                entry = got.expand(2, 1, tokens, keys)[b, 0, n, m] if got.dim() == 4 else got[n, m]
-                if got.dtype == torch.bool:
-                    assert bool(entry) == ok
-                else:
-                    assert entry.item() == (mask[n, m].item() if ok else float("-inf"))
+    if got is None:
+        got = torch.ones(tokens, keys, dtype=torch.bool).tril() if is_causal else torch.ones(tokens, keys).bool()
+    got = got.expand(2, 1, tokens, keys)[:, 0]
+    for b, n, m in product(range(2), range(tokens), range(keys)):
+        seen = not (causal and m > past + n) and not (padded and padding[b, m])
+        if given == "bool":
+            seen = seen and bool(allowed[n, m])
+        seen = seen or m == past + n
+        assert got[b, n, m] == (seen if got.dtype == torch.bool else mask[n, m] if seen else float("-inf"))

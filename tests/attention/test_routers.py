@@ -8,27 +8,25 @@ import torch
 from refusals import each_refused, refuse
 
 from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
-from moh_vision.attention.kernels.eager import gate_logits, select_top_k
+from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
-from moh_vision.attention.routers.query_norm import QueryNormRouter
 
 B, N, C, H, D = 3, 6, 16, 6, 4
 ALL = HeadBudget(H, D, H, 0)
-# name -> budget, options, sum of a token's weights (None: not fixed), active heads
+# name -> budget, sum of a token's weights (None: not fixed), active heads
 CASES = {
-    "moh": (HeadBudget(H, D, 2, 3), dict(two_stage=False), 5.0, 5),
-    "query_norm": (HeadBudget(H, D, 2, 3), {}, 5.0, 5),
-    "moa": (HeadBudget(H, D, 0, 3), {}, 1.0, 3),
-    "mae": (ALL, {}, float(H), H),
-    "dense": (ALL, {}, None, H),
+    "moh": (HeadBudget(H, D, 2, 3), None, 5),
+    "query_norm": (HeadBudget(H, D, 2, 3), 5.0, 5),
+    "moa": (HeadBudget(H, D, 0, 3), 1.0, 3),
+    "mae": (ALL, float(H), H),
+    "dense": (ALL, None, H),
 }
 
 
 def build(name, **options):
-    budget, defaults, _, _ = CASES[name]
-    router = ROUTERS[name](C, budget, **{**defaults, **options})
+    router = ROUTERS[name](C, CASES[name][0], **options)
     for p in router.parameters():
         if p.ndim > 1:
             torch.nn.init.normal_(p)
@@ -39,53 +37,37 @@ def inputs(name, batch=B, tokens=N):
     return torch.randn(batch, tokens, C), torch.randn(batch, H, tokens, D) if ROUTERS[name].needs_query else None
 
 
-def part(value, *index):
-    return None if value is None else value[index]
-
-
 def test_every_router_has_a_case():
     assert CASES.keys() == ROUTERS.keys()
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_weights_and_counts(name):
-    router, (_, _, total, active) = build(name).eval(), CASES[name]
-    x, q = inputs(name)
-    routing = router(x, q)
-    for tensor in routing.stats:
-        assert isinstance(tensor, torch.Tensor)
-    assert routing.stats.counts.shape == (B, H) and not routing.stats.counts.requires_grad
-    tokens = N if name != "mae" else 1  # mae decides once for the sequence
-    assert routing.stats.counts.sum(1).tolist() == [tokens * active] * B
-    if total is None:
-        assert routing.weights is None
-        return
-    assert routing.weights.shape == (B, tokens, H) and routing.weights.dtype == torch.float32
-    torch.testing.assert_close(routing.weights.sum(-1), torch.full((B, tokens), total))
-    assert (routing.weights > 0).sum(-1).unique().tolist() == [active]
-    if routing.active is not None:
-        assert torch.equal(routing.active, routing.weights > 0)
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_deterministic_and_no_sequence_sees_another(name):
-    router = build(name).eval()
-    x, q = inputs(name)
-    first, again, alone = router(x, q), router(x, q), router(x[1:2], part(q, slice(1, 2)))
-    assert torch.equal(again.stats.counts, first.stats.counts)
-    assert torch.equal(alone.stats.counts[0], first.stats.counts[1])
-    if first.weights is not None:
-        assert torch.equal(again.weights, first.weights)
-        torch.testing.assert_close(alone.weights[0], first.weights[1])
-
-
-@pytest.mark.parametrize("name", ["moh", "query_norm", "moa", "mae"])
-def test_gradients_reach_every_parameter_and_the_queries(name):
-    router = build(name, **(dict(two_stage=True) if name == "moh" else {}))
+def test_weights_counts_and_gradients(name):
+    """Deterministic, each sequence by itself; gradients reach every parameter, and the queries that are scored."""
+    router, (_, total, active) = build(name).eval(), CASES[name]
     x, q = inputs(name)
     if q is not None:
         q.requires_grad_()
-    (router(x, q).weights * torch.randn(H)).sum().backward()
+    routing, again = router(x, q), router(x, q)
+    alone = router(x[1:2], None if q is None else q[1:2])
+    assert all(isinstance(tensor, torch.Tensor) for tensor in routing.stats)
+    counts = routing.stats.counts
+    assert counts.shape == (B, H) and not counts.requires_grad
+    assert torch.equal(again.stats.counts, counts) and torch.equal(alone.stats.counts[0], counts[1])
+    tokens = N if name != "mae" else 1  # mae decides once for the sequence
+    assert counts.sum(1).tolist() == [tokens * active] * B
+    if name == "dense":
+        assert routing.weights is None
+        return
+    assert routing.weights.shape == (B, tokens, H) and routing.weights.dtype == torch.float32
+    assert torch.equal(again.weights, routing.weights)
+    torch.testing.assert_close(alone.weights[0], routing.weights[1])
+    if total is not None:
+        torch.testing.assert_close(routing.weights.sum(-1), torch.full((B, tokens), total))
+    assert (routing.weights > 0).sum(-1).unique().tolist() == [active]
+    if routing.active is not None:
+        assert torch.equal(routing.active, routing.weights > 0)
+    (routing.weights * torch.randn(H)).sum().backward()
     for parameter_name, p in router.named_parameters():
         assert p.grad is not None and p.grad.norm() > 1e-7, parameter_name
     if q is not None:
@@ -116,17 +98,6 @@ def test_padding_in_the_layer(name, scope, options, causal):
     assert left.isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("experts, k", [(1, 1), (4, 0), (4, 4), (5, 2), (12, 7), (32, 8), (33, 8), (64, 8)])
-def test_top_k_is_that_of_a_stable_sort(experts, k, dtype):
-    scores = torch.rand(experts, 7, 11, dtype=dtype)
-    scores[:, 1:3] = scores[:, 1:3].mul(3).round()  # ties
-    scores[:, 4] = 0
-    order = scores.argsort(dim=0, descending=True, stable=True)[:k]
-    want = torch.zeros(scores.shape, dtype=torch.bool).scatter(0, order, True)
-    assert torch.equal(select_top_k(scores, k), want)
-
-
 def test_logits_of_16_bit_tokens_and_their_gradient():
     """As a float32 product of the same numbers; the tokens are kept for backward as they came."""
     x, w = torch.randn(2, 5, C).bfloat16().requires_grad_(), torch.randn(4, C, requires_grad=True)
@@ -137,54 +108,9 @@ def test_logits_of_16_bit_tokens_and_their_gradient():
     weight = torch.randn(2, 5, 4)
     slopes = [torch.autograd.grad((y.square() * weight).sum(), (x, w), create_graph=True) for y in (logits, want)]
     curvatures = [torch.autograd.grad(dw.square().sum(), (x, w)) for _, dw in slopes]
-    for got, exact in zip(*slopes):
-        torch.testing.assert_close(got, exact)
+    torch.testing.assert_close(*slopes)
     for got, exact in zip(*curvatures):  # of x two terms, each rounded to 16 bits
         assert (got - exact).norm() <= 1e-2 * exact.norm()
-
-
-def test_query_norm_takes_the_longest_queries_with_weight_one():
-    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2)).eval()
-    q = torch.ones(1, H, 1, D) * torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0, 3.0]).view(1, H, 1, 1)
-    with torch.no_grad():
-        routing = router(torch.zeros(1, 1, C), q)
-    assert routing.weights[0, 0].tolist() == [1, 1, 0, 1, 0, 1]
-    assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 3, 5]
-
-
-def test_query_norm_gradient_is_that_of_the_softmax():
-    """Jin 2024 eq. 10: what comes into the 0/1 weight goes to p unchanged."""
-    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
-    q, w = torch.randn(1, H, 1, D, requires_grad=True), torch.randn(4)
-    (got,) = torch.autograd.grad((router(torch.zeros(1, 1, C), q).weights[0, 0, 2:] * w).sum(), q)
-    norms = q[0, 2:, 0].norm(dim=-1)
-    (want,) = torch.autograd.grad(((norms / norms.std()).softmax(0) * w).sum(), q)
-    torch.testing.assert_close(got, want)
-
-
-def test_query_norm_runs_all_heads_to_train():
-    """Eq. 10 gives a gradient to heads that are off, which only running them can tell."""
-    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2))
-    x, q = inputs("query_norm")
-    assert router(x, q.requires_grad_()).active is None
-    w = torch.randn(B, N, H)
-    (got,) = torch.autograd.grad((router(x, q).weights * w * (router(x, q).weights == 0)).sum(), q)
-    assert got[:, 2:].norm() > 0
-
-
-def test_query_norm_sees_queries_before_their_norm():
-    layer = HeadMixtureAttention(C, HeadBudget(H, D, 2, 2), router="query_norm", qk_norm=True)
-    with torch.no_grad():
-        layer.qkv.weight[3 * D : 4 * D] *= 100  # head 3 has the longest query, which a norm would hide
-    assert layer(torch.randn(1, N, C))[1].counts[0, 3] == N
-
-
-def test_query_norm_has_no_parameters_and_equal_norms_take_the_first():
-    router = QueryNormRouter(C, HeadBudget(H, D, 2, 2)).eval()
-    assert not list(router.parameters())
-    with torch.no_grad():
-        routing = router(torch.zeros(1, 1, C), torch.ones(1, H, 1, D))
-    assert routing.active[0, 0].nonzero().flatten().tolist() == [0, 1, 2, 3] and routing.weights.isfinite().all()
 
 
 @pytest.mark.parametrize("k", [1, 3])
@@ -228,45 +154,45 @@ def test_mae_is_the_mixture_of_its_experts(leave_out, experts):
     torch.testing.assert_close(torch.einsum("bh,bhc->bc", routing.weights[:, 0], heads), mixture)
 
 
-def test_mae_uniform_is_plain_attention():
+def left_out(weights):
+    """Which heads no token of a sequence runs, [B, H], one of each."""
+    heads = (weights[:, 0] == 0).float()
+    assert heads.sum(-1).unique().tolist() == [1]
+    return heads
+
+
+def test_mae_modes():
     router, x = build("mae", mode="uniform").eval(), torch.randn(B, N, C)
     assert not list(router.parameters())  # UNI-MAE "does not have parameterized gating functions"
-    torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))
-    assert (router.train()(x).weights == 0).sum(-1).unique().tolist() == [1]
+    torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))  # plain attention
+    assert left_out(router.train()(x).weights).shape == (B, H)
     router.set_mode("random")
-    refuse("mode 'argmax' needs a gate; a router made with mode 'uniform' has none", lambda: router.set_mode("argmax"))
+    refuse("mode 'argmax' needs a gate; a router made with mode 'uniform' has none", router.set_mode, "argmax")
+    router = build("mae").eval()
+    best = router(x).stats.probs[:, 0].argmax(-1)
+    router.set_mode("argmax")
+    assert torch.equal(left_out(router(x).weights).argmax(-1), best)
+    router.set_mode("random")
+    drawn = left_out(router(x.repeat(400, 1, 1)).weights).mean(0)
+    torch.testing.assert_close(drawn, torch.full((H,), 1 / H), atol=0.05, rtol=0)
+    router.train().set_mode("uniform")
+    assert left_out(router(x).weights).shape == (B, H)
+    refuse("mode 'best' is not one of soft, sampled", router.set_mode, "best")
 
 
 def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():
     router = build("mae", mode="sampled")
     for p in (router.hidden, router.out):
         torch.nn.init.normal_(p.weight, std=0.3)
-    router.eval()
-    x = torch.randn(1, N, C).expand(4000, -1, -1)
-    routing = router(x)
-    left_out = (routing.weights[:, 0] == 0).float()
-    assert left_out.sum(1).unique().tolist() == [1.0]
+    routing = router.eval()(torch.randn(1, N, C).expand(4000, -1, -1))
+    drawn = left_out(routing.weights)
     torch.testing.assert_close(routing.weights.sum(-1), torch.full((4000, 1), float(H)))
-    torch.testing.assert_close(left_out.mean(0), routing.stats.probs[0, 0], atol=0.04, rtol=0)
-    assert not routing.weights.requires_grad and len(left_out.unique(dim=0)) > 1  # each instance its own
+    torch.testing.assert_close(drawn.mean(0), routing.stats.probs[0, 0], atol=0.04, rtol=0)
+    assert not routing.weights.requires_grad and len(drawn.unique(dim=0)) > 1  # each instance its own
     # no gradient reaches the gate, and none is lost elsewhere
     layer = HeadMixtureAttention(C, ALL, router="mae", router_kwargs=dict(mode="sampled"))
     layer(torch.randn(B, N, C))[0].sum().backward()
     assert all(p.grad is None for p in layer.router.parameters()) and layer.qkv.weight.grad.norm() > 0
-
-
-def test_mae_modes():
-    router = build("mae").eval()
-    x = torch.randn(B, N, C)
-    best = router(x).stats.probs[:, 0].argmax(-1)
-    router.set_mode("argmax")
-    assert torch.equal((router(x).weights[:, 0] == 0).float().argmax(-1), best)
-    router.set_mode("random")
-    drawn = (router(x.repeat(400, 1, 1)).weights[:, 0] == 0).float().mean(0)
-    torch.testing.assert_close(drawn, torch.full((H,), 1 / H), atol=0.05, rtol=0)
-    router.train().set_mode("uniform")
-    assert (router(x).weights == 0).sum(-1).unique().tolist() == [1]
-    refuse("mode 'best' is not one of soft, sampled", lambda: router.set_mode("best"))
 
 
 test_bad_options = each_refused(
@@ -284,8 +210,7 @@ def test_a_padded_sequence_is_pooled_over_its_real_tokens():
     """One of them, too, and none: the sum of nothing."""
     x, real = torch.randn(3, 5, 8), torch.tensor([5, 1, 0])
     padding = torch.arange(5) >= real[:, None]
-    found = masked_mean(x, padding)[:, 0]
-    torch.testing.assert_close(found, torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)]))
+    torch.testing.assert_close(masked_mean(x, padding)[:, 0], torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)]))
 
 
 def softmax(z):
@@ -320,31 +245,19 @@ def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):
     router = MoHRouter(C, HeadBudget(6, 8, shared, routed), gate_scale, two_stage).double()
     for p in router.parameters():
         torch.nn.init.normal_(p)
+    needed = dict(shared=shared > 1, routed=shared < 6, balance=two_stage and 0 < shared < 6)
+    assert {name.removesuffix(".weight") for name, _ in router.named_parameters()} == {
+        k for k, v in needed.items() if v
+    }
     x = torch.randn(2, 5, C, dtype=torch.float64)
     routing = router(x)
-    for b in range(2):
-        for n in range(5):
-            want = expected_weights(router, x[b, n].numpy(), 6, shared, routed, gate_scale == "released", two_stage)
-            np.testing.assert_allclose(routing.weights[b, n].detach().numpy(), want, atol=1e-12)
-            assert np.array_equal(routing.active[b, n].numpy(), want > 0)
+    for token, weights, active in zip(
+        *(t.flatten(0, 1).numpy(force=True) for t in (x, routing.weights, routing.active))
+    ):
+        want = expected_weights(router, token, 6, shared, routed, gate_scale == "released", two_stage)
+        np.testing.assert_allclose(weights, want, atol=1e-12)
+        assert np.array_equal(active, want > 0)
     assert routing.weights.count_nonzero(-1).unique().tolist() == [shared + routed]
-
-
-@pytest.mark.parametrize(
-    "heads, shared, routed, names",
-    [
-        (6, 0, 3, {"routed"}),
-        (6, 1, 3, {"routed", "balance"}),
-        (6, 2, 3, {"shared", "routed", "balance"}),
-        (6, 6, 0, {"shared"}),
-        (1, 1, 0, set()),
-    ],
-)
-def test_only_the_needed_linears_exist(heads, shared, routed, names):
-    router = MoHRouter(C, HeadBudget(heads, 8, shared, routed))
-    assert {n.removesuffix(".weight") for n, _ in router.named_parameters()} == names
-    one_stage = MoHRouter(C, HeadBudget(heads, 8, shared, routed), two_stage=False)
-    assert {n.removesuffix(".weight") for n, _ in one_stage.named_parameters()} == names - {"balance"}
 
 
 def test_one_routed_head_gets_no_gradient_from_its_weight():

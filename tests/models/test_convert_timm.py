@@ -90,41 +90,28 @@ def test_one_of_each_kind(tmp_path, monkeypatch):
     for name, args in entrypoints(monkeypatch):
         kind = {k: "embed_layer" if k == "embed_layer" else str(v) for k, v in args.items() if k not in SIZES}
         kinds.setdefault(json.dumps(kind, sort_keys=True), []).append((args["embed_dim"], name, args))
-    names = []
-    for found in kinds.values():
-        width, name, args = min(found, key=lambda f: f[:2])
-        names.append((name, narrow(args) if width > 400 and "embed_layer" not in args else small(args)))
-    saved = check(names, tmp_path)
+    smallest = [min(models, key=lambda model: model[:2]) for models in kinds.values()]
+    saved = check(
+        [
+            (name, (narrow if width > 400 and "embed_layer" not in args else small)(args))
+            for width, name, args in smallest
+        ],
+        tmp_path,
+    )
     assert len(saved) >= 35
     assert {"vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224", "deit3_small_patch16_224"} <= set(saved)
 
 
 @pytest.mark.slow
-def test_all(tmp_path, monkeypatch):
-    assert len(check([(name, small(args)) for name, args in entrypoints(monkeypatch)], tmp_path)) >= 150
-
-
-@pytest.mark.slow
-def test_all_with_rotary_positions(tmp_path, monkeypatch):
-    assert len(check([(name, narrow(args)) for name, args in entrypoints(monkeypatch, [eva])], tmp_path)) >= 55
-
-
-@pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
-def test_our_own_dense_models(router, tmp_path):
-    """They keep their name."""
-    model = timm.create_model("moh_vit_small_patch16_224", router="dense", depth=1, img_size=32)
-    moh_vision.convert(model, router=router)
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    again, x = timm.create_model(f"local-dir:{tmp_path}", pretrained=True), torch.randn(1, 3, 32, 32)
-    assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
-    torch.testing.assert_close(again.eval()(x), model.eval()(x))
+@pytest.mark.parametrize("modules, size, least", [(PLAIN, small, 150), ([eva], narrow, 55)], ids=["plain", "rotary"])
+def test_all(modules, size, least, tmp_path, monkeypatch):
+    assert len(check([(name, size(args)) for name, args in entrypoints(monkeypatch, modules)], tmp_path)) >= least
 
 
 def test_from_a_name():
     """`base` alone makes a model of that shape, with timm's own defaults; it can be named on a command line."""
-    with torch.device("meta"):
-        theirs = timm.create_model("vit_small_patch14_reg4_dinov2", num_classes=7)
-        model = timm.create_model("moh_vit", base="vit_small_patch14_reg4_dinov2", num_classes=7)
+    options, name = dict(num_classes=7, device="meta"), "vit_small_patch14_reg4_dinov2"
+    theirs, model = timm.create_model(name, **options), timm.create_model("moh_vit", base=name, **options)
     own = model.state_dict()
     assert {n: t.shape for n, t in theirs.state_dict().items()} == {n: own[n].shape for n in own if ".router." not in n}
     assert moh_vision.head_budget(model)["active"] == 12 * 5 and model.pretrained_cfg["architecture"] == "moh_vit"

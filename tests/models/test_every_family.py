@@ -39,19 +39,24 @@ def llama(router):
 
 WORDS = text_tiny.words(2, 6)
 LATENTS = IMAGES[..., :8, :8], torch.tensor([3]), torch.tensor([1])
-FAMILIES = {  # name -> (how to make a model and its inputs, routers)
-    "vit": (
-        vision("moh_vit_tiny_patch16_224", test_moh_vit.TINY, IMAGES[..., :16, :16]),
-        ["moh", "query_norm", "mae", "moa"],
-    ),
-    "transnext": (vision("moh_transnext_base_50", test_moh_transnext.SMALL, IMAGES), ["moh", "query_norm", "mae"]),
-    "dit": (vision("moh_dit_small_patch2_75", test_moh_dit.TINY, *LATENTS), ["moh", "query_norm", "mae", "moa"]),
-    "translation": (text("mt_transformer_base", WORDS, None, WORDS), ["moh", "query_norm", "mae_7", "moa", "moa_bias"]),
-    "masked": (text("mlm_base", WORDS), ["moa"]),
-    "causal": (text("clm_wt103_base", WORDS), ["mae_7", "uni_mae", "moa"]),
-    "llama": (llama, ["moh", "query_norm"]),
+FAMILIES = {  # name -> makes a model and its inputs
+    "vit": vision("moh_vit_tiny_patch16_224", test_moh_vit.TINY, IMAGES[..., :16, :16]),
+    "transnext": vision("moh_transnext_base_50", test_moh_transnext.SMALL, IMAGES),
+    "dit": vision("moh_dit_small_patch2_75", test_moh_dit.TINY, *LATENTS),
+    "translation": text("mt_transformer_base", WORDS, None, WORDS),
+    "masked": text("mlm_base", WORDS),
+    "causal": text("clm_wt103_base", WORDS),
+    "llama": llama,
 }
-CASES = [(family, router) for family, (_, routers) in FAMILIES.items() for router in routers]
+VISION = ["vit", "transnext", "dit"]
+ROUTERS = {
+    **dict.fromkeys(VISION, ["moh", "query_norm", "mae", "moa"]),
+    "translation": ["moh", "query_norm", "mae_7", "moa", "moa_bias"],
+    "masked": ["moa"],
+    "causal": ["mae_7", "uni_mae", "moa"],
+    "llama": ["moh", "query_norm"],
+}
+CASES = [(family, router) for family, routers in ROUTERS.items() for router in routers]
 
 
 def tensors(output):
@@ -61,13 +66,21 @@ def tensors(output):
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("family, router", CASES)
 def test_dynamic_quantisation(family, router):
-    model, inputs = FAMILIES[family][0](router)
+    model, inputs = FAMILIES[family](router)
     with torch.no_grad():
         want = tensors(model(*inputs))
         quantised = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
         got = tensors(quantised(*inputs))
     assert any(isinstance(m, torch.ao.nn.quantized.dynamic.Linear) for m in quantised.modules())
     assert got.shape == want.shape and got.isfinite().all()
+
+
+@torch.no_grad()
+def awake(model):
+    """MoA's gates and a DiT's output start at zero."""
+    for weight in model.parameters():
+        weight += 0.1 * torch.randn_like(weight)
+    return model
 
 
 def emptied(model):
@@ -81,7 +94,7 @@ def emptied(model):
 @pytest.mark.parametrize("family, router", [case for case in CASES if case[0] != "llama"])
 def test_buffers_that_no_checkpoint_has_are_remade(family, router):
     """By timm's function, after a checkpoint filled a model that was built without memory."""
-    model, inputs = FAMILIES[family][0](router)
+    model, inputs = FAMILIES[family](router)
     filled = emptied(model)
     filled.load_state_dict(model.state_dict())
     reinit_non_persistent_buffers(filled)
@@ -91,17 +104,44 @@ def test_buffers_that_no_checkpoint_has_are_remade(family, router):
 
 @pytest.mark.parametrize("family, router", [case for case in CASES if case[0] in ("vit", "transnext")])
 def test_init_weights_of_an_empty_model(family, router):
-    model, inputs = FAMILIES[family][0](router)
+    model, inputs = FAMILIES[family](router)
     model = emptied(model)
     model.init_weights()
     assert model(*inputs).isfinite().all()
 
 
-@pytest.mark.parametrize("family", ["vit", "transnext", "dit"])
+@pytest.mark.parametrize("family", VISION)
+def test_routed_exported_and_saved(family, tmp_path):
+    """`forward_routed` is the model's forward; a lowered budget comes back from what timm or diffusers save."""
+    model, inputs = FAMILIES[family]("moh", **(dict(depths=(1, 1, 1, 1)) if family == "transnext" else {}))
+    awake(model)
+    with torch.no_grad():
+        want = tensors(model(*inputs))
+        output, stats = model.forward_routed(*inputs)
+        assert torch.equal(output, want)
+        assert [s.counts.shape for s in stats] == [(1, layer.num_heads) for layer in attention_layers(model)]
+        two, batch = tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs), torch.export.Dim("batch")
+        program = torch.export.export(model, two, dynamic_shapes=tuple({0: batch} for _ in two)).module()
+        three = program(*(x[[0, 1, 0]] for x in two))
+        torch.testing.assert_close(tensors(three), want.expand(3, *want.shape[1:]))
+        layers = moh_vision.head_budget(model)["layers"]
+        lower = [(b["shared"], max(b["routed"] - 1, min(b["routed"], 1))) for b in layers]
+        want = tensors(moh_vision.set_head_budget(model, lower)(*inputs))
+        if family == "dit":
+            model.save_pretrained(tmp_path)
+            again = type(model).from_pretrained(tmp_path)
+        else:
+            timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+            again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+        budget = moh_vision.head_budget(again)
+        assert budget == moh_vision.head_budget(model) and budget["active"] < sum(b["active"] for b in layers)
+        assert torch.equal(tensors(again(*inputs)), want)
+
+
+@pytest.mark.parametrize("family", VISION)
 def test_activation_checkpointing_changes_nothing(family):
-    model, inputs = FAMILIES[family][0]("moh")
-    for weight in model.parameters():  # a DiT's output starts at zero
-        weight.data += 0.1 * torch.randn_like(weight)
+    model, inputs = FAMILIES[family]("moh")
+    awake(model)
     grads = []
     for checkpointing in (False, True):
         if checkpointing:
@@ -117,36 +157,29 @@ def test_activation_checkpointing_changes_nothing(family):
 @pytest.mark.parametrize("family", ["vit", "dit"])
 def test_moa_with_one_key_value_head(family, tmp_path):
     """Zhang 2022 in an image model: k of the heads without shared ones, all on the keys and values of one head."""
-    models = []
+    options, models = dict(kv_heads=1, head_budget="uniform:0.5"), []
     for executor in ("reference", "packed"):
         torch.manual_seed(0)
-        model, inputs = FAMILIES[family][0]("moa", kv_heads=1, executor=executor, head_budget="uniform:0.5")
-        with torch.no_grad():  # MoA's gates and a DiT's output start at zero
-            for weight in model.parameters():
-                weight += 0.1 * torch.randn_like(weight)
-        models.append(model.double())
-    outputs = [tensors(model(*(x.double() if x.is_floating_point() else x for x in inputs))) for model in models]
+        model, inputs = FAMILIES[family]("moa", executor=executor, **options)
+        models.append(awake(model).double())
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs]
+    outputs = [tensors(model(*inputs)) for model in models]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-10)
-    for layer in (layer for model in models for layer in attention_layers(model)):
-        heads, width = layer.num_heads, layer.head_dim
-        assert layer.qkv.weight.shape[0] == (heads + 2) * width
-        assert (layer.budget.shared, layer.budget.routed) == (0, heads // 2)
-    for output in outputs:
-        output.square().sum().backward()
-    for one, other in zip(*(model.parameters() for model in models)):
-        if one.requires_grad:
-            torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9)
+    grads = []
+    for model, output in zip(models, outputs):
+        for layer in attention_layers(model):
+            assert layer.qkv.weight.shape[0] == (layer.num_heads + 2) * layer.head_dim
+            assert (layer.budget.shared, layer.budget.routed) == (0, layer.num_heads // 2)
+        grads.append(torch.autograd.grad(output.square().sum(), [p for p in model.parameters() if p.requires_grad]))
+    torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
     save_file({name: t.contiguous() for name, t in models[0].state_dict().items()}, tmp_path / "w.safetensors")
-    again, _ = FAMILIES[family][0]("moa", kv_heads=1, head_budget="uniform:0.5")
-    moh_vision.load_checkpoint(again.double(), str(tmp_path / "w.safetensors"))
-    torch.testing.assert_close(
-        tensors(again(*(x.double() if x.is_floating_point() else x for x in inputs))), outputs[0]
-    )
+    again = moh_vision.load_checkpoint(FAMILIES[family]("moa", **options)[0].double(), tmp_path / "w.safetensors")
+    torch.testing.assert_close(tensors(again(*inputs)), outputs[0])
 
 
 @pytest.mark.parametrize("family, router", CASES)
 def test_offloaded_weights(family, router, tmp_path):
-    model, inputs = FAMILIES[family][0](router)
+    model, inputs = FAMILIES[family](router)
     with torch.no_grad():
         want = tensors(model(*inputs))
         if family == "causal":

@@ -3,7 +3,7 @@ import warnings
 import pytest
 import timm
 import torch
-from refusals import each_refused, one_line, refuse
+from refusals import each_refused, refuse
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moh_vision
@@ -25,12 +25,11 @@ RELEASED = {
     "moh_dit_xlarge_patch2_75": (675_689_504, 336, 448),
 }
 TINY = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4)
+SMALL = dict(TINY, head_budget=[(1, 2), (2, 2)])
 
 
 def tiny(name="moh_dit_small_patch2_75", **kwargs):
-    if name.startswith("moh"):
-        kwargs.setdefault("head_budget", [(1, 2), (2, 2)])
-    return timm.create_model(name, **{**TINY, **kwargs})
+    return timm.create_model(name, **{**(SMALL if name.startswith("moh") else TINY), **kwargs})
 
 
 def awake(model):
@@ -60,21 +59,14 @@ def test_registered():
     assert timm.list_models(module="dit") == sorted(names + [n for n in RELEASED if n.startswith("moh")])
 
 
-def test_a_new_model_outputs_zero_and_its_blocks_are_the_identity():
-    model = tiny()
-    assert model(*inputs()).sample.abs().max() == 0
-    x = torch.randn(2, 16, 32)
-    assert torch.equal(model.blocks[0](x, torch.randn(2, 32)), x)
-
-
 def test_forward_contract():
-    model = awake(tiny())
     x, t, y = inputs()
-    sample = model(x, t, y).sample
+    model, tokens = tiny(), torch.randn(2, 16, 32)
+    assert not model(x, t, y).sample.any()
+    assert torch.equal(model.blocks[0](tokens, torch.randn(2, 32)), tokens)  # a new block is the identity
+    sample = awake(model)(x, t, y).sample
     assert sample.shape == (3, 6, 8, 8)
     assert torch.equal(model(x, t, y, return_dict=False)[0], sample)
-    routed, stats = model.forward_routed(x, t, y)
-    assert torch.equal(routed, sample) and len(stats) == 2 and stats[0].counts.shape == (3, 4)
     assert model(x, torch.tensor(7), y).sample.shape == sample.shape  # one timestep for all
     assert not torch.equal(model(x, t, torch.tensor([1, 1, 1])).sample, sample)
     assert not torch.equal(model(x, t * 0, y).sample, sample)
@@ -92,10 +84,6 @@ def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
     x, t, y = inputs()
     velocity = (x - plain(x, t, y).sample) / torch.tensor([0.05, 0.5, 0.999]).view(3, 1, 1, 1)
     torch.testing.assert_close(ours(x, t, y).sample, velocity, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="predict 'x' needs learn_sigma False"):
-        tiny(predict="x")
-    with pytest.raises(ValueError, match="predict 'image' is not one of velocity, x, noise"):
-        tiny(predict="image")
     half = ours.bfloat16()(x.bfloat16(), t, y).sample
     assert half.dtype == torch.float32  # a division by t needs its digits
 
@@ -106,9 +94,6 @@ def test_every_parameter_gets_a_gradient():
     (output.square().mean() + load_balance_loss(stats)).backward()
     for name, p in model.named_parameters():
         assert (p.grad is not None and p.grad.norm() > 0) == (name != "pos_embed"), name
-
-
-FIXED = (torch.linspace(-1, 1, 2 * 192).view(2, 3, 8, 8), torch.tensor([10, 900]), torch.tensor([1, 5]))
 
 
 test_impossible_arguments = each_refused(
@@ -124,31 +109,32 @@ test_impossible_arguments = each_refused(
     ("dit_small_patch2", dict(embed_dim=100), "embed_dim 100 is not a multiple of num_heads 6"),
     ("dit_small_patch2", dict(embed_dim=30, num_heads=5), "embed_dim 30 is not a multiple of 4"),
     ("moh_dit_small_patch2_75", dict(head_budget=2.0), "head_budget 2.0 is not understood"),
+    ("dit_small_patch2", dict(TINY, router="mohh"), "router 'mohh' is not one of"),
+    ("dit_small_patch2", dict(TINY, predict="x"), "predict 'x' needs learn_sigma False"),
+    ("dit_small_patch2", dict(TINY, predict="image"), "predict 'image' is not one of velocity, x, noise"),
+    ("dit_small_patch2", dict(TINY, compat="kohya"), "compat 'kohya' is not one of official, diffusers"),
+    (
+        "moh_dit_small_patch2_75",
+        dict(SMALL, scope="sample", route_by="class"),
+        "route_by 'class' is not one of condition",
+    ),
+    (
+        "moh_dit_small_patch2_75",
+        dict(SMALL, route_by="timestep"),
+        "route_by 'timestep' needs scope 'sample': with scope 'token' routers read",
+    ),
 )
 
 
-def test_fixed_heads_take_a_new_budget():
+def test_budgets_and_routers_by_name():
     with torch.device("meta"):
-        model = timm.create_model("moh_dit_xlarge_patch2_90", head_budget=0.5)
-    budget = moh_vision.head_budget(model)
+        budget = moh_vision.head_budget(timm.create_model("moh_dit_xlarge_patch2_90", head_budget=0.5))
     assert budget["share"] == 0.5 and {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
-
-
-def test_routers_by_name():
     assert moh_vision.head_budget(tiny("dit_small_patch2", router="moh"))["share"] == 0.75
-    assert moh_vision.head_budget(tiny("moh_dit_small_patch2_75", router="dense", head_budget=None))["share"] == 1.0
-    refuse("router 'mohh' is not one of", lambda: tiny("dit_small_patch2", router="mohh"))
-    refuse("nonsense", lambda: tiny("dit_small_patch2", router_kwargs=dict(nonsense=1)), kind=TypeError)
-
-
-def test_wrong_input_size_is_named():
-    with pytest.raises(ValueError, match=r"hidden_states \(1, 3, 6, 6\): expected \[batch, 3, 8, 8\]"):
-        tiny()(torch.zeros(1, 3, 6, 6), torch.tensor([0]), torch.tensor([0]))
-
-
-def test_no_pretrained_weights_yet():
-    with pytest.raises(RuntimeError, match="No pretrained weights are named for dit_small_patch2"):
-        timm.create_model("dit_small_patch2", pretrained=True)
+    assert moh_vision.head_budget(tiny(router="dense", head_budget=None))["share"] == 1.0
+    refuse("nonsense", tiny, "dit_small_patch2", router_kwargs=dict(nonsense=1), kind=TypeError)
+    words = "No pretrained weights are named for dit_small_patch2"
+    refuse(words, timm.create_model, "dit_small_patch2", pretrained=True, kind=RuntimeError)
 
 
 @pytest.mark.parametrize("route_by", ["condition", "timestep"])
@@ -169,52 +155,47 @@ def test_sample_scope_decides_from_the_condition(route_by):
 @pytest.mark.parametrize("route_by", ["condition", "timestep"])
 @pytest.mark.parametrize("timesteps", [[5, 5, 5], [0, 500, 999]])
 def test_sample_scope_runs_what_it_chose(route_by, timesteps):
-    outputs, grads = [], []
+    results, (x, _, y) = [], inputs()
     for executor in ("reference", "packed", "masked"):
         torch.manual_seed(0)
         model = awake(tiny(scope="sample", route_by=route_by, executor=executor))
-        x, t, y = torch.linspace(-1, 1, 3 * 192).view(3, 3, 8, 8), torch.tensor(timesteps), torch.tensor([0, 4, 5])
-        output, stats = model.forward_routed(x, t, y)
-        (output.square().mean() + load_balance_loss(stats)).backward()
-        outputs.append(output.detach())
-        grads.append([p.grad for p in model.parameters() if p.requires_grad])
-    for output, grad in zip(outputs[1:], grads[1:]):
-        torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-5)
-        for got, want in zip(grad, grads[0], strict=True):
+        output, stats = model.forward_routed(x, torch.tensor(timesteps), y)
+        loss = output.square().mean() + load_balance_loss(stats)
+        learned = [p for p in model.parameters() if p.requires_grad]
+        results.append([output.detach(), *torch.autograd.grad(loss, learned)])
+    for result in results[1:]:
+        torch.testing.assert_close(result[0], results[0][0], atol=1e-5, rtol=1e-5)
+        for got, want in zip(result[1:], results[0][1:], strict=True):
             torch.testing.assert_close(got, want, atol=1e-6 + 1e-5 * want.abs().max().item(), rtol=1e-4)
-    assert all(g.norm() > 0 for g in grads[0])
+    assert all(g.norm() > 0 for g in results[0][1:])
 
 
-def test_sample_scope_with_gradient_checkpointing_and_saving(tmp_path):
-    model = awake(tiny(scope="sample", route_by="timestep"))
-    want = model(*FIXED).sample
+@pytest.mark.parametrize("route_by", ["condition", "timestep"])
+def test_sample_scope_with_gradient_checkpointing_and_saving(route_by, tmp_path):
+    model, call = awake(tiny(scope="sample", route_by=route_by)), inputs()
+    want = model(*call).sample
     model.enable_gradient_checkpointing()
-    got = model(*FIXED).sample
+    got = model(*call).sample
     got.sum().backward()
     assert torch.equal(got, want) and model.blocks[0].attn.router.routed.weight.grad.norm() > 0
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
-    assert again.config.route_by == "timestep" and torch.equal(again(*FIXED).sample, want)
+    assert again.config.route_by == route_by and torch.equal(again(*call).sample, want)
 
 
-def test_a_condition_needs_sample_scope():
-    refuse("route_by 'class' is not one of condition, timestep", lambda: tiny(scope="sample", route_by="class"))
-    with pytest.raises(ValueError, match="route_by 'timestep' needs scope 'sample': with scope 'token' routers read"):
-        tiny(route_by="timestep")
-    with pytest.raises(ValueError, match="it needs scope 'sample'"):
-        tiny().blocks[0].attn(torch.zeros(1, 4, 32), condition=torch.zeros(1, 32))
-
-
-def test_labels_and_timesteps_out_of_range():
-    model = tiny()
-    x, t, null = FIXED[0], FIXED[1], model.config.num_classes
-    with one_line(f"class_labels 0 to {null + 1}: expected 0 to {null}, where {null} is no class"):
-        model(x, t, torch.tensor([0, null + 1] + [0] * (len(x) - 2)))
+def test_inputs_out_of_range():
+    model, (x, t, labels) = tiny(), inputs()
+    refuse(
+        r"hidden_states \(1, 3, 6, 6\): expected \[batch, 3, 8, 8\]", model, torch.zeros(1, 3, 6, 6), t[:1], labels[:1]
+    )
+    refuse("class_labels 0 to 6: expected 0 to 5, where 5 is no class", model, x, t, torch.tensor([0, 6, 0]))
+    tokens, condition = torch.zeros(1, 4, 32), torch.zeros(1, 32)
+    refuse("it needs scope 'sample'", model.blocks[0].attn, tokens, condition=condition)
     with pytest.warns(UserWarning, match="timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"):
-        model(x, torch.tensor(0.5), FIXED[2])
+        model(x, torch.tensor(0.5), labels)
     with warnings.catch_warnings(action="error"):
         for fine in (0.0, 1.0, 978.6):
-            model(x, torch.tensor(fine), FIXED[2])
+            model(x, torch.tensor(fine), labels)
 
 
 def test_floating_timesteps_without_values():

@@ -4,14 +4,12 @@ import pytest
 import timm
 import torch
 from refusals import each_refused
+from test_dit_checkpoints import official_gates
 from torch.nn import functional as F
 
 import moh_vision
-from moh_vision.attention import kernels
-from moh_vision.attention import measure as measuring
-from moh_vision.attention.executors import measured
 from moh_vision.attention.routing import Call
-from moh_vision.models.foveal_attention import AggregatedPairs, CosineHeads, CosinePairs, position_tables
+from moh_vision.models.foveal_attention import position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
 
 SMALL = dict(img_size=64, embed_dims=(12, 24, 24, 48), num_heads=(2, 4, 4, 8), depths=(1, 2, 1, 2), num_classes=5)
@@ -23,27 +21,29 @@ def small(name="moh_transnext_base_50", **kwargs):
     return timm.create_model(name, **{**SMALL, "head_budget": MIXED if name.startswith("moh") else None, **kwargs})
 
 
-@pytest.mark.parametrize(
-    "name, parameters, share",
-    [
-        ("transnext_micro", 12_809_304, 1),
-        ("transnext_tiny", 28_258_960, 1),
-        ("transnext_small", 49_741_564, 1),
-        ("transnext_base", 89_721_496, 1),
-        ("moh_transnext_small_80", 49_910_548, 343 / 429),
-        ("moh_transnext_small_75", 49_910_548, 323 / 429),
-        ("moh_transnext_base_75", 90_020_632, 441 / 588),
-        ("moh_transnext_base_50", 90_023_512, 294 / 588),
-    ],
-)
-def test_parameters_and_active_heads(name, parameters, share):
-    model = timm.create_model(name, device="meta")
+# parameters, share of heads, tensors of the published checkpoints (without tables, which are in none)
+RELEASED = {
+    "transnext_micro": (12_809_304, 1, None),
+    "transnext_tiny": (28_258_960, 1, None),
+    "transnext_small": (49_741_564, 1, None),
+    "transnext_base": (89_721_496, 1, None),
+    "moh_transnext_small_80": (49_910_548, 343 / 429, 1145),
+    "moh_transnext_small_75": (49_910_548, 323 / 429, 1145),
+    "moh_transnext_base_75": (90_020_632, 441 / 588, 1177),
+    "moh_transnext_base_50": (90_023_512, 294 / 588, 1197),
+}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_sizes_and_key_tables(name):
+    model, (parameters, share, tensors) = timm.create_model(name, device="meta"), RELEASED[name]
     assert sum(p.numel() for p in model.parameters()) == parameters
     assert moh_vision.head_budget(model)["share"] == share
+    assert tensors is None or len(official_names(model)) == tensors
 
 
 def test_registered():
-    assert timm.list_models(module="transnext") == timm.list_models("*transnext*")
+    assert timm.list_models(module="transnext") == timm.list_models("*transnext*") == sorted(RELEASED)
     assert len(timm.list_models("*transnext*", pretrained=True)) == 8
 
 
@@ -77,19 +77,6 @@ class Official:
 
     def norm(self, x, name, eps):
         return F.layer_norm(x, x.shape[-1:], self.s[name + ".weight"], self.s[name + ".bias"], eps)
-
-    def gates(self, x, p, shared, routed):
-        if routed == 0:
-            return self.linear(x, p + "wg_1").softmax(-1) * shared
-        probs = self.linear(x, p + "wg").softmax(-1)
-        top = probs.topk(routed, -1)
-        chosen = torch.zeros_like(probs).scatter(-1, top.indices, top.values)
-        gates = chosen / chosen.sum(-1, keepdim=True) * routed
-        if shared == 0:
-            return gates
-        first = self.linear(x, p + "wg_1").softmax(-1) * shared if shared > 1 else torch.ones_like(x[..., :1])
-        both = self.linear(x, p + "wg_0").softmax(-1) * 2
-        return torch.cat([both[..., :1] * first, both[..., 1:] * gates], -1)
 
     def bias(self, p, H, W, ph, pw, unit):
         """Position bias [h, H*W, ph*pw], pair by pair."""
@@ -137,7 +124,7 @@ class Official:
             o = (near.unsqueeze(-2) @ window(v)).squeeze(-2) + far @ vp
         o = o.transpose(1, 2)  # [B, N, h, D]
         if budget is not None:
-            o = o * self.gates(x, p, *budget).unsqueeze(-1)
+            o = o * official_gates(x, self.s, p, *budget).unsqueeze(-1)
         return self.linear(o.reshape(B, N, C), p + "proj")
 
     def mlp(self, x, p, H, W):
@@ -190,34 +177,19 @@ def test_official_layout_gives_official_outputs(name, budgets, wrap):
     assert want.std() > 0.1
 
 
-def test_official_key_tables():
-    """Counts of the published checkpoints' tensors (without tables, which are in none)."""
-    for name, count in (
-        ("moh_transnext_small_75", 1145),
-        ("moh_transnext_small_80", 1145),
-        ("moh_transnext_base_75", 1177),
-        ("moh_transnext_base_50", 1197),
-    ):
-        assert len(official_names(timm.create_model(name, device="meta"))) == count
-
-
-@pytest.mark.parametrize("size", [32, 48, (64, 96), 224])
+@pytest.mark.parametrize("size", [(32, 32), (48, 48), (64, 96), (224, 224)])
+@torch.no_grad()
 def test_other_sizes(size):
-    pair = size if isinstance(size, tuple) else (size, size)
-    x = torch.randn(1, 3, *pair)
-    model = scramble(small(img_size=size))
-    with torch.no_grad():
-        want = model(x)
-        other = small(img_size=64).eval()
+    x, model = torch.randn(1, 3, *size), scramble(small(img_size=size))
+    want = model(x)
+    for dynamic in (False, True):
+        other = small(dynamic_img_size=dynamic).eval()
         other.load_state_dict(model.state_dict())
-        if pair != (64, 64):
+        if not dynamic:
             with pytest.raises(AssertionError, match="set_input_size, dynamic_img_size"):
                 other(x)
-        other.set_input_size(size)
+            other.set_input_size(size)
         assert torch.equal(other(x), want)
-        dynamic = small(img_size=64, dynamic_img_size=True).eval()
-        dynamic.load_state_dict(model.state_dict())
-        assert torch.equal(dynamic(x), want)
 
 
 def test_position_tables_name_every_pair():
@@ -250,25 +222,6 @@ def test_long_queries_do_not_overflow_in_float16():
     assert model(torch.randn(1, 3, 64, 64).half()).isfinite().all()
 
 
-def test_forward_routed():
-    model, x = small(), torch.randn(2, 3, 64, 64)
-    logits, stats = model.forward_routed(x)
-    assert torch.equal(logits, model(x))
-    assert [s.counts.shape[1] for s in stats] == [2, 4, 4, 4, 8, 8]
-    assert stats[1].counts.sum() == 2 * 64 * 2  # stage 2: 8 x 8 tokens, 2 routed heads
-
-
-@pytest.mark.parametrize("router", ["query_norm", "moa", "mae"])
-def test_any_router(router):
-    budget = {"query_norm": 0.5, "moa": [[0, 1], [0, 2], [0, 2], [0, 3]], "mae": None}[router]
-    model = small(router=router, head_budget=budget)
-    logits, stats = model.forward_routed(torch.randn(2, 3, 64, 64))
-    logits.sum().backward()
-    assert len(stats) == 6 and model.stages[0].blocks[0].attn.qkv.weight.grad.norm() > 0
-    if router == "moa":
-        assert not model.stages[0].blocks[0].attn.router.gate.weight.any()  # starts at zero, also inside a model
-
-
 def layer_of(stage, dtype=torch.float32, **kwargs):
     """An attention layer of 4 (stage 2) or 8 heads (stage 3) of width 24, its tokens and positions."""
     sizes = dict(img_size=(96, 128), embed_dims=(12, 24, 96, 192), head_budget=[[2, 0], [0, 2], [1, 2], [2, 3]])
@@ -285,41 +238,35 @@ KINDS = [
 ]
 
 
-def outputs_and_gradients(attn, executor, x, positions):
-    attn.executor = executor
-    attn.zero_grad()
-    x = x.clone().requires_grad_()
-    y, stats = attn(x, positions)
-    (y.square().mean() + stats.logits.square().mean()).backward()
-    return [y.detach(), x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
+def assert_packed_equals_masked(attn, x, positions, tolerance):
+    outputs = []
+    with torch.no_grad():
+        for attn.executor in ("masked", "packed"):
+            outputs.append(attn(x, positions)[0])
+    torch.testing.assert_close(*outputs, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("kwargs", [*KINDS, dict(qkv_bias=False)])
 def test_packed_equals_masked_in_the_last_stage(dtype, tolerance, kwargs):
     attn, x, positions = layer_of(3, dtype, **kwargs)
-    with torch.no_grad():
-        attn.executor = "masked"
-        want, _ = attn(x, positions)
-        attn.executor = "packed"
-        torch.testing.assert_close(attn(x, positions)[0], want, rtol=tolerance, atol=tolerance)
-    got = outputs_and_gradients(attn, "packed", x, positions)
-    want = outputs_and_gradients(attn, "masked", x, positions)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().clamp(min=0.1).item())
+    assert_packed_equals_masked(attn, x, positions, tolerance)
+    results, inputs = [], [x.requires_grad_(), *attn.parameters()]
+    for attn.executor in ("masked", "packed"):
+        y, stats = attn(x, positions)
+        loss = y.square().mean() + stats.logits.square().mean()
+        results.append([y.detach(), *torch.autograd.grad(loss, inputs, materialize_grads=True)])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * want.abs().max().clamp(min=0.1).item())
 
 
-@pytest.mark.skipif(kernels.path() != "cpp", reason="the C++ operators are not built")
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
 @pytest.mark.parametrize("kwargs", [*KINDS, dict(img_size=(160, 96))])
-def test_packed_equals_masked_with_a_window(kwargs, monkeypatch):
+def test_packed_equals_masked_with_a_window(kwargs, path, monkeypatch):
     attn, x, positions = layer_of(2, **kwargs)
-    with torch.no_grad():
-        attn.executor = "masked"
-        want, _ = attn(x, positions)
-        attn.executor = "packed"
-        calls, pairs = [], attn.pairs
-        monkeypatch.setattr(attn, "pairs", lambda *args: calls.append(1) or pairs(*args))
-        torch.testing.assert_close(attn(x, positions)[0], want, rtol=1e-5, atol=1e-5)
+    calls, pairs = [], attn.pairs
+    monkeypatch.setattr(attn, "pairs", lambda *args: calls.append(1) or pairs(*args))
+    assert_packed_equals_masked(attn, x, positions, 1e-5)
     assert calls
 
 
@@ -327,17 +274,11 @@ def test_packed_equals_masked_with_a_window(kwargs, monkeypatch):
 @pytest.mark.parametrize("kwargs", KINDS[:2])
 def test_packed_computes_all_heads_beside_triton(kwargs, path):
     """Its kernels know neither unit queries nor a position bias with a gradient."""
-    attn, x, positions = layer_of(3, **kwargs)
-    with torch.no_grad():
-        attn.executor = "masked"
-        want, _ = attn(x, positions)
-        attn.executor = "packed"
-        torch.testing.assert_close(attn(x, positions)[0], want)
+    assert_packed_equals_masked(*layer_of(3, **kwargs), 1e-5)
 
 
-def test_heads_are_skipped_by_cpp_in_inference():
+def test_heads_are_skipped_by_cpp_in_inference(path):
     attn, x, positions = layer_of(3)
-    native = kernels.path() == "cpp"
 
     def skips(compiling=None):
         tokens = x.flatten(1, 2)
@@ -349,36 +290,9 @@ def test_heads_are_skipped_by_cpp_in_inference():
         attn.train()
         assert not skips()
         attn.eval()
-        assert skips() == native and not skips(compiling=True)
+        assert skips() == (path == "cpp") and not skips(compiling=True)
         attn.qkv.register_forward_hook(lambda *_: None)
         assert not skips()
-
-
-@pytest.mark.parametrize("ratio", [0.5, 1.1])
-def test_auto_follows_what_was_measured(monkeypatch, tmp_path, ratio):
-    """Each kind of layer is compared and timed once; auto then skips heads where that took less time."""
-    if kernels.path() != "cpp":
-        pytest.skip("only the operators in C++ skip heads of a TransNeXt")
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
-    monkeypatch.setattr(measuring, "timed", lambda call, left: (ratio, 0.0))
-    measured.use_table(None)
-    model, x, made = scramble(small()).eval(), torch.randn(2, 3, 64, 64), set()
-    try:
-        rows = moh_vision.measure(model, x)
-        for kind in (CosineHeads, CosinePairs):
-            monkeypatch.setattr(
-                kind, "__init__", lambda self, *a, make=kind.__init__: (made.add(type(self)), make(self, *a))[1]
-            )
-        with torch.no_grad():
-            model(x)
-    finally:
-        measured.use_table(None)
-    assert {len(kind) for kind in rows.values()} == {1} and "pool" in " ".join(rows)
-    assert {row[4] for kind in rows.values() for row in kind} <= (
-        {"AggregatedPairs", "CosinePairs"} if ratio < 1 else {"Masked"}
-    )
-    assert (CosinePairs in made or AggregatedPairs in made) == (ratio < 1)
 
 
 def test_routers_and_temperatures_in_the_recipe():
@@ -397,21 +311,3 @@ test_impossible_arguments = each_refused(
     (dict(global_pool="max"), "global_pool 'max' is not one of"),
     (dict(img_size=0), "img_size 0 must be at least 1"),
 )
-
-
-def test_exported():
-    model = scramble(small(depths=(1, 1, 1, 1)))
-    x = torch.randn(2, 3, 64, 64)
-    want = model(x)
-    program = torch.export.export(model, (x,), dynamic_shapes=dict(x={0: torch.export.Dim("batch")}))
-    torch.testing.assert_close(program.module()(x[:1].expand(3, -1, -1, -1)), want[:1].expand(3, -1))
-
-
-def test_saved_by_timm(tmp_path):
-    model = scramble(small(head_budget=MIXED))
-    moh_vision.set_head_budget(model, [(2, 0), (0, 1), (0, 3), (1, 2), (4, 1), (4, 4)])
-    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
-    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
-    x = torch.randn(1, 3, 64, 64)
-    assert torch.equal(again(x), model(x))

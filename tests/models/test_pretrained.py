@@ -2,22 +2,27 @@
 
 import json
 import logging
+import re
 import socket
 
 import pytest
 import timm
 import torch
+from diffusers import DiTTransformer2DModel
 from pictures import write_folder
 from PIL import Image
 from refusals import refused
+from small_runs import logged, same
 
 import moh_vision
 from moh_vision.__main__ import main as command
 from moh_vision.attention import attention_layers
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.io import write_tensors
+from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
 
@@ -37,8 +42,6 @@ def vit(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dit(tmp_path_factory):
-    from diffusers import DiTTransformer2DModel
-
     torch.manual_seed(0)
     model = DiTTransformer2DModel(
         num_attention_heads=4, attention_head_dim=8, num_layers=2, sample_size=8, patch_size=2, in_channels=1,
@@ -54,7 +57,7 @@ def dit(tmp_path_factory):
 
 def run(main, output, *argv, steps=2):
     main([*RUN.split(), "--output", str(output), "--max-steps", str(steps), *map(str, argv)])
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [entry["loss"] for entry in logged(output)]
 
 
 def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
@@ -75,10 +78,8 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     assert read_safetensors(tmp_path / "run" / "model.safetensors")[1]["arguments"]["base"].count(".")
     assert command(["publish", str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
     saved = json.loads((tmp_path / "card" / "config.json").read_text())["model_args"]
-    assert (
-        saved["base"] == "vit_small_patch16_224"
-        and "\n# vit_small_patch16_224\n" in (tmp_path / "card" / "README.md").read_text()
-    )
+    assert saved["base"] == "vit_small_patch16_224"
+    assert "\n# vit_small_patch16_224\n" in (tmp_path / "card" / "README.md").read_text()
 
     at_once = run(train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3)
     source.rename(tmp_path / "moved")  # a resumed run does not need its source
@@ -86,8 +87,7 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
         resumed = run(train_cls.main, tmp_path / "run", "--model.pretrained", source, *options, steps=3)
     finally:
         (tmp_path / "moved").rename(source)
-    losses = [[entry["loss"] for entry in log if "loss" in entry] for log in (resumed, at_once)]
-    assert len(losses[0]) == 3 and losses[0] == losses[1]
+    assert len(resumed) == 3 and resumed == at_once
 
 
 def test_without_convert_it_stays_dense(vit, tmp_path):
@@ -101,6 +101,14 @@ def test_without_convert_it_stays_dense(vit, tmp_path):
     assert torch.equal(model(x), dense(x))
     timm.models.save_for_hf(dense, tmp_path / "safe", safe_serialization=True)
     assert init_from(model, str(tmp_path / "safe")) and torch.equal(model(x), dense(x))
+
+
+def test_a_teacher_resizes_images_to_its_grid(vit):
+    teacher = Teacher("teacher", f"local-dir:{vit[0]}", [0.5] * 3, [0.5] * 3)
+    images = torch.rand(2, 3, 32, 32)
+    assert teacher.match_grid(2) == 32
+    fewer = torch.nn.functional.interpolate(images, (16, 16), mode="bicubic", antialias=True)
+    assert torch.equal(teacher.tokens(images), teacher.tokens(fewer)) and teacher.tokens(images).shape == (2, 4, 32)
 
 
 @pytest.mark.parametrize("names", [["cat", "dog"], ["dog", "cat"], ["cow", "hen"], None])
@@ -120,38 +128,32 @@ def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
     assert (f"model.pretrained: {odd}" in said) != kept
     assert ("t does not name its 2 classes" in said) == (names is None)
     if names == ["dog", "cat"]:  # a run of classes in this order, as of others' shards
-        state, about = read_safetensors(tmp_path / "run" / "model.safetensors")
-        write_tensors(tmp_path / "w.safetensors", state, dict(about, classes=names))
-        other = create("moh_vit", "classifier", **about["arguments"])
+        state, record = read_safetensors(tmp_path / "run" / "model.safetensors")
+        write_tensors(tmp_path / "w.safetensors", state, dict(record, classes=names))
+        other = create("moh_vit", "classifier", **record["arguments"])
         before = other.head.weight.clone()
         init_from(other, str(tmp_path / "w.safetensors"), print, classes=["cat", "dog"])
         assert torch.equal(other.head.weight, before) and "init_from: the head is made anew" in capsys.readouterr().out
 
 
 def test_a_label_table_is_kept_only_for_the_same_classes(tmp_path):
-    from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
-
     sizes = dict(embed_dim=16, depth=1, num_heads=2, img_size=8, in_chans=1, num_classes=2)
     first, second = (create("dit_small_patch2", "diffusion", **sizes) for _ in range(2))
-    MoHDiTPipeline(first, make_scheduler("ddim", 5, False, True), None, {0: "cat", 1: "dog"}, 0.1).save_pretrained(
-        tmp_path
-    )
+    names = {0: "cat", 1: "dog"}
+    MoHDiTPipeline(first, make_scheduler("ddim", 5, False, True), None, names, 0.1).save_pretrained(tmp_path)
     for classes in (["dog", "cat"], ["cat", "dog"]):
         said = []
         init_from(second, str(tmp_path), said.append, classes=classes)
-        same = torch.equal(first.y_embedder.embedding_table.weight, second.y_embedder.embedding_table.weight)
-        assert same == (classes == ["cat", "dog"]) != any("the label table is made anew" in line for line in said)
+        kept = same(first.y_embedder.embedding_table, second.y_embedder.embedding_table)
+        assert kept == (classes == ["cat", "dog"]) != any("the label table is made anew" in line for line in said)
 
 
 def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
     """timm leaves the last pixels out, or fails in the first batch where sizes are dynamic."""
-    words, dynamic = (
-        "data.img_size 50: not a multiple of 8, the side of a patch",
-        "--model.kwargs.dynamic_img_size=true",
-    )
+    words = "data.img_size 50: not a multiple of 8, the side of a patch"
     argv = [*RUN.split(), "--model.pretrained", vit[0], "--data.img_size", "50", "--output", tmp_path / "no"]
-    assert words in refused(capsys, train_cls.main, *argv)
-    assert words in refused(capsys, train_cls.main, *argv, dynamic) and not (tmp_path / "no").exists()
+    for more in ([], ["--model.kwargs.dynamic_img_size=true"]):
+        assert words in refused(capsys, train_cls.main, *argv, *more) and not (tmp_path / "no").exists()
     saved = ["--checkpoint", vit[0], "--data.root", "digits", "--data.img_size"]
     assert words in refused(capsys, validate.main, *saved, "50")
     error = refused(capsys, validate.main, *saved, "1000000")
@@ -164,37 +166,33 @@ def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
     assert (command([*argv, "384"]), command([*argv, "385"])) == (0, 2)
 
 
-@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224"])
-def test_other_vits_of_timm(name, tmp_path, capsys):
+@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224", "diffusers"])
+def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
     torch.manual_seed(0)
-    dense = timm.create_model(name, **{**VIT, "img_size": 8, "patch_size": 2, "num_classes": 10}, in_chans=1).eval()
-    for p in dense.parameters():  # Eva's head starts near 0
-        p.data += 0.1 * torch.randn_like(p)
-    timm.models.save_for_hf(dense, tmp_path / "vit", safe_serialization=True)
-    options = "--model.convert.head_budget 1.0 --calibrate-images 16 --optim.lr 1e-12 --optim.weight-decay 0".split()
-    run(train_cls.main, tmp_path / "run", "--model.pretrained", tmp_path / "vit", *options, steps=1)
-    model, x = moh_vision.load_run(tmp_path / "run"), torch.randn(2, 1, 8, 8)
-    assert isinstance(model, type(dense)) and hasattr(model, "forward_routed")
-    torch.testing.assert_close(model(x), dense(x), atol=1e-5, rtol=1e-4)  # the heads in another order
-    validate.main(["--checkpoint", str(tmp_path / "run"), "--model.head_budget", "0.7"])
-    assert "% of all)" in capsys.readouterr().out
-
-
-def test_a_folder_of_diffusers_becomes_moh(dit, tmp_path):
-    source, dense = dit
-    run(
-        train_dit.main, tmp_path / "run", "--model.pretrained", source, *"--calibrate-images 16 --optim.lr 1e-12".split(),
-        "--model.convert", "{router: moh, head_budget: 1.0}", "--balance_weight", "0", steps=1,
-    )  # fmt: skip
-    model, x = (
-        moh_vision.load_run(tmp_path / "run"),
-        (torch.randn(2, 1, 8, 8), torch.tensor([7, 800]), torch.tensor([1, 2])),
-    )
-    assert model.config.compat == "diffusers" and model.config.router == "moh"
+    main, (source, dense), x = train_dit.main, dit, [torch.randn(2, 1, 8, 8)]
+    if name == "diffusers":
+        x += [torch.tensor([7, 800]), torch.tensor([1, 2])]
+    else:
+        main, source, sizes = train_cls.main, tmp_path / "vit", dict(VIT, img_size=8, patch_size=2, num_classes=10)
+        dense = timm.create_model(name, **sizes, in_chans=1).eval()
+        for p in dense.parameters():  # Eva's head starts near 0
+            p.data += 0.1 * torch.randn_like(p)
+        timm.models.save_for_hf(dense, source, safe_serialization=True)
+    still = "--optim.lr 1e-12 --optim.weight-decay 0 --balance_weight 0 --calibrate-images 16".split()
+    convert = "--model.convert", "{router: moh, head_budget: 1.0}"
+    run(main, tmp_path / "run", "--model.pretrained", source, *still, *convert, steps=1)
+    model = moh_vision.load_run(tmp_path / "run")
     with torch.no_grad():  # the heads in another order
-        torch.testing.assert_close(model(*x).sample, dense(*x).sample, atol=1e-5, rtol=1e-5)
+        got, want = (getattr(output, "sample", output) for output in (model(*x), dense(*x)))
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+    if name == "diffusers":
+        assert model.config.compat == "diffusers" and model.config.router == "moh"
         moved = model.blocks[0].attn.proj.weight - dense.transformer_blocks[0].attn1.to_out[0].weight
-    assert moved.abs().max() > 1e-3
+        assert moved.abs().max() > 1e-3
+    else:
+        assert isinstance(model, type(dense)) and hasattr(model, "forward_routed")
+        validate.main(["--checkpoint", str(tmp_path / "run"), "--model.head_budget", "0.7"])
+        assert "% of all)" in capsys.readouterr().out
 
 
 def is_dense(model):
@@ -254,12 +252,8 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(main, argv, words, vit, tmp_path, capsys):
-    import re
-
     if "{run}" in argv:
-        train_cls.main(
-            [*RUN.split(), "--output", str(tmp_path / "run"), "--max-steps", "1", "--model.pretrained", str(vit[0])]
-        )
+        run(train_cls.main, tmp_path / "run", "--model.pretrained", vit[0], steps=1)
     argv = argv.format(vit=vit[0], here=tmp_path, run=tmp_path / "run").split()
     error = refused(capsys, main.main, *RUN.split(), "--output", tmp_path / "no", *argv)
     assert re.search(words, error), error

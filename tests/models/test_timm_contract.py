@@ -55,22 +55,15 @@ def ours(filter="", module="", pretrained=False, exclude_filters="", include_tag
     return names
 
 
-def shallow(name, **kwargs):
-    """timm.create_model, with few layers for the smallest models."""
-    return timm.create_model(name, **SMALLEST.get(name, {}), **kwargs)
-
-
 def load():
-    """timm's test module; `list_models` is swapped only while it is imported."""
+    """timm's test module; `list_models` is swapped only while it is imported, and the smallest models are shallow."""
     with tarfile.open(SOURCE[0]) as archive:
         code = archive.extractfile(f"timm-{timm.__version__}/tests/test_models.py").read()
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("timm_test_models", loader=None))
-    timm.list_models = ours
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timm, "list_models", ours)
         exec(compile(code, f"{SOURCE[0]}:test_models.py", "exec"), module.__dict__)
-    finally:
-        timm.list_models = list_models
-    module.create_model = shallow
+    module.create_model = lambda name, **kwargs: timm.create_model(name, **SMALLEST.get(name, {}), **kwargs)
     return module
 
 
@@ -98,17 +91,11 @@ if SOURCE:
     not SOURCE, reason=f"timm {timm.__version__}'s source distribution is not in {sys.prefix}/timm-sdist"
 )
 def test_all_of_them_run_on_all_of_our_models():
-    seen = {name: set() for name in CONTRACT}
-    for name in CONTRACT:
-        for mark in globals()[name].pytestmark:
-            if mark.args[0] == "model_name":
-                seen[name] = {value.values[0] for value in mark.args[1]}
     everything = set(ours())
+    tokens = set(fnmatch.filter(everything, TOKENS))
     assert len(everything) == 13
-    for name, models in seen.items():
-        wanted = everything
-        if name.endswith("non_std"):
-            wanted = set(fnmatch.filter(everything, TOKENS))
-        elif name in ("test_model_default_cfgs", "test_model_forward_features"):
-            wanted = {m for m in everything if not fnmatch.fnmatch(m, TOKENS)}
-        assert models == wanted, name
+    wanted = dict.fromkeys(CONTRACT, everything) | {"test_model_default_cfgs_non_std": tokens}
+    wanted |= dict.fromkeys(("test_model_default_cfgs", "test_model_forward_features"), everything - tokens)
+    for name, models in wanted.items():
+        (values,) = [m.args[1] for m in globals()[name].pytestmark if m.args and m.args[0] == "model_name"]
+        assert {value.values[0] for value in values} == models, name

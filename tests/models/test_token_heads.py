@@ -15,6 +15,7 @@ VIT = dict(img_size=16, patch_size=4, embed_dim=48, depth=2, num_heads=6, num_cl
 PYRAMID = dict(
     img_size=64, embed_dims=(24, 24, 48, 48), num_heads=(2, 2, 4, 4), depths=(1, 1, 1, 2), mlp_ratios=(2, 2, 2, 2)
 )
+DIT = dict(img_size=8, embed_dim=48, depth=2, num_heads=6, num_classes=3, head_budget=0.5)
 
 
 def vit(**kwargs):
@@ -26,9 +27,7 @@ def pyramid(**kwargs):
 
 
 def dit(**kwargs):
-    model = timm.create_model(
-        "moh_dit_small_patch2_75", img_size=8, embed_dim=48, depth=2, num_heads=6, num_classes=3, **kwargs
-    )
+    model = timm.create_model("moh_dit_small_patch2_75", **DIT, **kwargs)
     for block in model.blocks:  # they start as identities
         torch.nn.init.normal_(block.adaLN_modulation[1].weight, std=0.1)
     return model
@@ -51,8 +50,8 @@ MODELS = {
     "dense": lambda: vit(router="dense"),
     "transnext": lambda: pyramid(),
     "transnext, sample": lambda: pyramid(scope="sample"),
-    "dit": lambda: dit(head_budget=0.5),
-    "dit, sample": lambda: dit(head_budget=0.5, scope="sample"),
+    "dit": lambda: dit(),
+    "dit, sample": lambda: dit(scope="sample"),
 }
 
 
@@ -66,31 +65,25 @@ def made(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
+@torch.no_grad()
 def test_token_heads_are_those_that_the_routers_chose(kind):
-    model = made(kind)
-    layers, asked = attention_layers(model), []
-    call = inputs(model)
-    for layer in layers:  # what each router is given, so that it can be asked again
-        layer.router.register_forward_pre_hook(lambda _, args: asked.append(args))
-    found = token_heads(model, *call)
-    routers = [layer.router for layer in layers]
-    for router in routers:
-        router._forward_pre_hooks.clear()
-    for layer, args, (weights, active, stats, *_) in zip(layers, asked, found, strict=True):
-        with torch.no_grad():
-            own = layer.router(*args)
+    model, asked = made(kind), []
+    layers = attention_layers(model)
+    # What each router is given, so that it can be asked again.
+    hooks = [layer.router.register_forward_pre_hook(lambda _, args: asked.append(args)) for layer in layers]
+    routings = token_heads(model, *inputs(model))
+    for hook in hooks:
+        hook.remove()
+    for layer, args, (weights, active, stats, *_) in zip(layers, asked, routings, strict=True):
+        own = layer.router(*args)
         B, N = 2, weights.shape[1]
         assert weights.shape == active.shape == (B, N, layer.num_heads) and active.dtype == torch.bool
-        expected = torch.ones(B, N, layer.num_heads, dtype=torch.bool)
-        if own.active is not None:
-            expected = own.active.expand(B, N, -1)
-        assert torch.equal(active, expected)
-        assert torch.equal(
-            weights, torch.ones(()).expand(active.shape) if own.weights is None else own.weights + 0 * weights
-        )
+        want = own.active if own.active is not None else torch.ones(1, 1, layer.num_heads, dtype=torch.bool)
+        assert torch.equal(active, want.expand_as(active))
+        want = own.weights if own.weights is not None else torch.ones(1)
+        assert torch.equal(weights, want.expand_as(weights))
         assert not weights[~active].any() and active[..., : layer.budget.shared].all() == (kind != "mae, argmax")
-        per_sample = own.stats.probs.shape[1] == 1
-        counts = active[:, 0] if per_sample else active.sum(1)
+        counts = active[:, 0] if own.stats.probs.shape[1] == 1 else active.sum(1)
         assert torch.equal(counts.to(stats.counts.dtype), stats.counts)
     assert not any(m._forward_hooks for layer in layers for m in (layer, layer.router))
 
@@ -115,71 +108,41 @@ def test_token_heads_refuses_what_it_cannot_see():
     assert not any(layer._forward_hooks for layer in attention_layers(model))
 
 
-@pytest.fixture
-def unfused():
-    set_fused_attn(False)
-    yield
-    set_fused_attn(True)
-
-
 @pytest.mark.parametrize("kind", MODELS)
-def test_timms_extractor_sees_every_matrix_and_outputs_stay(kind, unfused):
-    model = made(kind).double()
+@torch.no_grad()
+def test_timms_extractor_sees_every_matrix_and_outputs_stay(kind):
+    set_fused_attn(False)
+    try:
+        model = made(kind).double()
+    finally:
+        set_fused_attn(True)
     layers, call = attention_layers(model), [t.double() if t.is_floating_point() else t for t in inputs(model)]
     assert not any(layer.fused_attn for layer in layers)
     extract = AttentionExtract(model, method="hook")
-    if len(call) == 1:
-        matrices = extract(*call)
-    else:
-        model(*call)
-        matrices = extract.hooks.get_output(device=torch.device("cpu"))
+    step_by_step = model(*call)
+    matrices = extract.hooks.get_output(device=torch.device("cpu"))
     assert len(matrices) == len(layers) and all(name.endswith(".attn.attn_drop") for name in matrices)
     for layer, matrix in zip(layers, matrices.values()):
-        keys = 2 if hasattr(layer, "pool") else 3  # with a window the queries come last
-        rows = matrix.sum(keys)
+        rows = matrix.sum(2 if hasattr(layer, "pool") else 3)  # with a window the queries come last
         assert matrix.shape[:2] == (2, layer.num_heads)
         torch.testing.assert_close(rows, torch.ones_like(rows))
-    with torch.no_grad():
-        step_by_step = model(*call)
-        for layer in layers:
-            layer.fused_attn = True
-        fused = model(*call)
-    values = [out if torch.is_tensor(out) else out.sample for out in (step_by_step, fused)]
-    torch.testing.assert_close(*values, rtol=1e-10, atol=1e-10)
+        layer.fused_attn = True
+    outputs = [getattr(output, "sample", output) for output in (step_by_step, model(*call))]
+    torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
+
+
+def layer_of(*budget, **options):
+    return HeadMixtureAttention(24, HeadBudget(6, 4, *budget), **options)
 
 
 def test_the_matrix_is_that_of_torchs_attention():
-    ours = HeadMixtureAttention(24, HeadBudget(6, 4, 6, 0), router="dense", fused_attn=False).eval()
+    ours = layer_of(6, 0, router="dense", fused_attn=False).eval()
     theirs = torch.nn.MultiheadAttention(24, 6, batch_first=True)
     state = {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias}
     theirs.load_state_dict({**state, "out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias})
     seen, x = [], torch.randn(2, 7, 24)
     ours.attn_drop.register_forward_hook(lambda *hook: seen.append(hook[-1]))
-    y, expected = theirs(x, x, x, average_attn_weights=False)
-    torch.testing.assert_close(ours(x)[0], y, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(seen[0], expected)
-
-
-@pytest.mark.parametrize("kv_heads", [6, 2])
-@pytest.mark.parametrize("mask", ["none", "causal", "bool", "float", "padding", "blind"])
-def test_unfused_with_masks_and_gradients(kv_heads, mask):
-    layer = HeadMixtureAttention(24, HeadBudget(6, 4, 2, 2), kv_heads=kv_heads).double()
-    x = torch.randn(2, 7, 24, dtype=torch.float64, requires_grad=True)
-    options = dict(
-        none={},
-        causal=dict(is_causal=True),
-        bool=dict(attn_mask=torch.eye(7, dtype=torch.bool) | (torch.rand(7, 7) > 0.5)),
-        float=dict(attn_mask=torch.randn(6, 7, 7, dtype=torch.float64), is_causal=True),
-        padding=dict(padding_mask=torch.arange(7) > torch.tensor([[6], [3]])),
-        blind=dict(attn_mask=torch.arange(7)[:, None] > torch.arange(7)),  # the first token sees nothing
-    )[mask]
-    found = []
-    for layer.fused_attn in (True, False):
-        y = layer(x, **options)[0]
-        found.append((y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])))
-    for one, other in zip(*found):
-        assert one.isfinite().all()
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close((ours(x)[0], seen[0]), theirs(x, x, x, average_attn_weights=False), rtol=1e-5, atol=1e-6)
 
 
 def test_the_switch_is_taken_over_and_set_by_layer():
@@ -190,7 +153,7 @@ def test_the_switch_is_taken_over_and_set_by_layer():
 
 
 def test_dropout_of_the_matrix():
-    layer = HeadMixtureAttention(24, HeadBudget(6, 4, 2, 2), attn_drop=0.5, fused_attn=False)
+    layer = layer_of(2, 2, attn_drop=0.5, fused_attn=False)
     x, seen = torch.randn(2, 7, 24), []
     layer.attn_drop.register_forward_hook(lambda *hook: seen.append(hook[-1]))
     layer(x)

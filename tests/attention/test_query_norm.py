@@ -1,0 +1,166 @@
+"""`query_norm`: the longest queries run; with groups whole groups of heads are chosen, as if each were one wide head."""
+
+import pytest
+import torch
+from refusals import each_refused
+from torch import nn
+
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    attention_layers,
+    head_usage,
+    load_balance_loss,
+    resolve_budget,
+    set_routed_heads,
+)
+from moh_vision.attention.routers.query_norm import QueryNormRouter
+
+B, N, C, H, D, GROUP = 3, 7, 24, 8, 4, 2
+BUDGET = HeadBudget(H, D, 2, 4)  # one shared group, two of the three others
+ONE = HeadBudget(6, D, 2, 2)
+
+
+def test_the_longest_queries_run_with_weight_one():
+    router = QueryNormRouter(C, ONE).eval()
+    assert not list(router.parameters())
+    lengths = torch.tensor([[9.0, 9.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 6])  # equal norms take the first
+    q = lengths.t().view(1, 6, 2, 1).expand(1, 6, 2, D)
+    with torch.no_grad():
+        routing = router(torch.zeros(1, 2, C), q)
+    assert routing.weights[0].tolist() == [[1, 1, 0, 1, 0, 1], [1, 1, 1, 1, 0, 0]]
+    assert torch.equal(routing.active, routing.weights > 0)
+
+
+def test_the_gradient_is_that_of_the_softmax():
+    """Jin 2024 eq. 10: what comes into the 0/1 weight goes to p unchanged, for heads that are off too, which so must run."""
+    q, w = torch.randn(1, 6, 1, D, requires_grad=True), torch.randn(4)
+    routing = QueryNormRouter(C, ONE)(torch.zeros(1, 1, C), q)
+    assert routing.active is None
+    (got,) = torch.autograd.grad((routing.weights[0, 0, 2:] * w).sum(), q)
+    norms = q[0, 2:, 0].norm(dim=-1)
+    (want,) = torch.autograd.grad(((norms / norms.std()).softmax(0) * w).sum(), q)
+    torch.testing.assert_close(got, want)
+
+
+def test_it_sees_queries_before_their_norm():
+    layer = HeadMixtureAttention(C, ONE, router="query_norm", qk_norm=True)
+    with torch.no_grad():
+        layer.qkv.weight[3 * D : 4 * D] *= 100  # head 3 has the longest query, which a norm would hide
+    assert layer(torch.randn(1, N, C))[1].counts[0, 3] == N
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_group_is_one_wide_head(padded):
+    padding = torch.arange(N) >= torch.tensor([[N], [5], [2]]) if padded else None
+    q = torch.randn(B, H, N, D, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(B, N, C, dtype=torch.float64)
+    wide = q.unflatten(1, (H // GROUP, GROUP)).permute(0, 1, 3, 2, 4).flatten(3)  # [B, H/g, N, g*D]
+    grouped = QueryNormRouter(C, BUDGET, group=GROUP).eval()
+    single = QueryNormRouter(C, HeadBudget(H // GROUP, D * GROUP, 1, 2)).eval()
+    got, want = grouped(x, q, padding), single(x, wide, padding)
+
+    def per_head(t):
+        return t.repeat_interleave(GROUP, -1)
+
+    torch.testing.assert_close(got.weights, per_head(want.weights), rtol=0, atol=1e-12)
+    assert torch.equal(got.stats.counts, per_head(want.stats.counts))
+    torch.testing.assert_close(got.stats.probs, per_head(want.stats.probs) / GROUP)
+    torch.testing.assert_close(got.stats.logits, per_head(want.stats.logits))
+    real = torch.ones(B, N, dtype=torch.bool) if padding is None else ~padding
+    torch.testing.assert_close(got.stats.logits.softmax(-1)[real], got.stats.probs[real])
+    # The gradient too: every head of a group hands its own on to the group's probability.
+    slope = torch.randn_like(got.weights)
+    (a,) = torch.autograd.grad((got.weights * slope).sum(), q, retain_graph=True)
+    (b,) = torch.autograd.grad((per_head(want.weights) * slope).sum(), q, retain_graph=True)
+    torch.testing.assert_close(a, b)
+    assert a[:, 2:].norm() > 1e-3
+    # MoH's loss in heads is the loss in groups times the heads of one.
+    torch.testing.assert_close(load_balance_loss([got.stats]), GROUP * load_balance_loss([want.stats]))
+    for usage in head_usage([got.stats]):
+        assert torch.equal(usage[::2], usage[1::2]) and usage[:2].tolist() == [1, 1]
+
+    with torch.no_grad():  # whole groups run
+        got, want = grouped(x, q, padding), single(x, wide, padding)
+    assert torch.equal(got.active, per_head(want.active)) and torch.equal(got.active, got.weights > 0)
+    assert (got.active.sum(-1) == BUDGET.active).all() and got.active[..., : BUDGET.shared].all()
+    assert len(got.active.flatten(0, 1).unique(dim=0)) == 3  # the choices differ from token to token
+
+
+def test_balance_loss_at_balance_is_the_number_of_routed_heads():
+    """Three tokens whose norms are turned round: every group is chosen as often and as probably as any other."""
+    length = torch.tensor([1.0, 2.0, 4.0])
+    rows = torch.stack([length.roll(n) for n in range(3)], dim=1)  # [3 groups, 3 tokens]
+    q = torch.cat([torch.ones(1, 3), rows]).repeat_interleave(GROUP, 0)  # [H, 3]
+    q = q.view(1, H, 3, 1).expand(1, H, 3, D)
+    stats = QueryNormRouter(C, BUDGET, group=GROUP)(torch.zeros(1, 3, C), q).stats
+    assert stats.counts.tolist() == [[3, 3, 2, 2, 2, 2, 2, 2]]
+    torch.testing.assert_close(load_balance_loss([stats]), torch.tensor(float(BUDGET.routed)))
+    # And above it where all tokens agree.
+    same = QueryNormRouter(C, BUDGET, group=GROUP)(torch.zeros(1, 3, C), q[:, :, :1].expand(1, H, 3, D)).stats
+    assert load_balance_loss([same]) > BUDGET.routed + 0.1
+
+
+@pytest.mark.parametrize("budget", [(H, 0), (6, 2)], ids=["all shared", "one group to choose from"])
+def test_nothing_to_choose(budget):
+    router = QueryNormRouter(C, HeadBudget(H, D, *budget), group=GROUP)
+    routing = router(torch.randn(B, N, C), torch.randn(B, H, N, D))
+    assert torch.equal(routing.weights, torch.ones(B, N, H))
+    assert torch.isfinite(load_balance_loss([routing.stats]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("group", [1, GROUP])
+def test_the_choice_alone_is_the_same_choice(group, dtype):
+    """Also where queries tie, as those of equal length do."""
+    router = QueryNormRouter(C, BUDGET, group=group).eval()
+    for q in (torch.randn(B, H, N, D).to(dtype), torch.ones(B, H, N, D, dtype=dtype)):
+        with torch.no_grad():
+            want, got = router(torch.randn(B, N, C, dtype=dtype), q), router.choose(q)
+        assert torch.equal(got.active, want.active) and torch.equal(got.weights.to(want.weights), want.weights)
+        assert got.active.sum(-1).unique().tolist() == [BUDGET.active]
+
+
+@pytest.mark.parametrize("group", [2, 4])
+@pytest.mark.parametrize("spec", [0.5, 0.75, "uniform:0.5", 1.0])
+def test_shares_are_rounded_to_whole_groups(spec, group):
+    budgets = resolve_budget(spec, 4, 32, 16, group=group)
+    alone = resolve_budget(spec, 4, 32 // group, 16 * group)
+    want = [HeadBudget(32, 16, wide.shared * group, wide.routed * group) for wide in alone]
+    share = float(str(spec).rpartition(":")[2])
+    assert list(budgets) == want and sum(b.active for b in budgets) == share * 4 * 32
+
+
+def model(group=4):
+    options = dict(kv_heads=4, router_kwargs=dict(group=group))
+    return nn.ModuleList(HeadMixtureAttention(32, HeadBudget(16, 2, 4, 8), "query_norm", **options) for _ in range(2))
+
+
+def test_changing_the_budget_of_a_model():
+    net = model()
+    set_routed_heads(net, 0.5)
+    assert [(b.budget.shared, b.budget.routed) for b in attention_layers(net)] == [(4, 4), (4, 4)]
+    with torch.no_grad():
+        _, stats = net[0].eval()(torch.randn(2, 5, 32))
+    assert stats.counts.sum(1).tolist() == [5 * 8] * 2
+    set_routed_heads(net, [(4, 12), (4, 4)])
+    assert [layer.router.num_routed for layer in net] == [12, 4]
+
+
+test_refused_routers = each_refused(
+    lambda budget, group: QueryNormRouter(C, HeadBudget(*budget), group=group),
+    ((8, 4, 2, 4), 3, "heads=8 is not a multiple of group=3: heads are chosen in whole"),
+    ((8, 4, 1, 4), 2, "shared=1 is not a multiple of group=2"),
+    ((8, 4, 2, 3), 2, "routed=3 is not a multiple of group=2"),
+    ((8, 4, 2, 4), 0, "group=0 is not a number of heads, 1 or more"),
+    ((8, 4, 2, 4), True, "group=True is not a number of heads, 1 or more"),
+)
+WHOLE = r"is not a pair of multiples of group=4"
+test_refused_budgets = each_refused(
+    lambda make: make(),
+    (lambda: resolve_budget(0.5, 2, 8, 4, group=3), "head_budget, layer 0: heads=8 is not a multiple of group=3"),
+    (lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4), rf"layer 1: \(4, 6\) {WHOLE}: heads are chosen in"),
+    (lambda: set_routed_heads(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
+    (lambda: set_routed_heads(model(), 0.25), r"head_budget 0.25: .* \(counted in groups of 4 heads\)"),
+    (lambda: model(group=2), "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"),
+)

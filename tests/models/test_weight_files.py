@@ -1,0 +1,249 @@
+"""Weights in files, ours and as others write them, through every door; what does not fit is named.
+
+Weights that carry routers decide which heads are shared; how many run can be lowered while they are loaded.
+"""
+
+import argparse
+import json
+
+import pytest
+import small_runs
+import test_dit_checkpoints as dit
+import test_moh_transnext as transnext
+import timm
+import torch
+from refusals import one_line
+from safetensors.torch import save_file
+from test_convert import DEIT, SMALL, dense, images
+
+import moh_vision
+from moh_vision.models.weights import create, from_run, init_from
+
+VIT = "moh_vit_small_patch16_224"
+DOORS = ("load_checkpoint", "checkpoint_path", "overlay")
+
+
+def load(door, name, file, **arguments):
+    """A model of timm's registry with the weights of a file, by one of the three ways in."""
+    if door == "load_checkpoint":
+        return moh_vision.load_checkpoint(timm.create_model(name, **arguments), file).eval()
+    if door == "checkpoint_path":
+        return timm.create_model(name, checkpoint_path=str(file), **arguments).eval()
+    overlay = dict(file=str(file), num_classes=arguments["num_classes"])
+    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments).eval()
+
+
+ARGS = argparse.Namespace(model="DiT-S/2", lr=1e-4)
+
+
+def official_dit(case, training):
+    """As the training script saves it: the EMA is what the papers report."""
+    name, arguments, sizes = dit.CASES[case]
+    weights, other = dit.official_weights(**sizes), dit.official_weights(**sizes, seed=1)
+    content = dict(model=other, ema=weights, opt=dict(state={}), args=ARGS) if training else weights
+    return name, arguments, content, dit.INPUT, dit.official_forward(weights, **sizes).float()
+
+
+def official_transnext():
+    model, x = transnext.scramble(transnext.small()), torch.randn(1, 3, 64, 64)
+    content = dict(model=transnext.official_names(model), epoch=3, args=ARGS)
+    return "moh_transnext_base_50", dict(transnext.SMALL, head_budget=transnext.MIXED), content, (x,), model(x)
+
+
+def timms_vit(wrapped):
+    """All heads run with it and without a budget; the routers come out as zero."""
+    model, x = dense(), images()
+    state = model.state_dict()
+    content = dict(state_dict={f"module.{k}": v for k, v in state.items()}, args=ARGS) if wrapped else state
+    return VIT, dict(SMALL, head_budget=1.0), content, (x,), model(x)
+
+
+LAYOUTS = {
+    "DiT": lambda: official_dit("dense", False),
+    "DiT, training": lambda: official_dit("dense", True),
+    "MoH-DiT": lambda: official_dit("moh", False),
+    "MoH-DiT, training": lambda: official_dit("moh", True),
+    "MoH-ViT": official_transnext,
+    "timm's ViT": lambda: timms_vit(False),
+    "timm's ViT, wrapped": lambda: timms_vit(True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("door", DOORS)
+@torch.no_grad()
+def test_files_of_others_give_their_outputs(layout, door, tmp_path):
+    name, arguments, content, inputs, want = LAYOUTS[layout]()
+    file = tmp_path / ("weights.safetensors" if layout == "timm's ViT" else "weights.pth")
+    if file.suffix == ".pth":
+        torch.save(content, file)
+    else:
+        save_file(content, file, metadata={"format": "pt", "note": "not JSON"})
+    got = load(door, name, file, **arguments)(*inputs)
+    assert want.std() > 0.1
+    torch.testing.assert_close(getattr(got, "sample", got), want, atol=1e-5 * want.abs().max().item(), rtol=0)
+
+
+def test_weights_at_another_image_size(tmp_path):
+    save_file(dense().state_dict(), tmp_path / "vit.safetensors")
+    torch.save(transnext.official_names(transnext.small()), tmp_path / "moh.pth")
+    for size, name, model in (
+        (64, "vit.safetensors", timm.create_model(VIT, **{**SMALL, "img_size": 64})),
+        (96, "moh.pth", transnext.small(img_size=96)),
+    ):
+        larger = moh_vision.load_checkpoint(model.eval(), tmp_path / name)
+        assert larger(torch.randn(1, 3, size, size)).shape == (1, 5)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("unpickled",))
+
+
+def test_files_that_do_not_fit(tmp_path, capsys):
+    """Nothing of them is loaded."""
+    torch.save({"model": Evil()}, tmp_path / "evil.pth")
+    torch.save(dict(ema=dense().state_dict(), args=tmp_path), tmp_path / "path.pth")
+    (tmp_path / "cut.pth").write_bytes(b"PK\x03\x04 nothing")
+    (tmp_path / "cut.safetensors").write_bytes(b"1234")
+    torch.save({"step": 3}, tmp_path / "none.pth")
+    save_file(dense(num_classes=7).state_dict(), tmp_path / "classes.safetensors")
+    save_file(dense(depth=2).state_dict(), tmp_path / "depth.safetensors")
+    torch.save(dit.official_weights([4] * 3, 8), tmp_path / "dense.pt")
+    weights = dit.official_weights(dit.HEADS, dit.D, dit.BUDGET)
+    del weights["final_layer.linear.bias"]
+    torch.save(weights, tmp_path / "less.pt")
+    vit, moh_dit = timm.create_model(VIT, **SMALL), timm.create_model(dit.CASES["moh"][0], **dit.MOH)
+    before = [{k: v.clone() for k, v in model.state_dict().items()} for model in (vit, moh_dit)]
+    for model, name, words in (
+        (vit, "evil.pth", "not a readable file of tensors"),
+        (vit, "path.pth", "not a readable file of tensors"),
+        (vit, "cut.pth", "not a readable file of tensors"),
+        (vit, "cut.safetensors", "not a readable .safetensors file"),
+        (vit, "none.pth", "holds no state dict, neither itself nor under ema"),
+        (vit, "classes.safetensors", r"head.bias has shape \[7\], the model needs \[5\]"),
+        (vit, "depth.safetensors", "tensors are missing"),
+        (moh_dit, "dense.pt", r"blocks.0.attn.qkv.weight has shape \[96, 32\], the model needs \[48"),
+        (moh_dit, "less.pt", "1 tensors are missing .'final_layer.linear.bias'"),
+    ):
+        with one_line(words) as caught:
+            moh_vision.load_checkpoint(model, tmp_path / name)
+        assert str(caught.value).startswith(str(tmp_path / name))
+    with one_line("1 tensors are missing .'final_layer.linear.bias'"):
+        load("checkpoint_path", dit.CASES["moh"][0], tmp_path / "less.pt", **dit.MOH)
+    with pytest.raises(FileNotFoundError, match="gone.pth: no such file"):
+        moh_vision.load_checkpoint(vit, tmp_path / "gone.pth")
+    assert "unpickled" not in capsys.readouterr().out
+    assert small_runs.same(vit, before[0]) and small_runs.same(moh_dit, before[1])
+
+
+def test_timms_own_models_load_as_before(tmp_path):
+    model = timm.create_model("resnet10t", num_classes=3)
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / "theirs.pth")
+    assert small_runs.same(
+        timm.create_model("resnet10t", num_classes=3, checkpoint_path=str(tmp_path / "theirs.pth")), model
+    )
+    with pytest.raises(FileNotFoundError):
+        timm.create_model("resnet10t", checkpoint_path=str(tmp_path / "gone.pth"))
+
+
+def test_the_head_of_distillation_follows_the_classes(tmp_path):
+    save_file(dense(DEIT).state_dict(), tmp_path / "dense.safetensors")
+    model, said = timm.create_model("moh_vit", base=DEIT, **{**SMALL, "num_classes": 7}), []
+    init_from(model, str(tmp_path / "dense.safetensors"), said.append)
+    assert "init_from: head_dist.weight is made anew, [5, 48] -> [7, 48]" in said
+
+
+CLASSES = dict(num_classes=3, img_size=16)
+FAMILIES = {
+    VIT: dict(CLASSES, patch_size=8, embed_dim=48, num_heads=12, depth=4),
+    "moh_transnext_small_75": dict(CLASSES, img_size=64, depths=(1, 1, 1, 2), embed_dims=(12, 12, 24, 48)),
+    "moh_dit_small_patch2_75": dict(CLASSES, img_size=8, embed_dim=48, num_heads=12, depth=4),
+}
+TRAINED, LOWER = "uniform:0.75:0.35", "uniform:0.5"
+family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def trained(name, spec=TRAINED, **kwargs):
+    model = timm.create_model(name, **{**FAMILIES[name], **kwargs}, head_budget=spec).eval()
+    for p in model.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def save_run(model, name, file, **arguments):
+    """As a run writes its weights."""
+    record = dict(architecture=name, arguments={**FAMILIES[name], **arguments}, classes=["a", "b", "c"], config={})
+    save_file(model.state_dict(), file, metadata={k: json.dumps(v) for k, v in record.items()})
+    return "diffusion" if "dit" in name else "classifier"
+
+
+def pretrained(name, file, **kwargs):
+    return load("overlay", name, file, **FAMILIES[name], **kwargs)
+
+
+def same(model, other):
+    """Whether their budgets and weights are equal."""
+    return moh_vision.head_budget(model) == moh_vision.head_budget(other) and small_runs.same(model, other)
+
+
+@family
+def test_a_run_and_a_run_from_it(name, tmp_path):
+    """The file of a run, with its budget and a lower one; init_from with a lower share, and what is read of the new run."""
+    model, first, second = trained(name), tmp_path / "ema.safetensors", tmp_path / "second.safetensors"
+    kind = save_run(model, name, first, head_budget=TRAINED)
+    assert same(pretrained(name, first), model)
+    shared = [(b["heads"] - 1, 1) for b in moh_vision.head_budget(model)["layers"]]
+    with one_line("layer 0: . heads are shared and stay so"):
+        pretrained(name, first, head_budget=shared)
+    moh_vision.set_head_budget(model, LOWER)
+    assert same(pretrained(name, first, head_budget=LOWER), model)
+    new = create(name, kind, **FAMILIES[name], head_budget=LOWER)
+    assert not init_from(new, str(first)) and same(new, model)
+    save_run(new, name, second, head_budget=LOWER)
+    assert same(from_run(str(second), kind)[0], new)
+
+
+@family
+@pytest.mark.parametrize("kind", ["safetensors", "pth"])
+def test_weights_alone(name, kind, tmp_path):
+    model, file = trained(name), tmp_path / f"weights.{kind}"
+    (save_file if kind == "safetensors" else torch.save)(model.state_dict(), file)
+    moh_vision.set_head_budget(model, LOWER)
+    assert all(same(load(door, name, file, head_budget=LOWER, **FAMILIES[name]), model) for door in DOORS)
+    with one_line(f"{file}: head_budget 'uniform:0.5:0.8': the shared heads of a model stay"):
+        load("load_checkpoint", name, file, head_budget="uniform:0.5:0.8", **FAMILIES[name])
+
+
+@family
+def test_weights_without_shared_heads(name, tmp_path):
+    model = trained(name, "uniform:0.75:0")
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    loaded = timm.create_model(name, head_budget="uniform:0.75", **FAMILIES[name])
+    assert moh_vision.head_budget(loaded)["layers"][0]["shared"] > 0
+    assert same(moh_vision.load_checkpoint(loaded, tmp_path / "weights.safetensors"), model)
+
+
+@pytest.mark.parametrize("router", ["moh", "query_norm"])
+def test_a_lower_share_of_what_timm_saved(router, tmp_path):
+    model = trained(VIT, router=router)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    lower = timm.create_model(f"local-dir:{tmp_path}", pretrained=True, head_budget=LOWER)
+    assert same(lower, moh_vision.set_head_budget(model, LOWER))
+    timm.models.save_for_hf(lower, tmp_path / "lower", safe_serialization=True)
+    assert same(timm.create_model(f"local-dir:{tmp_path / 'lower'}", pretrained=True), lower)
+    anew = timm.create_model(f"local-dir:{tmp_path}", head_budget=LOWER)  # no weights, so nothing to keep
+    assert moh_vision.head_budget(anew)["layers"][0]["shared"] == 2
+
+
+def test_dense_weights_keep_a_given_budget_and_run_all_heads_without(tmp_path):
+    name = VIT
+    dense = timm.create_model(name, router="dense", **FAMILIES[name])
+    save_file(dense.state_dict(), tmp_path / "vit.safetensors")
+    all_run = pretrained(name, tmp_path / "vit.safetensors")
+    assert moh_vision.head_budget(all_run)["share"] == 1
+    other = timm.create_model(name, head_budget="uniform:0.75:0.2", **FAMILIES[name])  # fewer shared heads
+    save_file(other.state_dict(), tmp_path / "moh.safetensors")
+    assert moh_vision.head_budget(moh_vision.load_checkpoint(all_run, tmp_path / "moh.safetensors"))["share"] == 1
+    given = pretrained(name, tmp_path / "vit.safetensors", head_budget=LOWER)
+    assert moh_vision.head_budget(given)["share"] == 0.5
