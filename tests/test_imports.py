@@ -16,6 +16,7 @@ from moh_vision.__main__ import COMMANDS, main
 from moh_vision.engine.commands import EXTRAS, user_errors
 
 PACKAGE = ROOT / "moh_vision"
+TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 GROUND = {
     "attention": set(),
     "engine": set(),
@@ -44,8 +45,7 @@ def modules(tree):
 
 def test_arrows():
     seen = 0
-    for path in PACKAGE.rglob("*.py"):
-        inside, tree = path.relative_to(PACKAGE), ast.parse(path.read_text())
+    for inside, tree in TREES.items():
         room = inside.parts[0].removesuffix(".py")
         for name in modules(tree):
             assert not name.startswith("."), f"{inside}: a relative import"
@@ -62,14 +62,11 @@ def test_arrows():
 
 def test_no_files_import_one_another_in_a_circle():
     """Imports inside functions count too."""
-    files = {
-        path.relative_to(ROOT).with_suffix("").as_posix().replace("/", "."): path for path in PACKAGE.rglob("*.py")
-    }
-    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
-    arrows = {}
-    for name, path in files.items():
-        arrows[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+    names = {inside: ".".join(("moh_vision", *inside.with_suffix("").parts)) for inside in TREES}
+    files = {name.removesuffix(".__init__"): TREES[inside] for inside, name in names.items()}
+    arrows = {name: set() for name in files}
+    for name, tree in files.items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Import):
                 arrows[name] |= files.keys() & {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -80,19 +77,20 @@ def test_no_files_import_one_another_in_a_circle():
 
 def test_the_core_needs_torch_only():
     allowed = {"torch", "moh_vision", *sys.stdlib_module_names}
-    for path in (PACKAGE / "attention").rglob("*.py"):
-        gpu = path.parent.name == "gpu"  # imported only where Triton is there
-        for name in modules(ast.parse(path.read_text())):
-            assert name.split(".")[0] in (allowed | {"triton"} if gpu else allowed), f"{path}: {name}"
+    for inside, tree in TREES.items():
+        if inside.parts[0] == "attention":
+            needed = {name.split(".")[0] for name in modules(tree)}
+            # Triton is imported only where it is there.
+            assert needed <= (allowed | {"triton"} if inside.parent.name == "gpu" else allowed), inside
 
 
 def test_no_string_names_a_function():
     """But the table of converters, by class of model."""
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for inside, tree in TREES.items():
+        for node in ast.walk(tree):
             text = node.value if isinstance(node, ast.Constant) else ""
             if isinstance(text, str) and re.fullmatch(r"moh_vision(\.\w+)+:\w+", text):
-                assert "convert" in text, f"{path}: {text}"
+                assert "convert" in text, f"{inside}: {text}"
 
 
 def test_commands_are_listed_and_explain_themselves(capsys):

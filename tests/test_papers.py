@@ -62,6 +62,15 @@ def test_all_code_is_a_run_or_a_command():
     assert len(RUNS) > 40 and len(COMMANDS) > 10 and len(VARIANTS) > 40
 
 
+def made(kind, *argv):
+    """The model of a configuration, on meta; of language its preset or what it is converted from."""
+    config = parse_config(KINDS[kind], ["--config", *argv], "test")
+    if kind == "text":
+        return config.model.pretrained or preset_config(config.model.name)
+    with torch.device("meta"):
+        return timm.create_model(config.model.name, **config.model.arguments())
+
+
 @pytest.mark.parametrize("code", RUNS + VARIANTS)
 def test_runs(code):
     """The configuration is there, its keys are taken and their values allowed; and the model can be made."""
@@ -69,13 +78,7 @@ def test_runs(code):
     files = sorted((ROOT / "configs").glob(f"{name}.yaml"))
     assert files and not ("*" in name and options)
     for file in files:
-        kind = KINDS[file.parent.name]
-        config = parse_config(kind, ["--config", str(file), *options], "test")
-        if kind is LanguageConfig:
-            assert config.model.pretrained or preset_config(config.model.name)
-        else:
-            with torch.device("meta"):
-                timm.create_model(config.model.name, **config.model.arguments())
+        assert made(file.parent.name, str(file), *options)
 
 
 @pytest.mark.parametrize("code", COMMANDS)
@@ -97,32 +100,13 @@ def test_commands(code, capsys):
     assert [word for word in words if word.startswith("--") and word not in taken] == []
 
 
-def test_a_wrong_name_is_found(capsys):
-    """What the tests above lean on: neither a key nor a module of another name passes."""
-    with pytest.raises(ValueError, match="did you mean 'model.router_kwargs'"):
-        test_runs("cls/moh_transnext_small_75 --model.router_kwarg '{two_stage: false}'")
-    with pytest.raises(AssertionError):
-        test_runs("cls/moh_transnext_small_85")
-    with pytest.raises(AssertionError):
-        test_commands("python -m moh_vision table --output x.png RUN", capsys)
-    with pytest.raises(AssertionError):
-        test_commands("python -m moh_vision tables RUN", capsys)
-
-
-def made(code):
-    name, *options = shlex.split(code)
-    config = parse_config(KINDS[name[:3]], ["--config", name, *options], "test")
-    with torch.device("meta"):
-        return timm.create_model(config.model.name, **config.model.arguments())
-
-
 @pytest.mark.parametrize("config", ["cls/moh_transnext_small_75", "dit/moh_dit_small_patch2_75", "cls/cifar10_vit_cpu"])
 def test_the_ablation_of_components(config):
     """Jin 2024, table 6: equally many heads of each layer run in all three rows, that is 75 %."""
     rows = [row for row in RUNS if row.startswith(f"{config} ") and ("head_budget" in row or "two_stage" in row)]
     [routed_only] = [row for row in rows if "[[0,3]" in row or ":0.75:0" == row[-7:] and "moa" not in row]
     [one_stage] = [row for row in rows if "two_stage" in row]
-    neither, shared, both = (made(row) for row in (routed_only, one_stage, config))
+    neither, shared, both = (made(row[:3], *shlex.split(row)) for row in (routed_only, one_stage, config))
     active = [[layer["active"] for layer in head_budget(model)["layers"]] for model in (neither, shared, both)]
     assert active[0] == active[1] == active[2] and head_budget(both)["share"] == pytest.approx(0.75, abs=0.004)
     for model, some_shared, balanced in ((neither, False, False), (shared, True, False), (both, True, True)):

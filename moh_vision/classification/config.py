@@ -1,9 +1,7 @@
 """The configurations of a classification run and of validation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import Literal, Optional, Tuple
+from typing import Literal
 
 from moh_vision.classification.labels import Labels
 from moh_vision.engine.config import (
@@ -27,9 +25,9 @@ class EvalDataConfig(ImagesConfig):
     augment: Literal["none", "affine", "crop_flip", "flip", "imagenet"] = key("none")
     """"none", "affine" (small rotation, shift, scale), "crop_flip" (padded crop, mirror), "flip", or "imagenet": random
     resized crop, mirror, and what further keys add."""
-    crop_pct: Optional[float] = key(None, gt=0, le=1)
+    crop_pct: float | None = key(None, gt=0, le=1)
     """Validation crops this share of the resized image; left out: the model's own with augment imagenet, else 1."""
-    crop_mode: Optional[Literal["center", "squash", "border"]] = key(None)
+    crop_mode: Literal["center", "squash", "border"] | None = key(None)
     """Validation resizes the shorter side ("center"), both ("squash": nothing is lost at crop_pct 1) or the longer
     ("border"); left out: the model's own with augment imagenet, else "squash"."""
     eval_batch_size: int = key(256, ge=1, free=True)
@@ -52,9 +50,9 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
     augment: Literal["none", "affine", "crop_flip", "flip", "imagenet"] = key("none")
     repeats: int = key(1, ge=1, needs=".exact_order")
     """Repeated augmentation: copies of an image in an epoch, which covers as much less of the images."""
-    crop_scale: Tuple[float, float] = key((0.08, 1.0), gt=0, le=1, rising=True, needs=IMAGENET)
+    crop_scale: tuple[float, float] = key((0.08, 1.0), gt=0, le=1, rising=True, needs=IMAGENET)
     """Area of the random crop, as a share of the image's."""
-    auto_augment: Optional[str] = key(None, needs=IMAGENET)
+    auto_augment: str | None = key(None, needs=IMAGENET)
     """String of timm, such as rand-m9-mstd0.5-inc1."""
     color_jitter: float = key(0.0, ge=0, needs=f"{IMAGENET}; .auto_augment=null or .auto_augment=*3a*")
     """Of brightness, contrast and saturation. timm leaves it out beside an auto_augment other than 3a."""
@@ -92,7 +90,7 @@ class MixConfig(Section, section="mix", needs=".prob"):
 class DistillConfig(Section, section="distill", needs=".teacher"):
     """Distillation (Hinton 2015) from a frozen classifier; names and defaults of timm's `LogitDistillationTask`."""
 
-    teacher: Optional[str] = key(None)
+    teacher: str | None = key(None)
     """A model of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a classification run, of the same
     classes in the same order."""
     task_loss_weight: float = key(1.0, ge=0)
@@ -107,7 +105,7 @@ class DistillConfig(Section, section="distill", needs=".teacher"):
 class ClsOptimConfig(OptimConfig):
     """Optimiser with timm's schedule: warm-up and cosine both count from step 0, as in timm."""
 
-    epochs: Optional[float] = key(None, gt=0, also="num_epochs num_train_epochs")
+    epochs: float | None = key(None, gt=0, also="num_epochs num_train_epochs")
     """Length of the schedule; an epoch is as many images as there are, whatever data.repeats."""
     warmup_epochs: float = key(0.0, ge=0, needs=TRAINS)
     """Linear warm-up, instead of warmup_steps."""
@@ -115,7 +113,7 @@ class ClsOptimConfig(OptimConfig):
     """At min_lr, after `epochs`."""
     warmup_lr: float = key(0.0, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps or .warmup_epochs")
     """Where the warm-up begins."""
-    layer_decay: Optional[float] = key(None, gt=0, le=1, needs=TRAINS)
+    layer_decay: float | None = key(None, gt=0, le=1, needs=TRAINS)
     """Factor of the learning rate from each layer to the one before, for fine-tuning (timm's)."""
 
     def agree(self) -> None:
@@ -129,7 +127,7 @@ class ClsConfig(ImageRunConfig):
     """Classification."""
 
     kind: Literal["classification"] = key("classification")
-    max_steps: Optional[int] = key(None, also="")
+    max_steps: int | None = key(None, also="")
     """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs the schedule stays theirs."""
     label_smoothing: float = key(0.0, ge=0, lt=1)
     """Of the cross-entropy."""
@@ -142,7 +140,7 @@ class ClsConfig(ImageRunConfig):
     mix: MixConfig = field(default_factory=MixConfig)
     distill: DistillConfig = field(default_factory=DistillConfig)
 
-    def steps(self, images: int) -> Tuple[int, int, int]:
+    def steps(self, images: int) -> tuple[int, int, int]:
         """Return (last step, cosine steps, warm-up steps) for so many training images."""
         o = self.optim
 
@@ -185,11 +183,11 @@ class OpenedClsConfig(OpenedConfig, runs=ClsConfig):
 class ValidateConfig(OpenedClsConfig):
     """Validation of a classifier."""
 
-    labels: Optional[Labels] = key(None)
+    labels: Labels | None = key(None)
     """ImageNet's ReaL, V2, A, R or Sketch (docs/guides/classifier.md)."""
-    score_file: Optional[str] = key(None)
+    score_file: str | None = key(None)
     """JSON with the scores; must not exist."""
-    predictions: Optional[str] = key(None, ends=(".csv",))
+    predictions: str | None = key(None, ends=(".csv",))
     """CSV, each image with its class and the predicted one; must not exist."""
-    head_load: Optional[str] = key(None)
+    head_load: str | None = key(None)
     """JSON, which heads the tokens of each class ran; must not exist."""

@@ -1,11 +1,9 @@
 """ImageNet's classes with other labels or images: ReaL, V2, A, R and Sketch, by timm's label maps."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 from pathlib import Path
-from typing import List, Literal, Optional, Sequence
+from typing import Literal, Sequence
 
 import numpy as np
 from timm.data import ImageNetInfo
@@ -28,7 +26,7 @@ class Relabelled:
     classes of ImageNet's 1,000.
     """
 
-    def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: List[int]):
+    def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: list[int]):
         self.source, self.numbers = source, np.asarray(numbers)
         self.labels, self.columns = labels, columns
         self.classes = [IMAGENET[c] for c in columns]
@@ -44,7 +42,7 @@ class Relabelled:
 class SomeClasses(ClassificationTask):
     """A classifier in eval mode that chooses only among the classes `columns`."""
 
-    def __init__(self, model: nn.Module, columns: List[int]):
+    def __init__(self, model: nn.Module, columns: list[int]):
         super().__init__(model, 0.0)
         self.columns = columns
 
@@ -83,20 +81,20 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     return found
 
 
-def imagenet_names(classes: Sequence[str]) -> List[str]:
+def imagenet_names(classes: Sequence[str]) -> list[str]:
     """Return names of classes; if all are numbers from 0 to 999, as ImageNet's synsets."""
     numbered = all(name.isdecimal() and int(name) < len(IMAGENET) for name in classes)
     return [IMAGENET[int(name)] for name in classes] if numbered else list(classes)
 
 
-def refuse_other_classifier(model: nn.Module, classes: Optional[Sequence[str]], named: str, labels: Labels) -> None:
+def refuse_other_classifier(model: nn.Module, classes: Sequence[str] | None, named: str, labels: Labels) -> None:
     """Refuse a model without ImageNet's 1,000 classes as outputs; `classes` None: unnamed."""
     if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
         others = f"{model.num_classes} classes" + (f", the first {classes[0]!r}" if classes else "")
         raise ValueError(f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}")
 
 
-def _real_labels(root: str, source) -> List[List[int]]:
+def _real_labels(root: str, source) -> list[list[int]]:
     """Return all right classes of each image; some have none."""
     of_file = RealLabelsImagenet(range(50_000)).real_labels
     files = file_names(root, source)
@@ -115,7 +113,7 @@ def _real_labels(root: str, source) -> List[List[int]]:
     return [of_file[name] for name in names]
 
 
-def image_names(root: str, source) -> List[str]:
+def image_names(root: str, source) -> list[str]:
     """Return each validated sample's file or, if unknown, its place in the shard or number."""
     if isinstance(source, Relabelled):
         names = image_names(root, source.source)
@@ -123,7 +121,7 @@ def image_names(root: str, source) -> List[str]:
     return file_names(root, source) or [source.where(n) for n in range(len(source))]
 
 
-def file_names(root: str, source) -> Optional[List[str]]:
+def file_names(root: str, source) -> list[str] | None:
     """Return the file of each sample of the val split; None if unknown."""
     if isinstance(source, ImageFolder):
         return [source.where(n) for n in range(len(source))]

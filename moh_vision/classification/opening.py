@@ -1,11 +1,9 @@
 """Opens a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Collection, List, Optional, Sequence, Tuple
+from typing import Callable, Collection, Sequence
 
 import torch
 from accelerate.utils import send_to_device
@@ -62,7 +60,7 @@ class OpenedClassifier(Opened):
     def _unreadable(self, images: LabelledImages) -> BadSamples:
         return BadSamples(len(images.source), self.config.data.max_bad_fraction)
 
-    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+    def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         images = self.data("train")
         return calibration_halves(images, count, self.config.data.workers, self._unreadable(images))
 
@@ -81,7 +79,7 @@ class OpenedClassifier(Opened):
         task = ClassificationTask(self.model.to(self.accelerator.device), 0.0)
         return validate(task, images.source, images.transform, self.config.data, self.accelerator, Progress.over)[0]
 
-    def forward(self) -> Tuple[Callable[[], Tensor], int]:
+    def forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
         numbers = range(min(self.config.data.eval_batch_size, len(images.source)))
         (batch,) = evaluation_batches(images, [list(numbers)], 0, self._unreadable(images))
@@ -93,18 +91,18 @@ class OpenedClassifier(Opened):
 
         return forward, len(batch["images"])
 
-    def example(self) -> Tuple[List[Tensor], dict]:
+    def example(self) -> tuple[list[Tensor], dict]:
         return [torch.zeros(1, *self.model.pretrained_cfg["input_size"])], {}
 
 
 def open_run(
     path: str,
-    weights: Optional[str] = None,
-    device: Optional[torch.device] = None,
+    weights: str | None = None,
+    device: torch.device | None = None,
     options: Sequence[str] = (),
     *,
-    name: Optional[str] = None,
-    split: Optional[str] = None,
+    name: str | None = None,
+    split: str | None = None,
     command: str = "open_run",
     **_,
 ) -> OpenedClassifier:
@@ -116,7 +114,7 @@ def open_run(
     return opened
 
 
-def open_with(config: OpenedClsConfig, split: Optional[str] = None, accelerator=None) -> OpenedClassifier:
+def open_with(config: OpenedClsConfig, split: str | None = None, accelerator=None) -> OpenedClassifier:
     """Open the classifier of --checkpoint, but first a split: it gives weights alone their classes."""
     if split is None:
         return OpenedClassifier(config, *open_classifier(config))
@@ -138,7 +136,7 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
         return with_classes(config.data.root, open_source(config.data.root, split))
 
 
-def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tuple[nn.Module, dict]:
+def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> tuple[nn.Module, dict]:
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
     A run, or a folder saved by timm or moh_vision.publish, brings its model: only
@@ -175,7 +173,7 @@ def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> Tu
     return model, dict(about, img_size=model.pretrained_cfg["input_size"][-1])
 
 
-def _saved_by_timm(folder: str) -> Tuple[str, dict, dict]:
+def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
     """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
         name, arguments, cfg = of_source(folder, "classifier")
@@ -201,7 +199,7 @@ def data_as_trained(data: EvalDataConfig, given: Collection[str], about: dict) -
         ) from None
 
 
-def prepare(model: nn.Module, data: EvalDataConfig, img_size: Optional[int], classes: Optional[Sequence[str]]) -> None:
+def prepare(model: nn.Module, data: EvalDataConfig, img_size: int | None, classes: Sequence[str] | None) -> None:
     """Write how validation prepares images into pretrained_cfg, for `validation_transform`.
 
     `img_size` or `classes` None: as the pretrained_cfg has them.

@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import Callable, Iterable, List, Optional, Sequence, Tuple
+from typing import Callable, Iterable, Sequence
 
 import torch
 from accelerate.utils import gather_object
@@ -27,7 +27,7 @@ def validate(
     data,
     accelerator,
     progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
-) -> Tuple[dict, HeadLoad, Tensor]:
+) -> tuple[dict, HeadLoad, Tensor]:
     """Score a `ClassificationTask` on a split: every readable image once over all processes.
 
     Returns:
@@ -41,7 +41,7 @@ def validate(
     slices = rank_slice(len(source), rank, ranks, data.eval_batch_size)
     load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
-    predicted: List[Tensor] = []  # [B, 4] of each batch
+    predicted: list[Tensor] = []  # [B, 4] of each batch
 
     @torch.no_grad()
     def predict(images, labels):
@@ -91,7 +91,7 @@ def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], cla
     write_csv(path, rows)
 
 
-def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str, Optional[float]]]:
+def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> list[tuple[str, float | None]]:
     """Return (name, top-1 in percent) of each class; None for a class without images."""
     labels, predicted, images = confusion.T
     of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
@@ -99,7 +99,7 @@ def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> List[Tuple[str,
     return [(name, 100 * r / n if n else None) for name, r, n in zip(classes, right.tolist(), of_class.tolist())]
 
 
-def class_table(top1: Sequence[Tuple[str, Optional[float]]], most: int = 20) -> str:
+def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str:
     """Return `class_accuracy` as lines; over `most` classes, one line with the best and the worst."""
     if len(top1) > most:
         known = sorted((found, name) for name, found in top1 if found is not None)

@@ -1,7 +1,5 @@
 """The task of classification: what accelerate wraps."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +24,7 @@ class ClassificationTask(RoutedTask):
         super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing, self.distill = label_smoothing, distill
 
-    def forward(self, images: Tensor, labels: Optional[Tensor] = None, teacher_logits: Optional[Tensor] = None):
+    def forward(self, images: Tensor, labels: Tensor | None = None, teacher_logits: Tensor | None = None):
         """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
         images [B, C, h, w]; labels [B], or targets [B, classes]. With teacher_logits [B, classes],

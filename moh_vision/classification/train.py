@@ -4,10 +4,8 @@ Installed: accelerate launch -m moh_vision.classification.train --config cls/NAM
 prints every key.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from typing import Callable, List, Optional, Tuple
+from typing import Callable
 
 import torch
 from accelerate.utils import send_to_device
@@ -144,14 +142,14 @@ class Evaluation:
         self.weights = "ema" if run.ema else "model"
         self.model = run.ema.module if run.ema else run.model
 
-    def validate(self) -> Tuple[dict, HeadLoad, torch.Tensor]:
+    def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """See `scores.validate`."""
         run, data = self.run, self.run.config.data
         task = ClassificationTask(self.model, 0.0) if run.ema else run.task
         with run.errors((BadData,), every_rank=True):
             return validate(task, self.val, self.transform, data, run.accelerator, run.log.progress)
 
-    def judge(self) -> Tuple[dict, HeadLoad, torch.Tensor]:
+    def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """Validate, and log the scores and keep the weights if they are the best."""
         run, (scores, load, predictions) = self.run, self.validate()
         if run.best:
@@ -186,7 +184,7 @@ class Evaluation:
                 run.log.say(f"{run.folder / FILE} could not be written: {message_of(error)}")
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     with Run(NAME, ClsConfig, argv, settings) as run:
         train(run)
 

@@ -7,7 +7,6 @@ installed: python -m moh_vision.classification.validate.
 import os
 from functools import partial
 from pathlib import Path
-from typing import List, Optional
 
 from moh_vision.classification.config import ValidateConfig
 from moh_vision.classification.labels import SomeClasses, image_names
@@ -65,7 +64,7 @@ def report(config: ValidateConfig, accelerator) -> None:
         say(line)
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     with StopSignals():
         with user_errors(NAME):
             config = parse_config(ValidateConfig, argv, NAME)

@@ -1,10 +1,8 @@
 """The configurations of a diffusion run, of sampling from one, and of opening one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import List, Literal, Mapping, Optional, Sequence, Tuple, Union
+from typing import Literal, Mapping, Sequence
 
 from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.sampling import sampler_for
@@ -13,7 +11,7 @@ from moh_vision.engine.config import MAX_SEED, HeadBudgets, ImageRunConfig, Imag
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
-Classes = Optional[List[str]]  # texts, so that a class called 007 is not number 7
+Classes = list[str] | None  # texts, so that a class called 007 is not number 7
 DRAWS = "num_images!=0"
 # What --protocol stands for; other values of these keys are refused. "adm": how DiT and MoH-DiT draw the images that
 # ADM's evaluator scores (defaults of their sample_ddp.py; each figure names its guidance scale).
@@ -44,20 +42,14 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
 
 
 def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> list[int]:
-    """Return the numbers of the classes asked for, each once; None: all of `names`."""
+    """Return the numbers of the classes asked for, each once; None: all of `names`, or "no class" where there are none."""
     if asked is None:
-        return list(range(len(names)))
+        return list(range(len(names))) or [0]
     found = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
     for place, number in enumerate(found):
         if number in found[:place]:
             raise ValueError(f"{key} {asked[place]}: class {number} ({names[number]}) is named twice")
     return found
-
-
-def guidance_text(config: Section) -> str:
-    """Return the guidance in words."""
-    weak = f", {config.guide_scale:g} away from {config.guide}" if config.guide else ""
-    return f"guidance {config.cfg_scale:g}{weak}"
 
 
 def check_classes(name: str, classes: Classes, images: int) -> None:
@@ -66,24 +58,33 @@ def check_classes(name: str, classes: Classes, images: int) -> None:
         raise ValueError(f"{name} names {len(classes)} classes, more than the {images} images that are drawn")
 
 
+class Guided(Section):
+    """Keys of guidance, whatever their defaults."""
+
+    @property
+    def guidance(self) -> str:
+        """The guidance in words."""
+        weak = f", {self.guide_scale:g} away from {self.guide}" if self.guide else ""
+        return f"guidance {self.cfg_scale:g}{weak}"
+
+
 @dataclass
-class DrawConfig(Section, needs=".every", free=True):
+class DrawConfig(Guided, needs=".every", free=True):
     """How samples are drawn while a diffusion model trains: always of the same noise and labels, with the EMA if any."""
 
     default_sampler = dict(noise="ddim", flow="euler")
-    guidance = property(guidance_text)
 
     every: int = key(0, ge=0)
     """Steps between them, and one at the end of a run of at least so many; 0: never."""
     images: int = key(40, ge=1)
     """How many; image i has class i modulo the number of classes."""
-    sampler: Optional[Sampler] = key(None)
+    sampler: Sampler | None = key(None)
     """As in sample.py; left out: "ddim", or with objective flow "euler"."""
     steps: int = key(50, ge=1, le=1000)
     """Denoising steps."""
     cfg_scale: float = key(1.5, ge=0)
     """Classifier-free guidance; 1: none."""
-    guide: Optional[str] = key(None, needs=".guide_scale!=1")
+    guide: str | None = key(None, needs=".guide_scale!=1")
     """A weak model to guide away from; see sample.py."""
     guide_scale: float = key(1.0, ge=0, needs=".guide")
     """Autoguidance; 1: none."""
@@ -95,7 +96,7 @@ class DrawConfig(Section, needs=".every", free=True):
 class PreviewConfig(DrawConfig, section="preview"):
     """Pictures: OUTPUT/previews/step_N.png."""
 
-    columns: Optional[int] = key(None, ge=1, needs="not .classes")
+    columns: int | None = key(None, ge=1, needs="not .classes")
     """Images a row; left out: one class a row with its name, for at most ten rows of ten, else ten images a row."""
     classes: Classes = key(None)
     """Numbers or names of the classes that are drawn, one a row with its name; left out: all classes."""
@@ -113,18 +114,18 @@ class ScoreConfig(DrawConfig, section="score"):
 
     images: int = key(5000)
     cfg_scale: float = key(1.0)
-    reference: Optional[str] = key(None)
+    reference: str | None = key(None)
     """What samples are compared with, as `score` of sample.py; left out: data.root."""
-    split: Optional[Literal["train", "val"]] = key(None)
+    split: Literal["train", "val"] | None = key(None)
     """Split of a data set: "train" (the default) or "val"."""
     extractor: str = key("inception")
     """Whose features are compared: "inception", "timm:NAME", "timm:local-dir:FOLDER", or a classification run."""
-    inception_weights: Optional[str] = key(None)
+    inception_weights: str | None = key(None)
     """The .pth file of torch-fidelity; left out: fetched once."""
     allow_biased: bool = key(False)
     """Also with no more images than features, labelled FID@N."""
 
-    def sampled(self, checkpoint: str, root: str, objective: str) -> SampleConfig:
+    def sampled(self, checkpoint: str, root: str, objective: str) -> "SampleConfig":
         """Return the keys of sample.py for these scores; `root` is the default reference."""
         same = ("steps", "cfg_scale", "guide", "guide_scale", "seed", "extractor", "inception_weights", "allow_biased")
         return SampleConfig(
@@ -156,15 +157,15 @@ class DitModelConfig(ModelConfig):
     """The model; what is left out keeps the registered model's own value."""
 
     name: str = key("moh_dit_small_patch2_75")
-    patch_bottleneck: Optional[int] = key(None, ge=1, needs="not .pretrained")
+    patch_bottleneck: int | None = key(None, ge=1, needs="not .pretrained")
     """Width of a linear map between a patch and the embedding, for large patches (Li and He 2025: 128)."""
 
 
 @dataclass
 class RepaConfig(Section, section="repa", needs=".teacher"):
-    """Representation alignment (Yu 2024); see `moh_vision.diffusion.alignment`."""
+    """Representation alignment (Yu 2024); see `moh_vision.diffusion.task.Alignment`."""
 
-    teacher: Optional[str] = key(None)
+    teacher: str | None = key(None)
     """A frozen model with features of patches: one of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a
     classification run. The data must be images."""
     block: int = key(8, ge=1)
@@ -178,7 +179,7 @@ class DitConfig(ImageRunConfig):
     """Diffusion."""
 
     kind: Literal["diffusion"] = key("diffusion")
-    vae: Optional[str] = key(None)
+    vae: str | None = key(None)
     """Name on the Hugging Face hub, or folder, of the VAE of the latents; "none" or left out: on pixels, or on latents
     where data.root holds them, whose own VAE decodes previews."""
     model: DitModelConfig = field(default_factory=DitModelConfig)
@@ -186,7 +187,7 @@ class DitConfig(ImageRunConfig):
     """What the model predicts: the "noise" of 1000 steps, as DiT, or the velocity of a "flow", as SiT."""
     learn_sigma: bool = key(True, needs="objective=noise")
     """Learn the variance too (hybrid loss)."""
-    min_snr_gamma: Optional[float] = key(None, gt=0, needs="objective=noise")
+    min_snr_gamma: float | None = key(None, gt=0, needs="objective=noise")
     """Weigh the squared error by min(SNR, gamma) / SNR, with gamma 5 in Hang 2023."""
     flow: FlowConfig = field(default_factory=FlowConfig)
     label_drop: float = key(0.1, ge=0, lt=1)
@@ -208,48 +209,47 @@ class DitConfig(ImageRunConfig):
 
 
 @dataclass(kw_only=True)
-class SampleConfig(Section):
+class SampleConfig(Guided):
     """Sampling from a trained run."""
 
     default_sampler = dict(noise="ddpm", flow="sde")
-    guidance = property(guidance_text)
 
     checkpoint: str = key(also="ckpt")
     """Folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either; the
     folder of a pipeline, ours or diffusers' DiTPipeline; with --model other weights."""
-    model: Optional[str] = key(None)
+    model: str | None = key(None)
     """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads."""
     weights: Literal["ema", "model"] = key("ema", needs="checkpoint!=*.safetensors")
     """"ema" (falls back to "model" where the run or the file has none) or "model"."""
-    head_budget: Optional[HeadBudgets] = key(None, ge=0)
+    head_budget: HeadBudgets | None = key(None, ge=0)
     """Share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's."""
-    protocol: Optional[Literal["adm"]] = key(None)
+    protocol: Literal["adm"] | None = key(None)
     """"adm": as published FIDs are made (docs/guides/sampling.md): 50,000 images, random labels, EMA weights, 250 steps of
     ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics."""
-    num_images: Optional[int] = key(None, ge=0)
+    num_images: int | None = key(None, ge=0)
     """How many; left out: 100, or those of the protocol."""
     classes: Classes = key(None, needs=DRAWS)
     """Numbers or names of the classes that are drawn, such as 207 360 (in a file ["207", "360"]); left out: all. A name
     goes before a number."""
-    labels: Optional[Literal["balanced", "random"]] = key(None, needs=DRAWS)
+    labels: Literal["balanced", "random"] | None = key(None, needs=DRAWS)
     """"balanced": the classes in turn; "random": drawn from (seed, i); left out: random where the reference holds ADM's
     statistics, else balanced."""
-    sampler: Optional[Sampler] = key(None)
+    sampler: Sampler | None = key(None)
     """"ddpm" (left out), "ddim" or "dpm-solver++"; of a model trained with objective flow "sde" (left out), "euler" or
     "heun"."""
     steps: int = key(250, ge=1, le=1000)
     """Denoising steps."""
     cfg_scale: float = key(1.0, ge=0, needs=DRAWS)
     """Classifier-free guidance; 1: none."""
-    guide: Optional[str] = key(None, needs="guide_scale!=1")
+    guide: str | None = key(None, needs="guide_scale!=1")
     """A weak model to guide away from: another run, checkpoint or pipeline of the same images and classes, such as an
     earlier checkpoint, of its EMA if any; or "heads:SHARE", the same model with fewer heads, such as heads:0.5."""
     guide_scale: float = key(1.0, ge=0, needs=f"guide; {DRAWS}")
     """Autoguidance, away from what `guide` predicts; 1: none."""
-    guide_channels: Optional[Union[int, Literal["all"]]] = key(None, ge=1, needs="cfg_scale!=1 or guide")
+    guide_channels: int | Literal["all"] | None = key(None, ge=1, needs="cfg_scale!=1 or guide")
     """How many channels are guided, from the first, or "all"; left out: 3 of 4, as in the official DiT, and all of any
     other number."""
-    cfg_interval: Tuple[float, float] = key((0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide")
+    cfg_interval: tuple[float, float] = key((0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide")
     """Guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
     seed: int = key(0, ge=0, le=MAX_SEED, needs=DRAWS)
     """The noise of image i depends on (seed, i) alone."""
@@ -257,35 +257,35 @@ class SampleConfig(Section):
     """Images at a time on each process; equal sizes give equal bits."""
     mixed_precision: Literal["no", "bf16", "fp16"] = key("no")
     """"no", "bf16" or "fp16"."""
-    vae: Optional[str] = key(None)
+    vae: str | None = key(None)
     """Of latent models: name or folder of a VAE; left out: the one that the run was trained with."""
-    save_pipeline: Optional[str] = key(None)
+    save_pipeline: str | None = key(None)
     """A folder for model, scheduler and VAE, as `MoHDiTPipeline.from_pretrained` reads it; with num_images 0 that is
     all."""
-    out: Optional[str] = key(None)
+    out: str | None = key(None)
     """A folder for PNGs, or a .npz file (arr_0 uint8 [N, h, w, channels], arr_1 labels)."""
-    grid: Optional[str] = key(None, ends=(".png",))
+    grid: str | None = key(None, ends=(".png",))
     """PNG with one class a row: those of `classes`, or the first ten."""
     grid_columns: int = key(10, ge=1, needs="grid")
     """Images a row."""
-    denoising: Optional[str] = key(None, ends=(".png", ".gif"))
+    denoising: str | None = key(None, ends=(".png", ".gif"))
     """What the sampler holds after some of its steps, of the first eight images: .png, an image a row and eight moments;
     .gif, an animation."""
-    head_load: Optional[str] = key(None)
+    head_load: str | None = key(None)
     """JSON of which heads the tokens of each class and timestep ran, for `python -m moh_vision head-load`."""
-    score: Optional[str] = key(None)
+    score: str | None = key(None)
     """The reference: a folder of images, a .npz (images, or ADM's or saved statistics), or a data set as in
     data.root."""
-    score_split: Optional[Literal["train", "val"]] = key(None, needs="score")
+    score_split: Literal["train", "val"] | None = key(None, needs="score")
     """Split of a data set: "val" (the default) or "train"."""
-    extractor: Optional[str] = key(None, needs="score")
+    extractor: str | None = key(None, needs="score")
     """"inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; of the same classes as the
     data set it also tells how many samples are recognised."""
-    inception_weights: Optional[str] = key(None, needs="score")
+    inception_weights: str | None = key(None, needs="score")
     """The .pth file of torch-fidelity; left out: fetched once."""
     allow_biased: bool = key(False, needs="score")
     """Score also with no more images than features, labelled FID@N."""
-    score_file: Optional[str] = key(None, needs="score")
+    score_file: str | None = key(None, needs="score")
     """Where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json)."""
     overwrite: bool = key(False)
     """Replace what is at the output paths."""
@@ -318,6 +318,6 @@ class SampleConfig(Section):
 class OpenedDitConfig(OpenedConfig, runs=DitConfig):
     """A diffusion run that a command opens, and its images."""
 
-    vae: Optional[str] = key(None)
+    vae: str | None = key(None)
     """Name or folder of the VAE; left out: the one that the run was trained with."""
     data: ImagesConfig = field(default_factory=ImagesConfig)

@@ -1,7 +1,5 @@
 """Images in files: grids, folders of PNGs, .npz, and how noise becomes images."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import shutil
@@ -115,10 +113,10 @@ class Denoising:
         count = min(steps, MOMENTS[path[-4:]])
         self.moments = torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
 
-    def add(self, pipe, step: int, timestep: Tensor, inputs: dict) -> None:
-        """Keep the images if `step` is one to show; for `callback_on_step_end`."""
+    def add(self, pipe, step: int, latents: Tensor) -> None:
+        """Keep the images if `step` is one to show."""
         if step in self.moments:
-            self.frames.append(to_uint8(pipe.decode(inputs["latents"][:SHOWN])).cpu())
+            self.frames.append(to_uint8(pipe.decode(latents[:SHOWN])).cpu())
             after = pipe.scheduler.timesteps[step + 1 : step + 2].tolist()
             self.times.append(f"t={after[0]:.0f}" if after else "image")
 

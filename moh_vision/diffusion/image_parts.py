@@ -1,7 +1,5 @@
 """Generated images on disk, so that a killed run goes on where it was."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,20 +1,18 @@
 """What a diffusion run trains on: pixels, stored latents, or images that a VAE encodes."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from functools import partial
-from typing import Callable, Iterator, Optional, Tuple, Union
+from typing import Callable, Iterator
 
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_spread, image_transform
+from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_spread
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
-from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents
+from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents, cropped
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import (
     LatentSpace,
@@ -33,10 +31,10 @@ IMG_SIZE_WITH_VAE = 256
 def open_inputs(
     root: str,
     vae: str,
-    img_size: Optional[int],
+    img_size: int | None,
     augment: str,
-    device: Union[str, torch.device] = "cpu",
-    stream: Optional[ShardStream] = None,
+    device: str | torch.device = "cpu",
+    stream: ShardStream | None = None,
     split: str = "train",
 ):
     """Open a split of `root`, images or latents; a `stream` brings its own images.
@@ -62,57 +60,60 @@ class PixelInputs:
     `img_size` and `channels` are the model's; `colours` are those of a batch before `encode`, None for latents.
     """
 
-    space: Optional[LatentSpace] = None
-    vae: Optional[nn.Module] = None
+    noised: type[NoisedImages] = NoisedImages
+    space: LatentSpace | None = None
+    vae: nn.Module | None = None
 
     def __init__(self, source, img_size: int, augment: str):
         self.source, self.channels = source, source.channels
         self.img_size, self.augment = img_size, augment
-        self.colours: Optional[int] = source.channels
+        self.colours: int | None = source.channels
+        self.transform: Callable = cropped(augment, img_size, source.channels)
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
         """Return the data set that `training_batches` takes."""
-        half = [0.5] * self.channels
-        transform = image_transform(self.augment, self.img_size, self.channels, half, half, fit="crop")
-        return NoisedImages(self.source, transform, seed, draw, label_drop)
+        shape = (self.channels, self.img_size, self.img_size)
+        return self.noised(self.source, self.transform, seed, draw, label_drop, shape, self.augment == "flip")
 
     def encode(self, batch: dict, autocast=None) -> dict:
         """Return a batch, on its device, as the diffusion task takes it."""
         return batch
 
+    def encoded_on_cpu(self, batch: dict, accelerator) -> dict:
+        """Encode a batch on the accelerator's device, and return it on the CPU."""
+        batch = self.encode(send_to_device(batch, accelerator.device), accelerator.autocast())
+        return send_to_device(batch, "cpu")
+
     def calibration_batches(
         self, objective: nn.Module, count: int, bad: BadSamples, accelerator
-    ) -> Iterator[Tuple[Tensor, ...]]:
+    ) -> Iterator[tuple[Tensor, ...]]:
         """Yield (noisy images [B, C, h, w], timesteps [B], labels [B]) of `count` evenly spread samples, on the CPU.
 
         Sample i always has the timestep and noise of (0, i); no label is dropped.
         """
         slices = evenly_spread(len(self.source), count)
         for batch in evaluation_batches(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
-            batch = self.encode(send_to_device(batch, accelerator.device), accelerator.autocast())
-            noisy = objective.add_noise(*(batch[name].cpu() for name in ("images", "noise", "timesteps")))
-            yield noisy, batch["timesteps"].cpu(), batch["labels"].cpu()
+            batch = self.encoded_on_cpu(batch, accelerator)
+            noisy = objective.add_noise(*(batch[name] for name in ("images", "noise", "timesteps")))
+            yield noisy, batch["timesteps"], batch["labels"]
 
-    def decoder(self, device) -> Optional[Callable[[Tensor], Tensor]]:
+    def decoder(self, device) -> Callable[[Tensor], Tensor] | None:
         """Return a function from samples [B, C, h, w] to images in [-1, 1]; None for pixels."""
         return None
 
-    def about_vae(self) -> Optional[dict]:
+    def about_vae(self) -> dict | None:
         """Return the `LatentSpace` as a dict for metadata; None without a VAE."""
         return self.space and dataclasses.asdict(self.space)
-
-    def describe_vae(self) -> str:
-        """Return lines about the VAE for `--dry-run`; "" without a VAE."""
-        return ""
 
 
 class CachedInputs(PixelInputs):
     """Diffusion on stored latents."""
 
-    def __init__(self, source: LatentCache, root: str, vae: str, img_size: Optional[int], augment: str):
+    noised = NoisedLatents
+
+    def __init__(self, source: LatentCache, root: str, vae: str, img_size: int | None, augment: str):
         super().__init__(source, source.img_size, augment)
-        self.colours = None
-        self.space = source.space
+        self.colours, self.space, self.transform = None, source.space, nn.Identity()
         if img_size not in (None, source.size):
             raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
         self.root, self.named, self.vae = root, vae, None
@@ -133,12 +134,7 @@ class CachedInputs(PixelInputs):
 
     def describe_vae(self) -> str:
         size = "" if self.vae is None else f"{count_parameters(self.vae):,} parameters, "
-        return (
-            f"VAE:          {self.space}: {size}frozen, no part of the model; latents are stored: it does not count\n"
-        )
-
-    def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedLatents:
-        return NoisedLatents(self.source, seed, draw, label_drop, flip=self.augment == "flip")
+        return f"VAE:          {self.space}: {size}frozen, no part of the model; latents are stored: it does not count"
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
         names = [(self.space.name, False), (self.named, True)]  # local files before the hub
@@ -158,25 +154,25 @@ class CachedInputs(PixelInputs):
 class EncodedInputs(PixelInputs):
     """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model."""
 
+    noised = ImagesToEncode
+
     def __init__(self, source, vae: str, img_size: int, augment: str, device):
         self.vae = load_vae(vae).to(device)
         self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
         super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
         self.channels, self.colours = self.space.latent_channels, image_channels(self.vae)
+        self.transform = cropped("none", img_size, self.colours)
 
     def describe_vae(self) -> str:
+        """Return lines about the VAE for `--dry-run`."""
         costs = ""
         if self.space.img_size is None:  # transformers' encoders, in an AutoencoderRAE, take more than images
             images = torch.zeros(1, self.colours, self.pixels, self.pixels)
             costs = f": {count_macs(self.vae.encoder, images).dense:,} MACs an image"
         return (
             f"VAE:          {self.space}: {count_parameters(self.vae):,} parameters, frozen, no part of the model\n"
-            f"              its encoder runs in every step{costs}, which stored latents spare\n"
+            f"              its encoder runs in every step{costs}, which stored latents spare"
         )
-
-    def dataset(self, seed: int, draw: Callable, label_drop: float) -> ImagesToEncode:
-        draws = (seed, draw, label_drop)
-        return ImagesToEncode(self.source, self.pixels, self.colours, self.space, *draws, flip=self.augment == "flip")
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
         return partial(decode, self.vae)

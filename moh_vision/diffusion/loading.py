@@ -1,7 +1,5 @@
 """Opens a diffusion model: of a run, of a saved pipeline, or published weights; and a pipeline."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

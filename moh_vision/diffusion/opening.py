@@ -1,7 +1,5 @@
 """Opens a diffusion model again: its data, loss and scores."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import cached_property
 from pathlib import Path
@@ -61,14 +59,10 @@ class OpenedDiffusion(Opened):
         return self.opened_inputs(split).dataset(0, draw, 0.0)
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
-        images, inputs, device = self.data("train"), self.opened_inputs("train"), self.accelerator.device
+        images, inputs = self.data("train"), self.opened_inputs("train")
         unreadable = BadSamples(len(inputs.source), self.config.data.max_bad_fraction)
         halves = calibration_halves(images, count, self.config.data.workers, unreadable)
-
-        def encode(batch: dict) -> dict:
-            return send_to_device(inputs.encode(send_to_device(batch, device), self.accelerator.autocast()), "cpu")
-
-        return tuple([encode(batch) for batch in half] for half in halves)
+        return tuple([inputs.encoded_on_cpu(batch, self.accelerator) for batch in half] for half in halves)
 
     def inputs(self, batch: dict) -> tuple[Tensor, Tensor, Tensor]:
         noisy = self.objective.add_noise(batch["images"], batch["noise"], batch["timesteps"])

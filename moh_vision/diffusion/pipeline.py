@@ -3,8 +3,9 @@
 diffusers' DiTPipeline takes 1000 for "no class", drops the learned variance, and draws noise without a generator.
 """
 
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Optional, Self, Sequence
+from typing import Any, Callable, Self, Sequence
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin
@@ -46,11 +47,11 @@ class MoHDiTPipeline(DiffusionPipeline):
         self,
         transformer: ModelMixin,
         scheduler: SchedulerMixin,
-        vae: Optional[ModelMixin] = None,
-        id2label: Optional[dict] = None,
-        label_drop: Optional[float] = None,
-        objective: Optional[str] = None,
-        downsampling: Optional[int] = None,
+        vae: ModelMixin | None = None,
+        id2label: dict | None = None,
+        label_drop: float | None = None,
+        objective: str | None = None,
+        downsampling: int | None = None,
     ):
         super().__init__()
         if type(transformer).__name__ == "DiTTransformer2DModel":  # importing the class takes a second
@@ -114,35 +115,60 @@ class MoHDiTPipeline(DiffusionPipeline):
                 and without guidance.
             guidance_scale, guide_channels, guidance_interval: see `moh_vision.diffusion.Guidance`.
             num_inference_steps: steps of the scheduler.
-            generator: one per image for all its noise, or a single one (None: torch's own) that gives the images
-                seeds in order: image i does not depend on how many follow. Equal noise gives equal bits at
-                equal batch size.
+            generator: one per image for all its noise, or a single one (None: torch's own) that gives the images seeds
+                in order: image i does not depend on how many follow. Equal noise gives equal bits at equal batch size.
             latents: first noise, N(0, 1) [B, C, h, w], not scaled; None: from `generator`, as all later noise.
             output_type: "pil", "np" [B, H, W, C] or "pt" [B, C, H, W] in 0 .. 1, or "latent": not decoded.
             return_dict: return an `ImagePipelineOutput`; False: a tuple.
             callback_on_step_end: (pipeline, step, timestep, dict(latents=...)) -> dict of new latents, or None.
             callback_on_step_end_tensor_inputs: what that dict holds: "latents".
             on_routing: called after each pass with arguments of `moh_vision.models.head_load.HeadLoad.add`.
-            guide: a weak model, for which `on_routing` is not called: another pipeline's transformer on the same
-                device, or "heads:SHARE", this one with fewer heads.
-            guide_scale: `weak_scale` of `Guidance`.
+            guide: a weak model, for which `on_routing` is not called: another pipeline's transformer on the same device,
+                or "heads:SHARE", this one with fewer heads. `guide_scale` is the `weak_scale` of `Guidance`.
 
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.
         """
-        transformer, config = self.transformer, self.transformer.config
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale)
-        if (guide is None) != (guide_scale == 1):
-            told = f"guide_scale {guide_scale:g} {'without' if guide is None else 'with'} guide"
-            raise ValueError(f"{told}: expected a weak model and a scale other than 1, or neither")
-        weak = sampling.weak_predict(transformer, guide)
+        weak = self._weak(guide, guide_scale)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
         generators = _one_per_image(generator, len(labels))
-        learned = config.out_channels == 2 * config.in_channels
-        scheduler = sampling.fit_scheduler(self.scheduler, learned)
-        sampling.set_steps(scheduler, num_inference_steps)
+        scheduler = self._fitting_scheduler(num_inference_steps)
+        x = self._first_noise(latents, generators).to(labels.device)
+        guided = guidance.around(self._predict(on_routing), labels, self.transformer.config.num_classes, weak)
+        with self.progress_bar(total=len(scheduler.timesteps)) as bar:
+            on_step = partial(self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs)
+            x = sampling.denoise(guided, scheduler, x, generators, on_step)
+        if output_type != "latent":
+            x = self.decode(x)
+            sampling.refuse_not_finite(x, "after decoding")
+            x = self.image_processor.postprocess(x, output_type)
+        self.maybe_free_model_hooks()
+        return ImagePipelineOutput(images=x) if return_dict else (x,)
+
+    def _weak(self, guide: str | ModelMixin | None, scale: float) -> Callable | None:
+        if (guide is None) != (scale == 1):
+            told = f"guide_scale {scale:g} {'without' if guide is None else 'with'} guide"
+            raise ValueError(f"{told}: expected a weak model and a scale other than 1, or neither")
+        return sampling.weak_predict(self.transformer, guide)
+
+    def _fitting_scheduler(self, steps: int) -> SchedulerMixin:
+        config = self.transformer.config
+        scheduler = sampling.fit_scheduler(self.scheduler, config.out_channels == 2 * config.in_channels)
+        sampling.set_steps(scheduler, steps)
+        return scheduler
+
+    def _first_noise(self, latents: Tensor | None, generators: list[torch.Generator]) -> Tensor:
+        config = self.transformer.config
+        shape = (config.in_channels, config.sample_size, config.sample_size)
+        if latents is None:
+            return sampling.initial_noise(shape, generators, self._execution_device)
+        return _checked_latents(latents, (len(generators), *shape))
+
+    def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        transformer = self.transformer
 
         def predict(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
             x = x.to(transformer.dtype)
@@ -152,28 +178,12 @@ class MoHDiTPipeline(DiffusionPipeline):
             on_routing(stats, y, t)
             return out
 
-        shape = (config.in_channels, config.sample_size, config.sample_size)
-        if latents is None:
-            x = sampling.initial_noise(shape, generators, labels.device)
-        else:
-            x = _checked_latents(latents, (len(labels), *shape)).to(labels.device)
-        with self.progress_bar(total=len(scheduler.timesteps)) as bar:
+        return predict
 
-            def on_step(step: int, t: Tensor, x: Tensor) -> Tensor | None:
-                bar.update()
-                if callback_on_step_end is None:
-                    return None
-                inputs = {name: x for name in callback_on_step_end_tensor_inputs}
-                return (callback_on_step_end(self, step, t, inputs) or {}).get("latents")
-
-            guided = guidance.around(predict, labels, config.num_classes, weak)
-            x = sampling.denoise(guided, scheduler, x, generators, on_step)
-        if output_type != "latent":
-            x = self.decode(x)
-            sampling.refuse_not_finite(x, "after decoding")
-            x = self.image_processor.postprocess(x, output_type)
-        self.maybe_free_model_hooks()
-        return ImagePipelineOutput(images=x) if return_dict else (x,)
+    def _after_step(self, bar, callback: Callable | None, names: Sequence[str], step: int, t: Tensor, x: Tensor):
+        """Count a step; return what the callback puts in the place of x, or None."""
+        bar.update()
+        return callback and (callback(self, step, t, {name: x for name in names}) or {}).get("latents")
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Pictures of a diffusion model, and its scores, while it trains."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from functools import partial
@@ -27,7 +25,7 @@ LONG = 10  # seconds that drawing may take before it is said how long it takes
 ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row
 
 
-def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list[Samples]:
+def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list["Samples"]:
     """Open the previews and the scores of a run, of its EMA weights if any."""
     config, accelerator = run.config, run.accelerator
     sections, last = (config.preview, config.score), config.max_steps
@@ -55,8 +53,7 @@ class Samples:
 
     def __init__(self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None):
         self.config, self.names, self.failed = config, inputs.source.classes, 0
-        chosen = chosen_classes(f"{config.section}.classes", config.classes, self.names)
-        self.classes = torch.tensor(chosen or [len(self.names)])  # without classes "no class"
+        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, self.names))
         if 0 < config.every and config.cfg_scale != 1 and not self.names:
             said = f"{config.section}.cfg_scale {config.cfg_scale:g}"
             raise ValueError(f"{said} needs classes, and the images have none: set 1, for no guidance")

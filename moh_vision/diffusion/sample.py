@@ -5,9 +5,8 @@ share the images, which do not depend on their number. The same command goes on 
 Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 """
 
-from __future__ import annotations
-
 import contextlib
+import hashlib
 import shlex
 from pathlib import Path
 from typing import Any, Callable
@@ -25,12 +24,12 @@ from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
-from moh_vision.diffusion.sampling import to_uint8
+from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, user_errors
-from moh_vision.engine.io import only_one, sha256_of, step_of
+from moh_vision.engine.io import only_one, sha256_of, step_of, tensor_files
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.run import finish, make_accelerator
@@ -143,6 +142,12 @@ def fidelity_command(config: SampleConfig) -> str:
     return shlex.join([*command, *["--allow-biased"] * config.allow_biased])
 
 
+def weights_sha256(file: Path) -> str:
+    """Return the SHA-256 of a file of weights; in parts, as of a sharded run, of the lines with theirs."""
+    sums = [sha256_of(part) for part in tensor_files(file)]
+    return sums[0] if len(sums) == 1 else hashlib.sha256("\n".join(sums).encode()).hexdigest()
+
+
 class Drawing:
     """The images that a `SampleConfig` asks for; image i has its own class and noise."""
 
@@ -161,7 +166,7 @@ class Drawing:
             statistics = "ADM's statistics (an .npz with mu and sigma, such as VIRTUAL_imagenet256_labeled.npz)"
             raise ValueError(f"--score {config.score}: protocol {config.protocol} compares with {statistics}")
         config.labels = config.labels or ("random" if against_adm else "balanced")
-        self.classes = chosen_classes("--classes", config.classes, self.names) or [len(self.names)]
+        self.classes = chosen_classes("--classes", config.classes, self.names)
         draws = range(config.num_images)
         if config.labels == "random":
             draws = (derive_seed(config.seed, i, Stream.DIFFUSION) for i in draws)
@@ -189,13 +194,13 @@ class Drawing:
             how["classes"] = self.classes
         if c.guide:
             how.update(guide=c.guide, guide_scale=c.guide_scale)
-            how["guide_sha256"] = None if c.guide == self.weak else sha256_of(weights_file(c.guide))
+            how["guide_sha256"] = None if c.guide == self.weak else weights_sha256(weights_file(c.guide))
         how.update(num_images=c.num_images, batch_size=c.batch_size, vae=vae and vae.config.get("_name_or_path"))
-        how.update(weights_sha256=sha256_of(self.file), vae_sha256=vae and vae_fingerprint(vae))
+        how.update(weights_sha256=weights_sha256(self.file), vae_sha256=vae and vae_fingerprint(vae))
         return dict(protocol=c.protocol, sampling=how, versions=versions())
 
-    def one_pass(self, size: int) -> Callable[[], Any]:
-        """Return a function that makes a pass of the model over so many images."""
+    def one_pass(self, size: int, predict: Callable | None = None) -> Callable[[], Any]:
+        """Return a function that makes a pass of the model, or of `predict`, over so many images."""
         model, generator = self.pipe.transformer, torch.Generator().manual_seed(self.config.seed)
         m = model.config
         noise = torch.randn(size, m.in_channels, m.sample_size, m.sample_size, generator=generator)
@@ -205,17 +210,20 @@ class Drawing:
 
         def forward() -> Any:
             with self.accelerator.autocast():
-                return model(*inputs)
+                return (predict or model)(*inputs)
 
         return forward
 
     def measure(self, parts: ImageParts, kept) -> None:
         """Measure where skipping heads pays, if drawing takes over a minute, for an `AttentionRecord`."""
         calls: dict = {}
-        todo, guided = len(parts.missing(self.accelerator)), self.config.cfg_scale != 1
-        one_pass = self.one_pass(len(parts.numbers(0)) * (2 if guided else 1)) if todo else None
-        for _ in range(2 if todo else 0):  # the first one also warms up
-            forward = attention.collect(calls, self.pipe.transformer, one_pass, training=False)
+        todo, size, model = len(parts.missing(self.accelerator)), len(parts.numbers(0)), self.pipe.transformer
+        passes = [(model, self.one_pass(size * (2 if self.config.cfg_scale != 1 else 1)))]
+        if self.weak:
+            weak = model if isinstance(self.weak, str) else self.weak
+            passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
+        for _ in range(2 if todo else 0):  # the first time also warms up
+            forward = sum(attention.collect(calls, of, one_pass, training=False) for of, one_pass in passes)
         short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
         found = ({}, "") if short else None
         kept.measure(lambda: found or attention.measured_table(calls, forward), parts.folder, self.accelerator)
@@ -247,7 +255,7 @@ class Drawing:
             def after_step(pipe: MoHDiTPipeline, step: int, t: Tensor, inputs: dict) -> None:
                 progress.add()
                 if denoising and numbers.start == 0:
-                    denoising.add(pipe, step, t, inputs)
+                    denoising.add(pipe, step, inputs["latents"])
 
             how = (c.cfg_scale, c.guide_channels, c.cfg_interval, c.steps)
             more = dict(callback_on_step_end=after_step, on_routing=count if c.head_load else None)

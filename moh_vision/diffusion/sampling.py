@@ -1,10 +1,10 @@
 """Class-conditional sampling with classifier-free guidance on diffusers' schedulers."""
 
-from __future__ import annotations
+from __future__ import annotations  # they name what only type checkers import
 
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Callable, Iterable, Optional, Sequence
+from typing import TYPE_CHECKING, Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Each with the objective of the models that it samples from.
 SAMPLERS = {"ddpm": "noise", "ddim": "noise", "dpm-solver++": "noise", "euler": "flow", "heun": "flow", "sde": "flow"}
 LEARNED = ("learned", "learned_range")
-OnStep = Optional[Callable[[int, Tensor, Tensor], Optional[Tensor]]]  # (step, t, x) -> a replacement of x
+OnStep = Callable[[int, Tensor, Tensor], Tensor | None] | None  # (step, t, x) -> a replacement of x
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Scores of samples: by a classifier of the same classes, or FID and its kin."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Callable
 

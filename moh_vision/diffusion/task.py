@@ -1,8 +1,28 @@
-"""The task of diffusion: what accelerate wraps."""
+"""The task of diffusion, which accelerate wraps, and its alignment with a frozen model's features."""
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from moh_vision.attention.losses import RoutedTask
+
+WIDEST = 2048  # of a projector, as released
+
+
+class Alignment(nn.Module):
+    """REPA (Yu 2024): the loss of the tokens after a `block`, counted from 1, and its projector, no part of the model."""
+
+    def __init__(self, block: int, weight: float, width: int, teacher_width: int):
+        super().__init__()
+        self.block, self.weight, hidden = block, weight, min(4 * width, WIDEST)
+        self.projector = nn.Sequential(
+            nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, teacher_width)
+        )
+
+    def forward(self, tokens: list[Tensor], teacher_tokens: Tensor) -> Tensor:
+        """Return one minus the mean cosine similarity of patches: the loss of Yu 2024 plus one."""
+        projected = self.projector(tokens[self.block - 1])  # [B, N, teacher_width]
+        # fp16 would square beyond its range.
+        return 1 - F.cosine_similarity(projected.float(), teacher_tokens.float(), dim=-1).mean()
 
 
 class DiffusionTask(RoutedTask):
@@ -13,7 +33,7 @@ class DiffusionTask(RoutedTask):
         model: nn.Module,
         balance_weight: float,
         diffusion: nn.Module,
-        alignment: nn.Module | None = None,
+        alignment: Alignment | None = None,
         **moa_weights: float,
     ):
         super().__init__(model, balance_weight, **moa_weights)

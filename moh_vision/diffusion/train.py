@@ -4,8 +4,6 @@ Installed: accelerate launch -m moh_vision.diffusion.train --config dit/NAME. Th
 every key.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -18,12 +16,11 @@ from moh_vision.data.batches import BadSamples, check_images_fit, training_batch
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
-from moh_vision.diffusion.alignment import Alignment
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import open_drawings
-from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.diffusion.task import Alignment, DiffusionTask
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
@@ -59,7 +56,7 @@ def train(run: Run) -> None:
     arguments |= config.model.decided(**decided)
     made = set_up_model(run, "diffusion", name, arguments, classes, config.max_steps)
     if made is None:
-        return inputs.describe_vae() and say(inputs.describe_vae().rstrip())
+        return inputs.space and say(inputs.describe_vae())
     model, elastic = made
     origin = config.model.pretrained or config.init_from
     now = objective_said(config.tree())

@@ -79,10 +79,8 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
         run = arguments("cls", tmp_path / "run", 1, 1, "--data.root", root, *argv)
         return refused(capsys, train_cls.main, *run)
 
-    said = error("--distill.teacher", grey, "--data.img_size", 12)
-    assert (
-        f"distill.teacher {grey} cannot take images of [1, 12, 12]: Input height (12) doesn't match model (8)" in said
-    )
+    fails = "cannot take images of [1, 12, 12]: Input height (12) doesn't match model (8)"
+    assert f"distill.teacher {grey} {fails}" in error("--distill.teacher", grey, "--data.img_size", 12)
     folder = write_folder(tmp_path / "d", size=(8, 8))
     colours = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, num_classes=5)
     said = error("--distill.teacher", colours, "--data.img_size", 8, root=folder)
@@ -100,6 +98,4 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
         said = error("--distill.teacher", other, "--data.img_size", 8, root=folder)
         assert f"distill.teacher {other}" in said and words in said
     assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error("--distill.teacher", "vit_tniy")
-    assert "distill.teacher local-dir:/no: Config file not found" in error("--distill.teacher", "local-dir:/no")
-    assert "distill.temperature 2.0 needs distill.teacher" in error("--distill.temperature", 2)
     assert not (tmp_path / "run").exists()

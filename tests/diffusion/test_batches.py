@@ -1,15 +1,14 @@
 import numpy as np
 import torch
 
-from moh_vision.data.batches import image_transform
 from moh_vision.data.sources import Digits
-from moh_vision.diffusion.batches import NoisedImages
+from moh_vision.diffusion.batches import NoisedImages, cropped
 from moh_vision.diffusion.objectives import draw_step
 
 
 def test_diffusion_draws():
     source = Digits("train")
-    data = NoisedImages(source, image_transform("none", 8, 1, (0.5,), (0.5,)), seed=0, draw=draw_step, label_drop=0.25)
+    data = NoisedImages(source, cropped("none", 8, 1), 0, draw_step, label_drop=0.25, noise_shape=(1, 8, 8))
     items = [data[(p, p % len(source))] for p in range(2000)]
     assert torch.equal(data[(5, 5)]["noise"], items[5]["noise"])
     noise = torch.stack([i["noise"] for i in items])

@@ -29,7 +29,7 @@ def test_grid_with_names(tmp_path, channels):
     assert 0 < ink[:34].sum() < ink[34:].sum()  # one a row
 
 
-@pytest.mark.parametrize("side", [8, 64])
+@pytest.mark.parametrize("side", [8, 40, 64])
 def test_names_of_a_grid_are_whole(side):
     """Of any length and wider than the images: all words are there, in lines that keep to their rows."""
     long, images = "polecat, fitch, foulmart, foumart, " * 4, torch.zeros(3, 1, side, side, dtype=torch.uint8)

@@ -1,19 +1,19 @@
 """Latents on disk: what is written, what goes on after a kill, what is refused."""
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
 from pictures import contents, write_folder
+from processes import on_two_ranks
+from refusals import one_line
 from test_writers import told
 from tiny_vae import save_tiny_vae
 
@@ -21,11 +21,9 @@ from moh_vision.__main__ import main
 from moh_vision.data.decode import UnreadableImage, center_crop
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.splits import open_source
-from moh_vision.diffusion.batches import NoisedLatents, posterior_draw
 from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
-from moh_vision.diffusion.latents.vae import encode_moments, load_vae, sample_posterior
-from moh_vision.diffusion.objectives import draw_step
+from moh_vision.diffusion.latents.vae import encode_moments, load_vae
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +46,19 @@ def run(*given):
 
 
 error_line = partial(told, command="latents")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, vae_folder):
+    """The latents of `root` in shards of 6, 7 and 7; who changes them takes `out`."""
+    folder = tmp_path_factory.mktemp("written")
+    assert run(vae_folder, write_folder(folder / "images", train=10, val=2, size=(21, 16)), folder / "out") == 0
+    return folder / "out"
+
+
+@pytest.fixture
+def out(written, tmp_path):
+    return shutil.copytree(written, tmp_path / "out")
 
 
 def stored_numbers(folder, split="train"):
@@ -74,15 +85,12 @@ def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(tmp_path,
         assert not torch.allclose(moments[0], moments[1], atol=0.01)
 
 
-def test_the_record_and_what_reads_without_us(tmp_path, vae_folder, root):
-    out = tmp_path / "out"
-    assert run(vae_folder, root, out, "--split", "val") == 0
-    assert run(vae_folder, root, out) == 0
+def test_the_record_and_what_reads_without_us(vae_folder, written, out):
+    assert run(vae_folder, written.parent / "images", out, "--split", "val") == 0
     m = json.loads((out / "train.meta.json").read_text())
     shards, made_from = m.pop("shards"), m.pop("made_from")
-    assert re.fullmatch("[0-9a-f]{64}", m["vae"].pop("sha256")) and made_from["--vae"].startswith(
-        f"{vae_folder} (sha256 "
-    )
+    sha = m["vae"].pop("sha256")
+    assert re.fullmatch("[0-9a-f]{64}", sha) and made_from["--vae"] == f"{vae_folder} (sha256 {sha[:12]})"
     assert m == dict(
         format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
         vae=dict(
@@ -100,49 +108,13 @@ def test_the_record_and_what_reads_without_us(tmp_path, vae_folder, root):
     assert array.shape == (6, 2, 8, 8, 8) and array.dtype == np.float16 and np.bincount(labels).tolist() == [10, 10]
 
 
-def test_grey_images(tmp_path, vae_folder):
-    assert run(vae_folder, "digits", tmp_path / "out", "--split", "val", "--batch-size", 100) == 0
-    source, cache = open_source("digits", "val"), LatentCache(str(tmp_path / "out"), "val")
-    number = stored_numbers(tmp_path / "out", "val")[3]
-    pixels = torch.from_numpy(np.array(center_crop(source.image(number), 16))).expand(1, 3, 16, 16) / 127.5 - 1
-    expected = encode_moments(load_vae(vae_folder), pixels)[0]
-    torch.testing.assert_close(cache.moments(3)[0], expected, rtol=1e-3, atol=1e-3)
-
-
-def test_draws_are_of_the_image_and_only_with_flip_of_its_mirror(tmp_path, vae_folder, root):
-    assert run(vae_folder, root, tmp_path / "out") == 0
-    cache = LatentCache(str(tmp_path / "out"), "train")
-    for flip, images in ((False, {0}), (True, {0, 1})):
-        data, seen = NoisedLatents(cache, seed=0, draw=draw_step, label_drop=0.0, flip=flip), set()
-        for position in range(16):
-            _, noise = posterior_draw(0, position, data.noise_shape)
-            draws = [sample_posterior(moments, noise, cache.space) for moments in cache.moments(3)]
-            seen.add([torch.equal(data[position, 3]["images"], draw) for draw in draws].index(True))
-        assert seen == images
-
-
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (("--dtype", "float32"), "--dtype was float16, now float32"),
-        ("vae", "--vae was {vae} \\(sha256 [0-9a-f]{{12}}\\), now {other} \\(sha256 [0-9a-f]{{12}}\\)"),
-    ],
-)
-def test_another_vae_size_or_dtype_is_refused_and_named(tmp_path, vae_folder, root, capfd, change, words):
-    out, vae, other = tmp_path / "out", vae_folder, tmp_path / "vae"
-    assert run(vae, root, out) == 0
-    if change == "vae":
-        vae = save_tiny_vae(other, seed=1)
-    before = contents(out)
-    assert run(vae, root, out, *(change if isinstance(change, tuple) else ())) == 2
-    assert re.search(words.format(vae=vae_folder, other=other), error_line(capfd))
-    assert contents(out) == before
-
-
-def test_the_same_weights_elsewhere_are_the_same_vae(tmp_path, vae_folder, root, capfd):
-    assert run(vae_folder, root, tmp_path / "out") == 0
+def test_another_vae_is_refused_and_the_same_weights_elsewhere_are_taken(tmp_path, vae_folder, written, out, capfd):
+    other, before, root = save_tiny_vae(tmp_path / "vae", seed=1), contents(out), written.parent / "images"
+    assert run(other, root, out) == 2
+    sha = r"\(sha256 [0-9a-f]{12}\)"
+    assert re.search(f"--vae was {vae_folder} {sha}, now {other} {sha}", error_line(capfd)) and contents(out) == before
     shutil.copytree(vae_folder, tmp_path / "pipeline" / "vae")
-    assert run(tmp_path / "pipeline", root, tmp_path / "out") == 0
+    assert run(tmp_path / "pipeline", root, out) == 0
     assert "all there already" in capfd.readouterr().out
 
 
@@ -169,22 +141,19 @@ def test_an_unreadable_file_is_one_line(tmp_path, vae_folder, root, capfd, monke
     assert error_line(capfd) == "latents: error: [Errno 5] Input/output error: 'disk'"
 
 
-def test_numbers_that_float16_cannot_hold_are_refused(tmp_path, vae_folder, root, capfd, monkeypatch):
+def test_what_cannot_be_encoded_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
     encode = writing.encode_moments
     monkeypatch.setattr(writing, "encode_moments", lambda *a: encode(*a) * 1e7)
     assert run(vae_folder, root, tmp_path / "out") == 2
-    assert re.search(
-        "latents of image [0-9]+ of images are not finite in float16; take --dtype float32", error_line(capfd)
-    )
+    words = "latents of image [0-9]+ of images are not finite in float16; take --dtype float32"
+    assert re.search(words, error_line(capfd))
     assert run(vae_folder, root, tmp_path / "wide", "--dtype", "float32") == 0
 
-
-def test_a_batch_that_does_not_fit_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(writing, "encode_moments", full)
-    assert run(vae_folder, root, tmp_path / "out") == 2
+    assert run(vae_folder, root, tmp_path / "more") == 2
     assert "--batch-size: 3 images do not fit into the memory of cpu" in error_line(capfd)
 
 
@@ -197,11 +166,7 @@ def test_a_batch_that_does_not_fit_is_one_line(tmp_path, vae_folder, root, capfd
         (["--size", "1000000"], "--size 1000000: a batch of 3 such images takes 11,176 GiB, this machine has "),
         (["--size", "17"], "--size 17: not a multiple of 2, the downsampling of"),
         (["--workers", "-1"], "--workers -1: expected 0 or more"),
-        (["--batch-size", "0"], "--batch-size 0: expected 1 or more"),
-        (["--samples-per-shard", "0"], "--samples-per-shard 0: expected 1 or more"),
         (["--max-bad-fraction", "1"], "--max-bad-fraction 1: expected 0 <= fraction < 1"),
-        (["--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
-        (["--sise", "8"], "unknown argument --sise, did you mean --size?"),
         (["--out", "{tmp}/file"], "--out {tmp}/file is a file, expected a folder"),
         (["--out", "{tmp}/images/out"], "--out {tmp}/images/out is inside --data {tmp}/images"),
     ],
@@ -212,19 +177,6 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, vae_folder, ro
     assert run(vae_folder, root, tmp_path / "out", *(m.format(tmp=tmp_path) for m in more)) == 2
     assert words.format(tmp=tmp_path) in error_line(capfd)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def rewrite(record, **changes):
-    record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
-
-
-def test_a_record_of_before_statistics(tmp_path, vae_folder, root):
-    out = tmp_path / "out"
-    assert run(vae_folder, root, out) == 0
-    before, record = LatentCache(str(out), "train").space, out / "train.meta.json"
-    vae = json.loads(record.read_text())["vae"]
-    rewrite(record, vae={k: v for k, v in vae.items() if k not in ("latents_mean", "latents_std", "deterministic")})
-    assert LatentCache(str(out), "train").space == before
 
 
 def labels(values):
@@ -247,19 +199,19 @@ def labels(values):
         (lambda out: (out / "train.labels.npy").write_bytes(b""), "train.labels.npy: labels that cannot be read"),
     ],
 )
-def test_a_cache_that_is_not_what_its_record_says(tmp_path, vae_folder, root, change, words):
-    out = tmp_path / "out"
-    assert run(vae_folder, root, out) == 0
-    rewrite(out / "train.meta.json", **change) if isinstance(change, dict) else change(out)
-    with pytest.raises(ValueError, match=words):
+def test_a_cache_that_is_not_what_its_record_says(out, change, words):
+    record = out / "train.meta.json"
+    if isinstance(change, dict):
+        record.write_text(json.dumps({**json.loads(record.read_text()), **change}))
+    else:
+        change(out)
+    with one_line(words):
         LatentCache(str(out), "train")
 
 
 @pytest.mark.parametrize("fault", ["header", "dtype", "shape", "changed", "gone", "cut off"])
-def test_damage_is_noticed(tmp_path, vae_folder, root, fault):
+def test_damage_is_noticed(out, fault):
     """What has the size of the record is noticed when it is read, whatever damaged it."""
-    out = tmp_path / "out"
-    assert run(vae_folder, root, out) == 0
     path, words = out / "train-000000.npy", "train-000000.npy: the shard has changed since the run began"
     array = np.load(path)
     if fault in ("header", "dtype", "shape"):
@@ -291,26 +243,27 @@ def test_more_shards_than_files_may_be_open(tmp_path, vae_folder, root):
     assert len(os.listdir("/proc/self/fd")) <= before + 16
 
 
-def test_classifiers_are_told(tmp_path, vae_folder, root, capfd):
-    out = tmp_path / "out"
-    assert run(vae_folder, root, out) == 0
-    with pytest.raises(ValueError, match="data.root .*: latents, which train_dit.py reads; images are needed here"):
-        open_source(str(out), "train")
-    assert run(vae_folder, out, tmp_path / "again") == 2
+def test_classifiers_are_told(tmp_path, vae_folder, written, capfd):
+    with one_line("data.root .*: latents, which train_dit.py reads; images are needed here"):
+        open_source(str(written), "train")
+    assert run(vae_folder, written, tmp_path / "again") == 2
     assert "images are needed here" in error_line(capfd)
 
 
-@pytest.mark.slow
-def test_two_ranks_write_what_one_writes(tmp_path, vae_folder, root):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29541"]
-    command = [*torchrun, "-m", "moh_vision", "latents"]
-    env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-    how = dict(env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    done = subprocess.run([*command, *arguments(vae_folder, root, tmp_path / "two")], **how)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("\n") == 1 and "20 written" in done.stdout
-    assert run(vae_folder, root, tmp_path / "one") == 0
-    assert contents(tmp_path / "two") == contents(tmp_path / "one")
-    done = subprocess.run([*command, *arguments(vae_folder, root, tmp_path / "two", "--seed", 3)], **how)
-    assert done.returncode != 0 and done.stderr.count("latents: error: ") == 1
-    assert "--seed was 0, now 3" in done.stderr
+def on_a_rank(rank, folder, *argv):
+    with open(folder / f"said.{rank}", "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        with contextlib.suppress(SystemExit):
+            main(["latents", *argv])
+
+
+def test_two_ranks_write_what_one_writes(tmp_path, vae_folder, written):
+    def said(*more):
+        argv = arguments(vae_folder, written.parent / "images", tmp_path / "two", *more)
+        on_two_ranks(on_a_rank, tmp_path, *argv)
+        return [(tmp_path / f"said.{rank}").read_text() for rank in range(2)]
+
+    first, second = said()
+    assert first.count("\n") == 1 and "20 written" in first and second == ""
+    assert contents(tmp_path / "two") == contents(written)
+    refused = "".join(said("--seed", "3"))
+    assert refused.count("latents: error: ") == 1 and "--seed was 0, now 3" in refused

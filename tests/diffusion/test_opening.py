@@ -1,6 +1,7 @@
 """sample.py on what is no run: published files under a model's name, and folders of pipelines."""
 
 import numpy as np
+import pytest
 import refusals
 import timm
 import torch
@@ -31,44 +32,52 @@ def published(folder, name, **sizes):
     return file
 
 
-def draw(*argv):
-    sample.main([str(a) for a in (*FEW, *argv)])
+@pytest.fixture
+def draw(tmp_path):
+    """draw(*argv): the images that sample.py draws, uint8 [N, h, w, channels], and their labels."""
+
+    def run(*argv):
+        sample.main([*FEW, *map(str, argv), "--out", f"{tmp_path}/drawn.npz", "--overwrite"])
+        with np.load(tmp_path / "drawn.npz") as archive:
+            return archive["arr_0"], archive["arr_1"]
+
+    return run
 
 
 def refused(capsys, *argv):
-    return refusals.refused(capsys, lambda more: draw(*more), *argv)
+    return refusals.refused(capsys, sample.main, *FEW, "--grid", "never.png", *argv)
 
 
-def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
+def by_pipeline(pipe, labels):
+    """What a pipeline draws of the noise of images 0, 1 and 2."""
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    images = pipe(labels, 2.0, num_inference_steps=2, generator=generators).images
+    return np.stack([np.array(i) for i in images]).astype(int)
+
+
+def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
     name = "moh_dit_small_patch2_75"
-    file, vae, out = published(tmp_path, name), tmp_path / "vae", tmp_path / "a.npz"
+    file, vae = published(tmp_path, name), tmp_path / "vae"
     save_tiny_vae(vae, seed=5)
-    draw("--checkpoint", file, "--model", name, "--vae", vae, "--out", out, "--save-pipeline", tmp_path / "pipe")
-    images = np.load(out)["arr_0"]
+    images, _ = draw("--checkpoint", file, "--model", name, "--vae", vae, "--save-pipeline", tmp_path / "pipe")
     assert images.shape[0] == 3 and images.std() > 10
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     for key, value in load_checkpoint(timm.create_model(name, img_size=8), file).state_dict().items():
         assert torch.equal(value, pipe.transformer.state_dict()[key])
     # ImageNet's, as the classes of runs are named, and their words.
     assert pipe.get_label_ids(["n02007558", "flamingo", "golden retriever", "tench"]) == [130, 130, 207, 0]
-    some = ["--checkpoint", tmp_path / "pipe", "--out", tmp_path / "some.npz", "--classes"]
-    draw(*some, "golden retriever", 130, "Tinca tinca")
-    assert np.load(tmp_path / "some.npz")["arr_1"].tolist() == [207, 130, 0]
-    (tmp_path / "some.npz").unlink()
+    some = "golden retriever", 130, "Tinca tinca"
+    assert draw("--checkpoint", tmp_path / "pipe", "--classes", *some)[1].tolist() == [207, 130, 0]
     with refusals.one_line("class_labels crane: classes 134, 517 are called so; give a number"):  # a bird and a machine
         pipe.get_label_ids("crane")
-    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    drawn = pipe([0, 1, 2], 2.0, num_inference_steps=2, generator=generators).images
-    assert np.abs(np.stack([np.array(i) for i in drawn]).astype(int) - images).max() <= 1
-    # The pipeline, given as a checkpoint, draws the same bytes.
-    draw("--checkpoint", tmp_path / "pipe", "--out", tmp_path / "b.npz")
-    assert (np.load(tmp_path / "b.npz")["arr_0"] == images).all()
+    assert np.abs(by_pipeline(pipe, [0, 1, 2]) - images).max() <= 1
+    assert (draw("--checkpoint", tmp_path / "pipe")[0] == images).all()
     capsys.readouterr()
     for more, words in (
         (("--model", name), "--vae is needed"),
         (
             ("--model", "moh_dit_small_patch2_90", "--vae", vae),
-            f"2 heads are shared and stay so, not 3; --model {name} fits",
+            f"heads are shared and stay so, not 3; --model {name} fits",
         ),
         (("--model", "dit_smal_patch2", "--vae", vae), "--model 'dit_smal_patch2' is not a registered model"),
         (("--model", name, "--vae", vae, "--score", "digits"), "--score-file is needed"),
@@ -76,26 +85,24 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys):
         (("--model", name, "--vae", vae, "--classes", "golden retreiver"), "such as golden retriever, or 0 to 999"),
         ((), "does not say of which model it is: give --model"),
     ):
-        assert words in refused(capsys, "--checkpoint", file, "--out", tmp_path / "c.npz", *more)
-    missing = ("--checkpoint", tmp_path / "no.pt", "--model", name, "--out", tmp_path / "c.npz")
-    assert "--checkpoint" in refused(capsys, *missing)
+        assert words in refused(capsys, "--checkpoint", file, *more)
+    assert "--checkpoint" in refused(capsys, "--checkpoint", tmp_path / "no.pt", "--model", name)
 
 
-def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsys):
+def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsys, draw):
     """A released-form file of a model on grey pixels, without a learned variance."""
     sizes, name = dict(img_size=8, in_chans=1, num_classes=12, learn_sigma=False), "moh_dit_small_patch2_75"
     file = published(tmp_path, name, **sizes)
-    draw("--checkpoint", file, "--model", name, "--classes", 11, "--out", tmp_path / "a.npz")
-    images = np.load(tmp_path / "a.npz")
-    assert images["arr_0"].shape == (3, 8, 8, 1) and (images["arr_1"] == 11).all()
+    images, labels = draw("--checkpoint", file, "--model", name, "--classes", 11)
+    assert images.shape == (3, 8, 8, 1) and (labels == 11).all()
     state = torch.load(file)["ema"]
     state["y_embedder.embedding_table.weight"] = torch.zeros(200_000, 1)
     torch.save(state, tmp_path / "vast.pt")
-    error = refused(capsys, "--checkpoint", tmp_path / "vast.pt", "--model", name, "--out", tmp_path / "b.npz")
+    error = refused(capsys, "--checkpoint", tmp_path / "vast.pt", "--model", name)
     assert f"{tmp_path}/vast.pt: num_classes 199999 is out of range: 1 to 100000" in error
 
 
-def test_the_weights_say_how_large_images_are(tmp_path, capsys):
+def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
     """A file for images of 512 pixels, and the same weights as a folder of diffusers' transformer: the same images."""
     torch.manual_seed(4)
     theirs = DiTTransformer2DModel(num_attention_heads=6, attention_head_dim=64, num_layers=12, sample_size=64,
@@ -108,24 +115,20 @@ def test_the_weights_say_how_large_images_are(tmp_path, capsys):
     save_tiny_vae(vae, seed=5)
     ours = load_checkpoint(create(name, "diffusion", img_size=64, num_classes=5), folder)
     torch.save(ours.state_dict(), tmp_path / "DiT-S-8-512x512.pt")
-    how = "--num-images 1 --batch-size 1 --cfg-scale 1".split()
-    for file, out in (("DiT-S-8-512x512.pt", "a.npz"), ("transformer", "b.npz")):
-        draw("--checkpoint", tmp_path / file, "--model", name, "--vae", vae, "--out", tmp_path / out, *how)
-    a, b = (np.load(tmp_path / out)["arr_0"] for out in ("a.npz", "b.npz"))
+    how = ("--model", name, "--vae", vae, *"--num-images 1 --batch-size 1 --cfg-scale 1".split())
+    a, b = (draw("--checkpoint", tmp_path / file, *how)[0] for file in ("DiT-S-8-512x512.pt", "transformer"))
     assert a.shape == (1, 128, 128, 3) and (a == b).all() and a.std() > 10
-    assert "does not say of which model it is: give --model" in refused(
-        capsys, "--checkpoint", folder, "--out", tmp_path / "c.npz"
-    )
+    assert "does not say of which model it is: give --model" in refused(capsys, "--checkpoint", folder)
     for text, words in (
         ('{"sample_size": 99999}', "img_size 99999 is out of range: 1 to 1024"),
         ("[", "no sample_size can be read"),
     ):
         (folder / "config.json").write_text(text)
-        more = ("--checkpoint", folder, "--model", name, "--vae", vae, "--out", tmp_path / "c.npz")
-        assert f"{folder}/config.json: " in (error := refused(capsys, *more)) and words in error
+        error = refused(capsys, "--checkpoint", folder, "--model", name, "--vae", vae)
+        assert f"{folder}/config.json: " in error and words in error
 
 
-def test_a_folder_of_diffusers_dit(tmp_path, capsys):
+def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
     torch.manual_seed(3)
     theirs = DiTTransformer2DModel(
         num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=4,
@@ -135,17 +138,14 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys):
         torch.nn.init.normal_(p, std=0.1)
     folder = tmp_path / "dit"
     DiTPipeline(theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02)).save_pretrained(folder)
-    draw("--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png", "--out", tmp_path / "a.npz")
-    about = np.load(tmp_path / "a.npz")
+    images, labels = draw("--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png")
     pipe = MoHDiTPipeline.from_pretrained(folder)
-    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False, timestep_spacing="leading")
-    drawn = pipe(about["arr_1"].tolist(), 2.0, num_inference_steps=2, generator=generators).images
-    assert np.abs(np.stack([np.array(i) for i in drawn]).astype(int) - about["arr_0"]).max() <= 1
+    assert np.abs(by_pipeline(pipe, labels.tolist()) - images).max() <= 1
     capsys.readouterr()
     (folder / "model_index.json").write_text("{")
     for more, words in ((("--weights", "model"), "--weights model has no effect"), ((), f"{folder}: not a pipeline")):
-        assert words in refused(capsys, "--checkpoint", folder, "--out", tmp_path / "c.npz", *more)
+        assert words in refused(capsys, "--checkpoint", folder, *more)
 
 
 def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
@@ -165,7 +165,7 @@ def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
         assert f"pipeline: {pipe}, weights of {file} ({weights})\n" in said
         assert more != drawn or f"labels, {file} ({weights})\n" in said
         assert all(torch.equal(value, state[key]) for key, value in load_file(saved).items())
-    how = (*how, "--weights", "model", "--out", tmp_path / "c.npz")
+    how = (*how, "--weights", "model")
     for held, content in {"ema": dict(ema=ema), "one kind of weights": model}.items():
         torch.save(content, file)
         words = f"{file}: weights model: it holds {held}, and nothing under state_dict or model"

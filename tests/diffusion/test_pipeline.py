@@ -11,15 +11,13 @@ import torch
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
-    DiffusionPipeline,
     DiTPipeline,
     DiTTransformer2DModel,
-    DPMSolverMultistepScheduler,
     HeunDiscreteScheduler,
     UniPCMultistepScheduler,
 )
-from refusals import one_line
-from tiny_vae import coarse_vae, tiny_vae
+from refusals import each_refused, one_line, refuse
+from tiny_vae import coarse_vae, no_longer_zero, tiny_vae
 
 from moh_vision import set_head_budget
 from moh_vision.attention import head_budget
@@ -34,26 +32,15 @@ from moh_vision.models.head_load import HeadLoad
 
 def transformer(channels=4, classes=7, **more):
     torch.manual_seed(1)
-    model = MoHDiTTransformer2DModel(
-        sample_size=4, in_channels=channels, num_classes=classes, hidden_size=32, num_layers=2, num_attention_heads=4,
-        head_budget=0.75, **more,
-    )  # fmt: skip
-    with torch.no_grad():  # a new DiT is the zero function
-        for p in model.parameters():
-            if p.requires_grad:
-                p.add_(0.1 * torch.randn_like(p))
-    return model.eval()
+    sizes = dict(sample_size=4, hidden_size=32, num_layers=2, num_attention_heads=4, head_budget=0.75)
+    model = MoHDiTTransformer2DModel(in_channels=channels, num_classes=classes, **sizes, **more)
+    return no_longer_zero(model, 0.1).eval()
 
 
 def pipeline(with_vae=False, **more):
-    pipe = MoHDiTPipeline(
-        transformer(4 if with_vae else 3),
-        make_scheduler("ddpm", 250, True, clip=not with_vae),
-        tiny_vae(2, scaling_factor=0.3, shift_factor=0.1) if with_vae else None,
-        **more,
-    )
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    vae = tiny_vae(2, scaling_factor=0.3, shift_factor=0.1) if with_vae else None
+    scheduler = make_scheduler("ddpm", 250, True, clip=not with_vae)
+    return MoHDiTPipeline(transformer(4 if with_vae else 3), scheduler, vae, **more)
 
 
 def seeded(*seeds):
@@ -65,43 +52,32 @@ def draw(pipe, labels, *seeds, steps=4, **more):
     return pipe(labels, num_inference_steps=steps, generator=seeded(*seeds), **more).images
 
 
-def test_it_is_the_loop_of_sample_images():
-    pipe = pipeline()
-    guidance = Guidance(2.0, 2, (0.1, 0.8))
-    x = sample_images(
-        lambda x, t, y: pipe.transformer(x, t, y).sample, make_scheduler("ddpm", 6, True, clip=True),
-        torch.tensor([3, 0]), (3, 4, 4), [8, 9], 7, guidance,
-    )  # fmt: skip
-    more = dict(guidance_scale=2.0, guide_channels=2, guidance_interval=(0.1, 0.8))
-    assert torch.equal(draw(pipe, [3, 0], 8, 9, steps=6, output_type="latent", **more), x)
-
-
 @pytest.mark.parametrize("more", [{}, dict(scope="sample")])
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_weak_model_of_fewer_heads_is_one_with_its_budget(scale, more):
+def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(scale, more):
     """In bits, also without a class; and the model has its own heads afterwards, whatever stops the pass."""
     pipe = MoHDiTPipeline(transformer(3, **more), make_scheduler("ddpm", 6, True, clip=True))
     own, weak = head_budget(pipe.transformer), set_head_budget(transformer(3, **more), 0.5)
     how = dict(guidance_scale=scale, guide_channels=2, guidance_interval=(0.1, 0.8), steps=6, output_type="latent")
-    few = draw(pipe, [3, 4], 8, 9, guide="heads:0.5", guide_scale=1.5, **how)
+    guide = dict(guide="heads:0.5", guide_scale=1.5)
+    few = draw(pipe, [3, 4], 8, 9, **guide, **how)
     assert torch.equal(few, draw(pipe, [3, 4], 8, 9, guide=weak, guide_scale=1.5, **how))
 
-    def by_hand(*which):
+    def by_hand(*which, guide_scale=1.5):
         return sample_images(
             lambda x, t, y: pipe.transformer(x, t, y).sample, pipe.scheduler, torch.tensor([3, 4]), (3, 4, 4), [8, 9], 7,
-            Guidance(scale, *which, 1.5), weak=lambda x, t, y: weak(x, t, y).sample,
+            Guidance(scale, *which, guide_scale), weak=lambda x, t, y: weak(x, t, y).sample,
         )  # fmt: skip
 
-    assert torch.equal(few, by_hand(2, (0.1, 0.8)))
-    config = PreviewConfig(
-        every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, guide="heads:0.5", guide_scale=1.5
-    )
+    plain = draw(pipe, [3, 4], 8, 9, **how)
+    assert torch.equal(few, by_hand(2, (0.1, 0.8))) and not torch.equal(few, plain)
+    assert torch.equal(plain, by_hand(2, (0.1, 0.8), guide_scale=1.0))
+    config = PreviewConfig(every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, **guide)
     inputs = SimpleNamespace(source=SimpleNamespace(classes=list("abcdefg")), space=None)
     previews = Previews(config, inputs, pipe.transformer, HybridLoss())
     assert torch.equal(previews.sample(pipe.transformer, range(3, 5)), to_uint8(by_hand(None, (0, 1))))
-    assert not torch.equal(few, draw(pipe, [3, 4], 8, 9, **how))
     if scale == 1:  # 7 is no class
-        assert not torch.equal(draw(pipe, [7], 8, guide="heads:0.5", guide_scale=1.5, **how), draw(pipe, [7], 8, **how))
+        assert not torch.equal(draw(pipe, [7], 8, **guide, **how), draw(pipe, [7], 8, **how))
     calls = []
 
     def stop(module, inputs):
@@ -111,7 +87,7 @@ def test_a_weak_model_of_fewer_heads_is_one_with_its_budget(scale, more):
 
     pipe.transformer.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        draw(pipe, [3, 4], 8, 9, guide="heads:0.5", guide_scale=1.5, **dict(how, guidance_interval=None))
+        draw(pipe, [3, 4], 8, 9, **guide, **dict(how, guidance_interval=None))
     assert head_budget(pipe.transformer) == own
 
 
@@ -147,26 +123,17 @@ def test_latents_begin_the_loop():
             draw(pipe, [1, 2], 7, 8, latents=wrong)
 
 
-def test_an_image_depends_on_its_generator_alone():
-    pipe = pipeline()
-    together = draw(pipe, [0, 1, 2], 5, 6, 7)
-    assert torch.equal(together, draw(pipe, [0, 1, 2], 5, 6, 7))  # equal batch, equal bits
-    torch.testing.assert_close(together[1:2], draw(pipe, [1], 6))
-    assert torch.equal(together[1], draw(pipe, [3, 1, 4], 9, 6, 8)[1])
-    assert not torch.equal(together[0], draw(pipe, [0, 1, 2], 50, 6, 7)[0])
-
-
 def test_one_generator_gives_image_i_its_own_noise():
     pipe = pipeline()
 
     def run(labels, generator):
         return pipe(labels, num_inference_steps=4, generator=generator, output_type="pt").images
 
-    three = run([0, 1, 2], torch.Generator().manual_seed(3))
-    assert torch.equal(three, run([0, 1, 2], torch.Generator().manual_seed(3)))
-    torch.testing.assert_close(run([0, 1], torch.Generator().manual_seed(3)), three[:2])
-    assert torch.equal(run([0, 5, 6], torch.Generator().manual_seed(3))[0], three[0])
-    generator = torch.Generator().manual_seed(3)
+    three = run([0, 1, 2], seeded(3)[0])
+    assert torch.equal(three, run([0, 1, 2], seeded(3)[0]))
+    torch.testing.assert_close(run([0, 1], seeded(3)[0]), three[:2])
+    assert torch.equal(run([0, 5, 6], seeded(3)[0])[0], three[0])
+    (generator,) = seeded(3)
     assert not torch.equal(run([0, 1, 2], generator), run([0, 1, 2], generator))  # the next images are others
     torch.manual_seed(11)
     unseeded = run([4], None)
@@ -188,7 +155,6 @@ def test_round_trip(tmp_path, with_vae):
     assert index["vae"] == (["diffusers", "AutoencoderKL"] if with_vae else [None, None])
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
     again = MoHDiTPipeline.from_pretrained(tmp_path)
-    again.set_progress_bar_config(disable=True)
     assert head_budget(again.transformer) == head_budget(pipe.transformer)
     assert again.labels == pipe.labels == {"class " + str(i): i for i in range(7)} and again.config.label_drop == 0.1
     assert again.scheduler.config.variance_type == "learned_range"
@@ -197,8 +163,9 @@ def test_round_trip(tmp_path, with_vae):
 
 
 def test_a_fresh_process_needs_only_the_class(tmp_path):
-    """And importing the package alone does not take the seconds of diffusers' pipelines."""
-    pipe = pipeline(True)
+    """Also of a scheduler of ours. Importing the package alone does not take the seconds of diffusers' pipelines."""
+    scheduler = make_scheduler("sde", 4, False, False, shift=2.0)
+    pipe = MoHDiTPipeline(transformer(4, learn_sigma=False), scheduler, tiny_vae(2))
     pipe.save_pretrained(tmp_path)
     draw(pipe, [2], 4, output_type="np").tofile(tmp_path / "want")
     code = (
@@ -215,27 +182,14 @@ def test_a_fresh_process_needs_only_the_class(tmp_path):
     np.testing.assert_allclose(got, want, atol=1e-5)  # other threads and settings there, so not to the bit
 
 
-@pytest.mark.parametrize("kind", [DDIMScheduler, DPMSolverMultistepScheduler])
-def test_schedulers_can_be_swapped(kind):
-    """On four channels, where DPM-Solver with the inherited variance type fails in diffusers."""
-    pipe = pipeline(True)
-    pipe.scheduler = kind.from_config(pipe.scheduler.config)
-    images = draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent")
-    ours = make_scheduler("ddim", 10, True, clip=False)
-    if kind is DPMSolverMultistepScheduler:  # from_config keeps DDPM's spacing; ours has another one
-        ours = kind.from_config(ours.config, timestep_spacing="linspace", variance_type=None)
-    other = MoHDiTPipeline(pipe.transformer, ours, pipe.vae)
-    other.set_progress_bar_config(disable=True)
-    assert torch.equal(images, draw(other, [1, 2], 5, 6, steps=10, output_type="latent"))
-
-
 @pytest.mark.parametrize("kind", [UniPCMultistepScheduler, HeunDiscreteScheduler])
-def test_deterministic_schedulers_without_a_generator(kind):
+def test_a_deterministic_scheduler_takes_the_place(kind):
+    """It takes no generator, and is made from the configuration of another."""
     pipe = pipeline()
     pipe.scheduler = kind.from_config(pipe.scheduler.config)
-    images = draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent")
+    images, again = (draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent") for _ in range(2))
     assert images.shape == (2, 3, 4, 4) and images.abs().max() <= 1.001  # clipped
-    torch.testing.assert_close(draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent"), images)  # it starts over
+    torch.testing.assert_close(again, images)  # it starts over
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -256,8 +210,6 @@ def test_a_folder_of_diffusers_own_dit(tmp_path):
     index = json.loads((tmp_path / "model_index.json").read_text())  # published ones have names in it
     (tmp_path / "model_index.json").write_text(json.dumps(dict(index, id2label={"0": "tench", "7": "cock"})))
     pipe = MoHDiTPipeline.from_pretrained(tmp_path)
-    for p in (pipe, other):
-        p.set_progress_bar_config(disable=True)
     how = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
     want = other([7], generator=torch.Generator().manual_seed(2), **how).images
     got = pipe("cock", generator=seeded(2), guide_channels="all", **how).images
@@ -308,43 +260,27 @@ def test_half_precision_runs_the_loop_in_float32():
     assert set(latents) == {torch.float32} and (got - want).abs().max() < 0.1
 
 
-@pytest.mark.parametrize(
-    "labels, more, words",
-    [
-        ([8], {}, r"class_labels \[8\] are out of range: 0 to 7, where 7 is no class"),
-        ([-1], {}, r"class_labels \[-1\] are out of range"),
-        ([], {}, "expected whole numbers"),
-        ([0.5], {}, "expected whole numbers"),
-        ([7], {}, "class_labels 7 means no class"),
-        ([0], dict(output_type="jpg"), "output_type 'jpg' is not one of pil, np, pt, latent"),
-        ([0], dict(num_inference_steps=0), "steps 0 is out of range: 1 to 1000"),
-        ([0], dict(guidance_scale=-2.0), "guidance scale -2"),
-        ([0], dict(guide_channels="most"), "guidance channels 'most' is out of range: at least 1, or \"all\""),
-        (["a"], {}, r"class_labels \['a'\]: this pipeline has no class names, pass class numbers"),
-        ([0], dict(guidance_interval=(0.9, 0.1)), "guidance interval"),
-        ([0], dict(guide="heads:0.5"), "guide_scale 1 with guide: expected a weak model and a scale other than 1"),
-        ([0], dict(guide_scale=2.0), "guide_scale 2 without guide: expected a weak model"),
-        ([0], dict(guide="half", guide_scale=2.0), 'guide: expected a model, or "heads:SHARE"'),
-        (
-            [0],
-            dict(guide="heads:0.75", guide_scale=2.0),
-            "guide: that is 6 heads, and the model runs 6: give a smaller",
-        ),
-        ([0], dict(guide="heads:0.2", guide_scale=2.0), "guide: head_budget '0.2'.* the smallest share is"),
-        (
-            [0],
-            dict(guide=transformer(4), guide_scale=2.0),
-            "guide: its in_channels is 4, that of the model to guide is 3",
-        ),
-        ([0], dict(guide=transformer(3, 9), guide_scale=2.0), "guide: its num_classes is 9, .* is 7"),
-        ([0], dict(guide=tiny_vae(2), guide_scale=2.0), "guide: AutoencoderKL has no HeadMixtureAttention layer"),
-        ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
-        ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
-    ],
+test_mistakes = each_refused(
+    lambda labels, more: pipeline()(labels, **more),
+    ([8], {}, r"class_labels \[8\] are out of range: 0 to 7, where 7 is no class"),
+    ([-1], {}, r"class_labels \[-1\] are out of range"),
+    ([], {}, r"class_labels \[\]: expected whole numbers"),
+    ([0.5], {}, r"class_labels \[0.5\]: expected whole numbers"),
+    ([7], {}, "class_labels 7 means no class"),
+    ([0], dict(output_type="jpg"), "output_type 'jpg' is not one of pil, np, pt, latent"),
+    ([0], dict(guide_channels="most"), "guidance channels 'most' is out of range: at least 1, or \"all\""),
+    (["a"], {}, r"class_labels \['a'\]: this pipeline has no class names, pass class numbers"),
+    ([0], dict(guide="heads:0.5"), "guide_scale 1 with guide: expected a weak model and a scale other than 1"),
+    ([0], dict(guide_scale=2.0), "guide_scale 2 without guide: expected a weak model"),
+    ([0], dict(guide="half", guide_scale=2.0), 'guide: expected a model, or "heads:SHARE"'),
+    ([0], dict(guide="heads:0.75", guide_scale=2.0), "guide: that is 6 heads, and the model runs 6: give a"),
+    ([0], dict(guide="heads:0.2", guide_scale=2.0), "guide: head_budget '0.2'.* the smallest share is"),
+    ([0], dict(guide=transformer(4), guide_scale=2.0), "guide: its in_channels is 4, .* the model to guide is 3"),
+    ([0], dict(guide=transformer(3, 9), guide_scale=2.0), "guide: its num_classes is 9, .* is 7"),
+    ([0], dict(guide=tiny_vae(2), guide_scale=2.0), "guide: AutoencoderKL has no HeadMixtureAttention layer"),
+    ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
+    ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
 )
-def test_mistakes(labels, more, words):
-    with pytest.raises(ValueError, match=words):
-        pipeline()(labels, **more)
 
 
 @pytest.mark.parametrize("part, words", [("transformer", "step 1 of 4: 2 of 2"), ("vae", "after decoding: 2 of 2")])
@@ -357,25 +293,23 @@ def test_images_that_are_not_finite_are_refused(part, words):
 
 def test_guidance_without_dropped_labels_is_refused():
     pipe = pipeline(label_drop=0.0)
-    with pytest.raises(ValueError, match="label_drop 0: pass guidance_scale=1"):
+    with one_line("label_drop 0: pass guidance_scale=1"):
         draw(pipe, [0], 1)
     draw(pipe, [7], 1, guidance_scale=1.0)  # no class, no guidance
 
 
 def test_parts_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="latents of 4 channels, the transformer works on 3"):
+    with one_line("latents of 4 channels, the transformer works on 3"):
         MoHDiTPipeline(transformer(3), DDPMScheduler(), tiny_vae(2))
     with one_line("the transformer is a AutoencoderKL, expected a DiT of moh_vision or diffusers"):
         MoHDiTPipeline(tiny_vae(2), DDPMScheduler())
     for key in ("latents_mean", "latents_std"):  # training refuses one without the other too
-        with pytest.raises(
-            ValueError, match="the VAE: latents_(mean|std): None, expected a list with one for each of 4"
-        ):
+        with one_line("the VAE: latents_(mean|std): None, expected a list with one for each of 4"):
             MoHDiTPipeline(transformer(4), DDPMScheduler(), tiny_vae(2, **{key: [0.1] * 4}))
     plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
-    with pytest.raises(ValueError, match="4 channels are no image and there is no VAE"):
+    with one_line("4 channels are no image and there is no VAE"):
         plain([0])
-    with pytest.raises(ValueError, match="needs a model with a learned variance"):
+    with one_line("needs a model with a learned variance"):
         plain([0], output_type="latent")
 
 
@@ -397,17 +331,8 @@ def test_class_names():
     pipe = pipeline(id2label={0: "tench, Tinca tinca", 1: "crane"})
     assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids("crane") == [1]
     assert pipe.get_label_ids(["1", "crane"]) == [1, 1]
-    with pytest.raises(ValueError, match="class_labels crain: no such class; there are 7, such as crane"):
-        pipe.get_label_ids("crain")
+    for labels in ("crain", ["crain", 0]):
+        refuse("class_labels crain: no such class; there are 7, such as crane", pipe, labels)
     assert torch.equal(draw(pipe, ["crane", "tench, Tinca tinca"], 1, 2), draw(pipe, [1, 0], 1, 2))
     assert torch.equal(draw(pipe, ["crane", 0, "crane"], 1, 2, 3), draw(pipe, [1, 0, 1], 1, 2, 3))
-    with pytest.raises(ValueError, match="class_labels crain: no such class"):
-        pipe(["crain", 0])
     assert torch.equal(draw(pipe, "crane", 1, guide_channels="all"), draw(pipe, 1, 1, guide_channels=None))
-
-
-def test_diffusers_own_loader_needs_to_be_told_the_class(tmp_path):
-    """Not our class by name alone: diffusers looks for it in itself."""
-    pipeline().save_pretrained(tmp_path)
-    with pytest.raises(AttributeError, match="MoHDiTPipeline"):
-        DiffusionPipeline.from_pretrained(tmp_path)

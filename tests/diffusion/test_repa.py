@@ -9,9 +9,8 @@ from small_runs import arguments, logged, outcome
 from torch.nn import functional as F
 
 from moh_vision.diffusion import train as train_dit
-from moh_vision.diffusion.alignment import Alignment
 from moh_vision.diffusion.objectives import FlowMatchingLoss, HybridLoss
-from moh_vision.diffusion.task import DiffusionTask
+from moh_vision.diffusion.task import Alignment, DiffusionTask
 from moh_vision.models.teachers import Teacher
 
 SIZES = dict(embed_dim=24, depth=1, num_heads=3, num_classes=0)

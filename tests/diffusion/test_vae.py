@@ -2,24 +2,20 @@
 
 import dataclasses
 import json
+import os
 import shutil
 
+import huggingface_hub
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from refusals import one_line
+from huggingface_hub.errors import LocalEntryNotFoundError
+from refusals import refuse
 from tiny_vae import save_tiny_vae, tiny_vae
 
-from moh_vision.diffusion.latents.vae import (
-    LatentSpace,
-    decode,
-    encode_moments,
-    load_vae,
-    sample_posterior,
-    vae_fingerprint,
-)
+from moh_vision.diffusion.latents.vae import LatentSpace, load_vae, sample_posterior, vae_fingerprint
 
-SPACE = LatentSpace("x", "", 0.5, None, 2, 4)
+SPACE, WEIGHTS = LatentSpace("x", "", 0.5, None, 2, 4), "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -64,68 +60,57 @@ def test_the_fingerprint_is_of_weights_and_configuration_not_of_files(saved, fol
     assert len(sums) == 8
 
 
-def broken(saved, tmp_path, how):
-    place = tmp_path / "vae"
-    if how in ("no folder", "no config"):
-        if how == "no config":
-            place.mkdir()
-        return place
-    shutil.copytree(saved, place)
-    config, weights = place / "config.json", place / "diffusion_pytorch_model.safetensors"
-    if how == "other model":
-        config.write_text(json.dumps(dict(json.loads(config.read_text()), _class_name="UNet2DModel")))
-    if how == "torn config":
-        config.write_text("{")
-    if how == "no weights":
-        weights.unlink()
-    if how == "torn weights":
-        weights.write_bytes(weights.read_bytes()[:900])
-    if how == "other shapes":
-        config.write_text(json.dumps(dict(json.loads(config.read_text()), latent_channels=8)))
-    if how == "deeper":
-        config.write_text(json.dumps(dict(json.loads(config.read_text()), layers_per_block=2)))
-    if how == "pickle":
-        weights.unlink()
-        tiny_vae().save_pretrained(place, safe_serialization=False)
-    return place
+def config(**changes):
+    """Change the configuration in a folder."""
+
+    def change(place):
+        file = place / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+    return change
+
+
+def pickled(place):
+    (place / WEIGHTS).unlink()
+    tiny_vae().save_pretrained(place, safe_serialization=False)
 
 
 @pytest.mark.parametrize(
-    "how, words",
+    "spoil, words",
     [
-        ("no folder", "vae {0}: no such folder"),
-        ("no config", "vae {0}: no config.json in the folder, nor in its subfolder vae"),
-        ("torn config", "{0}/config.json: not a configuration that can be read"),
-        ("other model", "vae {0}: holds a UNet2DModel, needed is an AutoencoderKL"),
-        ("no weights", "vae {0}: .*no file named diffusion_pytorch_model.safetensors"),
-        ("pickle", "vae {0}: .*no file named diffusion_pytorch_model.safetensors"),
-        ("torn weights", "vae {0}: Unable to load weights"),
-        ("other shapes", "vae {0}: .*(shape|lack)"),
-        ("deeper", "vae {0}: its weights lack [0-9]+ tensors of the model, the first "),
+        (shutil.rmtree, "vae {0}: no such folder"),
+        (
+            lambda place: (place / "config.json").unlink(),
+            "vae {0}: no config.json in the folder, nor in its subfolder vae",
+        ),
+        (
+            lambda place: (place / "config.json").write_text("{"),
+            "{0}/config.json: not a configuration that can be read",
+        ),
+        (config(_class_name="UNet2DModel"), "vae {0}: holds a UNet2DModel, needed is an AutoencoderKL"),
+        (lambda place: (place / WEIGHTS).unlink(), f"vae {{0}}: .*no file named {WEIGHTS}"),
+        (pickled, f"vae {{0}}: .*no file named {WEIGHTS}"),
+        (lambda place: os.truncate(place / WEIGHTS, 900), "vae {0}: Unable to load weights"),
+        (config(latent_channels=8), "vae {0}: .*(shape|lack)"),
+        (config(latents_mean=[0.0] * 4), "vae {0}: latents_std: None, expected a list with one for each of 4 channels"),
+        (config(layers_per_block=2), "vae {0}: its weights lack [0-9]+ tensors of the model, the first "),
+        (lambda place: save_tiny_vae(place, in_channels=4), "vae {0}: encodes 4 channels"),
     ],
 )
-def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, how, words):
-    place = broken(saved, tmp_path, how)
-    with one_line(words.format(place), (ValueError, FileNotFoundError)):
-        load_vae(str(place))
+def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, spoil, words):
+    place = shutil.copytree(saved, tmp_path / "vae")
+    spoil(place)
+    capfd.readouterr()
+    refuse(words.format(place), load_vae, str(place), kind=(ValueError, FileNotFoundError))
     assert capfd.readouterr().err == ""
 
 
 def test_a_hub_that_cannot_be_reached(monkeypatch):
-    import huggingface_hub
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     def offline(*_, **__):
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with one_line("vae some/vae: no folder of that name here, and from the hub: the hub cannot be"):
-        load_vae("some/vae")
-
-
-def test_vaes_that_are_not_of_images(tmp_path):
-    with pytest.raises(ValueError, match="encodes 4 channels"):
-        load_vae(save_tiny_vae(tmp_path, in_channels=4))
+    refuse("vae some/vae: no folder of that name here, and from the hub: the hub cannot be", load_vae, "some/vae")
 
 
 def test_a_draw_is_that_of_diffusers():
@@ -137,30 +122,3 @@ def test_a_draw_is_that_of_diffusers():
         drawn = sample_posterior(moments, noise, space)
         torch.testing.assert_close(drawn, (expected - (shift or 0)) * 0.5)
         assert torch.equal(sample_posterior(moments[1], noise[1], space), drawn[1])
-
-
-def test_draws_have_the_posteriors_mean_and_variance():
-    moments = torch.randn(8, 2, 2)
-    drawn = sample_posterior(moments, torch.randn(40_000, 4, 2, 2), SPACE)
-    mean, logvar = moments.chunk(2)
-    torch.testing.assert_close(drawn.mean(0), 0.5 * mean, rtol=0, atol=0.02)
-    torch.testing.assert_close(drawn.std(0), 0.5 * torch.exp(0.5 * logvar), rtol=0.03, atol=0)
-
-
-@pytest.mark.parametrize("shift", [None, 0.7])
-def test_decoding_undoes_the_scaling(shift):
-    vae = tiny_vae(scaling_factor=0.3, shift_factor=shift)
-    images = torch.rand(2, 3, 16, 16) * 2 - 1
-    moments = encode_moments(vae, images)
-    latents = sample_posterior(moments, torch.zeros(2, 4, 8, 8), LatentSpace.of(vae, ""))
-    decoded = decode(vae, latents)
-    expected = vae.decode(vae.encode(images).latent_dist.mode()).sample
-    torch.testing.assert_close(decoded, expected.clamp(-1, 1))
-    assert not decoded.requires_grad and decoded.shape == images.shape
-    assert decode(vae, 1e4 * latents).abs().max() <= 1
-
-
-def test_sizes_that_the_vae_would_round():
-    assert SPACE.side(256) == 128
-    with pytest.raises(ValueError, match="size 255: not a multiple of 2, the downsampling of the VAE x"):
-        SPACE.side(255)

@@ -75,9 +75,8 @@ def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
     assert '"none"' in (tmp_path / "load.json").read_text()
 
     grid = ["--grid", tmp_path / "more.png"]
-    assert "--cfg-scale 2 needs a run trained with classes" in refused(
-        capsys, sample.main, *draw, *grid, "--cfg-scale", 2
-    )
+    error = refused(capsys, sample.main, *draw, *grid, "--cfg-scale", 2)
+    assert "--cfg-scale 2 needs a run trained with classes" in error
     error = refused(capsys, sample.main, *draw, *grid, "--classes", 0)
     assert "--classes 0: the model was trained without classes" in error
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")

@@ -1,4 +1,4 @@
-"""VAEs of a few thousand random weights; `tiny_vae` downsamples by 2."""
+"""VAEs of a few thousand random weights, of which `tiny_vae` downsamples by 2, and how a new DiT becomes one that does something."""
 
 import torch
 from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLFlux2, AutoencoderRAE
@@ -62,3 +62,12 @@ def layout(name, seed=0):
 def write_latents(argv) -> int:
     """The exit code of `python -m moh_vision latents`."""
     return main(["latents", *map(str, argv)])
+
+
+@torch.no_grad()
+def no_longer_zero(model, scale):
+    """Add noise to the parameters: a new DiT is the zero function, and its blocks are the identity."""
+    for p in model.parameters():
+        if p.requires_grad:
+            p.add_(scale * torch.randn_like(p))
+    return model

@@ -1,7 +1,5 @@
 """Latents on disk: an array a shard, the labels, and a record that says which VAE made them."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

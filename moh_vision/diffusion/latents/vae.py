@@ -1,14 +1,12 @@
 """VAEs of latent diffusion: image autoencoders of diffusers, loaded and used."""
 
-from __future__ import annotations
-
 import hashlib
 import inspect
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import List, Optional
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +33,13 @@ class LatentSpace:
     name: str
     sha256: str
     scaling_factor: float
-    shift_factor: Optional[float]
+    shift_factor: float | None
     downsampling: int
     latent_channels: int
-    latents_mean: Optional[List[float]] = None
-    latents_std: Optional[List[float]] = None
+    latents_mean: list[float] | None = None
+    latents_std: list[float] | None = None
     deterministic: bool = False
-    img_size: Optional[int] = None
+    img_size: int | None = None
 
     def __post_init__(self):
         _refuse_no_number("scaling_factor", self.scaling_factor, above_zero=True)
@@ -61,7 +59,7 @@ class LatentSpace:
             raise ValueError(f"shift_factor {self.shift_factor:g} and latents_mean: expected one of the two")
 
     @classmethod
-    def of(cls, vae, name: Optional[str] = None) -> LatentSpace:
+    def of(cls, vae, name: str | None = None) -> Self:
         """Return the space of a diffusers VAE. `sha256` reads all weights, and is left out without `name`."""
         config = vae.config
         known = dict(name=name or "", sha256="" if name is None else vae_fingerprint(vae))
@@ -93,7 +91,7 @@ class LatentSpace:
         """Channels of `encode_moments`: C of the mean and, unless deterministic, C of the log variance."""
         return self.latent_channels * (1 if self.deterministic else 2)
 
-    def difference(self, other: LatentSpace) -> str:
+    def difference(self, other: Self) -> str:
         """Return the first difference in making or scaling latents as words; "" if there is none."""
         for key in ("downsampling", "scaling_factor", "shift_factor", *STATISTICS):
             mine, theirs = (getattr(space, key) or None for space in (self, other))

@@ -16,8 +16,6 @@ number. A shard is written under a hidden name, recorded, flushed and only then 
 after a kill at any moment. Another VAE, other arguments or changed images are refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import datetime
@@ -35,7 +33,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from moh_vision.data.batches import LabelledImages, check_images_fit, evaluation_batches, image_transform
+from moh_vision.data.batches import LabelledImages, check_images_fit, evaluation_batches
 from moh_vision.data.shard_writer import (
     BadLimit,
     ShardWriter,
@@ -46,6 +44,7 @@ from moh_vision.data.shard_writer import (
     plan_shards,
 )
 from moh_vision.data.splits import latents_path, open_source
+from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, image_channels, load_vae
 from moh_vision.engine.commands import Progress, say
@@ -133,7 +132,7 @@ def write_latents(o: Namespace) -> None:
             ):
                 npy = io.BytesIO()
                 np.save(npy, values.astype(np.int64), allow_pickle=False)
-                write_whole(place, npy.getvalue())
+                write_whole(place, npy.getvalue())  # which leaves an equal file alone
             entries = writer.end(written)
             cache = LatentCache(o.out, o.split)
             images, seconds = sum(entry["samples"] for entry in written), time.monotonic() - since
@@ -173,8 +172,7 @@ class Encoder:
         batches = {
             name: [plan[name][i : i + o.batch_size] for i in range(0, len(plan[name]), o.batch_size)] for name in names
         }
-        half = [0.5] * image_channels(self.model)
-        transform = image_transform("none", o.size, len(half), half, half, fit="crop")
+        transform = cropped("none", o.size, image_channels(self.model))
         images = LabelledImages(self.source, transform, seed=0, replace=False)
         stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)
         title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
