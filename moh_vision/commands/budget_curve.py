@@ -133,8 +133,8 @@ def draw(lines: Sequence[dict]):
         own, colour = line["shares"].index(line["share"]), f"C{number}"
         which = "all heads" if line["shares"] == [1.0] else f"{line['scope']} scope"
         above.plot(x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {which}")
-        below.plot(x, middle, color=colour, marker="o", markersize=4)
-        below.fill_between(x, low, high, color=colour, alpha=0.2, linewidth=0)
+        quartiles = np.subtract(middle, low), np.subtract(high, middle)
+        below.errorbar(x, middle, quartiles, color=colour, marker="o", markersize=4, capsize=3)
         for axes, value in ((above, y[own]), (below, middle[own])):
             axes.plot(x[own], value, color=colour, marker="o", markersize=10, fillstyle="none")
     above.set_ylabel(COLUMNS[key].title)

@@ -40,8 +40,8 @@ def figure(options) -> Drawn:
     file = options.load / FILE if options.load.is_dir() else options.load
     if not file.is_file():
         raise ValueError(
-            f"{file}: no such file; a run writes it at its end, and --head-load FILE makes validate.py, sample.py and "
-            "python -m moh_vision lm write one"
+            f"{file}: no such file; a run whose tokens choose heads (not MAE's: see gates) writes it at its end, and "
+            "--head-load FILE makes validate.py, sample.py and python -m moh_vision lm write one"
         )
     load = HeadLoad.read(file)
     if not load.choosing():

@@ -118,7 +118,7 @@ def report(preset: str, found: Count) -> str:
         rows.append(("MACs of linear layers and twice the scores", *both))
         of_moa = "Its table 2 has linear layers and twice the scores for MoA, linear layers alone for the dense model."
         notes.append(of_moa)
-    rows.append(("MACs with every head computed", f"{macs.every_head:,}", "", ""))
+    rows.append(("MACs with every head and routers", f"{macs.every_head:,}", "", ""))
     rows += [("", "", "", ""), *_attention_rows(macs)]
     return "\n".join([found.about, "", *aligned(rows), "", *notes, "", *module_table(macs)])
 

@@ -210,7 +210,7 @@ def test_names_of_layers():
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("none", "none: no such file; a run writes it at its end"),
+        ("none", "none: no such file; a run whose tokens choose heads"),
         ("empty", "empty/head_load.json: no such file"),
         ("head_load.json --output a.jpg", "a.jpg: expected a name that ends in .png or .svg"),
         (". --output none/a.png", "none/a.png: no such folder"),
