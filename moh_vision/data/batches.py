@@ -52,11 +52,10 @@ def image_transform(
 
 
 class LabelledImages(Dataset):
-    """Items (position, sample number) -> dict(images, labels, position, bad).
+    """Items (position, sample number) -> dict(images, labels, position, bad); augmentation follows from (seed, position).
 
-    The augmentation is drawn from (seed, position). A sample that cannot be decoded is replaced by the next one in the
-    numbering of the source (after the last: the first), with the next one's label; without `replace`, for validation,
-    where every sample counts once, it is left out. `bad` lists (sample number, message) of those passed over.
+    A sample that cannot be decoded is replaced by the next one of the source, with its label; without `replace`, for
+    validation, it is left out. `bad` lists (sample number, message) of those passed over.
     """
 
     def __init__(self, source, transform: Callable, seed: int, replace: bool = True):
@@ -96,8 +95,8 @@ class LabelledImages(Dataset):
 class BadSamples:
     """Counts the samples that cannot be decoded, and raises UnreadableImage if there are too many.
 
-    The count is of different samples since the process started; it is not part of a checkpoint. In training it is that of
-    all processes, which tell each other of `new` ones at the end of the step (`share`).
+    The count is of different samples since the process started; in training, of all processes, which `share` new ones at
+    the end of the step.
     """
 
     def __init__(self, total: int, max_fraction: float = 0.0):
@@ -128,10 +127,7 @@ class BadSamples:
 
 
 class Batches:
-    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted.
-
-    In training every batch must be `complete`.
-    """
+    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted; in training all are `complete`."""
 
     def __init__(self, loader: DataLoader, bad: BadSamples, complete: bool):
         self.loader, self.bad, self.complete = loader, bad, complete
@@ -165,9 +161,8 @@ def check_images_fit(key: str, side: int | None, channels: int, count: int) -> N
     size = 4 * count * channels * (side or 0) ** 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
-        raise ValueError(
-            f"{key} {side}: a batch of {count} such images takes {size / 2**30:,.0f} GiB, this machine has {memory / 2**30:,.0f}"
-        )
+        needed, there = (f"{n / 2**30:,.0f}" for n in (size, memory))
+        raise ValueError(f"{key} {side}: a batch of {count} such images takes {needed} GiB, this machine has {there}")
 
 
 def training_batches(
@@ -177,24 +172,17 @@ def training_batches(
     bad: BadSamples | None = None,
     mixing: Callable | None = None,
 ) -> Iterable[dict]:
-    """Return an iterator over the micro-batches of one rank, in order.
+    """Return an iterator over the micro-batches of one rank, in order, mixed by a `BatchMixing`.
 
-    Without `bad` the first unreadable sample stops. `mixing`: (images, labels, position of the first) -> mixed images and
-    targets, such as `imagenet.BatchMixing`.
+    Without `bad` the first unreadable sample stops.
     """
     joined = partial(collate, mixing=mixing)
     if isinstance(dataset.source, ShardStream):
         order = dict(dataset=StreamedBatches(dataset, batches, joined), batch_size=None)
     else:
         order = dict(dataset=dataset, batch_sampler=batches, collate_fn=joined)
-    loader = DataLoader(
-        **order,
-        num_workers=workers,
-        worker_init_fn=leave_signals_to_the_parent,
-        pin_memory=torch.cuda.is_available(),
-        persistent_workers=False,
-        prefetch_factor=4 if workers else None,
-    )
+    order.update(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
+    loader = DataLoader(**order, num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
     return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
 
 
@@ -203,13 +191,8 @@ def evaluation_batches(
 ) -> Batches:
     """Return batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=workers,
-        collate_fn=collate,
-        worker_init_fn=leave_signals_to_the_parent,
-    )
+    order = dict(batch_sampler=sampler, collate_fn=collate)
+    loader = DataLoader(dataset, **order, num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 
 
@@ -223,9 +206,8 @@ def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: B
     """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
     total = len(dataset.source)
     if 2 * count > total:
-        raise ValueError(
-            f"--images {count}: these and as many others are needed, the training split has {total} images"
-        )
+        needed = f"these and as many others are needed, the training split has {total} images"
+        raise ValueError(f"--images {count}: {needed}")
     numbers = sum(evenly_spread(total, 2 * count), [])
     halves = [[half[start : start + 64] for start in range(0, count, 64)] for half in (numbers[::2], numbers[1::2])]
     return tuple(list(evaluation_batches(dataset, slices, workers, bad)) for slices in halves)

@@ -11,17 +11,8 @@ import numpy as np
 
 from moh_vision.data.sources import ImageSource, read_file
 
-IMAGES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".ppm",
-    ".pgm",
-    ".tif",
-    ".tiff",
-)  # the extensions that are looked for
+# The extensions that are looked for.
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
 
 

@@ -74,7 +74,6 @@ class HubDataset(ImageSource):
     def _column(self, table, kind, what: str) -> str:
         names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
         if len(names) != 1:
-            raise ValueError(
-                f"data.root {self.root}: one {what} column is needed, there are {len(names)} among {', '.join(table.features)}"
-            )
+            there = f"there are {len(names)} among {', '.join(table.features)}"
+            raise ValueError(f"data.root {self.root}: one {what} column is needed, {there}")
         return names[0]

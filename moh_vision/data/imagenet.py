@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo, Mixup, create_transform
-from timm.data.transforms import MaybeToTensor
 from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
@@ -48,16 +47,16 @@ def imagenet_train_transform(
     # Grey images are augmented in colour, because several of RandAugment's operations know only that.
     in_colour = dict(mean=tuple(mean), std=tuple(std)) if channels == 3 else {}
     try:
-        crop, augment, _ = create_transform(img_size, **augmentation, **in_colour)
+        crop, augment, last = create_transform(img_size, **augmentation, **in_colour)
     except (AssertionError, ValueError, KeyError) as error:
         raise ValueError(
             f"data.auto_augment {auto_augment!r}: timm does not understand it ({error}); the recipe's is "
             "rand-m9-mstd0.5-inc1"
         ) from None
     _let_posterize_reach_zero(augment)
-    *_, normalise = create_transform(img_size, **augmentation, mean=tuple(mean), std=tuple(std))
-    _normalise_at_once(normalise, mean, std)
-    return Compose([_rgb, crop, augment, *([Grayscale()] if channels == 1 else []), normalise])
+    grey = [Grayscale()] if channels == 1 else []
+    _, _, *erase = last.transforms  # behind timm's two steps of `ToNormalised`
+    return Compose([_rgb, crop, augment, *grey, ToNormalised(mean, std), *erase])
 
 
 def imagenet_eval_transform(
@@ -76,18 +75,12 @@ def imagenet_eval_transform(
     become that, so that with crop_pct 1 the whole image is seen (the papers' way at 384 pixels). "border": the longer
     side becomes that, with a border.
     """
-    transform = create_transform(
-        img_size,
-        mean=tuple(mean),
-        std=tuple(std),
-        interpolation=interpolation,
-        crop_pct=crop_pct,
-        crop_mode=crop_mode,
-    )
-    _normalise_at_once(transform, mean, std)
+    resize = dict(interpolation=interpolation, crop_pct=crop_pct, crop_mode=crop_mode)
+    # The mean is the colour of a border; the last two of timm's steps are those of `ToNormalised`.
+    *fit, _, _ = create_transform(img_size, **resize, mean=tuple(mean)).transforms
     # The other modes see the whole image, and make it no larger than they were asked to.
     first = [shorten] if crop_mode == "center" else []
-    return Compose([*first, Grayscale() if channels == 1 else _rgb, transform])
+    return Compose([*first, Grayscale() if channels == 1 else _rgb, *fit, ToNormalised(mean, std)])
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
@@ -113,12 +106,6 @@ class ToNormalised:
         pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1).permute(2, 0, 1)
         floats = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.div_(255).sub_(self.mean).div_(self.std)
-
-
-def _normalise_at_once(transform: Compose, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Put `ToNormalised` in the place of timm's two steps."""
-    first = next(i for i, step in enumerate(transform.transforms) if isinstance(step, MaybeToTensor))
-    transform.transforms[first : first + 2] = [ToNormalised(mean, std)]
 
 
 def _rgb(image: Image.Image) -> Image.Image:
@@ -165,8 +152,7 @@ def validation_transform(cfg: dict) -> Callable:
 class BatchMixing:
     """timm's mixup and cutmix on one micro-batch, drawn from (seed, position of its first sample).
 
-    A position does not depend on ranks or workers, so a micro-batch of the same samples is always mixed alike. Images are
-    mixed inside a micro-batch only, as timm does, so that another number of processes pairs other images. The arguments
+    Images are mixed inside a micro-batch only, so that another number of processes pairs other images. The other arguments
     are those of timm's Mixup.
     """
 
@@ -179,7 +165,6 @@ class BatchMixing:
 
     def __call__(self, images: Tensor, labels: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""
-        np.random.seed(
-            derive_seed(self.seed, position, Stream.MIXING) % 2**32
-        )  # timm draws from numpy's global generator
+        seed = derive_seed(self.seed, position, Stream.MIXING)
+        np.random.seed(seed % 2**32)  # timm draws from numpy's global generator
         return self.mixup(images, labels)

@@ -16,23 +16,31 @@ def record_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.shards.json"
 
 
+def parts_path(record: Path) -> Path:
+    """Return the folder that holds the entries of finished shards while others are missing."""
+    return record.with_name(f".{record.name}.parts")
+
+
 def read_record(path: Path, unfinished: bool = False) -> dict:
-    """Read a record: format, made_from, and the entries of the shards; `shards` is None while some are missing."""
+    """Read a record: format, made_from, and `shards`, their entries; of an `unfinished` one those that there are."""
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, this version reads {FORMAT}")
-        check_entries([] if record["shards"] is None else record["shards"])
+        record["made_from"] = dict(record["made_from"])
+        if record["shards"] is None and unfinished:
+            record["shards"] = [json.loads(part.read_text("utf-8")) for part in parts_path(path).glob("*.json")]
+        _check_entries(record["shards"] or [])
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None
-    if record["shards"] is None and not unfinished:
+    if record["shards"] is None:
         raise ValueError(
             f"{path}: the shards are not all there yet; the command that writes them goes on where it stopped"
         )
     return record
 
 
-def check_entries(entries: list[dict]) -> None:
+def _check_entries(entries: list[dict]) -> None:
     """Raise an error unless these are entries of shards, with [which, reason] of each bad image."""
     for entry in entries:
         for key, kind in KINDS.items():

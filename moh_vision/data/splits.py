@@ -33,11 +33,16 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
     return latents_path(Path(root), split).is_file()
 
 
-def open_source(root: str, split: str) -> ImageSource:
+def has_split(root: str, split: str) -> bool:
+    """Return whether there is a folder `split` in a folder, or shards of it."""
+    return split_folder(root, split) is not None or any(Path(root).glob(f"{split}-*.tar"))
+
+
+def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource:
     """Open the images of "train" or "val".
 
     `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
-    classes the images are in train/ and val/ themselves, or all in `root` for "train".
+    classes the images are in train/ and val/ themselves, or all in `root` for "train". `allow_empty`: see `ImageFolder`.
     """
     if root == "digits":
         return Digits(split)
@@ -50,24 +55,15 @@ def open_source(root: str, split: str) -> ImageSource:
         )
     if is_latent_cache(root, split):
         raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
-    if split_folder(root, split) is not None:
-        return ImageFolder(root, split)
-    if not any(Path(root).glob(f"{split}-*.tar")):
-        if split == "train" and holds_images(root):
-            return ImageFolder(root, "")
-        raise FileNotFoundError(
-            f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it{_classes_in(root)}"
-        )
-    return Shards(root, split)
-
-
-def _classes_in(root: str) -> str:
-    """Return what to do with a folder of classes, for a message; "" if `root` is none."""
-    names = subfolders(Path(root))
-    if not names:
-        return ""
-    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    return f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
+    if has_split(root, split):
+        return Shards(root, split) if split_folder(root, split) is None else ImageFolder(root, split, allow_empty)
+    if split == "train" and holds_images(root):
+        return ImageFolder(root, "")
+    problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
+    if names := subfolders(root):
+        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        problem += f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
+    raise FileNotFoundError(problem)
 
 
 def dividing(root: str, options: str = "") -> str:
@@ -126,9 +122,8 @@ def of_classes(source) -> str:
 class DataRecord:
     """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 
-    A sample's number and label follow from the listing of files, so a resumed run must find the same listing, and all
-    processes too: each must make the record. Contents and times of files are not compared. With data.root among the
-    `allowed` keys of --allow-change, other files are accepted; other classes never are.
+    A sample's number and label follow from the listing of files, so a resumed run and all processes, each of which makes
+    the record, must find the same. With data.root `allowed` to change, other files are accepted; other classes never are.
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
@@ -192,9 +187,8 @@ def _names(outline: dict) -> list[str]:
 def _changes(old: dict, new: dict) -> str:
     """Return how the outline `new` differs from `old`, in words."""
     before, after = Counter(_names(old)), Counter(_names(new))
-    found = [f"class {name!r} is gone" for name in before - after] + [
-        f"class {name!r} is new" for name in after - before
-    ]
+    found = [f"class {name!r} is gone" for name in before - after]
+    found += [f"class {name!r} is new" for name in after - before]
     if not found and _names(old) != _names(new):
         return "the classes are in another order"
     if not found:

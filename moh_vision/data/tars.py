@@ -37,7 +37,8 @@ def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFil
 def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a shard from `open_tar`; `size` is that of the file, if known.
 
-    Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or has no proper end.
+    Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or if there is more behind its end than
+    the zeros that tar writes.
     """
     count = 0
     while True:
@@ -60,22 +61,17 @@ def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> I
         if member.offset_data + member.size > size:
             raise ValueError(f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes")
         yield member
-    _refuse_more(tar, f"behind member {count}", name)
-
-
-def _refuse_more(tar: tarfile.TarFile, where: str, name: Path | str) -> None:
-    """Raise ValueError unless a tar's first block of zeros is followed by zeros alone, as many as tar writes."""
-    end = tar.offset
-    place = end + tarfile.BLOCKSIZE
+    end, place = tar.offset, tar.offset + tarfile.BLOCKSIZE  # of the first block of zeros
     while data := tar.fileobj.read(2**20):
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
             raise ValueError(
-                f"{name}: byte {place + zeros} is not zero, but a block of zeros {where}, at byte {end}, "
+                f"{name}: byte {place + zeros} is not zero, but a block of zeros behind member {count}, at byte {end}, "
                 "ends a tar: damaged, or several tars in one file"
             )
         place += len(data)
     if place - end > MOST_ZEROS:
         raise ValueError(
-            f"{name}: {place - end} zeros {where}, from byte {end} to the end; tar writes at most {MOST_ZEROS}: damaged"
+            f"{name}: {place - end} zeros behind member {count}, from byte {end} to the end; tar writes at most "
+            f"{MOST_ZEROS}: damaged"
         )

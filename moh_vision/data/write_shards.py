@@ -27,7 +27,7 @@ from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -44,11 +44,10 @@ from moh_vision.data.shard_writer import (
     check_out,
     end_with,
     fingerprint,
-    finish_shard,
     one_line,
     plan_shards,
 )
-from moh_vision.data.shards import Shards, index_folders, index_name
+from moh_vision.data.shards import Shards, index_files
 from moh_vision.data.splits import check_same_classes, of_classes
 from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
@@ -91,13 +90,14 @@ def work(o: Namespace) -> None:
         arguments = {"--size": o.size, "--quality": o.size and o.quality, "--samples-per-shard": o.samples_per_shard}
         writers = []
         for name, images in splits.items():  # all are checked before anything is written
-            plan = plan_shards(f"{name}-{{:06d}}.tar", range(len(images)), images.path, o.samples_per_shard, o.seed)
+            paths = map(images.path, range(len(images)))
+            plan = plan_shards(name, "tar", paths, o.samples_per_shard, o.seed)
             made_from = {**arguments, "--seed": o.seed, **fingerprint(images)}
             writers.append((images, ShardWriter(record_path(out, name), plan, made_from)))
         write_whole(names, classes)
         limit = BadLimit(o.max_bad_fraction, sum(map(len, splits.values())))
         for images, writer in writers:
-            bad = _write_split(o, images, writer, limit)
+            bad = SplitOfShards(o, images, writer, limit).write()
             limit = limit._replace(earlier=limit.earlier + bad)
 
 
@@ -198,89 +198,94 @@ def _refuse_names(images: ImageFolder, stored: bool) -> None:
 # ---------------------------------------------------------------- the shards of a split
 
 
-def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: BadLimit) -> int:
-    """Write the shards of a split that are missing; return the number of bad images in all."""
-    split, workers = writer.split, o.workers or len(os.sched_getaffinity(0))
-    todo = writer.begin(workers)
-    bad = [b for entry in writer.entries.values() for b in entry["bad"]]
-    limit.check(bad, images.folder)
-    done, written = sum(len(writer.plan[name]) for name in writer.entries), []
-    task = partial(_write_shard, writer.parts, o.size, o.quality, limit)
-    tasks = [(name, writer.plan[name]) for name in todo]
-    with (
-        Progress(split, len(images), "image", done) as progress,
-        closing(_in_processes(images, task, tasks, workers, writer.out)) as finished,
-    ):
-        for entry in finished:
-            written.append(entry)
-            bad += entry["bad"]
-            limit.check(bad, images.folder)
-            progress.add(len(writer.plan[entry["shard"]]))
-    entries = writer.end(written)
-    left_out = {path for path, _ in bad}
-    files = (images.path(i) for samples in writer.plan.values() for i in samples)
-    text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
-    write_whole(writer.out / f"{split}.files.txt", text)
-    source = Shards(str(writer.out), split)  # builds the index, and so reads every header
-    assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == images.classes
-    size = sum(entry["bytes"] for entry in entries) / 1e6
-    how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
-    listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
-    shown = f"{len(source)} images {of_classes(source)} in {len(entries)} shards"
-    say(f"{split}: {shown}, {size:.1f} MB, {how}{listed}")
-    return len(bad)
+@dataclass
+class SplitOfShards:
+    """Writes the shards of a split, each in one of several processes."""
+
+    options: Namespace
+    images: ImageFolder
+    writer: ShardWriter
+    limit: BadLimit
+
+    def write(self) -> int:
+        """Write the shards that are missing; return the number of bad images in all."""
+        images, writer, split = self.images, self.writer, self.writer.split
+        workers = self.options.workers or len(os.sched_getaffinity(0))
+        todo = writer.begin(workers)
+        bad = [b for entry in writer.entries.values() for b in entry["bad"]]
+        self.limit.check(bad, images.folder)
+        done, written = sum(len(writer.plan[name]) for name in writer.entries), []
+        with (
+            Progress(split, len(images), "image", done) as progress,
+            closing(self._in_processes(todo, min(workers, len(todo)))) as finished,
+        ):
+            for entry in finished:
+                written.append(entry)
+                bad += entry["bad"]
+                self.limit.check(bad, images.folder)
+                progress.add(len(writer.plan[entry["shard"]]))
+        entries = writer.end(written)
+        left_out = {path for path, _ in bad}
+        files = (images.path(i) for samples in writer.plan.values() for i in samples)
+        text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
+        write_whole(writer.out / f"{split}.files.txt", text)
+        source = Shards(str(writer.out), split)  # builds the index, and so reads every header
+        assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == images.classes
+        size = sum(entry["bytes"] for entry in entries) / 1e6
+        how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
+        listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
+        shown = f"{len(source)} images {of_classes(source)} in {len(entries)} shards"
+        say(f"{split}: {shown}, {size:.1f} MB, {how}{listed}")
+        return len(bad)
+
+    def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
+        """Yield the entry of each shard; what is unfinished when it ends is ended and removed."""
+        if not names:
+            return
+        with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())) as pool:
+            try:
+                yield from pool.map(_write_shard, names)
+            except BaseException as error:  # also GeneratorExit, when there are too many bad images
+                for process in multiprocessing.active_children():
+                    process.kill()  # a shard takes a while, and is written again
+                pool.shutdown(cancel_futures=True)
+                for name in names:
+                    hidden_path(self.writer.out / name).unlink(missing_ok=True)
+                if isinstance(error, BrokenProcessPool):
+                    raise ValueError(
+                        f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
+                        "command goes on (--workers may change)"
+                    ) from None
+                raise
 
 
-def _in_processes(
-    images: ImageFolder, task: Callable, tasks: list[tuple[str, list[int]]], workers: int, out: Path
-) -> Iterator[dict]:
-    """Yield what a task returns for each shard; what is unfinished when it ends is ended and removed."""
-    if not tasks:
-        return
-    count = min(workers, len(tasks))
-    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(images, os.getpid())) as pool:
-        try:
-            yield from pool.map(task, tasks)
-        except BaseException as error:  # also GeneratorExit, when there are too many bad images
-            for process in multiprocessing.active_children():
-                process.kill()  # a shard takes a while, and is written again
-            pool.shutdown(cancel_futures=True)
-            for name, _ in tasks:
-                hidden_path(out / name).unlink(missing_ok=True)
-            if isinstance(error, BrokenProcessPool):
-                raise ValueError(
-                    f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
-                    "command goes on (--workers may change)"
-                ) from None
-            raise
-
-
-def _start_worker(images: ImageFolder, parent: int) -> None:
+def _start_worker(split: SplitOfShards, parent: int) -> None:
     """Leave interrupts to the parent, and end with it."""
-    global _images  # a forked worker has them without a copy
-    _images = images
+    global _split  # a forked worker has it without a copy
+    _split = split
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
 
 
-def _write_shard(parts: Path, size: int | None, quality: int, limit: BadLimit, shard: tuple[str, list[int]]) -> dict:
-    """Write a shard, (name, numbers of the images), in a worker; return its entry."""
-    (name, numbers), bad, out = shard, [], parts.parent
-    for folder in index_folders(out):
-        (folder / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
-    with whole_file(out / name) as file:
+def _write_shard(name: str) -> dict:
+    """Write a shard, in a worker; return its entry."""
+    images, writer, bad = _split.images, _split.writer, []
+    for index in index_files(writer.out / name):
+        index.unlink(missing_ok=True)  # it would no longer fit
+    with whole_file(writer.out / name) as file:
         # Headers without time and owner, or every run would have other sums.
         with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
-            for number in numbers:
+            for number in writer.plan[name]:
                 try:
-                    extension, data = encode_sample(Path(_images.where(number)).read_bytes(), size, quality)
+                    data = Path(images.where(number)).read_bytes()
+                    extension, data = encode_sample(data, _split.options.size, _split.options.quality)
                 except BadImage as error:
-                    bad.append([_images.path(number), str(error)])
-                    limit.check(bad, _images.folder)
+                    bad.append([images.path(number), str(error)])
+                    _split.limit.check(bad, images.folder)
                 else:
-                    label = {"cls": str(_images.labels[number]).encode()} if _images.classes else {}
+                    label = {"cls": str(images.labels[number]).encode()} if images.classes else {}
                     tar.write({"__key__": f"{number:08d}", extension: data, **label})
-        return finish_shard(parts, name, file, len(numbers) - len(bad), bad)
+        return writer.finish(name, file, len(writer.plan[name]) - len(bad), bad)
 
 
 # ---------------------------------------------------------------- an image

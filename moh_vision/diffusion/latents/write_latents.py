@@ -36,15 +36,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from moh_vision.data.batches import LabelledImages, check_images_fit, evaluation_batches, image_transform
-from moh_vision.data.shard_writer import (
-    BadLimit,
-    ShardWriter,
-    check_out,
-    end_with,
-    fingerprint,
-    finish_shard,
-    plan_shards,
-)
+from moh_vision.data.shard_writer import BadLimit, ShardWriter, check_out, end_with, fingerprint, plan_shards
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, image_channels, load_vae
@@ -101,7 +93,7 @@ def write_latents(o: Namespace) -> None:
     model = first(lambda: load_vae(o.vae, decodes=False))
     space, out = LatentSpace.of(model, o.vae), Path(o.out)
     shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])
-    plan = plan_shards(f"{o.split}-{{:06d}}.npy", range(len(source)), str, o.samples_per_shard, o.seed)
+    plan = plan_shards(o.split, "npy", map(str, range(len(source))), o.samples_per_shard, o.seed)
     kept = {f"--{name.replace('_', '-')}": getattr(o, name) for name in ("size", "dtype", "samples_per_shard", "seed")}
 
     with contextlib.ExitStack() as stack:
@@ -195,7 +187,7 @@ class Encoder:
                 with whole_file(self.writer.out / name) as file:
                     if arrays:
                         np.save(file, np.concatenate(arrays), allow_pickle=False)
-                    entries.append(finish_shard(self.writer.parts, name, file, sum(map(len, arrays)), bad[before:]))
+                    entries.append(self.writer.finish(name, file, sum(map(len, arrays)), bad[before:]))
         return entries
 
     def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:
