@@ -99,11 +99,9 @@ def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, mon
         with contextlib.closing(StreamedFile(f"{url}/train-000000.tar", 5)) as file:
             assert b"".join(iter(lambda: file.read(3000), b"")) == data
     assert requests[1] == ("/train-000000.tar", f"bytes={len(data) // 2}-") and len(requests) == 2
-    said = capfd.readouterr().err
-    assert (
-        said
-        == f"{url}/train-000000.tar: the connection ended {len(data) - len(data) // 2} bytes early; tried again for 5 s\n"
-    )
+    missing = len(data) - len(data) // 2
+    said = f"{url}/train-000000.tar: the connection ended {missing} bytes early; tried again for 5 s\n"
+    assert capfd.readouterr().err == said
 
 
 def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch):
@@ -182,9 +180,8 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
     bad = BadSamples(23, 0.2)
     assert len(list(batches_of(source_of(paths(folder), 23), 0, bad, steps=15))) == 30
     assert len(bad.seen) == 4 and all(name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen)
-    with one_line(
-        r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images\)"
-    ):
+    words = r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images\)"
+    with one_line(words):
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
 
 
