@@ -37,12 +37,10 @@ class Extractor(nn.Module):
 
 
 class Inception(Extractor):
-    """torch-fidelity's Inception with TensorFlow's resizing: features of FID, sFID, IS in one pass.
+    """torch-fidelity's Inception with TensorFlow's resizing; `weights`: its .pth file, None: fetched once.
 
     pooled: pool 2048. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17, flattened by position,
     2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
-
-    `weights` is the path of the .pth file; None: torch-fidelity's own, fetched once.
     """
 
     def __init__(self, weights: str | Path | None = None):
@@ -55,9 +53,8 @@ class Inception(Extractor):
         try:
             network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], _only_tensors(data))
         except Exception as error:  # damaged files make many kinds
-            raise ValueError(
-                f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
-            ) from None
+            problem = f"not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
+            raise ValueError(f"{file}: {problem}") from None
         # 1.5 times faster on a CPU (docs/guides/sampling.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
@@ -74,8 +71,7 @@ class Inception(Extractor):
 class TimmExtractor(Extractor):
     """The penultimate features of a timm model, and its logits if it has classes.
 
-    Whole images are resized to `img_size` (None: the model's own), without a crop, and normalised as its
-    pretrained_cfg says.
+    Whole images are resized to `img_size` (None: the model's own) and normalised as its pretrained_cfg says.
     """
 
     def __init__(self, model: nn.Module, name: str, img_size: int | Sequence[int] | None = None):
@@ -122,20 +118,16 @@ class ModuleExtractor(Extractor):
 
 
 def make_extractor(extractor: str | nn.Module, inception_weights: str | Path | None = None) -> Extractor:
-    """Make the extractor of `score`; `inception_weights`: see `Inception`.
-
-    `extractor` is "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves for the
-    hub), either with "@SIZE" for another image size; a classification run, an `Extractor`, or any module from uint8
-    images to features.
+    """Make the extractor of `score`: "inception", a classification run, any module from uint8 images to features, or
+    "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
     """
     if isinstance(extractor, nn.Module):
         return extractor if isinstance(extractor, Extractor) else ModuleExtractor(extractor)
     if extractor == "inception":
         return Inception(inception_weights)
     if inception_weights is not None:
-        raise ValueError(
-            f"inception_weights {inception_weights} has no effect with extractor {extractor}, only with inception"
-        )
+        effect = f"no effect with extractor {extractor}, only with inception"
+        raise ValueError(f"inception_weights {inception_weights} has {effect}")
     if Path(extractor).exists():
         model, metadata = from_run(extractor, "classifier")
         name = f"{metadata['architecture']} of {metadata['weights']}"

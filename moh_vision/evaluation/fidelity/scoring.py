@@ -109,7 +109,7 @@ def _numbers(
     label = "FID"
     if not network.published:
         label = f"FD-{network.name}"
-        values, missing = ({OTHER_NAMES.get(k, k): v for k, v in found.items()} for found in (values, missing))
+        values, missing = ({OTHER_NAMES.get(k, k): v for k, v in numbers.items()} for numbers in (values, missing))
     fewest = min(fake.count, real.count or fake.count)
     label = label if fewest > dims else f"{label}@{fewest}"
     return dict(

@@ -47,8 +47,8 @@ class Moments:
 
     def merge(self, other: Moments) -> None:
         """Add what another has seen."""
-        for moments in (self, other):
-            moments._flush()
+        self._flush()
+        other._flush()
         self._merge(other.count, other.mean, other.scatter)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -127,10 +127,9 @@ class SetStatistics:
                 continue
             if not torch.isfinite(x).all():
                 row = first + int((~torch.isfinite(x)).any(1).nonzero()[0])
-                what = dict(pooled="features", spatial="spatial features").get(name, name)
-                raise ValueError(
-                    f"the {what} of image {row} are not finite numbers; the extractor or its weights are broken"
-                )
+                kind = dict(pooled="features", spatial="spatial features").get(name, name)
+                problem = "are not finite numbers; the extractor or its weights are broken"
+                raise ValueError(f"the {kind} of image {row} {problem}")
             if name not in self.parts:
                 self.parts[name] = ClassScore() if name == "logits" else Moments(x.shape[1])
             self.parts[name].add(x, first)
@@ -143,10 +142,8 @@ class SetStatistics:
         self.size = other.size or self.size
         self.features.update(other.features)
         for name, part in other.parts.items():
-            if name in self.parts:
+            if self.parts.setdefault(name, part) is not part:
                 self.parts[name].merge(part)
-            else:
-                self.parts[name] = part
 
     def all_features(self) -> Tensor | None:
         """Return [N, F] in the order of the images; None if they were not kept."""
