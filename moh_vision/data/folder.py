@@ -75,14 +75,14 @@ class ImageFolder(ImageSource):
         if self.classes:
             self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
         for label, name in enumerate(self.classes or [""]):
-            found = self._images(name)
-            if not found and not name:
+            files = self._images(name)
+            if not files and not name:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
                 raise ValueError(f"{key} {root}: {folder} holds no class folders and no images ({expected})")
-            if not found and not allow_empty:
+            if not files and not allow_empty:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
-            paths += found
-            labels += [label] * len(found)
+            paths += files
+            labels += [label] * len(files)
         # One array of bytes: a list of a million strings would be copied into every loader process.
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
@@ -109,16 +109,16 @@ class ImageFolder(ImageSource):
 
     def identities(self) -> Iterator[bytes]:
         for index, name in enumerate(self.files):
-            found = os.stat(self.where(index))
-            yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
+            status = os.stat(self.where(index))
+            yield bytes(name) + repr((status.st_size, status.st_mtime_ns)).encode()
 
     def _images(self, name: str) -> list[str]:
         """Return the image files of a class, sorted, each as `name`/...; "": those in the folder itself."""
-        found = []
+        images = []
         for entry, path in walk(self.folder / name, name and f"{name}/"):
             if entry.name.lower().endswith(IMAGES):
-                refuse_special(entry)  # a dangling link is found, counted and named when it is read
-                found.append(path)
+                refuse_special(entry)  # a dangling link is listed, counted and named when it is read
+                images.append(path)
             else:
                 self.left_out.append(path)
-        return sorted(found)
+        return sorted(images)

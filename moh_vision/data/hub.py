@@ -71,9 +71,9 @@ class HubDataset(ImageSource):
         # The fingerprint that `datasets` gives the table.
         yield from (f"{self.rows._fingerprint} {row}".encode() for row in range(len(self)))
 
-    def _column(self, table, kind, what: str) -> str:
+    def _column(self, table, kind, title: str) -> str:
         names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
         if len(names) != 1:
             there = f"there are {len(names)} among {', '.join(table.features)}"
-            raise ValueError(f"data.root {self.root}: one {what} column is needed, {there}")
+            raise ValueError(f"data.root {self.root}: one {title} column is needed, {there}")
         return names[0]

@@ -120,13 +120,13 @@ def unnamed_classes(count: int) -> list[str]:
 
 def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
     """Return class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
-    described, found = ImageNetInfo().label_descriptions(as_dict=True), {}
+    described, numbers = ImageNetInfo().label_descriptions(as_dict=True), {}
     for name, number in labels.items():
         text = described.get(name, name)
         for word in {text, *text.split(", ")}:
             if not word.isdecimal():
-                found.setdefault(word, []).append(number)
-    return {**found, **{name: [number] for name, number in labels.items()}}
+                numbers.setdefault(word, []).append(number)
+    return {**numbers, **{name: [number] for name, number in labels.items()}}
 
 
 def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> tuple[Callable, Callable]:

@@ -22,14 +22,15 @@ def parts_path(record: Path) -> Path:
 
 
 def read_record(path: Path, unfinished: bool = False) -> dict:
-    """Read a record: format, made_from, and `shards`, their entries; of an `unfinished` one those that there are."""
+    """Read a record: format, made_from, and `shards`: the entries of all, or of an `unfinished` one those so far."""
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, this version reads {FORMAT}")
         record["made_from"] = dict(record["made_from"])
         if record["shards"] is None and unfinished:
-            record["shards"] = [json.loads(part.read_text("utf-8")) for part in parts_path(path).glob("*.json")]
+            parts = sorted(parts_path(path).glob("*.json"))
+            record["shards"] = [json.loads(part.read_text("utf-8")) for part in parts]
         _check_entries(record["shards"] or [])
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None

@@ -105,9 +105,9 @@ class ShardWriter:
             say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
         with ThreadPoolExecutor(threads) as pool:
             sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
-        for name, found in sums.items():
-            if found != there[name]["sha256"]:
-                aside = f"{name}.damaged-{found[:8]}"
+        for name, sha256 in sums.items():
+            if sha256 != there[name]["sha256"]:
+                aside = f"{name}.damaged-{sha256[:8]}"
                 say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside}, written again")
                 (self.out / name).rename(self.out / aside)
                 del there[name]
@@ -129,16 +129,25 @@ class ShardWriter:
         # Recorded before it is renamed: a shard without a record would be a stranger's.
         return self._keep(dict(shard=name, samples=samples, bytes=size, sha256=sha256, bad=bad))
 
-    def end(self, written: Iterable[dict]) -> list[dict]:
-        """Write the record with the entries of all shards, and the list of bad images; return the entries."""
-        self.entries.update({entry["shard"]: entry for entry in written})
-        entries = [self.entries[name] for name in self.plan]
-        bad = [f"{one_line(str(which))}\t{one_line(reason)}\n" for entry in entries for which, reason in entry["bad"]]
-        if bad:
-            write_whole(self.out / f"{self.split}.bad.txt", "".join(bad))
-        self._write(entries)
+    @property
+    def bad(self) -> list[list]:
+        """[which, reason] of each bad image of the shards in `entries`."""
+        return [bad for entry in self.entries.values() for bad in entry["bad"]]
+
+    def end(self) -> None:
+        """Write the record with the `entries` of all shards, and the list of bad images."""
+        self.entries = {name: self.entries[name] for name in self.plan}
+        if self.bad:
+            lines = (f"{one_line(str(which))}\t{one_line(reason)}\n" for which, reason in self.bad)
+            write_whole(self.out / f"{self.split}.bad.txt", "".join(lines))
+        self._write(list(self.entries.values()))
         shutil.rmtree(self.parts, ignore_errors=True)
-        return entries
+
+    def report(self, images: str, how: str) -> None:
+        """Print what is there of the split, and how it came."""
+        size = sum(entry["bytes"] for entry in self.entries.values()) / 1e6
+        listed = f"; {len(self.bad)} bad images left out, {self.split}.bad.txt" if self.bad else ""
+        say(f"{self.split}: {images} in {len(self.entries)} shards, {size:.1f} MB, {how}{listed}")
 
     def _keep(self, entry: dict) -> dict:
         write_whole(self.parts / f"{entry['shard']}.json", json.dumps(entry))

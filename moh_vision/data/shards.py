@@ -134,24 +134,24 @@ def scan(path: Path) -> np.ndarray:
 
     Nothing is extracted; links, devices and folders are passed over, whatever their names say.
     """
-    found: dict[str, dict] = {}
+    samples: dict[str, dict] = {}
     with open_tar(path) as tar:
         for member in members(tar, path, path.stat().st_size):
             parent, _, base = member.name.rpartition("/")
             stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
             image = extension.lower() in IMAGE_EXTENSIONS
             kind = "image" if image else "label" if extension == "cls" else None
-            entry = found.setdefault(f"{parent}/{stem}", {})
+            entry = samples.setdefault(f"{parent}/{stem}", {})
             if kind in entry:
                 raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
             if kind:
                 entry[kind] = (member.offset_data, member.size) if image else _label(tar, member, path)
-    labelled = any("label" in entry for entry in found.values())
-    for key, entry in found.items():
+    labelled = any("label" in entry for entry in samples.values())
+    for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
             raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
-    return np.array([(*entry["image"], entry.get("label", -1)) for entry in found.values()], np.int64).reshape(-1, 3)
+    return np.array([(*entry["image"], entry.get("label", -1)) for entry in samples.values()], np.int64).reshape(-1, 3)
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
@@ -202,8 +202,8 @@ def _keep_index(shard: Path, size_and_time: tuple[int, int], table: np.ndarray) 
         np.save(file, np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]), allow_pickle=False)
 
 
-def _size_and_time(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
+def _size_and_time(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)  # there may be more shards than a process may open

@@ -148,13 +148,13 @@ class DataRecord:
             return
         try:
             began = json.loads(file.read_text("utf-8"))
-            found = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
-            other_classes = [split for split in found if _names(began[split]) != _names(self.splits[split])]
+            changed = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
+            other_classes = [split for split in changed if _names(began[split]) != _names(self.splits[split])]
         except Exception as error:  # what is not there, or of another kind, fails anywhere
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
-        for split, changes in found.items():
+        for split, changes in changed.items():
             told = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
             if other_classes:
                 raise ValueError(
@@ -173,8 +173,8 @@ def _outline(source) -> dict:
     """Summarise a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
     labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
     digest = hashlib.sha256(labels.tobytes())
-    for part in source.listing():
-        digest.update(part)
+    for data in source.listing():
+        digest.update(data)
     names = source.classes or ["none"]
     counts = np.bincount(labels, minlength=len(names)).tolist()
     return dict(classes=[list(pair) for pair in zip(names, counts)], sha256=digest.hexdigest())
@@ -187,12 +187,12 @@ def _names(outline: dict) -> list[str]:
 def _changes(old: dict, new: dict) -> str:
     """Return how the outline `new` differs from `old`, in words."""
     before, after = Counter(_names(old)), Counter(_names(new))
-    found = [f"class {name!r} is gone" for name in before - after]
-    found += [f"class {name!r} is new" for name in after - before]
-    if not found and _names(old) != _names(new):
+    changes = [f"class {name!r} is gone" for name in before - after]
+    changes += [f"class {name!r} is new" for name in after - before]
+    if not changes and _names(old) != _names(new):
         return "the classes are in another order"
-    if not found:
+    if not changes:
         pairs = zip(old["classes"], new["classes"])
-        found = [f"class {name!r} has {now} samples, it had {had}" for (name, had), (_, now) in pairs if had != now]
-    more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
-    return ", ".join(found[:6] + more) or "as many samples of each class, but other files"
+        changes = [f"class {name!r} has {now} samples, it had {had}" for (name, had), (_, now) in pairs if had != now]
+    more = [f"and {len(changes) - 6} more"] if len(changes) > 6 else []
+    return ", ".join(changes[:6] + more) or "as many samples of each class, but other files"
