@@ -118,8 +118,9 @@ class ModuleExtractor(Extractor):
 
 
 def make_extractor(extractor: str | nn.Module, inception_weights: str | Path | None = None) -> Extractor:
-    """Make the extractor of `score`: "inception", a classification run, any module from uint8 images to features, or
-    "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
+    """Make the extractor of `score`: "inception", a classification run, or any module from uint8 images to features.
+
+    Or "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
     """
     if isinstance(extractor, nn.Module):
         return extractor if isinstance(extractor, Extractor) else ModuleExtractor(extractor)

@@ -31,7 +31,7 @@ class ImageSet:
     size: tuple[int, int] | None = None  # width and height; None: not known
 
     def __init__(self, name: str, count: int, channels: int):
-        self.name, self.count = name, count  # for messages and results
+        self.name, self.count = name, count  # the name is for messages and results
         self.channels = channels  # of the files, 1 or 3; what is scored has 3
 
     def __len__(self) -> int:
@@ -111,7 +111,7 @@ def _opened(file: Path) -> Iterator[Image.Image]:
 
 
 class SourceImages(ImageSet):
-    """Images of a data set, center-cropped to `size` x `size` pixels: set it before reading if it is None."""
+    """Images of a data set, center-cropped to `size` x `size` pixels; set `size` before reading if it is None."""
 
     def __init__(self, source, name: str):
         super().__init__(name, len(source), source.channels)
@@ -154,7 +154,7 @@ class ImageArchive(ImageSet):
 
 
 class ImageTensors:
-    """A tensor of images, or an iterator, read once, of batches, uint8 [B, 3, H, W]; see `ImageSet`."""
+    """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
 
     channels = None
 
@@ -179,7 +179,7 @@ class ImageTensors:
 
 
 def open_images(source, name: str):
-    """Wrap a path, tensor or iterator, for messages of this name; return an object that has `batches` unchanged."""
+    """Wrap a path, or a tensor or iterator called `name`; return an object that has `batches` unchanged."""
     if isinstance(source, (str, Path)):
         path = Path(source)
         return ImageArchive(path) if path.suffix == ".npz" else ScoredFolder(path)

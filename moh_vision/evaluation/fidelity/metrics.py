@@ -23,8 +23,8 @@ def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: 
     """Improved precision and recall (Kynkaanniemi 2019) of features [N, F] and [M, F].
 
     A set covers a point inside a ball around one of its points that reaches to that point's 3rd nearest other
-    point. Precision: share of generated covered by reference; recall: the reverse. Without the reference's mean, a
-    large common offset, distances keep more digits. chunk x chunk of them, 4 bytes each, are in memory at a time.
+    point. Precision: share of generated covered by reference; recall: the reverse. The reference's mean is subtracted
+    first: a large common offset would cost digits. chunk x chunk distances, 4 bytes each, are in memory at a time.
     """
     for name, features in (("generated", generated), ("reference", reference)):
         if len(features) <= NEIGHBOURS:
