@@ -181,8 +181,13 @@ def training_batches(
         order = dict(dataset=StreamedBatches(dataset, batches, joined), batch_size=None)
     else:
         order = dict(dataset=dataset, batch_sampler=batches, collate_fn=joined)
-    order.update(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
-    loader = DataLoader(**order, num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
+    loader = DataLoader(
+        **order,
+        num_workers=workers,
+        worker_init_fn=leave_signals_to_the_parent,
+        pin_memory=torch.cuda.is_available(),
+        prefetch_factor=4 if workers else None,
+    )
     return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
 
 
@@ -191,8 +196,13 @@ def evaluation_batches(
 ) -> Batches:
     """Return batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    order = dict(batch_sampler=sampler, collate_fn=collate)
-    loader = DataLoader(dataset, **order, num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
+    loader = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        collate_fn=collate,
+        worker_init_fn=leave_signals_to_the_parent,
+    )
     return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
 
 
@@ -206,8 +216,9 @@ def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: B
     """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
     total = len(dataset.source)
     if 2 * count > total:
-        needed = f"these and as many others are needed, the training split has {total} images"
-        raise ValueError(f"--images {count}: {needed}")
+        raise ValueError(
+            f"--images {count}: these and as many others are needed, the training split has {total} images"
+        )
     numbers = sum(evenly_spread(total, 2 * count), [])
     halves = [[half[start : start + 64] for start in range(0, count, 64)] for half in (numbers[::2], numbers[1::2])]
     return tuple(list(evaluation_batches(dataset, slices, workers, bad)) for slices in halves)

@@ -74,6 +74,8 @@ class HubDataset(ImageSource):
     def _column(self, table, kind, title: str) -> str:
         names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
         if len(names) != 1:
-            there = f"there are {len(names)} among {', '.join(table.features)}"
-            raise ValueError(f"data.root {self.root}: one {title} column is needed, {there}")
+            there = ", ".join(table.features)
+            raise ValueError(
+                f"data.root {self.root}: one {title} column is needed, there are {len(names)} among {there}"
+            )
         return names[0]

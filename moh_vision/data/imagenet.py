@@ -24,33 +24,22 @@ def imagenet_train_transform(
     std: Sequence[float],
     *,
     interpolation: str = "bicubic",
-    crop_scale: tuple[float, float] = (0.08, 1.0),
-    auto_augment: str | None = None,
-    color_jitter: float = 0.0,
-    erase_prob: float = 0.0,
-    erase_mode: str = "pixel",
+    color_jitter: float | None = None,
+    **options,
 ) -> Callable:
     """Return timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    The arguments are timm's; while `auto_augment` is given, timm leaves `color_jitter` out.
+    `options` are those of timm's `create_transform`, which leaves `color_jitter` out with `auto_augment`.
     """
-    augmentation = dict(
-        is_training=True,
-        scale=crop_scale,
-        interpolation=interpolation,
-        auto_augment=auto_augment,
-        color_jitter=color_jitter or None,
-        re_prob=erase_prob,
-        re_mode=erase_mode,
-        separate=True,
-    )
+    options.update(interpolation=interpolation, color_jitter=color_jitter)
     # Grey images are augmented in colour, because several of RandAugment's operations know only that.
-    in_colour = dict(mean=tuple(mean), std=tuple(std)) if channels == 3 else {}
+    if channels == 3:
+        options.update(mean=tuple(mean), std=tuple(std))
     try:
-        crop, augment, last = create_transform(img_size, **augmentation, **in_colour)
+        crop, augment, last = create_transform(img_size, is_training=True, separate=True, **options)
     except (AssertionError, ValueError, KeyError) as error:
         raise ValueError(
-            f"data.auto_augment {auto_augment!r}: timm does not understand it ({error}); the recipe's is "
+            f"data.auto_augment {options.get('auto_augment')!r}: timm does not understand it ({error}); the recipe's is "
             "rand-m9-mstd0.5-inc1"
         ) from None
     _let_posterize_reach_zero(augment)
@@ -75,9 +64,14 @@ def imagenet_eval_transform(
     become that, so that with crop_pct 1 the whole image is seen (the papers' way at 384 pixels). "border": the longer
     side becomes that, with a border.
     """
-    resize = dict(interpolation=interpolation, crop_pct=crop_pct, crop_mode=crop_mode)
-    # The mean is the colour of a border; the last two of timm's steps are those of `ToNormalised`.
-    *fit, _, _ = create_transform(img_size, **resize, mean=tuple(mean)).transforms
+    transform = create_transform(
+        img_size,
+        mean=tuple(mean),  # the colour of a border
+        interpolation=interpolation,
+        crop_pct=crop_pct,
+        crop_mode=crop_mode,
+    )
+    *fit, _, _ = transform.transforms  # without timm's two steps of `ToNormalised`
     # The other modes see the whole image, and make it no larger than they were asked to.
     first = [shorten] if crop_mode == "center" else []
     return Compose([*first, Grayscale() if channels == 1 else _rgb, *fit, ToNormalised(mean, std)])

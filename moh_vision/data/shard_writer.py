@@ -52,7 +52,8 @@ def plan_shards(split: str, ending: str, names: Iterable[str], most: int, seed: 
 def fingerprint(source: ImageSource) -> dict[str, str]:
     """Return "class NAME" -> number of images and digest of their identities, to tell one listing from another."""
     names = source.classes or ["none"]
-    counts, digests = Counter(), {name: hashlib.sha256() for name in names}  # of the hub's classes some have one name
+    counts = Counter()
+    digests = {name: hashlib.sha256() for name in names}  # of the hub's classes some have one name
     for label, identity in zip(source.labels.tolist(), source.identities()):
         counts[names[label]] += 1
         digests[names[label]].update(identity)
@@ -90,7 +91,8 @@ class ShardWriter:
         record, now = read_record(self.record, unfinished=True), self.header["made_from"]
         before = record["made_from"]
         changed = [key for key in {**before, **now} if _essence(before.get(key)) != _essence(now.get(key))]
-        if changed and record["shards"]:  # before the first shard is finished nothing depends on them
+        # Before the first shard is finished nothing depends on them.
+        if changed and record["shards"]:
             told = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
             told += [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
             raise ValueError(

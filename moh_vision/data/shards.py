@@ -151,7 +151,8 @@ def scan(path: Path) -> np.ndarray:
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
             raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
-    return np.array([(*entry["image"], entry.get("label", -1)) for entry in samples.values()], np.int64).reshape(-1, 3)
+    rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:

@@ -55,8 +55,10 @@ def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource
         )
     if is_latent_cache(root, split):
         raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
+    if split_folder(root, split) is not None:
+        return ImageFolder(root, split, allow_empty)
     if has_split(root, split):
-        return Shards(root, split) if split_folder(root, split) is None else ImageFolder(root, split, allow_empty)
+        return Shards(root, split)
     if split == "train" and holds_images(root):
         return ImageFolder(root, "")
     problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"

@@ -73,8 +73,9 @@ def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None
     for kind in sorted(kinds - {"", "file", *gopen_schemes}):
         raise ValueError(f"data.stream {data.stream}: {kind}: is not read; pipe:COMMAND reads what a command writes")
     if "data.stream" not in given and "pipe" in kinds:
-        how = "give it on the command line, it is not taken from a configuration"
-        raise ValueError(f"data.stream {data.stream} runs a command; {how}")
+        raise ValueError(
+            f"data.stream {data.stream} runs a command; give it on the command line, it is not taken from a configuration"
+        )
     record, entries = record_path(root, "train"), {}
     # Who counts the images of a stream himself has shards that are not those of data.root.
     if record.exists() and not (data.stream and data.samples):
@@ -82,8 +83,9 @@ def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None
         shards = {url: (re.findall(r"[^/\s]+\.tar", url) or [""])[-1] for url in urls}
         entries = {url: written[shard] for url, shard in shards.items() if shard in written}
     if not data.samples and len(entries) < len(set(urls)):
-        needed = "data.samples is needed: how many images an epoch has"
-        raise ValueError(f"{needed}; no record {record} has all these shards")
+        raise ValueError(
+            f"data.samples is needed: how many images an epoch has; no record {record} has all these shards"
+        )
     samples = data.samples or sum(entries[url]["samples"] for url in urls)
     source = ShardStream(urls, class_names(names), samples, root.name, record, entries)
     source.check()  # a wrong URL or shard is told before the run is made
@@ -159,9 +161,10 @@ class ShardStream(ImageSource):
             order = webdataset.SimpleShardList(shards, seed=derive_seed(seed, number))
             own = webdataset.DataPipeline(order, webdataset.split_by_node, webdataset.split_by_worker)
             empty = True
-            for sample in itertools.chain.from_iterable(self._samples(shard["url"], PATIENCE) for shard in own):
-                yield sample
-                empty = False
+            for shard in own:
+                for sample in self._samples(shard["url"], PATIENCE):
+                    yield sample
+                    empty = False
             if empty:
                 raise UnreadableImage(f"{self.urls[0]} and the others that this process reads: no samples in them")
 

@@ -52,8 +52,10 @@ from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
-STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
-READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
+# MPO: a JPEG with more pictures behind it.
+STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# A short list: some of Pillow's other formats start programs.
+READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 REENCODED = (".bmp", ".ppm", ".pgm", ".tif", ".tiff")  # training does not read these
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
@@ -171,7 +173,7 @@ def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
             raise ValueError(f"--in {root}: {name} has no class folders in it, but {splits[0]} has")
     if set(VAL_NAMES) <= set(splits):
         raise ValueError(f"--in {root}: both val and validation are there; move one away")
-    splits = splits[:2] if splits[0] == "train" else splits[:1]  # test is none beside a validation split
+    splits = splits[:2] if splits[0] == "train" else splits[:1]
     return {"train" if name == "train" else "val": root / name for name in splits}
 
 
@@ -179,12 +181,14 @@ def _refuse_names(images: ImageFolder, stored: bool) -> None:
     """Refuse classes that classes.txt cannot hold, and files that training does not read if they are `stored` as they are."""
     for label in images.classes:
         if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
-            rule = "a class name must be UTF-8 without line breaks and outer spaces"
-            raise ValueError(f"{images.folder}: class folder {label!r}: {rule}")
+            raise ValueError(
+                f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
+            )
     for index in range(len(images) if stored else 0):
         if images.path(index).lower().endswith(REENCODED):
-            rule = "training reads jpg, png and webp; give --size to store JPEG, or convert it"
-            raise ValueError(f"{images.where(index)}: {rule}")
+            raise ValueError(
+                f"{images.where(index)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
+            )
 
 
 # ---------------------------------------------------------------- the shards of a split
@@ -197,8 +201,13 @@ class ImageShards(ShardWriter):
         self.options, self.images = o, images
         paths = map(images.path, range(len(images)))
         plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
-        made_from = {"--size": o.size, "--quality": o.size and o.quality, "--samples-per-shard": o.samples_per_shard}
-        made_from |= {"--seed": o.seed, **fingerprint(images)}
+        made_from = {
+            "--size": o.size,
+            "--quality": o.size and o.quality,
+            "--samples-per-shard": o.samples_per_shard,
+            "--seed": o.seed,
+            **fingerprint(images),
+        }
         super().__init__(record_path(Path(o.out), split), plan, made_from)
 
     def write(self, limit: BadLimit) -> None:
@@ -241,8 +250,10 @@ class ImageShards(ShardWriter):
                 for name in names:
                     hidden_path(self.out / name).unlink(missing_ok=True)
                 if isinstance(error, BrokenProcessPool):
-                    rest = "finished shards are kept, the same command goes on (--workers may change)"
-                    raise ValueError(f"a worker of {count} died, of too little memory perhaps; {rest}") from None
+                    raise ValueError(
+                        f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
+                        "command goes on (--workers may change)"
+                    ) from None
                 raise
 
 

@@ -23,7 +23,7 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
 
-RECIPE = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, erase_prob=0.25, erase_mode="pixel")
+RECIPE = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.25, re_mode="pixel")
 NORMAL = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
 CFG = dict(NORMAL, interpolation="bicubic", crop_pct=0.9, crop_mode="center")
 
@@ -35,10 +35,9 @@ def test_pixels_become_floats_as_in_timm(channels):
     timms = dict(normal, interpolation="bicubic")
     pairs = [(imagenet_eval_transform(16, channels, **normal), create_transform(16, **timms, crop_pct=0.875))]
     if channels == 3:  # grey images are augmented in colour
-        erased = dict(erase_prob=1.0), dict(re_prob=1.0, re_mode="pixel", color_jitter=None, is_training=True)
-        pairs.append(
-            (imagenet_train_transform(16, 3, **normal, **erased[0]), create_transform(16, **timms, **erased[1]))
-        )
+        erased = dict(re_prob=1.0, re_mode="pixel", color_jitter=None)
+        timms = create_transform(16, is_training=True, **timms, **erased)
+        pairs.append((imagenet_train_transform(16, 3, **normal, **erased), timms))
     for pair in pairs:
         tensors = []
         for transform in pair:
@@ -106,7 +105,7 @@ def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
 
 def test_posterizing_to_zero_bits_is_black():
     """Magnitude 10 keeps no bits; Pillow 13 refuses that, older ones drew black."""
-    transform = imagenet_train_transform(8, 3, **NORMAL, auto_augment="rand-m10-inc1", crop_scale=(1, 1))
+    transform = imagenet_train_transform(8, 3, **NORMAL, auto_augment="rand-m10-inc1", scale=(1, 1))
     rand_augment = transform.transforms[2].transforms[0]
     op = next(op for op in rand_augment.ops if op.name == "PosterizeIncreasing")
     op.prob = 1.0

@@ -185,22 +185,21 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
 
 
-@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "zeros", "compressed"])
+@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "compressed"])
 def test_damaged_shards_are_refused(shards, where):
+    """With zeros in them, too: tests/reliability/test_bad_tars.py."""
     path = shards / "train-000001.tar"
     with tarfile.open(path) as tar:
         member = tar.getmembers()[9]
     data = path.read_bytes()
     cut = dict(
         [("within a file", data[: member.offset_data + 20]), ("between two", data[: member.offset]),
-         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]),
-         ("zeros", data[: member.offset] + bytes(512) + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
+         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
     )  # fmt: skip
     path.write_bytes(cut[where])
     with served(shards) as (url, _):
         for place in (str(path), f"{url}/{path.name}"):
-            why = f"byte {member.offset + 512} is not zero" if where == "zeros" else ""
-            with one_line(f"^{place}: {why}", UnreadableImage):
+            with one_line(f"^{place}: ", UnreadableImage):
                 numbers(source_of([place]), 100)
 
 

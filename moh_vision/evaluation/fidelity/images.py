@@ -16,8 +16,9 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from moh_vision.data.decode import MAX_PIXELS, center_crop, open_image, upright, upright_size
+from moh_vision.data.folder import split_folder
 from moh_vision.data.hub import PREFIX
-from moh_vision.data.splits import has_split, is_latent_cache, open_source
+from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.engine.commands import reason_of, refuse_missing
 
 EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
@@ -66,8 +67,9 @@ class ScoredFolder(ImageSet):
         images = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
         self.files: list[Path] = next(filter(None, images), [])
         if not self.files:
-            kinds = ", ".join(EXTENSIONS)
-            raise ValueError(f"{folder}: holds no images ({kinds}), nor do the folders in it, nor shards")
+            raise ValueError(
+                f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
+            )
         self.mode, self.pool = "", ThreadPoolExecutor(4)
         for file in self.files:
             with _opened(file) as image:
@@ -191,8 +193,8 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
 
     `key` is the option that named the path; a `split` of anything but a data set is refused.
     """
-    is_set = any(has_split(path, name) or is_latent_cache(path, name) for name in ("train", "val"))
-    if not (path == "digits" or path.startswith(PREFIX) or is_set or any(Path(path).glob("*.tar"))):
+    is_set = path == "digits" or path.startswith(PREFIX) or any(Path(path).glob("*.tar"))
+    if not is_set and not any(split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val")):
         refuse_missing(key, path)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")

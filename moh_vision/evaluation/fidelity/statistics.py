@@ -18,7 +18,8 @@ from moh_vision.evaluation.fidelity.images import archive_members, open_array
 ROWS = 512  # features that are gathered before they enter the second moments
 SPLIT = 5000  # images per split of the inception score, in file order, as in ADM's evaluator
 MAX_FEATURES = 16_384  # whose covariance takes 2 GiB
-ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))  # its names of means and covariances; the second pair may be missing
+# ADM's names of means and covariances; the second pair may be missing.
+ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))
 # What a saved file says -> whether a value is possible; None: not known.
 RECORDED = dict(
     count=lambda value: value is None or type(value) is int and value > 0,
@@ -128,8 +129,9 @@ class SetStatistics:
             if not torch.isfinite(x).all():
                 row = first + int((~torch.isfinite(x)).any(1).nonzero()[0])
                 kind = dict(pooled="features", spatial="spatial features").get(name, name)
-                problem = "are not finite numbers; the extractor or its weights are broken"
-                raise ValueError(f"the {kind} of image {row} {problem}")
+                raise ValueError(
+                    f"the {kind} of image {row} are not finite numbers; the extractor or its weights are broken"
+                )
             if name not in self.parts:
                 self.parts[name] = ClassScore() if name == "logits" else Moments(x.shape[1])
             self.parts[name].add(x, first)
