@@ -1,7 +1,5 @@
 """From labelled images to the tensors of a step. Every random number depends on (seed, position) alone."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -6,8 +6,6 @@ training would refuse, and what it takes but may surprise. Exit code 0: training
 cannot be opened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Image files as they are found in the world: one way from bytes to an upright grey or RGB image, and its centre crop."""
 
-from __future__ import annotations
-
 import io
 import math
 from fractions import Fraction

@@ -1,11 +1,9 @@
 """A folder of class folders, as torchvision's and timm's ImageFolder read it, or of images. Links are followed."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Self
 
 import numpy as np
 
@@ -87,7 +85,7 @@ class ImageFolder(ImageSource):
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
 
-    def subset(self, keep: np.ndarray) -> ImageFolder:
+    def subset(self, keep: np.ndarray) -> Self:
         """Return these images alone, with the same classes; `keep` is a mask [N]."""
         some = copy.copy(self)
         some.files, some.labels = self.files[keep], self.labels[keep]

@@ -1,7 +1,5 @@
 """Labelled images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
 
-from __future__ import annotations
-
 from typing import Iterator, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The ImageNet recipe's transforms and mixing: timm's own, every draw a function of (seed, position)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Callable, Mapping, Sequence
 

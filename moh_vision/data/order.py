@@ -3,8 +3,6 @@
 Nothing here knows of ranks or workers, so resuming is arithmetic and any number of processes sees the same data.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The record of written shards: SPLIT.shards.json, or SPLIT.meta.json of latents."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shards that a command writes: planned beforehand, each whole or not at all, so that the same command goes on after a kill."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Images in webdataset shards, read at random through an index of each shard."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What all sources of images share, and the smallest: the digits of scikit-learn, which need no download."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Iterator

@@ -1,7 +1,5 @@
 """`data.root` to the splits behind it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex

@@ -1,11 +1,9 @@
 """Tar files of shards, read to their last byte: what is cut off, damaged, or has something behind its end is refused."""
 
-from __future__ import annotations
-
 import math
 import tarfile
 from pathlib import Path
-from typing import BinaryIO, Iterator
+from typing import BinaryIO, Iterator, Self
 
 from moh_vision.engine.commands import BadData, reason_of
 
@@ -16,7 +14,7 @@ class _Header(tarfile.TarInfo):
     """A header whose damage is an error: tarfile takes a damaged one for the end of the file."""
 
     @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> _Header:
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # a block of zeros

@@ -15,8 +15,6 @@ its shorter side reduced to that many pixels (bicubic, antialiased; never enlarg
 chroma subsampling.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import multiprocessing

@@ -1,7 +1,5 @@
 """Networks for features: FID's Inception, timm models, or the caller's."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Images to score, as batches of uint8 [B, 3, H, W]: folders, data sets, .npz, tensors, iterators."""
 
-from __future__ import annotations
-
 import math
 import zipfile
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Scores of two sets: torch-fidelity's distances, and those that it lacks."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

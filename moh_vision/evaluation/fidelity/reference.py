@@ -1,7 +1,5 @@
 """References for generated images, and the pass of an extractor over a set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """`score`: all numbers of generated images in one pass of the extractor; and `table`, the result as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

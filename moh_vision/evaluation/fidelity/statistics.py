@@ -1,10 +1,9 @@
 """Statistics of a set of images: collected batch by batch, and saved."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class Moments:
         if sum(map(len, self.waiting)) >= ROWS:
             self._flush()
 
-    def merge(self, other: Moments) -> None:
+    def merge(self, other: Self) -> None:
         """Add what another has seen."""
         self._flush()
         other._flush()
@@ -86,7 +85,7 @@ class ClassScore:
         numbers = torch.arange(first, first + len(p)) // SPLIT
         self._add({number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()})
 
-    def merge(self, other: ClassScore) -> None:
+    def merge(self, other: Self) -> None:
         self._add(other.splits)
 
     def _add(self, splits: dict[int, Tensor]) -> None:
@@ -139,7 +138,7 @@ class SetStatistics:
             # A part of a larger tensor would keep all of it in memory.
             self.features[first] = out.pooled.detach().float().cpu().contiguous()
 
-    def merge(self, other: SetStatistics) -> None:
+    def merge(self, other: Self) -> None:
         """Add what another process has seen of the same set."""
         self.size = other.size or self.size
         self.features.update(other.features)
