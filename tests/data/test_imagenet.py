@@ -11,7 +11,7 @@ from refusals import refuse
 from timm.data import create_transform
 
 from moh_vision.classification.config import ClsDataConfig
-from moh_vision.data.batches import BadSamples, LabelledImages, training_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import (
     BatchMixing,
@@ -165,6 +165,9 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
         batches = list(loader(root, workers, bad, repeats=1, stop=4))
         assert [len(b["images"]) for b in batches] == [8] * 4 and set(batches[0]) == {"images", "labels"}
     assert bad.seen == {3, 4}  # different ones, however often they come
+    data.replace = False  # as for validation
+    batches = evaluation_batches(data, [[0, 3, 9], [3, 4], [8]], 0, bad)
+    assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [1]]
     others = [({5, 6}, "rank 1: bad")]  # of another process
     words = r"^rank 1: bad \(2 unreadable so far, allowed are .* 0.1 of 16"
     refuse(words, BadSamples(16, 0.1).share, lambda own: own + others, kind=UnreadableImage)
