@@ -31,19 +31,18 @@ CFG = dict(NORMAL, interpolation="bicubic", crop_pct=0.9, crop_mode="center")
 @pytest.mark.parametrize("channels", [1, 3])
 def test_pixels_become_floats_as_in_timm(channels):
     image = gradient(40, 30).convert("L" if channels == 1 else "RGB")
-    normal = dict(mean=(0.485, 0.456, 0.406)[:channels], std=(0.229, 0.224, 0.225)[:channels])
+    normal = dict(mean=(0.3, 0.6, 0.9)[:channels], std=(0.2, 0.3, 0.4)[:channels])
     timms = dict(normal, interpolation="bicubic")
     pairs = [(imagenet_eval_transform(16, channels, **normal), create_transform(16, **timms, crop_pct=0.875))]
     if channels == 3:  # grey images are augmented in colour
-        erased = dict(re_prob=1.0, re_mode="pixel", color_jitter=None)
-        timms = create_transform(16, is_training=True, **timms, **erased)
-        pairs.append((imagenet_train_transform(16, 3, **normal, **erased), timms))
+        recipe = dict(RECIPE, re_prob=1.0)
+        timms = create_transform(16, is_training=True, **timms, **recipe)
+        pairs.append((imagenet_train_transform(16, 3, **normal, **recipe), timms))
     for pair in pairs:
         tensors = []
         for transform in pair:
-            random.seed(1)
-            torch.manual_seed(1)
-            tensors.append(transform(image))
+            random.seed(1), np.random.seed(1), torch.manual_seed(1)
+            tensors.append(torch.cat([transform(image) for _ in range(20)]))
         assert torch.equal(*tensors) and tensors[0].is_contiguous() and tensors[0].dtype == torch.float32
 
 
