@@ -62,8 +62,10 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
     """What it is filled with: zeros, one random colour, or random pixels."""
 
     def train_options(self) -> dict:
-        """Keyword arguments of `imagenet_train_transform`."""
-        return {k: getattr(self, k) for k in ("crop_scale", "auto_augment", "color_jitter", "erase_prob", "erase_mode")}
+        """Keyword arguments of `imagenet_train_transform`, by timm's names."""
+        erase = dict(re_prob=self.erase_prob, re_mode=self.erase_mode)
+        jitter = self.color_jitter or None
+        return dict(scale=self.crop_scale, auto_augment=self.auto_augment, color_jitter=jitter, **erase)
 
 
 @dataclass

@@ -11,9 +11,9 @@ from timm.data.real_labels import RealLabelsImagenet
 from torch import nn
 
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.data.folder import ImageFolder, split_folder
+from moh_vision.data.folder import ImageFolder
 from moh_vision.data.shards import Shards
-from moh_vision.data.splits import check_same_classes, open_source, with_classes
+from moh_vision.data.splits import check_same_classes, has_split, open_source, with_classes
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
 IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the c-th
@@ -58,7 +58,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     The others go by the names of class folders: synsets, or V2's numbers. "a" and "r" have 200
     classes; others do not compete.
     """
-    plain = os.path.isdir(root) and split_folder(root, "val") is None and not any(Path(root).glob("val-*.tar"))
+    plain = os.path.isdir(root) and not has_split(root, "val")
     source = ImageFolder(root, "") if plain else open_source(root, "val")
     if labels == "real":
         found = _real_labels(root, source)

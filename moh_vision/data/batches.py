@@ -1,7 +1,5 @@
 """From labelled images to the tensors of a step. Every random number depends on (seed, position) alone."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random
@@ -52,11 +50,10 @@ def image_transform(
 
 
 class LabelledImages(Dataset):
-    """Items (position, sample number) -> dict(images, labels, position, bad).
+    """Items (position, sample number) -> dict(images, labels, position, bad); augmentation follows from (seed, position).
 
-    The augmentation is drawn from (seed, position). A sample that cannot be decoded is replaced by the next one in the
-    numbering of the source (after the last: the first), with the next one's label; without `replace`, for validation,
-    where every sample counts once, it is left out. `bad` lists (sample number, message) of those passed over.
+    A sample that cannot be decoded is replaced by the next one of the source, with its label; without `replace`, for
+    validation, it is left out. `bad` lists (sample number, message) of those passed over.
     """
 
     def __init__(self, source, transform: Callable, seed: int, replace: bool = True):
@@ -96,8 +93,8 @@ class LabelledImages(Dataset):
 class BadSamples:
     """Counts the samples that cannot be decoded, and raises UnreadableImage if there are too many.
 
-    The count is of different samples since the process started; it is not part of a checkpoint. In training it is that of
-    all processes, which tell each other of `new` ones at the end of the step (`share`).
+    The count is of different samples since the process started; in training, of all processes, which `share` new ones at
+    the end of the step.
     """
 
     def __init__(self, total: int, max_fraction: float = 0.0):
@@ -128,10 +125,7 @@ class BadSamples:
 
 
 class Batches:
-    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted.
-
-    In training every batch must be `complete`.
-    """
+    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted; in training all are `complete`."""
 
     def __init__(self, loader: DataLoader, bad: BadSamples, complete: bool):
         self.loader, self.bad, self.complete = loader, bad, complete
@@ -165,9 +159,8 @@ def check_images_fit(key: str, side: int | None, channels: int, count: int) -> N
     size = 4 * count * channels * (side or 0) ** 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
-        raise ValueError(
-            f"{key} {side}: a batch of {count} such images takes {size / 2**30:,.0f} GiB, this machine has {memory / 2**30:,.0f}"
-        )
+        needed, there = (f"{n / 2**30:,.0f}" for n in (size, memory))
+        raise ValueError(f"{key} {side}: a batch of {count} such images takes {needed} GiB, this machine has {there}")
 
 
 def training_batches(
@@ -177,10 +170,9 @@ def training_batches(
     bad: BadSamples | None = None,
     mixing: Callable | None = None,
 ) -> Iterable[dict]:
-    """Return an iterator over the micro-batches of one rank, in order.
+    """Return an iterator over the micro-batches of one rank, in order, mixed by a `BatchMixing`.
 
-    Without `bad` the first unreadable sample stops. `mixing`: (images, labels, position of the first) -> mixed images and
-    targets, such as `imagenet.BatchMixing`.
+    Without `bad` the first unreadable sample stops.
     """
     joined = partial(collate, mixing=mixing)
     if isinstance(dataset.source, ShardStream):
@@ -192,7 +184,6 @@ def training_batches(
         num_workers=workers,
         worker_init_fn=leave_signals_to_the_parent,
         pin_memory=torch.cuda.is_available(),
-        persistent_workers=False,
         prefetch_factor=4 if workers else None,
     )
     return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))

@@ -6,8 +6,6 @@ training would refuse, and what it takes but may surprise. Exit code 0: training
 cannot be opened.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -15,7 +13,6 @@ import warnings
 from argparse import Namespace
 from collections import defaultdict
 from functools import partial
-from pathlib import Path
 from typing import Callable, Iterator
 
 import numpy as np
@@ -23,10 +20,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
-from moh_vision.data.folder import ImageFolder, holds_images, split_folder
+from moh_vision.data.folder import ImageFolder, holds_images
 from moh_vision.data.shard_writer import one_line
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, of_classes, open_source
+from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, has_split, of_classes, open_source
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.commands import Progress, say
 
@@ -35,21 +32,18 @@ LONG = 4  # times the shorter side
 SHOWN = 20  # unreadable images that are named
 
 
-Look = tuple[str, str | None, int, list[str]]  # the file, why it cannot be read, else its shorter side and what is odd
-
-
-def look(source: ImageSource, numbers: list[int]) -> list[Look]:
-    """Decode samples as training does, and say what is odd about them."""
-    found: list[Look] = []
+def look(source: ImageSource, numbers: list[int]) -> list[tuple[str, int, list[str]]]:
+    """Decode samples as training does; return (file, shorter side, oddities), or of an unreadable one (problem, 0, [])."""
+    seen = []
     for index in numbers:
         where = source.where(index)
         try:
             data = source.read(index)
-            size = decode_image(data, where).size
-            found.append((where, None, min(size), list(oddities(open_image(io.BytesIO(data))))))
+            side = min(decode_image(data, where).size)
+            seen.append((where, side, list(oddities(open_image(io.BytesIO(data))))))
         except UnreadableImage as error:
-            found.append((where, str(error), 0, []))
-    return found
+            seen.append((str(error), 0, []))
+    return seen
 
 
 def oddities(image: Image.Image) -> Iterator[str]:
@@ -77,54 +71,50 @@ def open_all(root: str) -> dict[str, ImageSource]:
     """Return split -> source, of the splits that there are; "" for a folder of classes."""
     if not os.path.isdir(root):
         raise FileNotFoundError(f"{root}: no such folder; a folder of classes or of shards is checked")
-    found = {}
-    for split in ("train", "val"):
-        if split_folder(root, split) is not None:
-            found[split] = ImageFolder(root, split, allow_empty=True)
-        elif any(Path(root).glob(f"{split}-*.tar")):
-            found[split] = open_source(root, split)
-    if not found and holds_images(root):
-        return {"train": ImageFolder(root, "")}
-    return found or {"": ImageFolder(root, "", allow_empty=True)}
+    splits = [split for split in ("train", "val") if has_split(root, split)]
+    if not splits and not holds_images(root):
+        return {"": ImageFolder(root, "", allow_empty=True)}
+    return {split: open_source(root, split, allow_empty=True) for split in splits or ["train"]}
 
 
 def check(root: str, split: str, source, workers: int) -> list[str]:
     """Print what a split holds; return what training would refuse, a line each."""
-    found: dict[str, list[str]] = defaultdict(list)
+    rows: dict[str, list[str]] = defaultdict(list)  # what is told -> names of files or classes
     counts = np.bincount(source.labels, minlength=len(source.classes))
     alike = defaultdict(list)
     for name in source.classes:
         alike[name.casefold()].append(name)
-    found["classes without images"] = [name for name, count in zip(source.classes, counts) if not count]
-    found["classes that differ by case alone"] = [" ".join(names) for names in alike.values() if len(names) > 1]
-    found["files that are no images, passed over"] = getattr(source, "left_out", [])
+    empty = [name for name, count in zip(source.classes, counts) if not count]
+    rows["classes without images"] = empty
+    rows["classes that differ by case alone"] = [" ".join(names) for names in alike.values() if len(names) > 1]
+    rows["files that are no images, passed over"] = getattr(source, "left_out", [])
 
     title, bad, sides = split or root, [], []
     how = dict(num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
     with Progress(title, len(source), "image") as progress:
         for batch in DataLoader(range(len(source)), batch_size=64, collate_fn=partial(look, source), **how):
-            for where, problem, side, odd in batch:
-                bad += [problem] if problem else []
-                sides += [] if problem else [side]
-                for what in odd:
-                    found[what].append(where)
+            bad += [problem for problem, side, _ in batch if not side]
+            sides += [side for _, side, _ in batch if side]
+            for where, _, odd in batch:
+                for oddity in odd:
+                    rows[oddity].append(where)
             progress.add(len(batch))
 
     plain = "" if split else " (neither train nor val is in it: its folders are taken as classes)"
     pixels = f"; shorter side {_range(sides)} pixels, median {np.median(sides):.0f}" if sides else ""
     each = f", {_range(counts)} each" if source.classes else ""
     say(f"{title}{plain}: {len(source)} images {of_classes(source)}{each}{pixels}")
-    rows = [(what, len(names), one_line(names[0])) for what, names in found.items() if names]
-    rows += [("unreadable", len(bad), "")] if bad else []
-    wide = max((len(what) for what, *_ in rows), default=0)
-    for what, count, first in rows:
-        say(f"  {what:<{wide}}  {count:>9}  {first}".rstrip())
+    rows = {row: (len(names), one_line(names[0])) for row, names in rows.items() if names}
+    rows.update({"unreadable": (len(bad), "")} if bad else {})
+    wide = max(map(len, rows), default=0)
+    for row, (count, first) in rows.items():
+        say(f"  {row:<{wide}}  {count:>9}  {first}".rstrip())
     for problem in bad[:SHOWN]:
         say(f"    {one_line(problem)}")
     if len(bad) > SHOWN:
         say(f"    and {len(bad) - SHOWN} more")
     refused = []
-    if found["classes without images"] and isinstance(source, ImageFolder):
+    if empty and isinstance(source, ImageFolder):
         refused.append(f"{title}: training refuses class folders without images")
     some = 0 < len(bad) < len(source)
     if not split:

@@ -1,7 +1,5 @@
 """Image files as they are found in the world: one way from bytes to an upright grey or RGB image, and its centre crop."""
 
-from __future__ import annotations
-
 import io
 import math
 from fractions import Fraction
@@ -108,10 +106,9 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def shorten(image: Image.Image) -> Image.Image:
-    """Cut an image that is more than LONGEST times as long as wide or high to its middle.
+    """Cut an image that is more than LONGEST times as long as wide or high to its middle, before a crop of the centre.
 
-    Before a crop of the centre: enlarging a whole image of 1 x 60,000 pixels until the shorter side fits would take
-    gigabytes.
+    Enlarging a whole image of 1 x 60,000 pixels until the shorter side fits would take gigabytes.
     """
     kept = [min(side, LONGEST * min(image.size)) for side in image.size]
     if tuple(kept) == image.size:

@@ -1,27 +1,16 @@
 """A folder of class folders, as torchvision's and timm's ImageFolder read it, or of images. Links are followed."""
 
-from __future__ import annotations
-
 import copy
 import os
 from pathlib import Path
-from typing import Iterator
+from typing import Iterator, Self
 
 import numpy as np
 
 from moh_vision.data.sources import ImageSource, read_file
 
-IMAGES = (
-    ".jpg",
-    ".jpeg",
-    ".png",
-    ".webp",
-    ".bmp",
-    ".ppm",
-    ".pgm",
-    ".tif",
-    ".tiff",
-)  # the extensions that are looked for
+# The extensions that are looked for.
+IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
 VAL_NAMES = ("val", "validation")
 
 
@@ -84,19 +73,19 @@ class ImageFolder(ImageSource):
         if self.classes:
             self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
         for label, name in enumerate(self.classes or [""]):
-            found = self._images(name)
-            if not found and not name:
+            files = self._images(name)
+            if not files and not name:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
                 raise ValueError(f"{key} {root}: {folder} holds no class folders and no images ({expected})")
-            if not found and not allow_empty:
+            if not files and not allow_empty:
                 raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
-            paths += found
-            labels += [label] * len(found)
+            paths += files
+            labels += [label] * len(files)
         # One array of bytes: a list of a million strings would be copied into every loader process.
         self.files = np.array([os.fsencode(path) for path in paths])
         self.labels = np.array(labels, dtype=np.int64)
 
-    def subset(self, keep: np.ndarray) -> ImageFolder:
+    def subset(self, keep: np.ndarray) -> Self:
         """Return these images alone, with the same classes; `keep` is a mask [N]."""
         some = copy.copy(self)
         some.files, some.labels = self.files[keep], self.labels[keep]
@@ -118,16 +107,16 @@ class ImageFolder(ImageSource):
 
     def identities(self) -> Iterator[bytes]:
         for index, name in enumerate(self.files):
-            found = os.stat(self.where(index))
-            yield bytes(name) + repr((found.st_size, found.st_mtime_ns)).encode()
+            status = os.stat(self.where(index))
+            yield bytes(name) + repr((status.st_size, status.st_mtime_ns)).encode()
 
     def _images(self, name: str) -> list[str]:
         """Return the image files of a class, sorted, each as `name`/...; "": those in the folder itself."""
-        found = []
+        images = []
         for entry, path in walk(self.folder / name, name and f"{name}/"):
             if entry.name.lower().endswith(IMAGES):
-                refuse_special(entry)  # a dangling link is found, counted and named when it is read
-                found.append(path)
+                refuse_special(entry)  # a dangling link is listed, counted and named when it is read
+                images.append(path)
             else:
                 self.left_out.append(path)
-        return sorted(found)
+        return sorted(images)

@@ -1,7 +1,5 @@
 """Labelled images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
 
-from __future__ import annotations
-
 from typing import Iterator, Sequence
 
 import numpy as np
@@ -71,10 +69,11 @@ class HubDataset(ImageSource):
         # The fingerprint that `datasets` gives the table.
         yield from (f"{self.rows._fingerprint} {row}".encode() for row in range(len(self)))
 
-    def _column(self, table, kind, what: str) -> str:
+    def _column(self, table, kind, title: str) -> str:
         names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
         if len(names) != 1:
+            there = ", ".join(table.features)
             raise ValueError(
-                f"data.root {self.root}: one {what} column is needed, there are {len(names)} among {', '.join(table.features)}"
+                f"data.root {self.root}: one {title} column is needed, there are {len(names)} among {there}"
             )
         return names[0]

@@ -1,7 +1,5 @@
 """The ImageNet recipe's transforms and mixing: timm's own, every draw a function of (seed, position)."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Callable, Mapping, Sequence
 
@@ -9,7 +7,6 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import ImageNetInfo, Mixup, create_transform
-from timm.data.transforms import MaybeToTensor
 from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
@@ -25,39 +22,28 @@ def imagenet_train_transform(
     std: Sequence[float],
     *,
     interpolation: str = "bicubic",
-    crop_scale: tuple[float, float] = (0.08, 1.0),
-    auto_augment: str | None = None,
-    color_jitter: float = 0.0,
-    erase_prob: float = 0.0,
-    erase_mode: str = "pixel",
+    color_jitter: float | None = None,
+    **options,
 ) -> Callable:
     """Return timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    The arguments are timm's; while `auto_augment` is given, timm leaves `color_jitter` out.
+    `options` are those of timm's `create_transform`, which leaves `color_jitter` out with `auto_augment`.
     """
-    augmentation = dict(
-        is_training=True,
-        scale=crop_scale,
-        interpolation=interpolation,
-        auto_augment=auto_augment,
-        color_jitter=color_jitter or None,
-        re_prob=erase_prob,
-        re_mode=erase_mode,
-        separate=True,
-    )
+    options.update(interpolation=interpolation, color_jitter=color_jitter)
     # Grey images are augmented in colour, because several of RandAugment's operations know only that.
-    in_colour = dict(mean=tuple(mean), std=tuple(std)) if channels == 3 else {}
+    if channels == 3:
+        options.update(mean=tuple(mean), std=tuple(std))
     try:
-        crop, augment, _ = create_transform(img_size, **augmentation, **in_colour)
+        crop, augment, last = create_transform(img_size, is_training=True, separate=True, **options)
     except (AssertionError, ValueError, KeyError) as error:
         raise ValueError(
-            f"data.auto_augment {auto_augment!r}: timm does not understand it ({error}); the recipe's is "
+            f"data.auto_augment {options.get('auto_augment')!r}: timm does not understand it ({error}); the recipe's is "
             "rand-m9-mstd0.5-inc1"
         ) from None
     _let_posterize_reach_zero(augment)
-    *_, normalise = create_transform(img_size, **augmentation, mean=tuple(mean), std=tuple(std))
-    _normalise_at_once(normalise, mean, std)
-    return Compose([_rgb, crop, augment, *([Grayscale()] if channels == 1 else []), normalise])
+    grey = [Grayscale()] if channels == 1 else []
+    _, _, *erase = last.transforms  # behind timm's two steps of `ToNormalised`
+    return Compose([_rgb, crop, augment, *grey, ToNormalised(mean, std), *erase])
 
 
 def imagenet_eval_transform(
@@ -78,16 +64,15 @@ def imagenet_eval_transform(
     """
     transform = create_transform(
         img_size,
-        mean=tuple(mean),
-        std=tuple(std),
+        mean=tuple(mean),  # the colour of a border
         interpolation=interpolation,
         crop_pct=crop_pct,
         crop_mode=crop_mode,
     )
-    _normalise_at_once(transform, mean, std)
+    *fit, _, _ = transform.transforms  # without timm's two steps of `ToNormalised`
     # The other modes see the whole image, and make it no larger than they were asked to.
     first = [shorten] if crop_mode == "center" else []
-    return Compose([*first, Grayscale() if channels == 1 else _rgb, transform])
+    return Compose([*first, Grayscale() if channels == 1 else _rgb, *fit, ToNormalised(mean, std)])
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
@@ -115,12 +100,6 @@ class ToNormalised:
         return floats.div_(255).sub_(self.mean).div_(self.std)
 
 
-def _normalise_at_once(transform: Compose, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Put `ToNormalised` in the place of timm's two steps."""
-    first = next(i for i, step in enumerate(transform.transforms) if isinstance(step, MaybeToTensor))
-    transform.transforms[first : first + 2] = [ToNormalised(mean, std)]
-
-
 def _rgb(image: Image.Image) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
 
@@ -133,13 +112,13 @@ def unnamed_classes(count: int) -> list[str]:
 
 def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
     """Return class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
-    described, found = ImageNetInfo().label_descriptions(as_dict=True), {}
+    described, numbers = ImageNetInfo().label_descriptions(as_dict=True), {}
     for name, number in labels.items():
         text = described.get(name, name)
         for word in {text, *text.split(", ")}:
             if not word.isdecimal():
-                found.setdefault(word, []).append(number)
-    return {**found, **{name: [number] for name, number in labels.items()}}
+                numbers.setdefault(word, []).append(number)
+    return {**numbers, **{name: [number] for name, number in labels.items()}}
 
 
 def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> tuple[Callable, Callable]:
@@ -165,8 +144,7 @@ def validation_transform(cfg: dict) -> Callable:
 class BatchMixing:
     """timm's mixup and cutmix on one micro-batch, drawn from (seed, position of its first sample).
 
-    A position does not depend on ranks or workers, so a micro-batch of the same samples is always mixed alike. Images are
-    mixed inside a micro-batch only, as timm does, so that another number of processes pairs other images. The arguments
+    Images are mixed inside a micro-batch only, so that another number of processes pairs other images. The other arguments
     are those of timm's Mixup.
     """
 
@@ -179,7 +157,6 @@ class BatchMixing:
 
     def __call__(self, images: Tensor, labels: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""
-        np.random.seed(
-            derive_seed(self.seed, position, Stream.MIXING) % 2**32
-        )  # timm draws from numpy's global generator
+        seed = derive_seed(self.seed, position, Stream.MIXING)
+        np.random.seed(seed % 2**32)  # timm draws from numpy's global generator
         return self.mixup(images, labels)

@@ -3,8 +3,6 @@
 Nothing here knows of ranks or workers, so resuming is arithmetic and any number of processes sees the same data.
 """
 
-from __future__ import annotations
-
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Iterator, Sequence
@@ -73,10 +71,9 @@ class StepBatches:
     same step holds the same samples whatever the number of ranks. `batch_size` is over all ranks and micro-batches.
 
     Repeated augmentation (Hoffer et al. 2020; DeiT, timm's RepeatAugSampler): with `repeats` 3, an epoch is still
-    as many positions as there are samples, but holds only the first third of the epoch's order, every sample three
-    times in the same step (at its end, the next), each copy with the augmentation of its own position. Inside a step,
-    first copies come before second ones, so that copies lie a third of the step apart: in other micro-batches where
-    there are three or more, as DeiT lays them on other GPUs.
+    as many positions as there are samples, but holds only the first third of its order, every sample three times in
+    the same step (at its end, the next), each copy with its own augmentation. Copies lie a third of the step apart: in
+    other micro-batches where there are three or more, as DeiT lays them on other GPUs.
     """
 
     shard_sizes: Sequence[int]
@@ -96,9 +93,8 @@ class StepBatches:
         if self.total < 1:
             raise ValueError("there are no training samples")
         if self.batch_size % (self.accumulation * self.world):
-            raise ValueError(
-                f"optim.batch_size {self.batch_size} is not a multiple of accumulation {self.accumulation} x processes {self.world}"
-            )
+            divisor = f"accumulation {self.accumulation} x processes {self.world}"
+            raise ValueError(f"optim.batch_size {self.batch_size} is not a multiple of {divisor}")
         # Slot of a step -> place in the order of that step: copy 0 of all its samples, then copy 1, ...
         self.places = np.concatenate([np.arange(copy, self.batch_size, self.repeats) for copy in range(self.repeats)])
 

@@ -1,7 +1,5 @@
 """The record of written shards: SPLIT.shards.json, or SPLIT.meta.json of latents."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -16,23 +14,32 @@ def record_path(folder: Path, split: str) -> Path:
     return folder / f"{split}.shards.json"
 
 
+def parts_path(record: Path) -> Path:
+    """Return the folder that holds the entries of finished shards while others are missing."""
+    return record.with_name(f".{record.name}.parts")
+
+
 def read_record(path: Path, unfinished: bool = False) -> dict:
-    """Read a record: format, made_from, and the entries of the shards; `shards` is None while some are missing."""
+    """Read a record: format, made_from, and `shards`: the entries of all, or of an `unfinished` one those so far."""
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, this version reads {FORMAT}")
-        check_entries([] if record["shards"] is None else record["shards"])
+        record["made_from"] = dict(record["made_from"])
+        if record["shards"] is None and unfinished:
+            parts = sorted(parts_path(path).glob("*.json"))
+            record["shards"] = [json.loads(part.read_text("utf-8")) for part in parts]
+        _check_entries(record["shards"] or [])
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None
-    if record["shards"] is None and not unfinished:
+    if record["shards"] is None:
         raise ValueError(
             f"{path}: the shards are not all there yet; the command that writes them goes on where it stopped"
         )
     return record
 
 
-def check_entries(entries: list[dict]) -> None:
+def _check_entries(entries: list[dict]) -> None:
     """Raise an error unless these are entries of shards, with [which, reason] of each bad image."""
     for entry in entries:
         for key, kind in KINDS.items():

@@ -1,7 +1,5 @@
 """Shards that a command writes: planned beforehand, each whole or not at all, so that the same command goes on after a kill."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -11,15 +9,13 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterable, NamedTuple, TypeVar
+from typing import BinaryIO, Iterable, NamedTuple
 
 from moh_vision.data.decode import allowed_bad, fraction_for
-from moh_vision.data.records import FORMAT, check_entries, read_record
+from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.sources import ImageSource
 from moh_vision.engine.commands import refuse_unwritable, say
 from moh_vision.engine.io import sha256_of, write_whole
-
-T = TypeVar("T")
 
 
 class BadLimit(NamedTuple):
@@ -30,7 +26,7 @@ class BadLimit(NamedTuple):
     earlier: int = 0
 
     def check(self, bad: list[list], folder: Path | None = None) -> None:
-        """Raise ValueError if these [which, reason] are too many; `which` are files in `folder`, if it is given."""
+        """Raise ValueError if these [which, reason] are too many; `which` are files in `folder`, if given."""
         count = self.earlier + len(bad)
         if bad and count > allowed_bad(self.share, self.images):
             which, reason = bad[-1]
@@ -41,47 +37,41 @@ class BadLimit(NamedTuple):
             )
 
 
-def plan_shards(form: str, samples: Iterable[T], name: Callable[[T], str], most: int, seed: int) -> dict[str, list[T]]:
-    """Spread shuffled samples evenly over shards of at most `most`; return the samples of each shard by its file name.
-
-    `form` makes a file name of the shard's number; `name` is a sample's.
-    """
+def plan_shards(split: str, ending: str, names: Iterable[str], most: int, seed: int) -> dict[str, list[int]]:
+    """Spread shuffled samples, given by name, evenly over shards of at most `most`; return shard -> sample numbers."""
     # Sorted by a hash of the name: a shuffle that no library's next version changes.
-    order = sorted(samples, key=lambda sample: hashlib.sha256(os.fsencode(f"{seed}/{name(sample)}")).digest())
+    hashes = [hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest() for name in names]
+    order = sorted(range(len(hashes)), key=hashes.__getitem__)
     count = -(-len(order) // most)
     starts = [i * len(order) // count for i in range(count + 1)]
-    return {form.format(i): order[starts[i] : starts[i + 1]] for i in range(count)}
+    return {f"{split}-{i:06d}.{ending}": order[starts[i] : starts[i + 1]] for i in range(count)}
 
 
 def fingerprint(source: ImageSource) -> dict[str, str]:
     """Return "class NAME" -> number of images and digest of their identities, to tell one listing from another."""
     names = source.classes or ["none"]
+    counts = Counter()
     digests = {name: hashlib.sha256() for name in names}  # of the hub's classes some have one name
-    counts = Counter(names[label] for label in source.labels.tolist())
     for label, identity in zip(source.labels.tolist(), source.identities()):
+        counts[names[label]] += 1
         digests[names[label]].update(identity)
     sums = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
     return {f"class {name}": f"{counts[name]} images (sha256 {sums[name]})" for name in sums}
 
 
 class ShardWriter:
-    """The shards of one split in a folder, and their record.
+    """The shards of one split in a folder, and their `record`; `plan` is file name -> sample numbers of each shard.
 
     As soon as a shard is whole, its entry (shard, samples, bytes, sha256, and bad: a list of [which, reason]) is kept in a
-    hidden folder; the record takes all entries at the end. Shards of another command or input are refused.
-
-    Args:
-        record: path of the record.
-        plan: file name -> samples of each shard.
-        made_from: what determines the shards: option or class -> value; behind "(sha256" only the sum counts.
-        more: what else the record says.
+    hidden folder; the record takes all at the end, and says `more`. Shards that were made from other options or classes
+    (`made_from`: name -> value; behind "(sha256" only the sum counts) are refused.
     """
 
     def __init__(self, record: Path, plan: dict[str, list], made_from: dict[str, object], **more):
         self.out, self.record, self.plan = record.parent, record, plan
         self.split = record.name.partition(".")[0]
         self.header = dict(format=FORMAT, made_from=made_from, **more)
-        self.parts = record.with_name(f".{record.name}.parts")
+        self.parts = parts_path(record)
         self.entries = self._earlier()
         patterns = [f"{self.split}[-.]*", f".{self.split}-*"]
         if record.exists():
@@ -96,22 +86,17 @@ class ShardWriter:
         """Return entries of an earlier run of the same command; raise ValueError for those of another."""
         if not self.record.exists():
             return {}
-        record = read_record(self.record, unfinished=True)
-        try:
-            entries = record["shards"]
-            if entries is None:
-                entries = [json.loads(part.read_text("utf-8")) for part in sorted(self.parts.glob("*.json"))]
-                check_entries(entries)
-            found = _differences(record["made_from"], self.header["made_from"])
-        except Exception as error:  # what is missing or of another kind fails anywhere
-            raise ValueError(f"{self.record} is not a record of shards that can be read: {error}") from None
-        if found and entries:  # before the first shard is finished nothing depends on them
-            more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+        record, now = read_record(self.record, unfinished=True), self.header["made_from"]
+        before = record["made_from"]
+        changed = [key for key in {**before, **now} if _essence(before.get(key)) != _essence(now.get(key))]
+        # Before the first shard is finished nothing depends on them.
+        if changed and record["shards"]:
+            told = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
+            told += [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
             raise ValueError(
-                f"--out {self.out} holds shards of other arguments or another input: {'; '.join(found[:5])}{more}. "
-                "Take another folder"
+                f"--out {self.out} holds shards of other arguments or another input: {'; '.join(told)}. Take another folder"
             )
-        return {entry["shard"]: entry for entry in entries}
+        return {entry["shard"]: entry for entry in record["shards"]}
 
     def begin(self, threads: int) -> list[str]:
         """Check the sums of the shards that are there, move damaged ones aside, and return the names of those to write."""
@@ -120,9 +105,9 @@ class ShardWriter:
             say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
         with ThreadPoolExecutor(threads) as pool:
             sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
-        for name, found in sums.items():
-            if found != there[name]["sha256"]:
-                aside = f"{name}.damaged-{found[:8]}"
+        for name, sha256 in sums.items():
+            if sha256 != there[name]["sha256"]:
+                aside = f"{name}.damaged-{sha256[:8]}"
                 say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside}, written again")
                 (self.out / name).rename(self.out / aside)
                 del there[name]
@@ -130,48 +115,51 @@ class ShardWriter:
         todo = [name for name in self.plan if name not in there]
         if todo:
             for entry in there.values():
-                keep_entry(self.parts, entry)
+                self._keep(entry)
             self._write(None)
         return todo
 
-    def end(self, written: Iterable[dict]) -> list[dict]:
-        """Write the record with the entries of all shards, and the list of bad images; return the entries."""
-        self.entries.update({entry["shard"]: entry for entry in written})
-        entries = [self.entries[name] for name in self.plan]
-        bad = [f"{one_line(str(which))}\t{one_line(reason)}\n" for entry in entries for which, reason in entry["bad"]]
-        if bad:
-            write_whole(self.out / f"{self.split}.bad.txt", "".join(bad))
-        self._write(entries)
+    def finish(self, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
+        """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
+        if not samples:
+            raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        # Recorded before it is renamed: a shard without a record would be a stranger's.
+        return self._keep(dict(shard=name, samples=samples, bytes=size, sha256=sha256, bad=bad))
+
+    @property
+    def bad(self) -> list[list]:
+        """[which, reason] of each bad image of the shards in `entries`."""
+        return [bad for entry in self.entries.values() for bad in entry["bad"]]
+
+    def end(self) -> None:
+        """Write the record with the `entries` of all shards, and the list of bad images."""
+        self.entries = {name: self.entries[name] for name in self.plan}
+        if self.bad:
+            lines = (f"{one_line(str(which))}\t{one_line(reason)}\n" for which, reason in self.bad)
+            write_whole(self.out / f"{self.split}.bad.txt", "".join(lines))
+        self._write(list(self.entries.values()))
         shutil.rmtree(self.parts, ignore_errors=True)
-        return entries
+
+    def report(self, images: str, how: str) -> None:
+        """Print what is there of the split, and how it came."""
+        size = sum(entry["bytes"] for entry in self.entries.values()) / 1e6
+        listed = f"; {len(self.bad)} bad images left out, {self.split}.bad.txt" if self.bad else ""
+        say(f"{self.split}: {images} in {len(self.entries)} shards, {size:.1f} MB, {how}{listed}")
+
+    def _keep(self, entry: dict) -> dict:
+        write_whole(self.parts / f"{entry['shard']}.json", json.dumps(entry))
+        return entry
 
     def _write(self, shards: list[dict] | None) -> None:
         write_whole(self.record, json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n")
 
 
-def finish_shard(parts: Path, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
-    """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
-    if not samples:
-        raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    entry = dict(shard=name, samples=samples, bytes=size, sha256=sha256, bad=bad)
-    # Recorded before it is renamed: a shard without a record would be a stranger's.
-    keep_entry(parts, entry)
-    return entry
-
-
-def keep_entry(parts: Path, entry: dict) -> None:
-    write_whole(parts / f"{entry['shard']}.json", json.dumps(entry))
-
-
-def _differences(old: dict, new: dict) -> list[str]:
-    def essence(value: object) -> str:
-        return str(value).rpartition("(sha256")[2]
-
-    changed = [key for key in {**old, **new} if essence(old.get(key)) != essence(new.get(key))]
-    return [f"{key} was {old.get(key)}, now {new.get(key)}" for key in changed]
+def _essence(value: object) -> str:
+    """Return what two values of `made_from` are compared by."""
+    return str(value).rpartition("(sha256")[2]
 
 
 def one_line(path: str) -> str:

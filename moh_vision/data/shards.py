@@ -1,7 +1,5 @@
 """Images in webdataset shards, read at random through an index of each shard."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -30,43 +28,35 @@ INDEX_FORMAT = 2
 class Shards(ImageSource):
     """A folder of webdataset shards `{split}-*.tar` whose samples are an image and a .cls file with the label.
 
-    webdataset itself only streams; the index makes any sample readable by one pread, so that the order of a run can be a
-    pure function. Classes come from classes.txt (one a line) or are the numbers 0 .. largest label; images of which none
-    has a .cls are without classes.
+    webdataset itself only streams; the index makes any sample readable by one pread. Classes come from classes.txt (one a
+    line) or are the numbers 0 .. largest label; images of which none has a .cls are without classes.
     """
 
     def __init__(self, root: str, split: str):
         folder = Path(root)
-        if not folder.is_dir():
-            raise FileNotFoundError(
-                f"data.root {root}: no such folder (give a folder of {split}-*.tar shards, or 'digits')"
-            )
         self.name = folder.name
         self.paths = sorted(folder.glob(f"{split}-*.tar"))
-        if not self.paths:
-            raise FileNotFoundError(f"data.root {root}: no {split}-*.tar shards in it")
         for path in self.paths:
             if not path.is_file():
                 raise ValueError(f"{path}: not a file, expected a shard")
         record = record_path(folder, split)
         entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
         self._stats = [_size_and_time(path.stat()) for path in self.paths]
-        folders = index_folders(folder)
-        names = {index_name(path.name) for path in self.paths}
-        for file in (file for place in folders for file in place.glob(index_name(f"{split}-*.tar"))):
-            if file.name not in names:
-                raise ValueError(
-                    f"the shard of the index {file} is gone; delete the index if you removed the shard on purpose"
-                )
+        names = {index_files(path)[0].name for path in self.paths}
+        for files in index_files(folder / f"{split}-*.tar"):
+            for file in files.parent.glob(files.name):
+                if file.name not in names:
+                    raise ValueError(
+                        f"the shard of the index {file} is gone; delete the index if you removed the shard on purpose"
+                    )
         tables = []
         for path, size_and_time in Progress.over(list(zip(self.paths, self._stats)), "indexing", "shard"):
-            kept = [place / index_name(path.name) for place in folders]
-            kept = [file for file in kept if file.exists()]
-            table = _read_index(kept[0], path, size_and_time) if kept else scan(path)
+            kept = next((file for file in index_files(path) if file.exists()), None)
+            table = _read_index(kept, path, size_and_time) if kept else scan(path)
             if entries is not None:
                 refuse_difference(path, size_and_time[0], len(table), entries[path.name], record)
             if not kept:  # only now: what the record refuses is read again
-                _keep_index(folders, path, size_and_time, table)
+                _keep_index(path, size_and_time, table)
             tables.append(table)
         self.shard_sizes = tuple(map(len, tables))
         if not sum(self.shard_sizes):
@@ -142,24 +132,25 @@ def scan(path: Path) -> np.ndarray:
 
     Nothing is extracted; links, devices and folders are passed over, whatever their names say.
     """
-    found: dict[str, dict] = {}
+    samples: dict[str, dict] = {}
     with open_tar(path) as tar:
         for member in members(tar, path, path.stat().st_size):
             parent, _, base = member.name.rpartition("/")
             stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
             image = extension.lower() in IMAGE_EXTENSIONS
             kind = "image" if image else "label" if extension == "cls" else None
-            entry = found.setdefault(f"{parent}/{stem}", {})
+            entry = samples.setdefault(f"{parent}/{stem}", {})
             if kind in entry:
                 raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
             if kind:
                 entry[kind] = (member.offset_data, member.size) if image else _label(tar, member, path)
-    labelled = any("label" in entry for entry in found.values())
-    for key, entry in found.items():
+    labelled = any("label" in entry for entry in samples.values())
+    for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
             raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
-    return np.array([(*entry["image"], entry.get("label", -1)) for entry in found.values()], np.int64).reshape(-1, 3)
+    rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
+    return np.array(rows, np.int64).reshape(-1, 3)
 
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
@@ -175,15 +166,11 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
 # int64 [1 + N, 3] as .npy: first INDEX_FORMAT and the shard's size and time, then offset, size and label of each sample.
 
 
-def index_name(shard: str) -> str:
-    """Return the name of the file with a shard's index."""
-    return f".{shard}.index.npy"
-
-
-def index_folders(folder: Path) -> tuple[Path, Path]:
-    """Return where indices may be: beside the shards, or in the user's cache if their folder is read-only."""
+def index_files(shard: Path) -> tuple[Path, Path]:
+    """Return where the index of a shard may be: beside it, or in the user's cache if its folder is read-only."""
+    folder, name = shard.parent, f".{shard.name}.index.npy"
     which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
-    return folder, cache_folder() / "index" / f"{folder.name}-{which}"
+    return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
 
 
 def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.ndarray:
@@ -200,22 +187,22 @@ def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.n
         raise ValueError(f"{shard} was changed since the index {file} was made; delete the index to build it again")
     table = table[1:]
     offset, size, label = table.T
-    if len(table) and (label.min() < -1 or label.max() >= MAX_CLASSES):
+    if ((label < -1) | (label >= MAX_CLASSES)).any():
         raise ValueError(f"{file}: not an index that can be right (labels outside of -1 to {MAX_CLASSES - 1}); {again}")
-    if len(table) and (min(offset.min(), size.min()) < 0 or (offset > size_and_time[0] - size).any()):
+    if ((np.minimum(offset, size) < 0) | (offset > size_and_time[0] - size)).any():
         raise ValueError(f"{file}: not an index that can be right (samples outside of their shard); {again}")
     return table
 
 
-def _keep_index(folders: tuple[Path, Path], shard: Path, size_and_time: tuple[int, int], table: np.ndarray) -> None:
+def _keep_index(shard: Path, size_and_time: tuple[int, int], table: np.ndarray) -> None:
     # The mode is asked too, because root may write into folders that are meant to be read-only.
     writable = shard.parent.stat().st_mode & stat.S_IWUSR and os.access(shard.parent, os.W_OK)
-    with whole_file(folders[0 if writable else 1] / index_name(shard.name), shared=True) as file:
+    with whole_file(index_files(shard)[0 if writable else 1], shared=True) as file:
         np.save(file, np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]), allow_pickle=False)
 
 
-def _size_and_time(found: os.stat_result) -> tuple[int, int]:
-    return found.st_size, found.st_mtime_ns
+def _size_and_time(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)  # there may be more shards than a process may open

@@ -1,7 +1,5 @@
 """What all sources of images share, and the smallest: the digits of scikit-learn, which need no download."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from pathlib import Path
 from typing import Iterator
@@ -16,12 +14,10 @@ class ImageSource:
     """Images of one split; see `splits.open_source`.
 
     Attributes:
-        name: of the data.
         classes: names of the classes; [] of images without labels.
         labels: class number of each image, int64 [N]; without classes 0, which a DiT takes for "no class".
         channels: 3, or 1 for grey images.
         img_size: side of the images, if all are squares of one size; else None.
-        shard_sizes: images of each shard, see `order.epoch_order`.
     """
 
     name: str
@@ -35,6 +31,7 @@ class ImageSource:
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
+        """Images of each shard, see `order.epoch_order`."""
         return (len(self),)
 
     def read(self, index: int) -> bytes:

@@ -1,7 +1,5 @@
 """`data.root` to the splits behind it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shlex
@@ -33,11 +31,16 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
     return latents_path(Path(root), split).is_file()
 
 
-def open_source(root: str, split: str) -> ImageSource:
+def has_split(root: str, split: str) -> bool:
+    """Return whether there is a folder `split` in a folder, or shards of it."""
+    return split_folder(root, split) is not None or any(Path(root).glob(f"{split}-*.tar"))
+
+
+def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource:
     """Open the images of "train" or "val".
 
     `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
-    classes the images are in train/ and val/ themselves, or all in `root` for "train".
+    classes the images are in train/ and val/ themselves, or all in `root` for "train". `allow_empty`: see `ImageFolder`.
     """
     if root == "digits":
         return Digits(split)
@@ -51,23 +54,16 @@ def open_source(root: str, split: str) -> ImageSource:
     if is_latent_cache(root, split):
         raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
     if split_folder(root, split) is not None:
-        return ImageFolder(root, split)
-    if not any(Path(root).glob(f"{split}-*.tar")):
-        if split == "train" and holds_images(root):
-            return ImageFolder(root, "")
-        raise FileNotFoundError(
-            f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it{_classes_in(root)}"
-        )
-    return Shards(root, split)
-
-
-def _classes_in(root: str) -> str:
-    """Return what to do with a folder of classes, for a message; "" if `root` is none."""
-    names = subfolders(Path(root))
-    if not names:
-        return ""
-    shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    return f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
+        return ImageFolder(root, split, allow_empty)
+    if has_split(root, split):
+        return Shards(root, split)
+    if split == "train" and holds_images(root):
+        return ImageFolder(root, "")
+    problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
+    if names := subfolders(root):
+        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+        problem += f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
+    raise FileNotFoundError(problem)
 
 
 def dividing(root: str, options: str = "") -> str:
@@ -126,9 +122,8 @@ def of_classes(source) -> str:
 class DataRecord:
     """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 
-    A sample's number and label follow from the listing of files, so a resumed run must find the same listing, and all
-    processes too: each must make the record. Contents and times of files are not compared. With data.root among the
-    `allowed` keys of --allow-change, other files are accepted; other classes never are.
+    A sample's number and label follow from the listing of files, so a resumed run and all processes, each of which makes
+    the record, must find the same. With data.root `allowed` to change, other files are accepted; other classes never are.
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
@@ -153,13 +148,13 @@ class DataRecord:
             return
         try:
             began = json.loads(file.read_text("utf-8"))
-            found = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
-            other_classes = [split for split in found if _names(began[split]) != _names(self.splits[split])]
+            changed = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
+            other_classes = [split for split in changed if _names(began[split]) != _names(self.splits[split])]
         except Exception as error:  # what is not there, or of another kind, fails anywhere
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
-        for split, changes in found.items():
+        for split, changes in changed.items():
             told = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
             if other_classes:
                 raise ValueError(
@@ -178,8 +173,8 @@ def _outline(source) -> dict:
     """Summarise a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
     labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
     digest = hashlib.sha256(labels.tobytes())
-    for part in source.listing():
-        digest.update(part)
+    for data in source.listing():
+        digest.update(data)
     names = source.classes or ["none"]
     counts = np.bincount(labels, minlength=len(names)).tolist()
     return dict(classes=[list(pair) for pair in zip(names, counts)], sha256=digest.hexdigest())
@@ -192,13 +187,12 @@ def _names(outline: dict) -> list[str]:
 def _changes(old: dict, new: dict) -> str:
     """Return how the outline `new` differs from `old`, in words."""
     before, after = Counter(_names(old)), Counter(_names(new))
-    found = [f"class {name!r} is gone" for name in before - after] + [
-        f"class {name!r} is new" for name in after - before
-    ]
-    if not found and _names(old) != _names(new):
+    changes = [f"class {name!r} is gone" for name in before - after]
+    changes += [f"class {name!r} is new" for name in after - before]
+    if not changes and _names(old) != _names(new):
         return "the classes are in another order"
-    if not found:
+    if not changes:
         pairs = zip(old["classes"], new["classes"])
-        found = [f"class {name!r} has {now} samples, it had {had}" for (name, had), (_, now) in pairs if had != now]
-    more = [f"and {len(found) - 6} more"] if len(found) > 6 else []
-    return ", ".join(found[:6] + more) or "as many samples of each class, but other files"
+        changes = [f"class {name!r} has {now} samples, it had {had}" for (name, had), (_, now) in pairs if had != now]
+    more = [f"and {len(changes) - 6} more"] if len(changes) > 6 else []
+    return ", ".join(changes[:6] + more) or "as many samples of each class, but other files"

@@ -7,6 +7,7 @@ buffer. What the exact order promises does not hold here: see `PROMISE`.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import sys
@@ -15,17 +16,18 @@ import time
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Collection, Iterable, Iterator
+from typing import Callable, Collection, Iterable, Iterator
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlparse
 from urllib.request import Request, urlopen
 
 import webdataset
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import group_by_keys
 
 from moh_vision.data.decode import UnreadableImage, decode_image
+from moh_vision.data.order import StepBatches
 from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.shards import IMAGE_EXTENSIONS, class_names
 from moh_vision.data.sources import ImageSource
@@ -58,7 +60,13 @@ def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None
             f"data.root {data.root}: no file classes.txt in it, one class name a line, which data.exact_order false "
             "needs (empty: without classes); URLs of shards go into data.stream"
         )
-    urls = _expanded(data.stream) if data.stream else [str(path) for path in sorted(root.glob("train-*.tar"))]
+    urls = [str(path) for path in sorted(root.glob("train-*.tar"))]
+    try:
+        urls = webdataset.shardlists.expand_urls(data.stream) if data.stream else urls
+    except (AssertionError, ValueError) as error:
+        unset = "${NAME} is the environment variable WDS_NAME, which is not set"
+        problem = unset if isinstance(error, AssertionError) else message_of(error)
+        raise ValueError(f"data.stream {data.stream}: {problem}") from None
     if not urls:
         raise FileNotFoundError(f"data.root {data.root}: no train-*.tar shards in it, and data.stream names none")
     kinds = {urlparse(url).scheme for url in urls}
@@ -87,17 +95,6 @@ def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None
         if parts > len(urls):
             say(f"{len(urls)} shards for {parts} processes x workers: some read the same shards")
     return source
-
-
-def _expanded(text: str) -> list[str]:
-    try:
-        return webdataset.shardlists.expand_urls(text)
-    except AssertionError:
-        raise ValueError(
-            f"data.stream {text}: ${{NAME}} is the environment variable WDS_NAME, which is not set"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"data.stream {text}: {message_of(error)}") from None
 
 
 @dataclass(eq=False)
@@ -147,11 +144,11 @@ class ShardStream(ImageSource):
         text = self._sample.get("cls", b"")[:32].decode("ascii", "replace").strip() if self.classes else "0"
         if not text.isdigit() or int(text) >= max(1, len(self.classes)):
             raise UnreadableImage(f"{name}: label {text!r}, expected a .cls of 0 to {len(self.classes) - 1}")
-        found = [extension for extension in IMAGE_EXTENSIONS if extension in self._sample]
-        if not found:
+        data = next((self._sample[ending] for ending in IMAGE_EXTENSIONS if ending in self._sample), None)
+        if data is None:
             raise UnreadableImage(f"{name}: no image, which ends in {', '.join(IMAGE_EXTENSIONS)}")
         self.labels = {name: int(text)}
-        return decode_image(self._sample[found[0]], name)
+        return decode_image(data, name)
 
     def _named(self, samples: Iterable[dict]) -> Iterator[str]:
         for sample in samples:
@@ -163,12 +160,12 @@ class ShardStream(ImageSource):
         for number in itertools.count():
             order = webdataset.SimpleShardList(shards, seed=derive_seed(seed, number))
             own = webdataset.DataPipeline(order, webdataset.split_by_node, webdataset.split_by_worker)
-            some = False
+            empty = True
             for shard in own:
                 for sample in self._samples(shard["url"], PATIENCE):
                     yield sample
-                    some = True
-            if not some:
+                    empty = False
+            if empty:
                 raise UnreadableImage(f"{self.urls[0]} and the others that this process reads: no samples in them")
 
     def _samples(self, url: str, patience: float) -> Iterator[dict]:
@@ -180,8 +177,8 @@ class ShardStream(ImageSource):
         file = StreamedFile(url, patience)
         try:
             with open_tar(url, file) as tar:
-                found = (m for m in members(tar, url) if not META.match(m.name))
-                files = (dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in found)
+                plain = (m for m in members(tar, url) if not META.match(m.name))
+                files = (dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain)
                 count = 0
                 for sample in group_by_keys(files, handler=refuse):
                     yield sample
@@ -231,11 +228,9 @@ class StreamedFile:
 
     def close(self) -> None:
         file, self._file = self._file, None
-        try:
+        with contextlib.suppress(OSError):  # of a command that this ends
             if file:
                 file.close()
-        except OSError:  # of a command that this ends
-            pass
 
     def _open(self) -> None:
         # Not by webdataset's curl, which waits for a silent server forever, and starts at byte 0.
@@ -270,6 +265,7 @@ class StreamedFile:
         return message_of(error).removeprefix(f"{self.url}: "), absent
 
 
+@dataclass(eq=False)
 class StreamedBatches(IterableDataset):
     """Micro-batches of a `LabelledImages` of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
 
@@ -277,12 +273,13 @@ class StreamedBatches(IterableDataset):
     sample is there does not.
     """
 
-    def __init__(self, dataset, batches, collate):
-        self.dataset, self.batches, self.collate = dataset, batches, collate
+    dataset: Dataset
+    batches: StepBatches
+    collate: Callable[[list[dict]], dict]
 
     def __iter__(self):
-        info, d, b = get_worker_info(), self.dataset, self.batches
+        info, images, batches = get_worker_info(), self.dataset, self.batches
         worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        names = d.source.names(d.seed, b.start, b.world * workers)
-        for positions in itertools.islice(b.positions(), worker, None, workers):
-            yield self.collate([d.item(position, names) for position in positions])
+        names = images.source.names(images.seed, batches.start, batches.world * workers)
+        for positions in itertools.islice(batches.positions(), worker, None, workers):
+            yield self.collate([images.item(position, names) for position in positions])

@@ -1,11 +1,9 @@
 """Tar files of shards, read to their last byte: what is cut off, damaged, or has something behind its end is refused."""
 
-from __future__ import annotations
-
 import math
 import tarfile
 from pathlib import Path
-from typing import BinaryIO, Iterator
+from typing import BinaryIO, Iterator, Self
 
 from moh_vision.engine.commands import BadData, reason_of
 
@@ -16,7 +14,7 @@ class _Header(tarfile.TarInfo):
     """A header whose damage is an error: tarfile takes a damaged one for the end of the file."""
 
     @classmethod
-    def fromtarfile(cls, tar: tarfile.TarFile) -> _Header:
+    def fromtarfile(cls, tar: tarfile.TarFile) -> Self:
         try:
             return super().fromtarfile(tar)
         except tarfile.EOFHeaderError:  # a block of zeros
@@ -37,7 +35,8 @@ def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFil
 def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a shard from `open_tar`; `size` is that of the file, if known.
 
-    Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or has no proper end.
+    Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or if there is more behind its end than
+    the zeros that tar writes.
     """
     count = 0
     while True:
@@ -60,22 +59,17 @@ def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> I
         if member.offset_data + member.size > size:
             raise ValueError(f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes")
         yield member
-    _refuse_more(tar, f"behind member {count}", name)
-
-
-def _refuse_more(tar: tarfile.TarFile, where: str, name: Path | str) -> None:
-    """Raise ValueError unless a tar's first block of zeros is followed by zeros alone, as many as tar writes."""
-    end = tar.offset
-    place = end + tarfile.BLOCKSIZE
+    end, place = tar.offset, tar.offset + tarfile.BLOCKSIZE  # of the first block of zeros
     while data := tar.fileobj.read(2**20):
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
             raise ValueError(
-                f"{name}: byte {place + zeros} is not zero, but a block of zeros {where}, at byte {end}, "
+                f"{name}: byte {place + zeros} is not zero, but a block of zeros behind member {count}, at byte {end}, "
                 "ends a tar: damaged, or several tars in one file"
             )
         place += len(data)
     if place - end > MOST_ZEROS:
         raise ValueError(
-            f"{name}: {place - end} zeros {where}, from byte {end} to the end; tar writes at most {MOST_ZEROS}: damaged"
+            f"{name}: {place - end} zeros behind member {count}, from byte {end} to the end; tar writes at most "
+            f"{MOST_ZEROS}: damaged"
         )

@@ -15,8 +15,6 @@ its shorter side reduced to that many pixels (bicubic, antialiased; never enlarg
 chroma subsampling.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import multiprocessing
@@ -27,7 +25,6 @@ from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Callable, Iterator
 
@@ -44,18 +41,19 @@ from moh_vision.data.shard_writer import (
     check_out,
     end_with,
     fingerprint,
-    finish_shard,
     one_line,
     plan_shards,
 )
-from moh_vision.data.shards import Shards, index_folders, index_name
+from moh_vision.data.shards import Shards, index_files
 from moh_vision.data.splits import check_same_classes, of_classes
 from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
-STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}  # MPO: a JPEG with more pictures behind it
-READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")  # a short list: some of Pillow's other formats start programs
+# MPO: a JPEG with more pictures behind it.
+STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# A short list: some of Pillow's other formats start programs.
+READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
 REENCODED = (".bmp", ".ppm", ".pgm", ".tif", ".tiff")  # training does not read these
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
@@ -88,17 +86,14 @@ def work(o: Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with only_one(out, "--out", with_children=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-        arguments = {"--size": o.size, "--quality": o.size and o.quality, "--samples-per-shard": o.samples_per_shard}
-        writers = []
-        for name, images in splits.items():  # all are checked before anything is written
-            plan = plan_shards(f"{name}-{{:06d}}.tar", range(len(images)), images.path, o.samples_per_shard, o.seed)
-            made_from = {**arguments, "--seed": o.seed, **fingerprint(images)}
-            writers.append((images, ShardWriter(record_path(out, name), plan, made_from)))
-        write_whole(names, classes)
         limit = BadLimit(o.max_bad_fraction, sum(map(len, splits.values())))
-        for images, writer in writers:
-            bad = _write_split(o, images, writer, limit)
-            limit = limit._replace(earlier=limit.earlier + bad)
+        writers = [
+            ImageShards(o, name, images) for name, images in splits.items()
+        ]  # checked before anything is written
+        write_whole(names, classes)
+        for writer in writers:
+            writer.write(limit)
+            limit = limit._replace(earlier=limit.earlier + len(writer.bad))
 
 
 def _check(o: Namespace) -> None:
@@ -130,18 +125,18 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     places = _split_folders(Path(source), split)
     if val_fraction is not None and (split or places != {"train": Path(source)}):
         raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
-    found = {name: ImageFolder(str(place), "", key="--in") for name, place in places.items()}
-    for name, images in found.items():
+    splits = {name: ImageFolder(str(place), "", key="--in") for name, place in places.items()}
+    for name, images in splits.items():
         if images.left_out:
             first = one_line(images.left_out[0])
             say(f"{name}: left out, not images by their names: {len(images.left_out)}, the first {first}")
     if val_fraction is not None:
-        images = found["train"]
+        images = splits["train"]
         # By a hash of their names: more files leave the others where they are.
         hashes = [hashlib.sha256(os.fsencode(images.path(i))).digest()[:8] for i in range(len(images))]
         in_val = np.array([int.from_bytes(start, "big") < val_fraction * 2**64 for start in hashes])
-        found = {"train": images.subset(~in_val), "val": images.subset(in_val)}
-    for name, images in found.items():
+        splits = {"train": images.subset(~in_val), "val": images.subset(in_val)}
+    for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
         for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
             more = "larger" if name == "val" else "smaller"
@@ -151,7 +146,7 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     others = sorted(e.name for e in os.scandir(source) if e.name not in used and not e.name.startswith("."))
     if used and others:
         say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
-    return found
+    return splits
 
 
 def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
@@ -176,9 +171,8 @@ def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
             raise ValueError(f"--in {root}: {name} has no class folders in it, but {splits[0]} has")
     if set(VAL_NAMES) <= set(splits):
         raise ValueError(f"--in {root}: both val and validation are there; move one away")
-    val = next((name for name in splits if name != "train"), None)
-    found = {"train": root / "train"} if "train" in splits else {}
-    return {**found, "val": root / val} if val else found
+    splits = splits[:2] if splits[0] == "train" else splits[:1]
+    return {"train" if name == "train" else "val": root / name for name in splits}
 
 
 def _refuse_names(images: ImageFolder, stored: bool) -> None:
@@ -198,89 +192,96 @@ def _refuse_names(images: ImageFolder, stored: bool) -> None:
 # ---------------------------------------------------------------- the shards of a split
 
 
-def _write_split(o: Namespace, images: ImageFolder, writer: ShardWriter, limit: BadLimit) -> int:
-    """Write the shards of a split that are missing; return the number of bad images in all."""
-    split, workers = writer.split, o.workers or len(os.sched_getaffinity(0))
-    todo = writer.begin(workers)
-    bad = [b for entry in writer.entries.values() for b in entry["bad"]]
-    limit.check(bad, images.folder)
-    done, written = sum(len(writer.plan[name]) for name in writer.entries), []
-    task = partial(_write_shard, writer.parts, o.size, o.quality, limit)
-    tasks = [(name, writer.plan[name]) for name in todo]
-    with (
-        Progress(split, len(images), "image", done) as progress,
-        closing(_in_processes(images, task, tasks, workers, writer.out)) as finished,
-    ):
-        for entry in finished:
-            written.append(entry)
-            bad += entry["bad"]
-            limit.check(bad, images.folder)
-            progress.add(len(writer.plan[entry["shard"]]))
-    entries = writer.end(written)
-    left_out = {path for path, _ in bad}
-    files = (images.path(i) for samples in writer.plan.values() for i in samples)
-    text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
-    write_whole(writer.out / f"{split}.files.txt", text)
-    source = Shards(str(writer.out), split)  # builds the index, and so reads every header
-    assert source.shard_sizes == tuple(e["samples"] for e in entries) and source.classes == images.classes
-    size = sum(entry["bytes"] for entry in entries) / 1e6
-    how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
-    listed = f"; {len(bad)} bad images left out, {split}.bad.txt" if bad else ""
-    shown = f"{len(source)} images {of_classes(source)} in {len(entries)} shards"
-    say(f"{split}: {shown}, {size:.1f} MB, {how}{listed}")
-    return len(bad)
+class ImageShards(ShardWriter):
+    """Writes the shards of a split of images, each in one of several processes."""
+
+    def __init__(self, o: Namespace, split: str, images: ImageFolder):
+        self.options, self.images = o, images
+        paths = map(images.path, range(len(images)))
+        plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
+        made_from = {
+            "--size": o.size,
+            "--quality": o.size and o.quality,
+            "--samples-per-shard": o.samples_per_shard,
+            "--seed": o.seed,
+            **fingerprint(images),
+        }
+        super().__init__(record_path(Path(o.out), split), plan, made_from)
+
+    def write(self, limit: BadLimit) -> None:
+        """Write the shards that are missing."""
+        self.limit, folder = limit, self.images.folder
+        workers = self.options.workers or len(os.sched_getaffinity(0))
+        todo = self.begin(workers)
+        limit.check(self.bad, folder)
+        done = sum(len(self.plan[name]) for name in self.entries)
+        with (
+            Progress(self.split, len(self.images), "image", done) as progress,
+            closing(self._in_processes(todo, min(workers, len(todo)))) as finished,
+        ):
+            for entry in finished:
+                self.entries[entry["shard"]] = entry
+                limit.check(self.bad, folder)
+                progress.add(len(self.plan[entry["shard"]]))
+        self.end()
+        left_out = {path for path, _ in self.bad}
+        files = (self.images.path(i) for samples in self.plan.values() for i in samples)
+        text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
+        write_whole(self.out / f"{self.split}.files.txt", text)
+        source = Shards(str(self.out), self.split)  # builds the index, and so reads every header
+        assert source.shard_sizes == tuple(e["samples"] for e in self.entries.values())
+        assert source.classes == self.images.classes
+        how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
+        self.report(f"{len(source)} images {of_classes(source)}", how)
+
+    def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
+        """Yield the entry of each shard; what is unfinished when it ends is ended and removed."""
+        if not names:
+            return
+        with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())) as pool:
+            try:
+                yield from pool.map(_write_shard, names)
+            except BaseException as error:  # also GeneratorExit, when there are too many bad images
+                for process in multiprocessing.active_children():
+                    process.kill()  # a shard takes a while, and is written again
+                pool.shutdown(cancel_futures=True)
+                for name in names:
+                    hidden_path(self.out / name).unlink(missing_ok=True)
+                if isinstance(error, BrokenProcessPool):
+                    raise ValueError(
+                        f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
+                        "command goes on (--workers may change)"
+                    ) from None
+                raise
 
 
-def _in_processes(
-    images: ImageFolder, task: Callable, tasks: list[tuple[str, list[int]]], workers: int, out: Path
-) -> Iterator[dict]:
-    """Yield what a task returns for each shard; what is unfinished when it ends is ended and removed."""
-    if not tasks:
-        return
-    count = min(workers, len(tasks))
-    with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(images, os.getpid())) as pool:
-        try:
-            yield from pool.map(task, tasks)
-        except BaseException as error:  # also GeneratorExit, when there are too many bad images
-            for process in multiprocessing.active_children():
-                process.kill()  # a shard takes a while, and is written again
-            pool.shutdown(cancel_futures=True)
-            for name, _ in tasks:
-                hidden_path(out / name).unlink(missing_ok=True)
-            if isinstance(error, BrokenProcessPool):
-                raise ValueError(
-                    f"a worker of {count} died, of too little memory perhaps; finished shards are kept, the same "
-                    "command goes on (--workers may change)"
-                ) from None
-            raise
-
-
-def _start_worker(images: ImageFolder, parent: int) -> None:
+def _start_worker(writer: ImageShards, parent: int) -> None:
     """Leave interrupts to the parent, and end with it."""
-    global _images  # a forked worker has them without a copy
-    _images = images
+    global _writer  # a forked worker has it without a copy
+    _writer = writer
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     end_with(parent)
 
 
-def _write_shard(parts: Path, size: int | None, quality: int, limit: BadLimit, shard: tuple[str, list[int]]) -> dict:
-    """Write a shard, (name, numbers of the images), in a worker; return its entry."""
-    (name, numbers), bad, out = shard, [], parts.parent
-    for folder in index_folders(out):
-        (folder / index_name(name)).unlink(missing_ok=True)  # it would no longer fit
-    with whole_file(out / name) as file:
+def _write_shard(name: str) -> dict:
+    """Write a shard, in a worker; return its entry."""
+    writer, images, bad = _writer, _writer.images, []
+    for index in index_files(writer.out / name):
+        index.unlink(missing_ok=True)  # it would no longer fit
+    with whole_file(writer.out / name) as file:
         # Headers without time and owner, or every run would have other sums.
         with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
-            for number in numbers:
+            for number in writer.plan[name]:
                 try:
-                    extension, data = encode_sample(Path(_images.where(number)).read_bytes(), size, quality)
+                    data = Path(images.where(number)).read_bytes()
+                    extension, data = encode_sample(data, writer.options.size, writer.options.quality)
                 except BadImage as error:
-                    bad.append([_images.path(number), str(error)])
-                    limit.check(bad, _images.folder)
+                    bad.append([images.path(number), str(error)])
+                    writer.limit.check(bad, images.folder)
                 else:
-                    label = {"cls": str(_images.labels[number]).encode()} if _images.classes else {}
+                    label = {"cls": str(images.labels[number]).encode()} if images.classes else {}
                     tar.write({"__key__": f"{number:08d}", extension: data, **label})
-        return finish_shard(parts, name, file, len(numbers) - len(bad), bad)
+        return writer.finish(name, file, len(writer.plan[name]) - len(bad), bad)
 
 
 # ---------------------------------------------------------------- an image

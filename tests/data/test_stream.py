@@ -99,11 +99,9 @@ def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, mon
         with contextlib.closing(StreamedFile(f"{url}/train-000000.tar", 5)) as file:
             assert b"".join(iter(lambda: file.read(3000), b"")) == data
     assert requests[1] == ("/train-000000.tar", f"bytes={len(data) // 2}-") and len(requests) == 2
-    said = capfd.readouterr().err
-    assert (
-        said
-        == f"{url}/train-000000.tar: the connection ended {len(data) - len(data) // 2} bytes early; tried again for 5 s\n"
-    )
+    missing = len(data) - len(data) // 2
+    said = f"{url}/train-000000.tar: the connection ended {missing} bytes early; tried again for 5 s\n"
+    assert capfd.readouterr().err == said
 
 
 def test_a_command_that_fails_is_run_again(shards, tmp_path, capfd, monkeypatch):
@@ -182,28 +180,26 @@ def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
     bad = BadSamples(23, 0.2)
     assert len(list(batches_of(source_of(paths(folder), 23), 0, bad, steps=15))) == 30
     assert len(bad.seen) == 4 and all(name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen)
-    with one_line(
-        r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images\)"
-    ):
+    words = r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images\)"
+    with one_line(words):
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
 
 
-@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "zeros", "compressed"])
+@pytest.mark.parametrize("where", ["within a file", "between two", "a header", "compressed"])
 def test_damaged_shards_are_refused(shards, where):
+    """With zeros in them, too: tests/reliability/test_bad_tars.py."""
     path = shards / "train-000001.tar"
     with tarfile.open(path) as tar:
         member = tar.getmembers()[9]
     data = path.read_bytes()
     cut = dict(
         [("within a file", data[: member.offset_data + 20]), ("between two", data[: member.offset]),
-         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]),
-         ("zeros", data[: member.offset] + bytes(512) + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
+         ("a header", data[: member.offset] + b"\1" * 512 + data[member.offset + 512 :]), ("compressed", b"\x1f\x8b" + data)]
     )  # fmt: skip
     path.write_bytes(cut[where])
     with served(shards) as (url, _):
         for place in (str(path), f"{url}/{path.name}"):
-            why = f"byte {member.offset + 512} is not zero" if where == "zeros" else ""
-            with one_line(f"^{place}: {why}", UnreadableImage):
+            with one_line(f"^{place}: ", UnreadableImage):
                 numbers(source_of([place]), 100)
 
 

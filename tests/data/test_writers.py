@@ -165,9 +165,8 @@ def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd
         assert writer.run(out, *writer.shards(2)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert re.search(
-        f"error: {out}/.*: File too large; finished shards are kept, the same command goes on", told(capfd)
-    )
+    words = f"error: {out}/.*: File too large; finished shards are kept, the same command goes on"
+    assert re.search(words, told(capfd))
     assert not list(out.glob("train-*")) and not list(out.glob(".*.tmp"))
     assert writer.run(out, *writer.shards(2)) == 0
 
@@ -224,14 +223,9 @@ def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, writer, 
     out.mkdir()
     (out / "notes.txt").write_text("mine")
     (out / "test-000000.tar").write_text("another split's")
-    strangers = (
-        "train-000007.tar",
-        "train.files.txt",
-        "train.bad.txt",
-        "train.meta.json",
-        ".train-000000.tar.index.npy",
-    )
-    for name in strangers[:3] if writer.kind == "latents" else strangers:
+    strangers = ["train-000007.tar", "train.files.txt", "train.bad.txt"]
+    strangers += ["train.meta.json", ".train-000000.tar.index.npy"] * (writer.kind == "shards")
+    for name in strangers:
         (out / name).write_text("mine")
         assert writer.run(out) == 2
         assert f"holds {name}, which this command did not write" in told(capfd)
@@ -284,7 +278,8 @@ def add(writer, out):
 def rewritten(change):
     def fault(writer, out):
         record = json.loads((out / writer.record).read_text())
-        (out / writer.record).write_text(json.dumps(change(record) or record))
+        change(record)
+        (out / writer.record).write_text(json.dumps(record))
         return f"{out}/{writer.record}"
 
     return fault
@@ -296,16 +291,7 @@ FAULTS = {
     "a shard more": (add, ""),
     "unfinished": (rewritten(lambda r: r.update(shards=None)), ": the shards are not all there yet"),
     "another version": (rewritten(lambda r: r.update(format=1)), " is not a record .* format 1, this version reads 2"),
-    "no format": (
-        rewritten(lambda r: r.pop("format") and None),
-        " is not a record of shards that can be read: 'format'",
-    ),
-    "a list": (rewritten(lambda r: [1]), " is not a record of shards that can be read"),
     "a sample less": (rewritten(lambda r: r["shards"][1].update(samples=6)), ": "),
-    "no text": (
-        lambda w, out: (out / w.record).write_text("x") and f"{out}/{w.record}",
-        " is not a record .* Expecting",
-    ),
 }
 
 

@@ -6,10 +6,11 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import timm
 import torch
 from PIL import Image
 from random_inception import write_random_inception
-from refusals import one_line, refuse
+from refusals import refuse
 from torch import nn
 
 from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
@@ -57,18 +58,14 @@ def test_weights_that_cannot_be_used(weights, tmp_path, kind):
     elif kind == "pickle":
         torch.save({"x": tmp_path}, file)  # a path is an object that unpickling would build
     words = "no such file" if kind == "missing" else "not the weights of Inception in torch-fidelity's layout"
-    with pytest.raises((ValueError, FileNotFoundError), match=f"w.pth: {words}"):
-        Inception(file)
+    refuse(f"w.pth: {words}", Inception, file, kind=(ValueError, FileNotFoundError))
 
 
 def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network")))
-    with one_line(
-        f"{PUBLISHED}, are neither at {tmp_path}.*no network.*--inception-weights FILE.*--extractor RUN",
-        FileNotFoundError,
-    ):
-        make_extractor("inception")
+    words = f"{PUBLISHED}, are neither at {tmp_path}.*no network.*--inception-weights FILE.*--extractor RUN"
+    refuse(words, make_extractor, "inception", kind=FileNotFoundError)
 
 
 @pytest.mark.parametrize(
@@ -80,16 +77,11 @@ def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypa
     ],
 )
 def test_unknown_extractors(name, words, monkeypatch):
-    import timm
-
     monkeypatch.setattr(timm, "create_model", mock.Mock(side_effect=RuntimeError("cannot be fetched")))
     refuse(words, lambda: make_extractor(name))
 
 
-def test_a_timm_model_is_named(weights):
-    import timm
-
-    torch.manual_seed(0)
+def test_a_timm_model_is_named():
     model = timm.create_model("resnet10t", num_classes=4)
     result = score(images(20), images(20, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
     assert result["label"] == "FD-resnet10t@20" and result["fd"] > 0 and len(result["weights_sha256"]) == 64
@@ -105,9 +97,6 @@ def test_a_timm_model_is_named(weights):
 
 def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
     """With the preprocessing in its config.json, at its own size or at another; statistics of one are not the other's."""
-    import timm
-
-    torch.manual_seed(0)
     sizes = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=0)
     model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
     own = dict(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", input_size=(3, 32, 32))
@@ -134,17 +123,14 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
     assert f"was made by vit_tiny_patch16_224 of {folder}@64" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"torn")
     refuse(f"extractor 'timm:local-dir:{folder}': .*header", lambda: make_extractor(f"timm:local-dir:{folder}"))
-    with one_line(f"extractor 'timm:local-dir:{tmp_path}': Config file not found"):
-        make_extractor(f"timm:local-dir:{tmp_path}")
+    words = f"extractor 'timm:local-dir:{tmp_path}': Config file not found"
+    refuse(words, make_extractor, f"timm:local-dir:{tmp_path}")
 
 
-def test_a_network_for_any_size_takes_no_size(monkeypatch):
-    import timm
-
-    model = timm.create_model("resnet10t")
-    monkeypatch.setattr(timm, "create_model", lambda *_, **__: model)
-    with one_line("extractor 'timm:resnet10t@64': ResNet takes no other size; leave @64 out"):
-        make_extractor("timm:resnet10t@64")
+def test_a_network_for_any_size_takes_no_size(tmp_path):
+    timm.models.save_for_hf(timm.create_model("resnet10t"), tmp_path, safe_serialization=True)
+    words = f"extractor 'timm:local-dir:{tmp_path}@64': ResNet takes no other size; leave @64 out"
+    refuse(words, make_extractor, f"timm:local-dir:{tmp_path}@64")
 
 
 @pytest.mark.slow

@@ -34,20 +34,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from moh_vision.data.batches import LabelledImages, check_images_fit, evaluation_batches
-from moh_vision.data.shard_writer import (
-    BadLimit,
-    ShardWriter,
-    check_out,
-    end_with,
-    fingerprint,
-    finish_shard,
-    plan_shards,
-)
+from moh_vision.data.shard_writer import BadLimit, ShardWriter, check_out, end_with, fingerprint, plan_shards
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, image_channels, load_vae
-from moh_vision.engine.commands import Progress, say
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import only_one, whole_file, write_whole
 from moh_vision.engine.ranks import first, from_first
 
@@ -100,7 +92,7 @@ def write_latents(o: Namespace) -> None:
     model = first(lambda: load_vae(o.vae, decodes=False))
     space, out = LatentSpace.of(model, o.vae), Path(o.out)
     shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])
-    plan = plan_shards(f"{o.split}-{{:06d}}.npy", range(len(source)), str, o.samples_per_shard, o.seed)
+    plan = plan_shards(o.split, "npy", map(str, range(len(source))), o.samples_per_shard, o.seed)
     kept = {f"--{name.replace('_', '-')}": getattr(o, name) for name in ("size", "dtype", "samples_per_shard", "seed")}
 
     with contextlib.ExitStack() as stack:
@@ -113,7 +105,7 @@ def write_latents(o: Namespace) -> None:
             made_from = {"--vae": str(space), **kept, **fingerprint(source)}
             writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
             todo = writer.begin(max(1, o.workers))
-            limit.check([b for entry in writer.entries.values() for b in entry["bad"]])
+            limit.check(writer.bad)
             return writer, todo
 
         since = time.monotonic()
@@ -122,9 +114,9 @@ def write_latents(o: Namespace) -> None:
         own = todo[state.process_index :: state.num_processes]
         written = gather_object(Encoder(o, source, model, writer, limit).write(own))
         if state.is_main_process:
-            bad = [b for entry in (*writer.entries.values(), *written) for b in entry["bad"]]
-            limit.check(bad)
-            left_out = {number for number, _ in bad}
+            writer.entries.update({entry["shard"]: entry for entry in written})
+            limit.check(writer.bad)
+            left_out = {number for number, _ in writer.bad}
             numbers = np.array([n for samples in plan.values() for n in samples if n not in left_out])
             for place, values in (
                 (labels_path(out, o.split), source.labels[numbers]),
@@ -133,15 +125,11 @@ def write_latents(o: Namespace) -> None:
                 npy = io.BytesIO()
                 np.save(npy, values.astype(np.int64), allow_pickle=False)
                 write_whole(place, npy.getvalue())  # which leaves an equal file alone
-            entries = writer.end(written)
+            writer.end()
             cache = LatentCache(o.out, o.split)
             images, seconds = sum(entry["samples"] for entry in written), time.monotonic() - since
             how = f"{images} written at {images / seconds:.1f} img/s" if written else "all there already"
-            say(
-                f"{o.split}: latents {list(cache.shape)} {o.dtype} of {len(cache)} images in {len(entries)} shards, "
-                f"{sum(entry['bytes'] for entry in entries) / 1e6:.1f} MB, {how}"
-                f"{f'; {len(bad)} bad images left out, {o.split}.bad.txt' if bad else ''}"
-            )
+            writer.report(f"latents {list(cache.shape)} {o.dtype} of {len(cache)} images", how)
 
 
 def _check(o: Namespace) -> None:
@@ -193,7 +181,7 @@ class Encoder:
                 with whole_file(self.writer.out / name) as file:
                     if arrays:
                         np.save(file, np.concatenate(arrays), allow_pickle=False)
-                    entries.append(finish_shard(self.writer.parts, name, file, sum(map(len, arrays)), bad[before:]))
+                    entries.append(self.writer.finish(name, file, sum(map(len, arrays)), bad[before:]))
         return entries
 
     def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:

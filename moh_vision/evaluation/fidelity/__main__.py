@@ -3,8 +3,6 @@
 Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes share the images.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Networks for features: FID's Inception, timm models, or the caller's."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 from collections.abc import Sequence
@@ -32,17 +30,16 @@ class Extractor(nn.Module):
     """uint8 images [B, 3, H, W] -> Extracted."""
 
     name: str  # in results
-    published = False  # whether it is FID's Inception with its weights: scores are called FID, sFID, IS and KID
+    # Whether it is FID's Inception with its weights: scores are called FID, sFID, IS and KID.
+    published = False
     weights_sha256: str | None = None  # of the file or the parameters
 
 
 class Inception(Extractor):
-    """torch-fidelity's Inception with TensorFlow's resizing: features of FID, sFID, IS in one pass.
+    """torch-fidelity's Inception with TensorFlow's resizing; `weights`: its .pth file, None: fetched once.
 
     pooled: pool 2048. spatial: the first 7 channels of Mixed_6d's 1 x 1 branch, 17 x 17, flattened by position,
     2,023 numbers (Nash 2021, as in ADM's evaluator). logits: without the bias, as there.
-
-    `weights` is the path of the .pth file; None: torch-fidelity's own, fetched once.
     """
 
     def __init__(self, weights: str | Path | None = None):
@@ -74,8 +71,7 @@ class Inception(Extractor):
 class TimmExtractor(Extractor):
     """The penultimate features of a timm model, and its logits if it has classes.
 
-    Whole images are resized to `img_size` (None: the model's own), without a crop, and normalised as its
-    pretrained_cfg says.
+    Whole images are resized to `img_size` (None: the model's own) and normalised as its pretrained_cfg says.
     """
 
     def __init__(self, model: nn.Module, name: str, img_size: int | Sequence[int] | None = None):
@@ -122,11 +118,9 @@ class ModuleExtractor(Extractor):
 
 
 def make_extractor(extractor: str | nn.Module, inception_weights: str | Path | None = None) -> Extractor:
-    """Make the extractor of `score`; `inception_weights`: see `Inception`.
+    """Make the extractor of `score`: "inception", a classification run, or any module from uint8 images to features.
 
-    `extractor` is "inception", "timm:NAME" (its pretrained weights), "timm:local-dir:FOLDER" (as timm saves for the
-    hub), either with "@SIZE" for another image size; a classification run, an `Extractor`, or any module from uint8
-    images to features.
+    Or "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
     """
     if isinstance(extractor, nn.Module):
         return extractor if isinstance(extractor, Extractor) else ModuleExtractor(extractor)

@@ -1,10 +1,7 @@
 """Images to score, as batches of uint8 [B, 3, H, W]: folders, data sets, .npz, tensors, iterators."""
 
-from __future__ import annotations
-
 import math
 import zipfile
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,15 +25,13 @@ Batch = tuple[int, Tensor]  # number of the first image in the set, images
 
 
 class ImageSet:
-    """A number of images of one size; `read(first, stop)` returns uint8 [B, H, W, 3 or 1].
-
-    `name` is for messages and results; `channels` of the files are 1 or 3 (None: not known), what is scored has 3.
-    """
+    """A number of images of one size; `read(first, stop)` returns uint8 [B, H, W, 3 or 1]."""
 
     size: tuple[int, int] | None = None  # width and height; None: not known
 
     def __init__(self, name: str, count: int, channels: int):
-        self.name, self.count, self.channels = name, count, channels
+        self.name, self.count = name, count  # the name is for messages and results
+        self.channels = channels  # of the files, 1 or 3; what is scored has 3
 
     def __len__(self) -> int:
         return self.count
@@ -49,27 +44,26 @@ class ImageSet:
             return first, images.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
         with ThreadPoolExecutor(1) as reader:
-            coming: deque = deque()
+            coming = None
             for first in range(rank * batch_size, len(self), world * batch_size):
-                coming.append(reader.submit(read, first))
-                if len(coming) == 2:
-                    yield coming.popleft().result()
+                ready, coming = coming, reader.submit(read, first)
+                if ready:
+                    yield ready.result()
             if coming:
-                yield coming.popleft().result()
+                yield coming.result()
 
 
 class ScoredFolder(ImageSet):
-    """The images directly in a folder, in order of name; without any, those of its subfolders.
+    """The images directly in a folder, in order of name, or else those of its subfolders; EXIF rotation is applied.
 
-    PNG files of one size, all RGB or all grey. JPEG and WebP are read too; then compression is part of the score. EXIF
-    rotation is applied, as in data sets.
+    PNG files of one size, all RGB or all grey. JPEG and WebP are read too; then compression is part of the score.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder or .npz file")
-        found = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
-        self.files: list[Path] = next(filter(None, found), [])
+        images = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
+        self.files: list[Path] = next(filter(None, images), [])
         if not self.files:
             raise ValueError(
                 f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
@@ -92,10 +86,10 @@ class ScoredFolder(ImageSet):
         if mode != self.mode:
             raise ValueError(f"{file}: its mode is {mode}, that of {self.files[0].name} is {self.mode}")
         if size != self.size:
+            one, first = ("{} x {}".format(*pixels) for pixels in (size, self.size))
             raise ValueError(
-                f"{file} has {size[0]} x {size[1]} pixels, {self.files[0].name} has {self.size[0]} x "
-                f"{self.size[1]}; all images must have one size (those of a data set, shards or folders train and val, are "
-                "cropped to one)"
+                f"{file} has {one} pixels, {self.files[0].name} has {first}; all images must have one size (those of a "
+                "data set, shards or folders train and val, are cropped to one)"
             )
 
     def _pixels(self, file: Path) -> np.ndarray:
@@ -117,10 +111,7 @@ def _opened(file: Path) -> Iterator[Image.Image]:
 
 
 class SourceImages(ImageSet):
-    """Images of a data set (`splits.open_source`), center-cropped to `size` x `size` pixels.
-
-    Its `size` is None if they differ: set it before reading.
-    """
+    """Images of a data set, center-cropped to `size` x `size` pixels; set `size` before reading if it is None."""
 
     def __init__(self, source, name: str):
         super().__init__(name, len(source), source.channels)
@@ -163,10 +154,7 @@ class ImageArchive(ImageSet):
 
 
 class ImageTensors:
-    """A tensor of images, or an iterator of batches, uint8 [B, 3, H, W]; see `ImageSet`.
-
-    Every process iterates over all batches and computes its own; an iterator can be read once.
-    """
+    """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
 
     channels = None
 
@@ -174,7 +162,7 @@ class ImageTensors:
         self.images, self.name = images, name
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Do as `ImageSet.batches`; the batches of an iterator stay as they come."""
+        """Do as `ImageSet.batches`; the batches of an iterator stay as they come, and every process reads all."""
         first, size = 0, None
         parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
         for number, batch in enumerate(parts):
@@ -191,10 +179,7 @@ class ImageTensors:
 
 
 def open_images(source, name: str):
-    """Wrap a path, tensor or iterator in its class; return an object that has `batches` unchanged.
-
-    `name` stands for a tensor or iterator in messages.
-    """
+    """Wrap a path, or a tensor or iterator called `name`; return an object that has `batches` unchanged."""
     if isinstance(source, (str, Path)):
         path = Path(source)
         return ImageArchive(path) if path.suffix == ".npz" else ScoredFolder(path)
@@ -202,12 +187,12 @@ def open_images(source, name: str):
 
 
 def open_set(key: str, path: str, split: str | None, default_split: str):
-    """Return the `SourceImages` of a data set or stored latents, as in data.root; any other path, which must exist, unchanged.
+    """Return the `SourceImages` of a data set, as in data.root; any other path, which must exist, unchanged.
 
     `key` is the option that named the path; a `split` of anything but a data set is refused.
     """
-    found = (split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val"))
-    if not (path == "digits" or path.startswith(PREFIX) or any(found) or any(Path(path).glob("*.tar"))):
+    is_set = path == "digits" or path.startswith(PREFIX) or any(Path(path).glob("*.tar"))
+    if not is_set and not any(split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val")):
         refuse_missing(key, path)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")

@@ -1,7 +1,5 @@
 """Scores of two sets: torch-fidelity's distances, and those that it lacks."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,17 +13,16 @@ def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
     sets = [dict(mu=m.double().numpy(), sigma=c.double().numpy()) for m, c in ((mean1, cov1), (mean2, cov2))]
-    found = fid_statistics_to_metric(*sets, verbose=False)
-    return float(np.real(found["frechet_inception_distance"]))
+    distances = fid_statistics_to_metric(*sets, verbose=False)
+    return float(np.real(distances["frechet_inception_distance"]))
 
 
 def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000) -> tuple[float, float]:
-    """Improved precision and recall (Kynkaanniemi 2019) with the 3rd nearest neighbour.
+    """Improved precision and recall (Kynkaanniemi 2019) of features [N, F] and [M, F].
 
     A set covers a point inside a ball around one of its points that reaches to that point's 3rd nearest other
-    point. Precision: share of generated covered by reference; recall: the reverse. Distances are taken after
-    subtracting the reference's mean, because a large common offset would cost digits. Of features [N, F] and [M, F],
-    chunk x chunk distances are in memory at a time, 4 bytes each (100 MB).
+    point. Precision: share of generated covered by reference; recall: the reverse. The reference's mean is subtracted
+    first: a large common offset would cost digits. chunk x chunk distances, 4 bytes each, are in memory at a time.
     """
     for name, features in (("generated", generated), ("reference", reference)):
         if len(features) <= NEIGHBOURS:
@@ -33,36 +30,32 @@ def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: 
                 f"precision and recall need more than {NEIGHBOURS} images, the {name} set has {len(features)}"
             )
     mean = reference.mean(0).to(device)
-    radius = [_radii(features, mean, chunk) for features in (generated, reference)]
-    precision = _covered(generated, reference, radius[1], mean, chunk)
-    return precision, _covered(reference, generated, radius[0], mean, chunk)
 
+    def distances(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cdist(x.to(device) - mean, y.to(device) - mean)  # [N, M]
 
-def _distances(x: Tensor, y: Tensor, mean: Tensor) -> Tensor:
-    return torch.cdist(x.to(mean.device) - mean, y.to(mean.device) - mean)  # [N, M]
+    def radii(x: Tensor) -> Tensor:
+        """Return the distance of each point to its 3rd nearest other point, [N]."""
+        result = []
+        for rows in x.split(chunk):
+            nearest = torch.empty(len(rows), 0, device=device)
+            for columns in x.split(chunk):
+                nearest = torch.cat([nearest, distances(rows, columns)], 1)
+                nearest = nearest.topk(min(NEIGHBOURS + 1, nearest.shape[1]), largest=False).values  # with itself
+            result.append(nearest[:, NEIGHBOURS])
+        return torch.cat(result)
 
+    def covered(points: Tensor, centres: Tensor) -> float:
+        """Return the share of the points that are inside a ball around a centre."""
+        radius, count = radii(centres), 0
+        for rows in points.split(chunk):
+            inside = torch.zeros(len(rows), dtype=torch.bool, device=device)
+            for columns, r in zip(centres.split(chunk), radius.split(chunk)):
+                inside |= (distances(rows, columns) <= r).any(1)
+            count += int(inside.sum())
+        return count / len(points)
 
-def _radii(x: Tensor, mean: Tensor, chunk: int) -> Tensor:
-    """Return the distance of each point to its 3rd nearest other point, [N]."""
-    result = []
-    for rows in x.split(chunk):
-        nearest = torch.empty(len(rows), 0, device=mean.device)
-        for columns in x.split(chunk):
-            nearest = torch.cat([nearest, _distances(rows, columns, mean)], 1)
-            nearest = nearest.topk(min(NEIGHBOURS + 1, nearest.shape[1]), largest=False).values  # with itself
-        result.append(nearest[:, NEIGHBOURS])
-    return torch.cat(result)
-
-
-def _covered(points: Tensor, centres: Tensor, radius: Tensor, mean: Tensor, chunk: int) -> float:
-    """Return the share of the points that are inside a ball around a centre."""
-    count = 0
-    for rows in points.split(chunk):
-        inside = torch.zeros(len(rows), dtype=torch.bool, device=mean.device)
-        for columns, r in zip(centres.split(chunk), radius.split(chunk)):
-            inside |= (_distances(rows, columns, mean) <= r).any(1)
-        count += int(inside.sum())
-    return count / len(points)
+    return covered(generated, reference), covered(reference, generated)
 
 
 def kernel_distance(generated: Tensor, reference: Tensor) -> float:
@@ -73,8 +66,8 @@ def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     from torch_fidelity.metric_kid import kernel_mmd
 
     size = min(KID_SUBSET, len(generated), len(reference))
-    rng, found = np.random.RandomState(2020), []
+    rng, distances = np.random.RandomState(2020), []
     for _ in range(KID_SUBSETS):
         chosen = (x[rng.choice(len(x), size, replace=False)].double().numpy() for x in (generated, reference))
-        found.append(kernel_mmd(*chosen))
-    return float(np.mean(found))
+        distances.append(kernel_mmd(*chosen))
+    return float(np.mean(distances))

@@ -1,7 +1,5 @@
 """References for generated images, and the pass of an extractor over a set."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -27,10 +25,7 @@ def is_adm(path: str) -> bool:
 
 
 class Reference:
-    """A reference, opened and checked at once; its images are read once, when needed.
-
-    `source` is as `reference` of `score`, or an object like a `ScoredFolder`.
-    """
+    """A reference (as of `score`), opened and checked at once; its images are read once, when needed."""
 
     def __init__(self, source: Any):
         self.source, self.statistics, self.images = source, None, None
@@ -53,16 +48,13 @@ class Reference:
     def check(
         self, network: Extractor, dims: int | None, made: int | None, allow_biased: bool, channels: int | None = None
     ) -> None:
-        """Raise ValueError if so many images `made`, of files with 1 or 3 `channels`, cannot be compared with this
-        reference by `dims` features of an extractor. None: not known.
-        """
+        """Refuse `made` images, of 1 or 3 `channels`, that cannot be compared by `dims` features; None: not known."""
         known, count = self.statistics, getattr(self.images, "count", None)
         own = (known if self.images is None else self.images).channels
         if None not in (channels, own) and channels != own:
             kinds = {1: "grey", 3: "in colour"}
-            raise ValueError(
-                f"the generated images are {kinds[channels]}, those of {self.name} {kinds[own]}; convert one of the sets"
-            )
+            both = f"the generated images are {kinds[channels]}, those of {self.name} {kinds[own]}"
+            raise ValueError(f"{both}; convert one of the sets")
         if known is not None:
             weights, where = known.weights_sha256, known.source
             if weights is None and not network.published:
@@ -100,9 +92,9 @@ class Reference:
 def statistics_of(
     images: Any, network: Extractor, batch_size: int, device: Device, title: str, keep_features: bool = True
 ) -> Statistics:
-    """Return the `Statistics` of images (as `generated` of `score`), for a reference that is used more than once.
+    """Return the `Statistics` of images (as `generated` of `score`); every process calls it.
 
-    `title` is the progress bar's, and stands for a set without a name. Every process calls it.
+    `title` is the progress bar's, and stands for a set without a name.
     """
     images, network = open_images(images, title), network.eval()
     total = len(images) if hasattr(images, "__len__") else None
@@ -144,9 +136,9 @@ def on_all(work: Callable[[], Any]) -> list:
         own = work()
     except Exception as error:
         own = error if isinstance(error, (ValueError, OSError)) else RuntimeError(f"{type(error).__name__}: {error}")
-    found = [None] * world
-    dist.all_gather_object(found, own)
-    for one in found:
-        if isinstance(one, Exception):
-            raise one
-    return found
+    results = [None] * world
+    dist.all_gather_object(results, own)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results

@@ -1,7 +1,5 @@
 """`score`: all numbers of generated images in one pass of the extractor; and `table`, the result as text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -109,7 +107,7 @@ def _numbers(
     label = "FID"
     if not network.published:
         label = f"FD-{network.name}"
-        values, missing = ({OTHER_NAMES.get(k, k): v for k, v in found.items()} for found in (values, missing))
+        values, missing = ({OTHER_NAMES.get(k, k): v for k, v in numbers.items()} for numbers in (values, missing))
     fewest = min(fake.count, real.count or fake.count)
     label = label if fewest > dims else f"{label}@{fewest}"
     return dict(

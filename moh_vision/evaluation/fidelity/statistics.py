@@ -1,10 +1,9 @@
 """Statistics of a set of images: collected batch by batch, and saved."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from moh_vision.evaluation.fidelity.images import archive_members, open_array
 ROWS = 512  # features that are gathered before they enter the second moments
 SPLIT = 5000  # images per split of the inception score, in file order, as in ADM's evaluator
 MAX_FEATURES = 16_384  # whose covariance takes 2 GiB
-ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))  # its names of means and covariances; the second pair may be missing
+# ADM's names of means and covariances; the second pair may be missing.
+ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))
 # What a saved file says -> whether a value is possible; None: not known.
 RECORDED = dict(
     count=lambda value: value is None or type(value) is int and value > 0,
@@ -45,10 +45,10 @@ class Moments:
         if sum(map(len, self.waiting)) >= ROWS:
             self._flush()
 
-    def merge(self, other: Moments) -> None:
+    def merge(self, other: Self) -> None:
         """Add what another has seen."""
-        for moments in (self, other):
-            moments._flush()
+        self._flush()
+        other._flush()
         self._merge(other.count, other.mean, other.scatter)
 
     def result(self) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ class ClassScore:
         numbers = torch.arange(first, first + len(p)) // SPLIT
         self._add({number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()})
 
-    def merge(self, other: ClassScore) -> None:
+    def merge(self, other: Self) -> None:
         self._add(other.splits)
 
     def _add(self, splits: dict[int, Tensor]) -> None:
@@ -127,9 +127,9 @@ class SetStatistics:
                 continue
             if not torch.isfinite(x).all():
                 row = first + int((~torch.isfinite(x)).any(1).nonzero()[0])
-                what = dict(pooled="features", spatial="spatial features").get(name, name)
+                kind = dict(pooled="features", spatial="spatial features").get(name, name)
                 raise ValueError(
-                    f"the {what} of image {row} are not finite numbers; the extractor or its weights are broken"
+                    f"the {kind} of image {row} are not finite numbers; the extractor or its weights are broken"
                 )
             if name not in self.parts:
                 self.parts[name] = ClassScore() if name == "logits" else Moments(x.shape[1])
@@ -138,15 +138,13 @@ class SetStatistics:
             # A part of a larger tensor would keep all of it in memory.
             self.features[first] = out.pooled.detach().float().cpu().contiguous()
 
-    def merge(self, other: SetStatistics) -> None:
+    def merge(self, other: Self) -> None:
         """Add what another process has seen of the same set."""
         self.size = other.size or self.size
         self.features.update(other.features)
         for name, part in other.parts.items():
-            if name in self.parts:
+            if self.parts.setdefault(name, part) is not part:
                 self.parts[name].merge(part)
-            else:
-                self.parts[name] = part
 
     def all_features(self) -> Tensor | None:
         """Return [N, F] in the order of the images; None if they were not kept."""
