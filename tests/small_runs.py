@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import json
 import tempfile
 from pathlib import Path
@@ -18,6 +19,14 @@ SMALL = dict(
     "--data.source de --data.target en --data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 1 "
     "--optim.lr 1e-3 --optim.warmup_steps 20",
 )
+
+
+WINGS = dict(cls="classification", dit="diffusion", text="language")
+
+
+def script(kind):
+    """The module of a training script."""
+    return importlib.import_module(f"moh_vision.{WINGS[kind]}.train")
 
 
 @functools.cache
@@ -55,6 +64,16 @@ def outcome(run):
             digest.update(f"{key} {value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes())
     found = {name: digest.hexdigest() for name, digest in digests.items()}
     return found | {key: record[key] for key in ("step", "optimizers", "scaler")}
+
+
+def whole_and_resumed(kind, folder, stops, *more):
+    """Folders of a run of stops[-1] steps, and of one that ended at each of `stops`; both end with the same bits."""
+    for name, ends in (("whole", stops[-1:]), ("resumed", stops)):
+        for steps in ends:
+            script(kind).main(arguments(kind, folder / name, steps, 100, *more))
+    assert outcome(folder / "whole") == outcome(folder / "resumed")
+    assert logged(folder / "whole")[-1]["loss"] == logged(folder / "resumed")[-1]["loss"]
+    return folder / "whole", folder / "resumed"
 
 
 def checkpoint_steps(run):

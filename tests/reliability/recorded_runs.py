@@ -6,15 +6,11 @@ import time
 from types import SimpleNamespace
 
 from processes import Command
+from small_runs import script
 
-from moh_vision.classification import train as train_cls
-from moh_vision.diffusion import train as train_dit
 from moh_vision.engine import run
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.saver import Saver
-from moh_vision.language import train as train_text
-
-MAINS = dict(cls=train_cls.main, dit=train_dit.main, text=train_text.main)
 
 
 class Runs:
@@ -53,4 +49,4 @@ def recorded(kind, file, slow_save, argv):
         return real.save(*args, **kwargs)
 
     run.average_over_step, RunLog.metrics, Saver.save = average, metrics, save
-    MAINS[kind](argv)
+    script(kind).main(argv)

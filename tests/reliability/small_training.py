@@ -1,15 +1,11 @@
-"""A small training whose state is a function of the step, and processes to lose it in."""
+"""A small training whose state is a function of the step."""
 
 import contextlib
 import hashlib
 import itertools
 import os
 import pathlib
-import random
 import shutil
-import signal
-import time
-import traceback
 from unittest import mock
 
 import torch
@@ -63,8 +59,8 @@ class SmallTraining:
         self.task, self.optimizer = self.accelerator.prepare(task, torch.optim.AdamW(task.parameters(), lr=0.1))
         self.saved = TrainingState(self.task, [self.optimizer], self.ema)
 
-    def step(self, number, variant=0):
-        generator = torch.Generator().manual_seed(1000 * variant + number)
+    def step(self, number):
+        generator = torch.Generator().manual_seed(number)
         self.accelerator.backward(self.task(torch.randn(4, 8, generator=generator)))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -81,9 +77,6 @@ class SmallTraining:
             writer.wait()
         return writer.problem
 
-    def load(self, folder):
-        self.saved.restore(folder)
-
     def state(self):
         """Sum of weights, EMA and optimiser."""
         moments = [v for _, s in sorted(self.optimizer.state_dict()["state"].items()) for _, v in sorted(s.items())]
@@ -91,53 +84,10 @@ class SmallTraining:
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-def one_threaded():
-    """For a fixture: a SmallTraining in a process that may fork."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield SmallTraining()
-    torch.set_num_threads(threads)
-
-
-def fork(work):
-    """Start `work` in a copy of this process and return its id; it exits with 0, or 99 after an exception."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        torch.set_num_threads(1)  # as in `one_threaded`, whatever was set since: the pool's threads are not in the fork
-        work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(99)
-
-
-def wait(child, seconds=60):
-    """Exit code of a child, minus the signal that ended it; one that hangs is killed and fails the test."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError(f"still running after {seconds} s")
-
-
 def at_point(number, act):
     """A hook for `SmallTraining.save` that calls `act` with the number-th point."""
     count = itertools.count()
     return lambda point: act(point) if next(count) == number else None
-
-
-def seeded(name, n):
-    """Random numbers of a test; its seed is printed, and taken from MOH_VISION_SEED where that is set."""
-    seed = int(os.environ.get("MOH_VISION_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"{name}: MOH_VISION_SEED={seed} N={n}")
-    return random.Random(seed)
 
 
 def hidden(run):

@@ -1,48 +1,17 @@
 """Folders and labels that make no sense: one message that names the path and what is allowed, and no waiting."""
 
-import io
 import os
 import tarfile
 
 import numpy as np
 import pytest
-from pictures import convert, encoded, gradient, write_folder
+from pictures import convert, write_folder
 from refusals import one_line
 from test_sources import write_shards
 
 from moh_vision.data.batches import LabelledImages, image_transform, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import check_same_classes, open_source
-
-
-def shard(path, members):
-    with tarfile.open(path, "w") as tar:
-        for name, data in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return path
-
-
-@pytest.mark.parametrize(
-    "label, words",
-    [
-        (b"-1", "'-1', expected a class number of 0 or more"),
-        (b"3.0", "'3.0', expected a class number"),
-        (b"cat", "'cat', expected a class number"),
-        (b"", "'', expected a class number"),
-        (b"\xff\xfe", "expected a class number"),
-        ("\u0663".encode(), "expected a class number"),  # a digit for Python
-        (b"!!python/object:os.system", "expected a class number"),
-        (b"1000000", "class number 1000000, allowed are 0 to 999999"),
-        (b"9" * 32, "class number 9{32}, allowed are 0 to 999999"),
-        (b"9" * 99, "class number 9{32}, allowed are 0 to 999999"),
-    ],
-)
-def test_labels_that_are_none(tmp_path, label, words):
-    shard(tmp_path / "train-000000.tar", [("0.png", encoded(gradient())), ("0.cls", label)])
-    with pytest.raises(ValueError, match=f"train-000000.tar: 0.cls holds .*{words}"):
-        open_source(str(tmp_path), "train")
 
 
 def test_a_label_beyond_classes_txt(tmp_path):
@@ -88,12 +57,8 @@ def test_empty_folders(tmp_path, capsys):
         open_source(str(root), "train")
     empty = tmp_path / "shards"
     empty.mkdir()
-    shard(empty / "train-000000.tar", [])
+    tarfile.open(empty / "train-000000.tar", "w").close()
     with pytest.raises(ValueError, match=f"{empty}.*hold no samples"):
-        open_source(str(empty), "train")
-    (empty / "train-000000.tar").write_bytes(b"")
-    (empty / ".train-000000.tar.index.npy").unlink()
-    with pytest.raises(ValueError, match="train-000000.tar: not a readable tar file"):
         open_source(str(empty), "train")
 
 

@@ -20,6 +20,14 @@ def runs():
 
 
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+# What draws random numbers in a step, or adds to its state.
+MORE = {
+    "cls": ["--model.kwargs", "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}", "--optim.layer_decay", "0.9"]
+    + "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 --data.repeats 3".split()
+    + "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1".split(),
+    "dit": "--optim.accumulation 2 --mixed_precision bf16".split(),
+    "text": [],
+}
 
 
 def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
@@ -27,25 +35,30 @@ def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
 
     SIGKILL comes at any time from the start of the process to when it will have done about `ahead` steps, by the pace of
     the undisturbed run; the others up to `ahead` steps after its first one. Twice as many steps end the wait, so that no
-    pace of the machine lets the run end first.
+    pace of the machine lets the run end first. Every other start has a loader process.
     """
     steps = 3 * ahead * (len(signals) + 1)
     whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
     whole.mkdir(), folder.mkdir()
+
+    def start(folder, save_every, number=0):
+        workers = [] if kind == "text" else ["--data.workers", number % 2]
+        return runs.start(kind, arguments(kind, folder / "run", steps, save_every, *MORE[kind], *workers), folder)
+
     begin = time.monotonic()
-    command = runs.start(kind, arguments(kind, whole / "run", steps, 10**6), whole)
+    command = start(whole, 10**6)
     assert command.until(lambda: losses(whole, kind)), command.said()[-3000:]
     first = time.monotonic()
     assert command.wait(within=1200) == 0, command.said()[-3000:]
     beyond = ahead * (time.monotonic() - first) / steps
-    argv, in_training = arguments(kind, folder / "run", steps, save_every), 0
+    in_training = 0
     for count, number in enumerate(signals):
         before = losses(folder, kind)
 
         def more(before=before):
             return len(losses(folder, kind)) - len(before)
 
-        command = runs.start(kind, argv, folder)
+        command = start(folder, save_every, count)
         if number != signal.SIGKILL:
             assert command.until(more), command.said()[-3000:]
         instant = time.monotonic() + random.uniform(0, beyond + (first - begin if number == signal.SIGKILL else 0))
@@ -60,7 +73,7 @@ def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
         if number != signal.SIGKILL:
             assert checkpoint_steps(folder / "run")[-1] == made[-1][0], "not the step it was at"
         in_training += bool(made)
-    command = runs.start(kind, argv, folder)
+    command = start(folder, save_every)
     assert command.wait(within=600) == 0, command.said()[-3000:]
 
     expected, made = dict(losses(whole, kind)), losses(folder, kind)
@@ -77,8 +90,9 @@ def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
     return twice
 
 
-def test_a_kill_and_a_signal(runs, tmp_path):
-    disturbed(runs, tmp_path, "cls", [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_a_kill_and_a_signal(runs, tmp_path, kind):
+    disturbed(runs, tmp_path, kind, [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
 
 
 @pytest.mark.reliability
@@ -91,7 +105,7 @@ def test_many_kills(runs, tmp_path, kind, kills):
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind", ["cls", "dit", "text"])
 def test_many_signals(runs, tmp_path, kind):
-    signals = [signal.SIGTERM, signal.SIGINT] * 10
+    signals = [signal.SIGTERM, signal.SIGINT] * (int(os.environ.get("KILLS", 20)) // 2)
     # Nothing but what a signal saves is saved, so that no step is done twice.
     assert disturbed(runs, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
 

@@ -4,11 +4,9 @@ import json
 
 import pytest
 from pictures import convert, write_folder
-from repeat import cases
 from tiny_vae import save_tiny_vae, write_latents
 
 from moh_vision.diffusion.latents.stored import LatentCache
-from moh_vision.diffusion.latents.vae import load_vae
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +44,6 @@ def changed(tree, path, value):
     return tree
 
 
-def check(file, read, text) -> bool:
-    """Whether `read` refuses the text, which it then does in one line."""
-    try:
-        file.write_bytes(text if isinstance(text, bytes) else text.encode())
-        read()
-        return False
-    except (ValueError, FileNotFoundError) as error:
-        assert "\n" not in str(error) and (file.name in str(error) or str(file.parent) in str(error)), str(error)
-        return True
-
-
 def test_every_value_of_a_record(world):
     """Each replaced by junk of every type: refused, or the latents are read as before (the name of a VAE is any text)."""
     file = world / "latents" / "train.meta.json"
@@ -73,18 +60,23 @@ def test_every_value_of_a_record(world):
         for path in places(tree):
             for value in JUNK:
                 tried += 1
-                refused += check(file, read, json.dumps(changed(tree, path, value)))
+                file.write_text(json.dumps(changed(tree, path, value)))
+                try:
+                    read()
+                except (ValueError, FileNotFoundError) as error:
+                    assert "\n" not in str(error) and (file.name in str(error) or str(file.parent) in str(error)), error
+                    refused += 1
     finally:
         file.write_text(whole)
     print(f"{refused} of {tried} refused")
     assert refused > tried // 2
 
 
-@pytest.mark.parametrize("what", ["latents", "shards"])
-def test_records_that_are_damaged_are_not_written_on(world, capsys, what):
-    file = world / what / dict(latents="train.meta.json", shards="train.shards.json")[what]
+@pytest.mark.parametrize("kind", ["latents", "shards"])
+def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
+    file = world / kind / dict(latents="train.meta.json", shards="train.shards.json")[kind]
     whole = file.read_text()
-    start = dict(latents=lambda: write(world), shards=lambda: convert(world / "images", world / "shards"))[what]
+    start = dict(latents=lambda: write(world), shards=lambda: convert(world / "images", world / "shards"))[kind]
     texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
     for place in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
         texts += [json.dumps(changed(json.loads(whole), place, value)) for value in ("x", [1])]
@@ -99,21 +91,3 @@ def test_records_that_are_damaged_are_not_written_on(world, capsys, what):
     finally:
         file.write_text(whole)
     assert start() == 0  # as if nothing had been
-
-
-def test_a_vae_whose_configuration_or_weights_are_damaged(world, tmp_path):
-    rng = cases(60, "damaged VAEs")
-    save_tiny_vae(tmp_path)
-    refused = 0
-    for name in ("config.json", "diffusion_pytorch_model.safetensors"):
-        file = tmp_path / name
-        whole = file.read_bytes()
-        texts = [b"", b"5", b"null", b"[]", b"[" * 100_000, b"\xff"]
-        for _ in range(24):
-            damaged = bytearray(whole)
-            damaged[rng.randrange(min(len(whole), 1000))] = rng.randrange(256)
-            texts.append(bytes(damaged))
-        for text in texts:
-            refused += check(file, lambda: load_vae(str(tmp_path)), text)
-        file.write_bytes(whole)
-    assert refused > 30
