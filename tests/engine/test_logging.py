@@ -14,7 +14,7 @@ import types
 import pytest
 import torch
 from accelerate import PartialState
-from small_runs import arguments
+from small_runs import arguments, entries
 
 from moh_vision import __version__
 from moh_vision.classification.train import main
@@ -22,7 +22,7 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, numbers, open_tracker, write_json
+from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, open_tracker, write_json
 
 
 def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
@@ -32,7 +32,7 @@ def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
     log.step(8)
     log.metrics(5, {"loss": 2.0}, "loss 2")
     log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = entries(tmp_path)
     assert [(e["step"], e["loss"]) for e in lines] == [(4, 1), (5, 2.0)]
     assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
     assert "t 5/6: loss 2," in capsys.readouterr().out
@@ -54,13 +54,13 @@ def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkey
     assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
 
 
-def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
+def test_a_finished_run_validates_once(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for _ in range(2):
         log = RunLog(path, start=2, total=2, enabled=True, title="t")
-        log.event(2, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
+        log.event(2, {"validation": {"top1": 1.0}}, "v")
         log.close()
-    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
+    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}}\n'
 
 
 # ---------------------------------------------------------------- a tracker
@@ -84,24 +84,17 @@ class Recorder:
         self.calls.append("finished")
 
 
-def test_numbers():
-    values = dict(loss=0.5, step=3, on=True, head_usage=[[1.0]], name="x", none=None, validation=dict(top1=9.5, n=[1]))
-    assert numbers(values) == {"loss": 0.5, "step": 3, "validation/top1": 9.5}
-
-
 def test_the_log_hands_its_numbers_on(tmp_path):
     recorder = Recorder()
     log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", recorder)
     log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
-    log.event(1, dict(validation=dict(top1=50.0)), "validation")
+    log.event(1, dict(validation=dict(top1=50.0, n=[1]), on=True, name="x", none=None), "validation")
     log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
     log.close()
     (step, first), second, images, end = recorder.calls
     assert step == 0 and first["loss"] == 1.5 and "grad_norm" not in first and "images_per_s" in first
     assert second == (1, {"validation/top1": 50.0}) and end == "finished"
     assert images == (1, {"samples": ((4, 8, 8, 3), "uint8")}, {})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["grad_norm"] is None and lines[1] == {"step": 1, "validation": {"top1": 50.0}}
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
@@ -151,15 +144,21 @@ def git(folder, *words):
     return done.stdout.strip()
 
 
-def test_a_line_for_every_start(tmp_path):
+def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path, capsys):
+    run = tmp_path / "run"
     for steps in (1, 2):
-        main(arguments("cls", tmp_path / "run", steps, 1, "--tracker", "null"))
-    first, second = map(json.loads, (tmp_path / "run" / "environment.jsonl").read_text().splitlines())
+        main(arguments("cls", run, steps, 1, "--tracker", "null"))
+    first, second = map(json.loads, (run / "environment.jsonl").read_text().splitlines())
     assert (first["step"], second["step"]) == (0, 1) and first["date"] <= second["date"]
     assert first["command"].startswith("train_cls.py --config configs/quickstart/cls.yaml")
     assert "--max-steps 1" in first["command"] and "--max-steps 2" in second["command"]
     assert first["versions"]["torch"] == torch.__version__.split("+")[0] and first["processes"] == 1
     assert first["versions"]["moh_vision"] == __version__ and first["device"] and first["cores"] >= 1
+    made, _, following = capsys.readouterr().out.partition(f"{run} has ")[2].partition("\nnext\n")
+    named = made.split(", ")
+    assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
+    assert all((run / name).exists() for name in named) and "best.safetensors" not in named
+    assert shlex.split(following.splitlines()[0])[-1] == str(run)
 
 
 def test_commit(tmp_path):
@@ -185,15 +184,6 @@ def test_what_comes_next_is_a_command(command, capsys):
         importlib.import_module(module).main([*name, "--help"])
     taken = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
     assert {w for w in words if w.startswith("--")} <= {option.replace("_", "-") for option in taken}
-
-
-def test_a_run_names_the_files_that_it_made(tmp_path, capsys):
-    main(arguments("cls", tmp_path / "run", 1, 1))
-    made, _, following = capsys.readouterr().out.partition(f"{tmp_path / 'run'} has ")[2].partition("\nnext\n")
-    named = made.split(", ")
-    assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
-    assert all((tmp_path / "run" / name).exists() for name in named) and "best.safetensors" not in named
-    assert shlex.split(following.splitlines()[0])[-1] == str(tmp_path / "run")
 
 
 @pytest.mark.parametrize("objective", ["noise", "flow"])

@@ -14,13 +14,10 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import check_same_classes, open_source
 
 
-def test_a_label_beyond_classes_txt(tmp_path):
+def test_class_names_that_are_no_text(tmp_path):
     write_shards(tmp_path, count=5, classes=5)
-    (tmp_path / "classes.txt").write_text("a\nb\nc\nd\n")
-    with pytest.raises(ValueError, match="train-000000.tar: label 4, but .*classes.txt names 4 classes"):
-        open_source(str(tmp_path), "train")
     (tmp_path / "classes.txt").write_bytes(b"\xff\xfe\n")
-    with pytest.raises(ValueError, match="classes.txt: not UTF-8"):
+    with one_line("classes.txt: not UTF-8"):
         open_source(str(tmp_path), "train")
 
 

@@ -281,17 +281,16 @@ def shorten(folder):
     return f"{path}: 9728 bytes, 4 samples; train.shards.json says 10240 and 4"
 
 
-@pytest.mark.parametrize("fault", [tear, shorten])
-def test_torn_shards_are_not_what_their_record_says(written, fault):
+def test_torn_shards_are_not_what_their_record_says(written):
     """Other faults, of latents too: tests/data/test_writers.py."""
     index = written / ".train-000001.tar.index.npy"
-    words = fault(written)
+    words = tear(written)
     index.unlink()
     with one_line(f"^{words}"):
         Shards(str(written), "train")
     assert not index.exists() and len(Shards(str(written), "val")) == 2
     (written / "train.shards.json").unlink()  # who changes them on purpose
-    assert len(Shards(str(written), "train")) == {tear: 11}.get(fault, 12)
+    assert len(Shards(str(written), "train")) == 11
 
 
 @pytest.mark.parametrize("fault", [tear, shorten])

@@ -97,17 +97,18 @@ def doors(folder) -> dict:
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Identity())
     places = {"load_checkpoint of a DiT": (folder / "dit.safetensors", lambda f: moh_vision.load_checkpoint(dit(), f))}
+    readers = {
+        "load_checkpoint": lambda f: moh_vision.load_checkpoint(classifier(), f),
+        "checkpoint_path": lambda f: classifier(checkpoint_path=str(f)),
+        "pretrained_cfg_overlay": lambda f: classifier(
+            pretrained=True, pretrained_cfg_overlay=dict(file=str(f), num_classes=2)
+        ),
+        "init_from": lambda f: init_from(classifier(), str(f), lambda text: None),
+        "validate": lambda f: to_validate(str(f), NAME, SMALL),
+        "from_run": lambda f: from_run(str(f), "classifier"),
+    }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
-        file = folder / f"weights{end}"
-        places[f"load_checkpoint {end}"] = file, lambda f: moh_vision.load_checkpoint(classifier(), f)
-        places[f"checkpoint_path {end}"] = file, lambda f: classifier(checkpoint_path=str(f))
-        places[f"init_from {end}"] = file, lambda f: init_from(classifier(), str(f), lambda text: None)
-        places[f"pretrained_cfg_overlay {end}"] = (
-            file,
-            lambda f: classifier(pretrained=True, pretrained_cfg_overlay=dict(file=str(f), num_classes=2)),
-        )
-        places[f"validate {end}"] = file, lambda f: to_validate(str(f), NAME, SMALL)
-        places[f"from_run {end}"] = file, lambda f: from_run(str(f), "classifier")
+        places |= {f"{name} {end}": (folder / f"weights{end}", read) for name, read in readers.items()}
     run = folder / "run"
     for name in ("model.safetensors", "ema.safetensors", "diffusion_pytorch_model.bin"):
         places[f"a folder with {name}"] = run / name, lambda f: init_from(classifier(), str(f.parent))
@@ -334,20 +335,11 @@ YAMLS = [
 
 
 @pytest.mark.parametrize("text", YAMLS)
-@pytest.mark.parametrize("how", ["--config", "the config of a run", "on the command line"])
-def test_a_configuration_runs_no_code(tmp_path, canary, text, how):
+@pytest.mark.parametrize("kind", [ClsConfig, ValidateConfig])
+def test_a_configuration_runs_no_code(tmp_path, canary, text, kind):
+    """Of a file, and of a run that is validated."""
     (tmp_path / "config.yaml").write_text(text.format(canary))
-    if how == "--config":
-        argv = ["--config", str(tmp_path / "config.yaml")]
-    elif how == "the config of a run":
-        argv = ["--checkpoint", str(tmp_path)]
-    else:
-        key, _, value = text.format(canary).partition(": ")
-        argv = [f"--{key}", value]
-        if key == "output":  # a text like any other
-            assert parse_config(ClsConfig, argv, "t").output == value
-            return
-    kind = ValidateConfig if how == "the config of a run" else ClsConfig
+    argv = ["--config", str(tmp_path / "config.yaml")] if kind is ClsConfig else ["--checkpoint", str(tmp_path)]
     if "kwargs" in text:  # a mapping like any other: nothing of it is imported, and the model refuses the argument
         assert "class_path" in str(parse_config(kind, argv, "t").model)
         return
@@ -355,10 +347,13 @@ def test_a_configuration_runs_no_code(tmp_path, canary, text, how):
         parse_config(kind, argv, "t")
 
 
-def test_a_class_in_pieces_on_the_command_line_is_a_mapping(canary):
+def test_options_run_no_code(canary):
+    """A class in pieces is a mapping, a tag is text."""
     argv = ["--model.kwargs.x.class_path=subprocess.Popen", f"--model.kwargs.x.init_args.args=[mkdir, {canary}]"]
-    x = parse_config(ClsConfig, argv, "t").model.kwargs["x"]
+    config = parse_config(ClsConfig, [*argv, f"--output=!!python/object/apply:os.mkdir ['{canary}']"], "t")
+    x = config.model.kwargs["x"]
     assert x == {"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", str(canary)]}}
+    assert config.output.startswith("!!python")
 
 
 # ---------------------------------------------------------------- the code itself
