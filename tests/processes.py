@@ -128,3 +128,17 @@ def wait(child, seconds=60):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     raise AssertionError(f"still running after {seconds} s")
+
+
+def hold(enter, *arguments):
+    """Pid of a fork that is inside a context manager, `enter(*arguments)`, until it is killed."""
+    read, write = os.pipe()
+
+    def work():
+        with enter(*arguments):
+            os.write(write, b"held")
+            time.sleep(60)
+
+    child = fork(work)
+    os.read(read, 4)
+    return child

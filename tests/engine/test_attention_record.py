@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 from processes import on_two_ranks
-from refusals import one_line, refused
+from refusals import refuse, refused
 from small_runs import arguments, outcome
 
 from moh_vision.attention import measure
@@ -118,8 +118,7 @@ def test_on_a_gpu(tmp_path):
 @pytest.mark.parametrize("text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9])
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "attention.json").write_text(text)
-    with one_line("attention.json: not a record of attention that can be read"):
-        goes_on(tmp_path, "cpp", COLD)
+    refuse("attention.json: not a record of attention that can be read", goes_on, tmp_path, "cpp", COLD)
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -147,8 +146,7 @@ def on_a_rank(rank, folder):
 
     if rank:
         machine.path = lambda device: int("nothing")
-    with one_line("invalid literal"):  # on both, none waits for the other
-        AttentionRecord(machine, folder)
+    refuse("invalid literal", AttentionRecord, machine, folder)
 
 
 def test_processes_use_what_the_main_one_has(tmp_path):

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import patch_optimizer_step
 from pictures import write_folder
 from processes import on_two_ranks
+from refusals import refuse
 from safetensors.torch import load_file
 from small_runs import arguments, entries, logged, outcome, results, same, script, whole_and_resumed
 
@@ -56,13 +57,11 @@ class Recorded(Updater):
 class Training:
     """The step of the scripts, of two micro-batches, with plain SGD in F so that an update is the gradient."""
 
-    def __init__(self, model, which="all", optimizer=None, lr=0.1, compile=None, **settings):
+    def __init__(self, model, which="all", optimizer=None, lr=0.1, **settings):
         self.accelerator, self.model, self.seen = Accelerator(cpu=True), model, []
         train_only(model, which)
         self.descent = BlockDescent(self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings))
         task = ClassificationTask(model, 0.01)
-        if compile:
-            task.compile(backend=compile)
         optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         config = SimpleNamespace(seed=0, optim=SimpleNamespace(accumulation=2, clip_norm=0.0))
         parts = dict(descent=self.descent, task=task, optimizer=optimizer)
@@ -236,8 +235,7 @@ def test_a_model_without_gates_has_one_plain_phase():
     optimizer.step()
     assert same(model, twin)
     assert training.descent.about() == {}
-    with pytest.raises(ValueError, match="train_only gates: the model has no gates of MAE; it needs router mae"):
-        train_only(model, "gates")
+    refuse("train_only gates: the model has no gates of MAE; it needs router mae", train_only, model, "gates")
     with pytest.raises(ValueError, match="train_only gates_and_outputs: .* mode soft"):
         train_only(vit(router_kwargs=dict(mode="uniform")), "gates_and_outputs")
 
@@ -386,7 +384,7 @@ def test_fine_tuning_a_run(tmp_path, capsys):
     assert error == f"train_cls.py: error: {words}" and not (tmp_path / "three").exists()
 
 
-# ---------------------------------------------------------------- two processes, compiled
+# ---------------------------------------------------------------- two processes
 
 
 def remember_model(model, states):
@@ -439,13 +437,3 @@ def train_with_another(rank):
 @pytest.mark.slow
 def test_two_processes():
     on_two_ranks(train_with_another)
-
-
-@pytest.mark.slow
-def test_compiled():
-    """Every phase has a graph of its own, and the same numbers."""
-    plain, compiled = Training(vit()), Training(vit(), compile="aot_eager")
-    for step, epoch in enumerate((0, 1, 0)):
-        for training in (plain, compiled):
-            assert all(training.step(step, epoch, micro_batches(step)))
-    torch.testing.assert_close(compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from processes import on_two_ranks
-from refusals import one_line
+from refusals import one_line, refuse
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_runs import same
@@ -233,8 +233,7 @@ def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(tr
     for max_steps in (6, 7):
         assert resume_point(run, max_steps, fresh=False) == (6, run / "checkpoints" / "step_6")
     assert resume_point(run, 5, fresh=True) is None and latest_checkpoint(tmp_path / "none") is None
-    with pytest.raises(ValueError, match="--max-steps 5: .* has already done 6 steps"):
-        resume_point(run, 5, fresh=False)
+    refuse("--max-steps 5: .* has already done 6 steps", resume_point, run, 5, fresh=False)
 
 
 @pytest.mark.parametrize("warmup, average", [(False, 0.1), (True, 5 ** (-2 / 3))])
@@ -253,7 +252,5 @@ def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state, _ = trained
     folder = run / "checkpoints" / "step_6"
     state.task.model.head = torch.nn.Linear(24, 6)  # as after a change of the model's code
-    with one_line("step_6, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"):
-        state.restore(folder)
-    with one_line("cannot be loaded into this model .optimiser 0 has other parameters"):
-        beginning("frozen").restore(folder)
+    refuse("step_6, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch", state.restore, folder)
+    refuse("cannot be loaded into this model .optimiser 0 has other parameters", beginning("frozen").restore, folder)

@@ -8,7 +8,7 @@ import typing
 
 import pytest
 import refusals
-from refusals import one_line
+from refusals import one_line, refuse
 from repeat import cases
 
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig, ValidateConfig
@@ -94,11 +94,9 @@ def test_misspelt_keys_are_refused_on_the_command_line_and_in_a_file(kind, tmp_p
         name = rng.choice([e for e in possible if f"{head}.{e}".strip(".") not in own])
         wrong = f"{head}.{name}".strip(".")
         file.write_text(f"{head}: {{{name}: 1}}\n" if head else f"{wrong}: 1\n")
-        with one_line(f"^unknown key '{wrong}', did you mean '{key}'"):
-            parse(kind, f"--{wrong}", "1")
+        refuse(f"^unknown key '{wrong}', did you mean '{key}'", parse, kind, f"--{wrong}", "1")
         if own[key].about["kept"]:
-            with one_line(f"{file}: unknown key '{wrong}', did you mean '{key}'"):
-                parse(kind, "--config", str(file))
+            refuse(f"^{file}: unknown key '{wrong}', did you mean '{key}'", parse, kind, "--config", str(file))
 
 
 # ---------------------------------------------------------------- types
@@ -185,16 +183,13 @@ def test_a_value_out_of_its_range_is_refused(kind):
 @pytest.mark.parametrize("kind, name", [(MixConfig, "mixup"), (OptimConfig, "weight_decay"), (OptimConfig, "lr")])
 def test_every_section_is_checked_however_it_is_made(kind, name):
     for number in (math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"{number} is out of range"):
-            kind(**{name: number})
-    with pytest.raises(ValueError, match='key "data.repeats": Expected int. Got value: x'):
-        ClsDataConfig(repeats="x")
+        refuse(f"{number} is out of range", kind, **{name: number})
+    refuse('key "data.repeats": Expected int. Got value: x', ClsDataConfig, repeats="x")
 
 
 def test_a_list_has_one_value_at_least():
     for kind, name in ((ClsConfig, "model.head_budget"), (SampleConfig, "classes")):
-        with one_line(f"{name} \\[\\] is out of range: at least one"):
-            parse(kind, f"--{name}=[]")
+        refuse(f"{name} \\[\\] is out of range: at least one", parse, kind, f"--{name}=[]")
     with one_line(r"model.head_budget \[\(1, -1\)\] is out of range: at least 0"):  # numbers at any depth
         parse(ClsConfig, "--model.head_budget", "[[1, -1]]")
 
@@ -202,8 +197,7 @@ def test_a_list_has_one_value_at_least():
 def test_whole_numbers_are_compared_as_such():
     assert parse(ClsConfig, "--seed", str(2**63 - 1)).seed == 2**63 - 1
     for wrong in (2**63, 10**400):
-        with one_line("seed 9223372036854775808|seed 1000"):
-            parse(ClsConfig, "--seed", str(wrong))
+        refuse("seed 9223372036854775808|seed 1000", parse, ClsConfig, "--seed", str(wrong))
 
 
 # ---------------------------------------------------------------- keys without effect
@@ -310,8 +304,7 @@ def test_nobody_reads_the_help_to_its_end(monkeypatch):
 def test_the_whole_text_of_keys_and_sections(kind, names, shown, capsys):
     text = helped(kind, ["--help", *names.split()], capsys)
     assert all(words in text for words in shown) and "--mix" not in text and text.endswith(".\n")
-    with one_line("--help modle: no such key or section"):
-        parse_config(ClsConfig, ["--help", "modle"], "script.py")
+    refuse("--help modle: no such key or section", parse_config, ClsConfig, ["--help", "modle"], "script.py")
 
 
 def test_a_key_that_is_said_again_keeps_the_rest():

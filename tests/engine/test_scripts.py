@@ -28,6 +28,7 @@ from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
+from moh_vision.models import dit_transformer, vit
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import create, from_run, init_from
 
@@ -74,6 +75,21 @@ def test_training_writes_what_it_promises(runs, kind):
     if kind == "cls":
         validation = results(run)
         assert validation["images"] == 355 and 0 <= validation["top1"] <= validation["top5"] <= 100
+
+
+@pytest.mark.parametrize("kind, models", [("cls", vit), ("dit", dit_transformer)])
+def test_checkpointing_computes_each_block_twice_and_changes_no_bit(tmp_path, monkeypatch, kind, models):
+    plain, checkpointed = models.run_block, dict(false=[], true=[])
+
+    def run_block(*args, checkpoint=None, **more):
+        checkpointed[on].append(checkpoint is not None)
+        return plain(*args, checkpoint=checkpoint, **more)
+
+    monkeypatch.setattr(models, "run_block", run_block)
+    for on in checkpointed:
+        script(kind).main(arguments(kind, tmp_path / on, 2, 2, "--checkpointing", on))
+    assert same(tmp_path / "false" / "model.safetensors", tmp_path / "true" / "model.safetensors")
+    assert not any(checkpointed["false"]) and checkpointed["true"][:4] == [True] * 4  # of two layers, in two steps
 
 
 # ---------------------------------------------------------------- mistakes
@@ -292,14 +308,6 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     assert f"preview (ddim, 1 steps, guidance 1.5, EMA): {tmp_path / 'drawn'}" in out
     with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
         assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
-    config.columns, config.images = None, 20  # ten classes, which is what has rows without `classes`, too
-    previews.draw(model, run)
-    with Image.open(again) as picture:
-        assert picture.height == 10 * 50 + 2 and 2 * 50 + 2 < picture.width < 3 * 50
-    previews.names, previews.classes = ["all"], torch.zeros(1, dtype=torch.long)
-    previews.draw(model, run)
-    with Image.open(again) as picture:  # one class is no strip of all images
-        assert picture.size == (10 * 50 + 2, 2 * 50 + 2)
 
 
 def test_previews_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):

@@ -13,7 +13,7 @@ import pytest
 from pictures import encoded, gradient, write_folder
 from PIL import Image
 from processes import fork, wait
-from refusals import one_line, refused
+from refusals import one_line, refuse, refused
 from small_runs import SMALL
 from test_sources import append, write_shards
 
@@ -82,8 +82,7 @@ READ = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_named(name):
     data, words = REFUSED[name]
-    with one_line(f"^some/{name}: .*({words})", UnreadableImage):
-        decode_image(data, f"some/{name}")
+    refuse(f"^some/{name}: .*({words})", decode_image, data, f"some/{name}", kind=UnreadableImage)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -245,8 +244,7 @@ def test_files_deleted_while_reading_are_counted(tmp_path):
     for workers in (0, 1):
         counted = BadSamples(20, 0.1)
         assert trained_on(source, 10, 2, counted, workers) == [10, 10] and counted.seen == {3, 17}
-    with one_line("(3|7).png: No such file", UnreadableImage):
-        trained_on(source, 10, 2)
+    refuse("(3|7).png: No such file", trained_on, source, 10, 2, kind=UnreadableImage)
 
 
 @pytest.mark.parametrize("fault", ["deleted", "cut", "replaced"])
@@ -262,8 +260,7 @@ def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
         other = write_shards(tmp_path / "other", count=20, classes=2)
         os.replace(other / "train-000001.tar", shard)
     assert source.image(3).size == (6, 4)
-    with pytest.raises(UnreadableImage, match="train-000001.tar.*(No such file|has changed since its index)"):
-        source.image(13)
+    refuse("train-000001.tar.*(No such file|has changed since its index)", source.image, 13, kind=UnreadableImage)
     counted = BadSamples(20, 0.5)
     assert evaluated(source, counted) == 10 and counted.seen == set(range(10, 20))
 
@@ -281,7 +278,6 @@ def test_the_scores_folder_names_bad_files(tmp_path):
         for file in tmp_path.iterdir():
             file.unlink()
         (tmp_path / name).write_bytes(REFUSED[name][0])
-        with pytest.raises(ValueError, match=f"{name}: not a readable image"):
+        with one_line(f"{name}: not a readable image"):
             next(ScoredFolder(tmp_path).batches(4))
-    with one_line("not an image that can be read", BadImage):
-        encode_sample(REFUSED["script.jpg"][0], None, 95)
+    refuse("not an image that can be read", encode_sample, REFUSED["script.jpg"][0], None, 95, kind=BadImage)

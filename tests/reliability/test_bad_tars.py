@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import webdataset
 from pictures import convert, encoded, gradient, write_folder
-from refusals import one_line, refused
+from refusals import one_line, refuse, refused
 from repeat import cases
 from test_sources import write_shards
 
@@ -106,8 +106,7 @@ def test_zeros_inside_a_tar_are_not_its_end(tmp_path, capsys, fault, way):
     path.write_bytes(data)
     words = words.format(size=len(whole), offset=listed[20].offset, data=listed[20].offset_data)
     if way == "exact":
-        with one_line(f"^{path}: {words}"):
-            Shards(str(tmp_path / "d"), "train")
+        refuse(f"^{path}: {words}", Shards, str(tmp_path / "d"), "train")
         assert not list((tmp_path / "d").glob(".*"))
     elif way == "check":
         assert main(["check", str(tmp_path / "d"), "--workers", "0"]) == 2
@@ -195,8 +194,7 @@ def test_links_and_devices_are_no_images(tmp_path, kind):
     before = tree(tmp_path)
     with tarfile.open(path, "a") as tar:
         tar.addfile(LINKS[kind])
-    with pytest.raises(ValueError, match="train-000000.tar: sample 1 has no image"):
-        Shards(str(folder), "train")
+    refuse("train-000000.tar: sample 1 has no image", Shards, str(folder), "train")
     shard(path, [("1.jpg", PNG)], "a")  # beside a real image it is passed over
     source = Shards(str(folder), "train")
     assert len(source) == 2 and source.image(1).size == (12, 8)
@@ -247,8 +245,7 @@ REFUSED = {
 def test_tars_that_are_refused(tmp_path, case):
     data, words = REFUSED[case]
     (tmp_path / "train-000000.tar").write_bytes(data)
-    with one_line(f"train-000000.tar: {words}"):
-        Shards(str(tmp_path), "train")
+    refuse(f"train-000000.tar: {words}", Shards, str(tmp_path), "train")
 
 
 # ---------------------------------------------------------------- the record of what was written
@@ -286,8 +283,7 @@ def test_torn_shards_are_not_what_their_record_says(written):
     index = written / ".train-000001.tar.index.npy"
     words = tear(written)
     index.unlink()
-    with one_line(f"^{words}"):
-        Shards(str(written), "train")
+    refuse(f"^{words}", Shards, str(written), "train")
     assert not index.exists() and len(Shards(str(written), "val")) == 2
     (written / "train.shards.json").unlink()  # who changes them on purpose
     assert len(Shards(str(written), "train")) == 11
@@ -345,5 +341,4 @@ def test_an_index_that_cannot_be_right_is_named(tmp_path, change):
     told = f"{index}: not an index .*{words}.*; delete it to build it again"
     if words == ANOTHER:
         told = f"train-000001.tar {words} {index} was made; delete the index to build it again"
-    with one_line(told):
-        Shards(str(folder), "train")
+    refuse(told, Shards, str(folder), "train")

@@ -18,10 +18,11 @@ from conftest import ROOT
 from damages import mutated
 from pictures import convert, write_folder
 from PIL import Image
-from refusals import one_line
+from refusals import one_line, refuse
 from repeat import cases
 from safetensors.torch import save_file
 from small_runs import arguments, script
+from small_training import seal
 from test_bad_tars import shard
 from test_sources import write_shards
 from tiny_vae import save_tiny_vae, write_latents
@@ -36,7 +37,7 @@ from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.step_folders import latest_checkpoint, record_text
+from moh_vision.engine.step_folders import latest_checkpoint
 from moh_vision.evaluation.fidelity import Inception, Reference, load_statistics, score
 from moh_vision.evaluation.fidelity.images import open_set
 from moh_vision.models.weights import from_run, init_from, to_validate
@@ -157,7 +158,7 @@ def convert_latents(folder):
 @pytest.fixture
 def world(tmp_path):
     """Good files at and around every door, so that it is the bad one that is read."""
-    write_folder(tmp_path / "folder", classes=("cat",), train=2, val=1)
+    write_folder(tmp_path / "folder", train=2, val=1)
     write_shards(tmp_path / "shards", count=2)
     open_source(str(tmp_path / "shards"), "train")
     save_tiny_vae(tmp_path / "vae")
@@ -248,6 +249,64 @@ def test_random_damage(world, count):
     assert refused > count // 2
 
 
+JUNK = [None, 5, -1, 1.5, "x", [], {}, [1], {"a": 1}, True, 2**70, ""]
+
+
+def places_in(tree, path=()):
+    """Where values stand in a tree of JSON."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from places_in(value, (*path, key))
+
+
+def changed(text, path, value):
+    node = tree = json.loads(text)
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return json.dumps(tree)
+
+
+def test_every_value_of_a_record(world):
+    """Each replaced by junk of every type: refused, or the latents are read as before (the name of a VAE is any text)."""
+    file, refused, tried = world / "latents" / "train.meta.json", 0, 0
+    whole, before = file.read_text(), LatentCache(str(world / "latents"), "train").moments(0)
+    for path in places_in(json.loads(whole)):
+        for value in JUNK:
+            tried += 1
+            file.write_text(changed(whole, path, value))
+            try:
+                cache = LatentCache(str(world / "latents"), "train")
+                assert cache.moments(0).shape == before.shape and len(cache.classes) == 2
+                assert isinstance(cache.space.scaling_factor, (int, float)) and str(cache.space)
+            except (ValueError, FileNotFoundError) as error:
+                assert "\n" not in str(error) and (file.name in str(error) or str(file.parent) in str(error)), error
+                refused += 1
+    print(f"{refused} of {tried} refused")
+    assert refused > tried // 2
+
+
+@pytest.mark.parametrize("kind", ["latents", "shards"])
+def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
+    file, start = doors(world)[f"{kind} record"]
+    whole = file.read_text()
+    texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
+    for path in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
+        texts += [changed(whole, path, value) for value in ("x", [1])]
+    wrong = (("shard", 5), ("samples", "x"), ("sha256", None), ("bad", 5), ("bad", [[1]]), ("bad", [["a", 1]]))
+    texts += [changed(whole, ("shards", 0, key), value) for key, value in wrong]
+    for text in texts:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        capsys.readouterr()
+        with pytest.raises(AssertionError):
+            start(file)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and (str(file) in error or f"--out {file.parent}" in error), error
+    file.write_text(whole)
+    start(file)  # as if nothing had been
+
+
 def test_members_of_shards_are_not_unpickled(tmp_path, canary):
     """webdataset's own decoders would unpickle .pyd and .pth members, and .cls with tags."""
     evil = pickle.dumps(Evil(canary))
@@ -266,15 +325,12 @@ def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, trainin
     training.step(1)
     assert training.save(tmp_path, 3, keep=1) is None
     step, folder = latest_checkpoint(tmp_path)
-    record = json.loads((folder / "step.json").read_text())
-    del record["own_sha256"]
+    listed = json.loads((folder / "step.json").read_text())["sha256"]
     for form, data in pickles(canary).items():
         (folder / f"{file}.safetensors").write_bytes(data)
-        record["sha256"][f"{file}.safetensors"] = hashlib.sha256(data).hexdigest()
-        (folder / "step.json").write_text(record_text(record))
+        seal(folder, sha256=listed | {f"{file}.safetensors": hashlib.sha256(data).hexdigest()})
         assert latest_checkpoint(tmp_path) == (3, folder)
-        with one_line("step_3, of moh_vision 0.1.0, cannot be loaded into this model"):
-            training.saved.restore(folder)
+        refuse("step_3, of moh_vision 0.1.0, cannot be loaded into this model", training.saved.restore, folder)
         assert not canary.exists(), (form, file)
 
 
@@ -307,8 +363,7 @@ def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
     import torch_fidelity.feature_extractor_inceptionv3 as theirs
 
     monkeypatch.setattr(theirs, "FeatureExtractorInceptionV3", network)
-    with pytest.raises(ValueError, match="w.pth: not the weights of Inception.*far enough"):
-        Inception(file)
+    refuse("w.pth: not the weights of Inception.*far enough", Inception, file)
     assert list(reads[0]) == ["x"] and not canary.exists()
 
 
@@ -343,8 +398,7 @@ def test_a_configuration_runs_no_code(tmp_path, canary, text, kind):
     if "kwargs" in text:  # a mapping like any other: nothing of it is imported, and the model refuses the argument
         assert "class_path" in str(parse_config(kind, argv, "t").model)
         return
-    with one_line("not readable as YAML|Expected|unknown key"):
-        parse_config(kind, argv, "t")
+    refuse("not readable as YAML|Expected|unknown key", parse_config, kind, argv, "t")
 
 
 def test_options_run_no_code(canary):

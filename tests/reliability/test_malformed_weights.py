@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from damages import with_header
-from refusals import one_line
+from refusals import one_line, refuse
 from safetensors.torch import save, save_file
 from small_runs import same
 
@@ -115,8 +115,7 @@ def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
     kernel, bias = np.ones((16, 16, 3, 32), np.float32), np.ones(32, np.float32)
     np.savez(file, **{"embedding/kernel": kernel, "embedding/bias": bias})
     for words in ("not the weights of such a ViT", "not"):
-        with one_line(f"w.npz: {words}"):
-            moh_vision.load_checkpoint(model, file)
+        refuse(f"w.npz: {words}", moh_vision.load_checkpoint, model, file)
         assert same(model, vit)
         file.write_bytes(file.read_bytes()[:-30])
 
@@ -150,8 +149,7 @@ def test_a_run_that_cannot_be(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
     for read in (lambda: from_run(str(tmp_path), "classifier"), lambda: to_validate(str(file), NAME, SMALL)):
-        with one_line("model.safetensors"):
-            read()
+        refuse("model.safetensors", read)
 
 
 def test_files_that_are_not_there(tmp_path, vit):
@@ -162,8 +160,7 @@ def test_files_that_are_not_there(tmp_path, vit):
         lambda: init_from(vit, str(tmp_path / "w.pth")),
         lambda: load_statistics(tmp_path / "s.npz"),
     ):
-        with one_line(str(tmp_path), FileNotFoundError):
-            read()
+        refuse(str(tmp_path), read, kind=FileNotFoundError)
 
 
 # ---------------------------------------------------------------- statistics
@@ -238,5 +235,4 @@ def test_archives_that_are_wrong(tmp_path, case):
         for name, data in members.items():
             archive.writestr(f"{name}.npy", data)
     images = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
-    with one_line(f"r.npz: .*({words})"):
-        score(images, file, extractor=torch.nn.Flatten(), allow_biased=True)
+    refuse(f"r.npz: .*({words})", score, images, file, extractor=torch.nn.Flatten(), allow_biased=True)

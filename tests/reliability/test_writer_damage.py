@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from refusals import one_line
+from refusals import one_line, refuse
 from repeat import cases
+from small_training import seal
 
-from moh_vision.engine.step_folders import damage, latest_checkpoint, record_text, resume_point
+from moh_vision.engine.step_folders import damage, latest_checkpoint, resume_point
 
 FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "beside.safetensors", "step.json")
 
@@ -74,11 +75,9 @@ def put(folder, **more):
     (folder / "step.json").write_text(json.dumps(record(folder) | more))
 
 
-def seal(folder, step=4, **more):
-    """A record with the right sum of itself."""
-    read = {key: value for key, value in record(folder).items() if key != "own_sha256"}
-    listed = {name: digest for name, digest in {**read["sha256"], **more}.items() if digest}
-    (folder / "step.json").write_text(record_text(dict(read, step=step, sha256=listed)))
+def list_files(folder, changes):
+    """A record of other files, with the right sum of itself."""
+    seal(folder, sha256={name: digest for name, digest in {**record(folder)["sha256"], **changes}.items() if digest})
 
 
 def lists_fewer_files(folder):
@@ -86,7 +85,8 @@ def lists_fewer_files(folder):
 
 
 def outside(folder):
-    seal(folder, **{"../step_2/model.safetensors": record(folder.with_name("step_2"))["sha256"]["model.safetensors"]})
+    other = record(folder.with_name("step_2"))["sha256"]["model.safetensors"]
+    list_files(folder, {"../step_2/model.safetensors": other})
 
 
 def to_folder(file):
@@ -99,14 +99,14 @@ CASES = {
     "a future format": (lambda f: put(f, format=5), "step.json has format 5 of moh_vision 0.1.0; this is 0.1.0, which reads 4"),
     "another step": (lambda f: seal(f, step=40), "step.json is of step 40"),
     "a name outside": (outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
-    "an absolute name": (lambda f: seal(f, **{"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
+    "an absolute name": (lambda f: list_files(f, {"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
     "fewer files": (lists_fewer_files, "step.json does not have its own sha256"),
     "a file less": (lambda f: (f / FILES[1]).unlink(), "optimizer.safetensors is missing"),
     "a folder for a file": (lambda f: to_folder(f / FILES[1]), "optimizer.safetensors is"),
     "a file more": (lambda f: (f / "x.safetensors").write_bytes(b""), "x.safetensors is not in step.json"),
-    "a file unlisted": (lambda f: seal(f, **{"ema.safetensors": None}), "ema.safetensors is not in step.json"),
+    "a file unlisted": (lambda f: list_files(f, {"ema.safetensors": None}), "ema.safetensors is not in step.json"),
     "a list": (lambda f: (f / "step.json").write_text("[]"), "step.json is not readable"),
-    "a sum that is none": (lambda f: seal(f, **{FILES[1]: 7}), "optimizer.safetensors does not have the sha256"),
+    "a sum that is none": (lambda f: list_files(f, {FILES[1]: 7}), "optimizer.safetensors does not have the sha256"),
     "sums that are none": (lambda f: put(f, sha256=7), "step.json is not readable"),
     "deep": (lambda f: (f / "step.json").write_text("[" * 10**6), "step.json is not readable"),
     "a folder for a record": (lambda f: to_folder(f / "step.json"), "step.json is not readable"),
@@ -136,6 +136,5 @@ def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run, tmp_path)
     assert resume_point(run, 10, fresh=True) is None
     for folder in (run / "checkpoints").iterdir():
         folder.rename(tmp_path / folder.name)
-    with one_line("holds model.safetensors, but .*checkpoints no checkpoint; --fresh"):
-        resume_point(run, 10, fresh=False)
+    refuse("holds model.safetensors, but .*checkpoints no checkpoint; --fresh", resume_point, run, 10, fresh=False)
     assert resume_point(run, 10, fresh=True) is None

@@ -15,7 +15,7 @@ import pytest
 import refusals
 from pictures import write_folder
 from processes import fork, on_two_ranks, wait
-from refusals import one_line
+from refusals import one_line, refuse
 from small_runs import arguments, checkpoint_steps, logged, script
 from small_training import SmallTraining, at_point, hidden, sums, watched
 
@@ -112,8 +112,7 @@ def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch, back
         saves.save(6, {})
         saves.save(7, {})
     assert saves.failed == 5 and sum(f"{tmp_path}" in text and "training goes on" in text for text in told) == 4
-    with one_line("step 9 could not be saved", SaveError):
-        training.saver(tmp_path, 2).save(9, {}, last=True)
+    refuse("step 9 could not be saved", training.saver(tmp_path, 2).save, 9, {}, last=True, kind=SaveError)
 
 
 def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatch):
@@ -188,8 +187,7 @@ def test_a_folder_that_turns_read_only(training, readable):
 
 
 def not_writable(folder, words):
-    with one_line(f"--output {folder}.* cannot be written: .*{words}"):
-        check_writable(folder)
+    refuse(f"--output {folder}.* cannot be written: .*{words}", check_writable, folder)
 
 
 def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
@@ -272,8 +270,7 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
 
     monkeypatch.setattr(saver, "seal", seal_late)
     monkeypatch.setattr(Step, "__call__", step_until_3)
-    with pytest.raises(RuntimeError, match="of the code"):
-        script("cls").main(arguments("cls", tmp_path, 10, 3))
+    refuse("of the code", script("cls").main, arguments("cls", tmp_path, 10, 3), kind=RuntimeError)
     assert checkpoint_steps(tmp_path) == [3]
 
 

@@ -12,17 +12,9 @@ import torch
 from processes import fork, wait
 from repeat import cases
 from safetensors import safe_open
-from small_training import again, at_point, hidden
+from small_training import again, at_point, hidden, seal
 
-from moh_vision.engine.step_folders import damage, latest_checkpoint, record_text
-
-
-def put(source, folder, step):
-    """A copy of a checkpoint as that of another step."""
-    again(source, folder)
-    record = json.loads((folder / "step.json").read_text())
-    del record["own_sha256"]
-    (folder / "step.json").write_text(record_text(dict(record, step=step)))
+from moh_vision.engine.step_folders import damage, latest_checkpoint
 
 
 def kill_this_process(point):
@@ -39,13 +31,15 @@ def steps_2_and_4(checkpoints):
 
 def step_6_is_there_and_alone(checkpoints):
     """Saved again, a whole checkpoint stays as it is; here it has the weights of step 4."""
-    put(checkpoints / "step_4", checkpoints / "step_6", 6)
+    again(checkpoints / "step_4", checkpoints / "step_6")
+    seal(checkpoints / "step_6", step=6)
     for step in (2, 4):
         shutil.rmtree(checkpoints / f"step_{step}")
 
 
 def step_6_is_there_and_damaged(checkpoints):
-    put(checkpoints / "step_4", checkpoints / "step_6", 6)
+    again(checkpoints / "step_4", checkpoints / "step_6")
+    seal(checkpoints / "step_6", step=6)
     shutil.rmtree(checkpoints / "step_2")
     (checkpoints / "step_6" / "model.safetensors").write_bytes(b"torn")
 
