@@ -1,5 +1,4 @@
 import gc
-import importlib
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -104,13 +103,23 @@ def trained(tmp_path_factory):
     """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
     import small_runs
 
-    wings, kept = dict(cls="classification", dit="diffusion", text="language", clm="language"), {}
+    kept = {}
 
     def train(kind, steps, *options):
         if (kind, steps, *options) not in kept:
             folder = kept[kind, steps, *options] = tmp_path_factory.mktemp("trained") / kind
-            script = importlib.import_module(f"moh_vision.{wings[kind]}.train")
-            script.main(small_runs.arguments(kind, folder, steps, 100, *options))
+            small_runs.script(kind).main(small_runs.arguments(kind, folder, steps, 100, *options))
         return kept[kind, steps, *options]
 
     return train
+
+
+@pytest.fixture
+def training():
+    """A `SmallTraining`, in a process that may fork."""
+    from small_training import SmallTraining
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield SmallTraining()
+    torch.set_num_threads(threads)

@@ -100,3 +100,45 @@ def _run(main, argv, log):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def fork(work):
+    """Start `work` in a copy of this process and return its id; it exits with 0, or 99 after an exception."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        torch.set_num_threads(1)  # the threads of the parent's pool are not in the fork, which would wait for them
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(99)
+
+
+def wait(child, seconds=60):
+    """Exit code of a child, minus the signal that ended it; one that hangs is killed and fails the test."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.001)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    raise AssertionError(f"still running after {seconds} s")
+
+
+def hold(enter, *arguments):
+    """Pid of a fork that is inside a context manager, `enter(*arguments)`, until it is killed."""
+    read, write = os.pipe()
+
+    def work():
+        with enter(*arguments):
+            os.write(write, b"held")
+            time.sleep(60)
+
+    child = fork(work)
+    os.read(read, 4)
+    return child

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import json
 import tempfile
 from pathlib import Path
@@ -21,6 +22,14 @@ SMALL = dict(
     "--model.kwargs.num_attention_heads 8 --model.kwargs.num_key_value_heads 8 --model.kwargs.num_hidden_layers 2 "
     "--data.val valid --data.merges 20 --data.block 16 --optim.batch_size 4 --optim.lr 1e-2 --optim.warmup_steps 1",
 )
+
+
+WINGS = dict(cls="classification", dit="diffusion", text="language", clm="language")
+
+
+def script(kind):
+    """The module of a training script."""
+    return importlib.import_module(f"moh_vision.{WINGS[kind]}.train")
 
 
 @functools.cache
@@ -66,6 +75,16 @@ def outcome(run):
             digest.update(f"{key} {value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes())
     found = {name: digest.hexdigest() for name, digest in digests.items()}
     return found | {key: record[key] for key in ("step", "optimizers", "scaler")}
+
+
+def whole_and_resumed(kind, folder, stops, *more):
+    """Folders of a run of stops[-1] steps, and of one that ended at each of `stops`; both end with the same bits."""
+    for name, ends in (("whole", stops[-1:]), ("resumed", stops)):
+        for steps in ends:
+            script(kind).main(arguments(kind, folder / name, steps, 100, *more))
+    assert outcome(folder / "whole") == outcome(folder / "resumed")
+    assert logged(folder / "whole")[-1]["loss"] == logged(folder / "resumed")[-1]["loss"]
+    return folder / "whole", folder / "resumed"
 
 
 def checkpoint_steps(run):

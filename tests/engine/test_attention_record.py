@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 from processes import on_two_ranks
-from refusals import one_line, refused
-from small_runs import SMALL, outcome
+from refusals import refuse, refused
+from small_runs import arguments, outcome
 
 from moh_vision.attention import measure
 from moh_vision.attention.executors import measured
@@ -67,8 +67,15 @@ def goes_on(folder, path, table, *allowed):
 def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path, path):
     machine, record = begin(tmp_path, path, COLD)
     assert machine.used == [path, COLD] and not record.refused and record.line == f"attention runs on {path}"
-    assert json.loads((tmp_path / "attention.json").read_text()) == dict(path=path, table=COLD)
+    assert written(tmp_path) == dict(path=path, table=COLD)
     assert goes_on(tmp_path, path, COLD) == ([path, COLD], [], False)
+    for table, kept in ((None, {}), (COLD, None)):  # before it has measured
+        AttentionRecord(Machine(path, table), None).save(tmp_path)
+        assert written(tmp_path) == dict(path=path, table=kept)
+
+
+def written(folder):
+    return json.loads((folder / "attention.json").read_text())
 
 
 @pytest.mark.parametrize("stored, path, allowed, found", [
@@ -85,13 +92,6 @@ def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(tmp_path, sto
     if stored:
         (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
     assert goes_on(tmp_path, path, WARM, allowed) == found
-
-
-def test_a_record_that_has_not_measured(tmp_path):
-    for table, written in ((None, {}), (COLD, None)):
-        record = AttentionRecord(Machine("cpp", table), None)
-        record.save(tmp_path)
-        assert json.loads((tmp_path / "attention.json").read_text()) == dict(path="cpp", table=written)
 
 
 @pytest.mark.parametrize("stored, words", [
@@ -118,8 +118,7 @@ def test_on_a_gpu(tmp_path):
 @pytest.mark.parametrize("text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9])
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "attention.json").write_text(text)
-    with one_line("attention.json: not a record of attention that can be read"):
-        goes_on(tmp_path, "cpp", COLD)
+    refuse("attention.json: not a record of attention that can be read", goes_on, tmp_path, "cpp", COLD)
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -147,8 +146,7 @@ def on_a_rank(rank, folder):
 
     if rank:
         machine.path = lambda device: int("nothing")
-    with one_line("invalid literal"):  # on both, none waits for the other
-        AttentionRecord(machine, folder)
+    refuse("invalid literal", AttentionRecord, machine, folder)
 
 
 def test_processes_use_what_the_main_one_has(tmp_path):
@@ -165,17 +163,16 @@ def train(monkeypatch):
     """train(folder, steps, kernels, ...): as in a process of its own, with that value of MOH_VISION_KERNELS."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
-    def arguments(folder, steps, kernels, *more):
+    def options(folder, steps, kernels, *more):
         monkeypatch.setenv("MOH_VISION_KERNELS", kernels)
         monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
-        every = f"--max-steps {steps} --save-every 1 --output {folder}"
-        return [*SMALL["dit"].split(), *every.split(), *more]
+        return arguments("dit", folder, steps, 1, *more)
 
     def run(folder, *args):
-        train_dit.main(arguments(folder, *args))
+        train_dit.main(options(folder, *args))
         return outcome(folder)
 
-    run.arguments = arguments
+    run.options = options
     return run
 
 
@@ -190,38 +187,28 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
     assert train(plain, 2, "auto", *PACKED) == train(whole, 2, "off", *PACKED)
     assert f"attention runs in plain PyTorch, as {plain} began" in capsys.readouterr().out
 
-    error = refused(capsys, train_dit.main, *train.arguments(compiled, 2, "off", *PACKED, "--optim.lr", "0.5"))
+    error = refused(capsys, train_dit.main, *train.options(compiled, 2, "off", *PACKED, "--optim.lr", "0.5"))
     why = "attention.path: 'cpp' -> 'torch' (attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
     assert why in error and "optim.lr: " in error and "--allow-change KEY" in error
     assert building._used is measured._table is None  # nothing of the runs is left in this process
     train(compiled, 2, "off", *PACKED, "--allow-change", "attention.path")
-    assert json.loads((compiled / "attention.json").read_text())["path"] == "torch"
+    assert written(compiled)["path"] == "torch"
     train(compiled, 3, "auto", *PACKED)  # what was allowed stays
     assert f"as {compiled} began" in capsys.readouterr().out
 
 
-def train_on_a_rank(rank, folder):
-    os.environ["MOH_VISION_KERNELS"] = "off" if rank else "auto"
-    train_dit.main([*SMALL["dit"].split(), *f"--max-steps 1 --output {folder}".split(), *PACKED])
-
-
-def test_two_processes_that_were_told_otherwise(tmp_path):
-    on_two_ranks(train_on_a_rank, tmp_path / "run")
-    assert json.loads((tmp_path / "run" / "attention.json").read_text())["path"] == "torch"
-
-
 def measure_on_a_rank(rank, folder):
     os.environ.update(MOH_VISION_MEASURE="auto", MOH_VISION_CACHE=str(folder / "cache"), MOH_VISION_KERNELS="off")
-    train_cls.main([*SMALL["cls"].split(), *f"--max-steps 1 --model.router mae --output {folder / 'run'}".split()])
+    train_cls.main(arguments("cls", folder / "run", 1, 1, "--model.router", "mae"))
 
 
 def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
     on_two_ranks(measure_on_a_rank, tmp_path)
-    assert json.loads((tmp_path / "run" / "attention.json").read_text())["table"]["rows"]
+    assert written(tmp_path / "run")["table"]["rows"]
 
 
 def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
-    train_dit.main(train.arguments(tmp_path / "run", 1, "off", "--dry-run"))
+    train_dit.main(train.options(tmp_path / "run", 1, "off", "--dry-run"))
     assert "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off" in capsys.readouterr().out
 
 
@@ -233,27 +220,20 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
     train(run, 1, "off", *per_sample)
     said = capsys.readouterr().out
     assert said.count("attention measured in ") == 1 and " of 2 kinds of calls skip heads" in said
-    record = json.loads((run / "attention.json").read_text())
+    record = written(run)
     (training, first), (inference, _) = record["table"]["rows"].items()
     assert training.startswith("Sequences training") and inference.startswith("Sequences inference")
     assert first[0][2] == 8  # the batch
     (cached,) = (tmp_path / "cache" / "measured").iterdir()
     assert json.loads(cached.read_text())["rows"] == record["table"]["rows"]
 
-    train(whole, 2, "off", *per_sample)  # from the cache
-    assert json.loads((whole / "attention.json").read_text()) == record
+    measured = train(whole, 2, "off", *per_sample)  # from the cache
+    assert written(whole) == record
     capsys.readouterr()
     cached.unlink()
-    assert train(run, 2, "off", *per_sample) == outcome(whole)
+    assert train(run, 2, "off", *per_sample) == measured
     assert "attention measured" not in capsys.readouterr().out and not cached.exists()
-    assert json.loads((run / "attention.json").read_text()) == record
-
-
-def test_what_was_measured_changes_no_batch_and_no_random_number(tmp_path, train, monkeypatch):
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    plain = train(tmp_path / "plain", 2, "off")
-    monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    assert train(tmp_path / "measured", 2, "off") == plain  # per token, which plain PyTorch does not skip
+    assert written(run) == record
 
 
 def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypatch):
@@ -262,6 +242,6 @@ def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypat
     monkeypatch.setattr(measure, "timed", lambda call, left: (0.5, 0.0))
     monkeypatch.setattr(measure, "STEPS", 1000)
     train(tmp_path / "run", 1, "off", "--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]")
-    rows = json.loads((tmp_path / "run" / "attention.json").read_text())["table"]["rows"]
+    rows = written(tmp_path / "run")["table"]["rows"]
     training = next(kind for key, kind in rows.items() if "training" in key)
     assert [row[3] for row in training] == [4, 6, 7]  # of 8 heads; the smallest, the middle, the largest

@@ -10,17 +10,18 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import patch_optimizer_step
 from pictures import write_folder
 from processes import on_two_ranks
+from refusals import refuse
 from safetensors.torch import load_file
-from small_runs import arguments, entries, logged, outcome, results, same
+from small_runs import arguments, entries, logged, outcome, results, same, script, whole_and_resumed
 
-from moh_vision.classification import train as train_cls
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of
 from moh_vision.engine.config import BlockDescentConfig
-from moh_vision.engine.step import Updater
+from moh_vision.engine.seeds import derive_seed
+from moh_vision.engine.step import Step, Updater
 from moh_vision.models.mae import mae_routers, train_only
 
 C, H, DEPTH = 24, 6, 2
@@ -43,41 +44,47 @@ def micro_batches(seed, count=2, size=4):
     return [dict(images=images, labels=labels) for images, labels in pairs]
 
 
-class Training:
-    """The loop of the scripts, with plain SGD in F so that an update is the gradient."""
+class Recorded(Updater):
+    """Remembers which phases of a step moved weights; `watch` is called after each."""
 
-    def __init__(self, model, which="all", optimizer=None, compile=None, **settings):
-        self.accelerator = Accelerator(cpu=True)
-        self.model = model
+    def __call__(self, *args, **more):
+        norm, updated = super().__call__(*args, **more)
+        self.updated.append(updated)
+        self.watch()
+        return norm, updated
+
+
+class Training:
+    """The step of the scripts, of two micro-batches, with plain SGD in F so that an update is the gradient."""
+
+    def __init__(self, model, which="all", optimizer=None, lr=0.1, **settings):
+        self.accelerator, self.model, self.seen = Accelerator(cpu=True), model, []
         train_only(model, which)
         self.descent = BlockDescent(self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings))
-        task = ClassificationTask(model, 0.01).train()
-        if compile:
-            task.compile(backend=compile)
-        self.update = Updater(self.accelerator, clip_norm=0.0)
+        task = ClassificationTask(model, 0.01)
         optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        self.task, self.optimizer = self.descent.prepare(task, optimizer)
-        self.seen, self.norms = [], {}
+        config = SimpleNamespace(seed=0, optim=SimpleNamespace(accumulation=2, clip_norm=0.0))
+        parts = dict(descent=self.descent, task=task, optimizer=optimizer)
+        self.run = Step(config, **parts, learning_rate=lambda step: lr)
+        self.run.updater = self.update = Recorded(self.accelerator, 0.0)
+        self.task, self.optimizer = self.run.task, self.run.optimizer
+        task.register_forward_pre_hook(lambda _, args, more: self.seen.append(more.get("images")), with_kwargs=True)
 
-    def step(self, step, epoch, batches, watch=lambda phase: None):
-        updated = []
-        for phase in self.descent.phases(epoch, iter(batches)):
-            losses = []
-            for micro in range(len(batches)):
-                batch = next(phase.batches)
-                self.seen.append((phase.name, batch["images"]))
-                torch.manual_seed(seed(step, micro, self.accelerator.process_index, phase.name))
-                with self.accelerator.no_sync(phase.task) if micro + 1 < len(batches) else torch.enable_grad():
-                    losses.append(phase.task(**batch))
-                    self.accelerator.backward(losses[-1]["loss"] / len(batches))
-            self.norms[phase.name], moved = phase.update(self.update, step, losses)
-            updated.append(moved)
-            watch(phase)
-        return updated
+    def step(self, step, epoch, batches, watch=lambda: None):
+        """Which phases moved weights."""
+        self.update.updated, self.update.watch = [], watch
+        self.seen.clear()
+        self.run(step, iter(batches), epoch)
+        return self.update.updated
+
+    def phases(self):
+        """Of the last step."""
+        return "".join(self.run.norms)
 
 
-def seed(step, micro, rank, phase):
-    return 1000 * step + 10 * micro + rank + 500 * (phase == GATES)
+def draws_of(step, phase, rank=0):
+    """Seeds of the micro-batches."""
+    return [derive_seed(0, step, micro, rank, *(1,) * (phase == GATES)) for micro in range(2)]
 
 
 def split(model):
@@ -127,15 +134,14 @@ def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
     training, batches = Training(vit()), micro_batches(1)
     gates, weights = split(training.model)
     states = [copy.deepcopy(training.model)]
-    updated = training.step(3, 0, batches, lambda phase: states.append(copy.deepcopy(training.model)))
+    updated = training.step(3, 0, batches, partial(remember_model, training.model, states))
     assert updated == [True, True]
     phases = (GATES, "soft", gates, 1.0), (WEIGHTS, "sampled", weights, 0.1)
     for (phase, mode, names, lr), model, moved in zip(phases, states, states[1:]):
         before, after = snapshot(model), snapshot(moved)
         assert changed(before, moved) == names
         model = copy.deepcopy(model).train().requires_grad_(True)
-        draws = [seed(3, micro, 0, phase) for micro in range(2)]
-        for name, gradient in gradients_by_hand(model, batches, mode, draws, sorted(names)).items():
+        for name, gradient in gradients_by_hand(model, batches, mode, draws_of(3, phase), sorted(names)).items():
             torch.testing.assert_close(after[name], before[name] - lr * gradient, rtol=0, atol=1e-7)
     assert max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates) > 1e-4
 
@@ -150,14 +156,12 @@ def test_the_batch_is_fetched_once_and_later_epochs_have_f_alone():
 
     source = stream()
     for step, epoch in enumerate([0, 1, 4, 5]):
-        before, state = snapshot(training.model), len(training.seen)
-        training.step(step, epoch, list(itertools.islice(source, 2)))
-        names = [name for name, _ in training.seen[state:]]
-        assert names == (["G", "G", "F", "F"] if epoch % 5 == 0 else ["F", "F"])
+        before = snapshot(training.model)
+        training.step(step, epoch, source)
+        assert training.phases() == ("GF" if epoch % 5 == 0 else "F")
         assert changed(before, training.model) == set().union(*split(training.model)[epoch % 5 > 0 :])
-        if epoch % 5 == 0:
-            (_, a), (_, b), (_, c), (_, d) = training.seen[state:]
-            assert a is c and b is d
+        assert len(training.seen) == 2 * len(training.phases())
+        assert all(one is other for one, other in zip(training.seen, training.seen[2:]))
     assert fetched == list(range(8))
 
 
@@ -166,12 +170,12 @@ def test_micro_batches_are_taken_one_by_one():
     taken, training = [], Training(vit())
     for epoch, counts in ((0, [1, 2, 2, 2]), (1, [1, 2])):
         taken.clear()
-        found = []
+        seen = []
         for phase in training.descent.phases(epoch, (taken.append(b) or b for b in micro_batches(0))):
             for _ in range(2):
                 next(phase.batches)
-                found.append(len(taken))
-        assert found == counts
+                seen.append(len(taken))
+        assert seen == counts
 
 
 def test_between_steps_the_model_is_as_it_is_evaluated():
@@ -187,13 +191,7 @@ def test_between_steps_the_model_is_as_it_is_evaluated():
             router.set_mode("soft")
         torch.testing.assert_close(logits, reference(x), rtol=0, atol=0)
         assert all((entry.counts == 1).all() for entry in stats)  # every head of every sequence
-        training.task.train()
-
-
-def test_batch_statistics_are_taken_in_both_phases():
-    training = Training(vit())
-    training.step(0, 0, micro_batches(0))
-    training.step(1, 1, micro_batches(1))
+    # Batch statistics are taken in both phases.
     assert [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)] == [6] * DEPTH
 
 
@@ -201,14 +199,13 @@ def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
     """Peng 2020, appendix A: NoBCD's gates too learn by SGD with a fixed rate, without momentum or weight decay."""
     model = vit()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.5)
-    training = Training(model, optimizer=optimizer, mode="joint", gate_lr=0.25)
+    training = Training(model, optimizer=optimizer, lr=0.01, mode="joint", gate_lr=0.25)
     gates, weights = split(model)
     for step in range(2):  # the second step would show a momentum
         before, batches = copy.deepcopy(model), micro_batches(step)
-        training.seen.clear()
-        assert training.step(step, 0, batches) == [True] and [name for name, _ in training.seen] == ["F", "F"]
+        assert training.step(step, 0, batches) == [True] and training.phases() == "F" and len(training.seen) == 2
         assert changed(snapshot(before), model) == gates | weights
-        draws = [seed(step, micro, 0, WEIGHTS) for micro in range(2)]
+        draws = draws_of(step, WEIGHTS)
         gradients = gradients_by_hand(copy.deepcopy(before).train(), batches, "soft", draws, sorted(gates))
         for name, gradient in gradients.items():
             moved = model.get_parameter(name) - before.get_parameter(name)
@@ -232,14 +229,13 @@ def test_a_model_without_gates_has_one_plain_phase():
     twin = copy.deepcopy(model).train()
     training.step(0, 0, batches)
     optimizer, task = torch.optim.SGD(twin.parameters(), lr=0.1), ClassificationTask(twin, 0.01).train()
-    for micro, batch in enumerate(batches):
-        torch.manual_seed(seed(0, micro, 0, WEIGHTS))
+    for draw, batch in zip(draws_of(0, WEIGHTS), batches):
+        torch.manual_seed(draw)
         (task(**batch)["loss"] / 2).backward()
     optimizer.step()
     assert same(model, twin)
     assert training.descent.about() == {}
-    with pytest.raises(ValueError, match="train_only gates: the model has no gates of MAE; it needs router mae"):
-        train_only(model, "gates")
+    refuse("train_only gates: the model has no gates of MAE; it needs router mae", train_only, model, "gates")
     with pytest.raises(ValueError, match="train_only gates_and_outputs: .* mode soft"):
         train_only(vit(router_kwargs=dict(mode="uniform")), "gates_and_outputs")
 
@@ -268,23 +264,11 @@ def test_fine_tuning_sets(which, count):
     training.descent.announce(SimpleNamespace(event=lambda *args: events.append(args)), 0)
     assert events[0][:2] == (0, dict(trained_parameters=count)) and f"training {count:,} of" in events[0][2]
     for epoch, expected in ((0, "G" if which == "gates" else "GF"), (1, "G" if which == "gates" else "F")):
-        before, seen = snapshot(model), len(training.seen)
-        training.step(epoch, epoch, micro_batches(epoch, 1))
-        assert "".join(name for name, _ in training.seen[seen:]) == expected
+        before = snapshot(model)
+        training.step(epoch, epoch, micro_batches(epoch))
+        assert training.phases() == expected
         moved = (gates if "G" in expected else set()) | (outputs if "F" in expected else set())
         assert changed(before, model) == moved
-
-
-def test_the_papers_counts():
-    """Peng 2020, table 7: FTG 2M, FTG+ 7M of transformer-base's 18 attentions (2.42M and 7.14M with batch norm)."""
-    gate = 512 * 256 + 256 + 256 * 8 + 8 + 2 * 512
-    kwargs = dict(VIT, embed_dim=512, num_heads=8, depth=18, mlp_ratio=0.125)
-    with torch.device("meta"):
-        model = timm.create_model("moh_vit_tiny_patch16_224", **kwargs)
-    for which, count in (("gates", 18 * gate), ("gates_and_outputs", 18 * (gate + 512 * 512))):
-        train_only(model.requires_grad_(True), which)
-        assert sum(p.numel() for p in model.parameters() if p.requires_grad) == count
-    assert round(18 * gate / 1e6, 2) == 2.42 and round(count / 1e6, 2) == 7.14
 
 
 # ---------------------------------------------------------------- safety
@@ -292,7 +276,7 @@ def test_the_papers_counts():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
-    training = Training(vit(), optimizer=None)
+    training = Training(vit())
     training.step(0, 0, micro_batches(0))
     before, batches = snapshot(training.model), micro_batches(1)
     batches[0]["images"][0, 0, 0, 0] = value
@@ -309,14 +293,14 @@ def test_gates_that_alone_are_not_finite_end_the_run_too():
     bias = mae_routers(training.model)[0].out.bias.requires_grad_(True)
     bias.register_hook(lambda gradient: gradient * math.nan)
     for step in range(9):
-        assert training.step(step, 0, micro_batches(step, 1)) == [False, True]
+        assert training.step(step, 0, micro_batches(step)) == [False, True]
     assert training.update.in_a_row == 9
-    training.step(9, 1, micro_batches(9, 1))
+    training.step(9, 1, micro_batches(9))
     assert training.update.in_a_row == 0
     for step in range(10, 19):
-        training.step(step, 5, micro_batches(step, 1))
+        training.step(step, 5, micro_batches(step))
     with pytest.raises(FloatingPointError, match="step 19: 10 steps in a row .*lr 1\\); the last one with both was"):
-        training.step(19, 5, micro_batches(19, 1))
+        training.step(19, 5, micro_batches(19))
 
 
 def test_the_models_clipping_is_not_the_gates():
@@ -327,13 +311,15 @@ def test_the_models_clipping_is_not_the_gates():
     gates, weights = split(training.model)
     after = training.model.state_dict()
     moved = [math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in names)) for names in (gates, weights)]
-    assert moved[0] == pytest.approx(training.norms[GATES], rel=1e-3) and moved[0] > 1e-3
+    assert moved[0] == pytest.approx(training.run.norms[GATES], rel=1e-3) and moved[0] > 1e-3
     assert moved[1] < 1e-6
 
 
 def test_a_gradient_scaler_serves_both_phases():
     """As with fp16: both optimisers step through one scaler, which divides what it multiplied and halves at an overflow."""
     plain, scaled = Training(vit()), Training(vit())
+    for step in range(2):
+        assert plain.step(step, 0, micro_batches(step)) == [True, True]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled.accelerator.scaler, scaled.accelerator.native_amp = scaler, True
     scaled.accelerator.state._mixed_precision = "fp16"
@@ -342,30 +328,18 @@ def test_a_gradient_scaler_serves_both_phases():
             optimizer.scaler = scaler
             optimizer._accelerate_step_called = False
             optimizer._optimizer_original_step_method = optimizer.optimizer.step
-            optimizer._optimizer_patched_step_method = patched(optimizer)
+            optimizer._optimizer_patched_step_method = patch_optimizer_step(optimizer, optimizer.optimizer.step)
         for step in range(2):
-            batches = micro_batches(step)
-            assert scaled.step(step, 0, batches) == [True, True]
-            scaled.accelerator.scaler = None
-            scaled.accelerator.native_amp = False
-            plain.step(step, 0, batches)
-            scaled.accelerator.scaler, scaled.accelerator.native_amp = scaler, True
-        torch.testing.assert_close(scaled.model.state_dict(), plain.model.state_dict(), rtol=1e-5, atol=1e-6)
-        assert scaler.state_dict()["_growth_tracker"] == 4  # two good phases in each of two steps
+            assert scaled.step(step, 0, micro_batches(step)) == [True, True]
     finally:
         scaled.accelerator.state._mixed_precision = "no"
-
-
-def patched(optimizer):
-    from accelerate.optimizer import patch_optimizer_step
-
-    return patch_optimizer_step(optimizer, optimizer.optimizer.step)
+    torch.testing.assert_close(scaled.model.state_dict(), plain.model.state_dict(), rtol=1e-5, atol=1e-6)
+    assert scaler.state_dict()["_growth_tracker"] == 4  # two good phases in each of two steps
 
 
 # ---------------------------------------------------------------- the scripts
 
 
-SCRIPTS = dict(cls=train_cls, dit=train_dit)
 MAE = (
     "--model.router mae --model.head_budget null --model.embed_dim 16 --data.augment none --data.img_size 8 "
     "--optim.accumulation 2 --optim.schedule constant --optim.warmup_steps 0 --block_descent.period 2 "
@@ -377,38 +351,25 @@ MAE = (
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, kind):
     """Weights, batch statistics, EMA and both optimisers."""
     root = write_folder(tmp_path / "d", train=8)  # two steps an epoch: 0, 1, 4 and 5 have a G phase
-    ends = {}
-    for name, parts in (("whole", [6]), ("parts", [3, 6])):
-        for steps in parts:
-            SCRIPTS[kind].main(arguments(kind, tmp_path / name, steps, 3, *MAE, "--data.root", root))
-        ends[name] = outcome(tmp_path / name)
-    assert ends["whole"] == ends["parts"]
-    _, gates = ends["whole"]["optimizers"]
+    _, run = whole_and_resumed(kind, tmp_path, [3, 6], *MAE, "--data.root", root)
+    _, gates = outcome(run)["optimizers"]
     assert [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")] == [1, 0, 0]
-    lines = logged(tmp_path / "parts")
+    lines = logged(run)
     assert [e["step"] for e in lines if "gate_grad_norm" in e] == [1, 2, 5, 6] and len(lines) == 6
     # From step 3 to 4 the gates stand still but for their batch statistics, from 4 to 6 they do not.
-    states = [load_file(tmp_path / "parts" / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
+    states = [load_file(run / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
     gates = [name for name in states[0] if ".router." in name]
     assert gates and all(not torch.equal(states[0][name], states[1][name]) for name in gates)
     if kind == "cls":
-        trained = results(tmp_path / "parts")["trained_parameters"]
-        assert entries(tmp_path / "parts")[0] == dict(step=0, trained_parameters=trained)
-
-
-def test_a_run_of_a_model_without_gates_saves_one_optimiser_and_says_nothing_of_gates(tmp_path):
-    train_cls.main(arguments("cls", tmp_path, 2, 1))
-    names = {path.name for path in (tmp_path / "checkpoints" / "step_2").iterdir()}
-    assert names == {"model.safetensors", "ema.safetensors", "optimizer.safetensors", "step.json"}
-    assert not any("gate" in key or "trained" in key for entry in logged(tmp_path) for key in entry)
-    assert "trained_parameters" not in results(tmp_path)
+        assert entries(run)[0] == dict(step=0, trained_parameters=results(run)["trained_parameters"])
 
 
 def test_fine_tuning_a_run(tmp_path, capsys):
     small = [*MAE, "--data.root", write_folder(tmp_path / "d", train=8)]
-    train_cls.main(arguments("cls", tmp_path / "one", 1, 1, *small))
+    train = script("cls").main
+    train(arguments("cls", tmp_path / "one", 1, 1, *small))
     more = ["--init-from", str(tmp_path / "one"), "--train_only", "gates_and_outputs"]
-    train_cls.main(arguments("cls", tmp_path / "two", 2, 1, *small, *more))
+    train(arguments("cls", tmp_path / "two", 2, 1, *small, *more))
     ends = (tmp_path / "one/checkpoints/step_1", tmp_path / "two/checkpoints/step_2")
     before, after = (load_file(folder / "model.safetensors") for folder in ends)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
@@ -416,17 +377,17 @@ def test_fine_tuning_a_run(tmp_path, capsys):
     assert results(tmp_path / "two")["trained_parameters"] == 2 * (16 * 256 + 256 + 256 * 8 + 8 + 2 * 16 + 16 * 16)
     capsys.readouterr()
     with pytest.raises(SystemExit, match="2"):
-        train_cls.main(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
+        train(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
     left_out, error = capsys.readouterr().err.splitlines()
     assert "cls.yaml, without effect here: optim.lr 0.003 (needs train_only other than gates" in left_out
     words = "train_only gates: the model has no gates of MAE; it needs router mae with mode soft"
     assert error == f"train_cls.py: error: {words}" and not (tmp_path / "three").exists()
 
 
-# ---------------------------------------------------------------- two processes, compiled
+# ---------------------------------------------------------------- two processes
 
 
-def remember(states, model, phase):
+def remember_model(model, states):
     states.append(copy.deepcopy(model))
 
 
@@ -439,7 +400,8 @@ def train_with_another(rank):
     for step, epoch in enumerate((0, 1, 5)):
         states = [copy.deepcopy(training.model)]
         batches = [micro_batches(10 * step + r) for r in range(2)]
-        assert all(training.step(step, epoch, batches[rank], partial(remember, states, training.model)))
+        remember = partial(remember_model, training.model, states)
+        assert all(training.step(step, epoch, batches[rank], remember))
         phases = phases_of(epoch, 5)
         assert len(states) == 1 + len(phases)
         for phase, model, after in zip(phases, states, states[1:]):
@@ -447,7 +409,7 @@ def train_with_another(rank):
             before, moved = snapshot(model), snapshot(after)
             assert all(torch.equal(before[name], moved[name]) for name in others)
             model.train().requires_grad_(True)
-            draws = [seed(step, micro, rank, phase) for micro in range(2)]
+            draws = draws_of(step, phase, rank)
             mode, lr = ("soft", 1.0) if phase == GATES else ("sampled", 0.1)
             # Both compute their half at the same time, because the gates' batch norm is that of both.
             for name, gradient in gradients_by_hand(model, batches[rank], mode, draws, own).items():
@@ -475,13 +437,3 @@ def train_with_another(rank):
 @pytest.mark.slow
 def test_two_processes():
     on_two_ranks(train_with_another)
-
-
-@pytest.mark.slow
-def test_compiled():
-    """Every phase has a graph of its own, and the same numbers."""
-    plain, compiled = Training(vit()), Training(vit(), compile="aot_eager")
-    for step, epoch in enumerate((0, 1, 0)):
-        for training in (plain, compiled):
-            assert all(training.step(step, epoch, micro_batches(step)))
-    torch.testing.assert_close(compiled.model.state_dict(), plain.model.state_dict(), rtol=1e-4, atol=1e-5)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from processes import Command
-from small_runs import SMALL
+from small_runs import arguments
 
 from moh_vision.attention import kernels
 from moh_vision.attention.kernels import build as building
@@ -34,7 +34,7 @@ def train(environment, argv):
     os.environ.update(environment)
     os.environ.pop("MOH_VISION_BUILD", None)
     folder = Path(environment["CXX"]).parent
-    common = [*SMALL["dit"].split(), "--max-steps", "1", "--output", str(folder / "run")]
+    common = arguments("dit", folder / "run", 1, 1)
     train_dit.main([*common, "--dry-run"])
     for mistake in (["--data.root", str(folder / "nothing")], ["--help"]):
         with contextlib.suppress(SystemExit):
@@ -60,25 +60,27 @@ def ask(environment, argv):
     print(kernels.path())
 
 
+def answers(environment, tmp_path, count, *more):
+    """What processes that ask at once for the path print."""
+    asked = [Command(functools.partial(ask, environment), more, tmp_path / f"log{i}") for i in range(count)]
+    assert [one.wait() for one in asked] == [0] * count
+    return [one.said() for one in asked]
+
+
 def test_processes_wait_for_the_one_that_builds(environment, tmp_path):
-    both = [Command(functools.partial(ask, environment), [], tmp_path / f"log{i}") for i in range(2)]
-    assert [one.wait() for one in both] == [0, 0]
-    said = [one.said() for one in both]
+    said = answers(environment, tmp_path, 2)
     assert all(text.endswith("cpp\n") for text in said) and "".join(said).count("built the C++ operators in") == 1
 
 
 @pytest.mark.parametrize("off", ["MOH_VISION_KERNELS=off", "MOH_VISION_BUILD=off", "CXX=/nothing"])
 def test_nothing_is_built_where_it_is_off_or_no_compiler_is_there(environment, tmp_path, off):
-    one = Command(functools.partial(ask, environment), [off], tmp_path / "log")
-    assert one.wait() == 0 and one.said() == "torch\n"
+    assert answers(environment, tmp_path, 1, off) == ["torch\n"]
 
 
 def test_a_failure_is_not_tried_again(environment, tmp_path):
     (tmp_path / "compiler").write_text(f"#!/bin/sh\necho >> {tmp_path}/compiled\necho 'x.cpp:1: error: no'\nexit 1\n")
     for _ in range(2):
-        one = Command(functools.partial(ask, environment), [], tmp_path / "log")
-        assert one.wait() == 0, one.said()
-    said = one.said()
+        (said,) = answers(environment, tmp_path, 1)
     assert said.count("building the C++ operators") == 1 and said.count("torch\n") == 2
     assert said.count("the C++ operators are not built: ") == 1 and "x.cpp:1: error: no" in said
 

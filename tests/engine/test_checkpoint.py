@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from processes import on_two_ranks
-from refusals import one_line
+from refusals import one_line, refuse
 from safetensors import safe_open
 from safetensors.torch import load_file
 from small_runs import same
@@ -27,7 +27,7 @@ from moh_vision.engine.config import ModelConfig
 from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.step_folders import latest_checkpoint, record_text, resume_point
+from moh_vision.engine.step_folders import latest_checkpoint, resume_point
 from moh_vision.engine.weights import make_ema
 from moh_vision.models.pretrained import described
 from moh_vision.models.weight_files import read_tensors, weights_file
@@ -119,20 +119,7 @@ def stopped_and_resumed(run, kind, optimizer):
     assert_same(bits(whole), bits(again))
 
 
-OPTIMIZERS = [
-    "muon",
-    "lion",
-    "sgd",
-    "nesterov",
-    "lamb",
-    "nadamw",
-    "adafactor",
-    "adopt",
-    "laprop",
-    "cadamw",
-    "mars",
-    "radam",
-]
+OPTIMIZERS = "muon lion sgd nesterov lamb nadamw adafactor adopt laprop cadamw mars radam".split()
 KINDS = ["frozen", "unused", "buffers", "tied", "channels", "compiled", "wrapped", "scaled"]
 
 
@@ -231,17 +218,6 @@ def test_layout_and_rotation(trained):
     assert (run / "ema.safetensors").samefile(newest / "ema.safetensors")
 
 
-def test_rotation_keeps_the_good_one_and_passes_over_damaged_newer_ones(trained):
-    run, state, states = trained
-    (run / "checkpoints" / "step_6" / "model.safetensors").write_bytes(b"torn")
-    step, folder = latest_checkpoint(run, lambda text: None)
-    state.restore(folder)
-    assert step == 4 and bits(state)[0].keys() == states[4][0].keys()
-    assert_same(bits(state), states[4])
-    save(run, 5, state, keep=1)
-    assert latest_checkpoint(run, lambda text: None)[0] == 5
-
-
 def test_ema_switched_on_and_off(trained):
     run, state, _ = trained
     save(run, 8, TrainingState(state.task, state.optimizers))
@@ -252,29 +228,12 @@ def test_ema_switched_on_and_off(trained):
     assert "has no EMA" in said[0] and torch.equal(state.ema.module.head.weight, state.task.model.head.weight)
 
 
-def test_a_record_that_names_a_file_outside_is_refused(trained):
-    run = trained[0]
-    outside = run / "model.safetensors"
-    for name in (str(outside.resolve()), "../../model.safetensors"):
-        add_to_record(run / "checkpoints" / "step_6", sha256={name: "0"})
-        said = []
-        assert latest_checkpoint(run, said.append)[0] == 4
-        assert f"names {name}, which is outside of the folder" in said[0]
-
-
-def add_to_record(folder, **more):
-    record = json.loads((folder / "step.json").read_text())
-    del record["own_sha256"]
-    (folder / "step.json").write_text(record_text(record | more))
-
-
 def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained, tmp_path):
     run = trained[0]
     for max_steps in (6, 7):
         assert resume_point(run, max_steps, fresh=False) == (6, run / "checkpoints" / "step_6")
     assert resume_point(run, 5, fresh=True) is None and latest_checkpoint(tmp_path / "none") is None
-    with pytest.raises(ValueError, match="--max-steps 5: .* has already done 6 steps"):
-        resume_point(run, 5, fresh=False)
+    refuse("--max-steps 5: .* has already done 6 steps", resume_point, run, 5, fresh=False)
 
 
 @pytest.mark.parametrize("warmup, average", [(False, 0.1), (True, 5 ** (-2 / 3))])
@@ -289,17 +248,9 @@ def test_a_moving_average_with_and_without_warmup(warmup, average):
     assert make_ema(model, 0.0, warmup, "cpu") is None
 
 
-def test_checkpoints_of_other_models_and_versions_are_refused_in_one_line(trained):
+def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state, _ = trained
-    folders = [run / "checkpoints" / f"step_{step}" for step in (4, 6)]
+    folder = run / "checkpoints" / "step_6"
     state.task.model.head = torch.nn.Linear(24, 6)  # as after a change of the model's code
-    with one_line("step_6, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"):
-        state.restore(folders[1])
-    with one_line("cannot be loaded into this model .optimiser 0 has other parameters"):
-        beginning("frozen").restore(folders[1])
-    for folder in folders:
-        (folder / "step.json").write_text(json.dumps(dict(format=9, version="0.9.0", step=6)))
-    said = []
-    with one_line("every checkpoint in .* is damaged, or of another version; --fresh"):
-        latest_checkpoint(run, said.append)
-    assert "step_6 is skipped: step.json has format 9 of moh_vision 0.9.0; this is 0.1.0, which reads 4" in said[0]
+    refuse("step_6, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch", state.restore, folder)
+    refuse("cannot be loaded into this model .optimiser 0 has other parameters", beginning("frozen").restore, folder)

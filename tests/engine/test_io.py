@@ -4,10 +4,11 @@ import errno
 import os
 import signal
 import socket
-import time
 
 import pytest
 import torch
+from processes import hold
+from refusals import one_line
 from safetensors import safe_open
 
 from moh_vision.engine import io
@@ -24,48 +25,38 @@ from moh_vision.engine.io import (
 )
 
 
-@pytest.fixture
-def held(tmp_path, monkeypatch):
-    """A function that starts a process which locks a folder and has a child; returns its pid."""
+@contextlib.contextmanager
+def writing_with_a_child(folder, with_children):
+    os.setsid()
+    with only_one(folder, "--output", with_children=with_children):
+        os.fork()  # as loader processes are, which outlive a kill for some seconds
+        yield
+
+
+@pytest.mark.parametrize("with_children", [False, True])
+def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypatch, with_children):
     monkeypatch.setattr(io, "PAUSE", 0)
-    started = []
+    pid = hold(writing_with_a_child, tmp_path, with_children)
 
-    def start(kind):
-        read, write = os.pipe()
-        started.append(os.fork())
-        if started[-1] == 0:
-            os.setsid()
-            with only_one(tmp_path, "--output", with_children=kind == "flock"):
-                os.fork()  # as loader processes are, which outlive a kill for some seconds
-                os.write(write, b"held")
-                time.sleep(60)
-        os.read(read, 4)
-        return started[-1]
+    def is_refused():
+        with one_line(f"--output {tmp_path}: process {pid} on {socket.gethostname()} is writing there"):
+            with only_one(tmp_path, "--output", with_children):
+                pass
 
-    yield start
-    for pid in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize("kind", ["lockf", "flock"])
-def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, held, kind):
-    pid = held(kind)
-    refusal = f"--output {tmp_path}: process {pid} on {socket.gethostname()} is writing there"
-    for _ in range(2):  # being refused does not take the lock away from its owner
-        with pytest.raises(ValueError, match=refusal), only_one(tmp_path, "--output", kind == "flock"):
-            pass
+    is_refused()
+    is_refused()  # being refused does not take the lock away from its owner
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    if kind == "flock":  # held by the child, which may write
-        with pytest.raises(ValueError, match=refusal), only_one(tmp_path, "--output", with_children=True):
-            pass
+    if with_children:  # held by the child, which may write
+        is_refused()
         os.killpg(pid, signal.SIGKILL)
         with open(tmp_path / ".lock") as file:
             io.fcntl.flock(file, io.fcntl.LOCK_EX)  # waits until the child has died
-    with only_one(tmp_path, "--output", kind == "flock"):
+    with only_one(tmp_path, "--output", with_children):
         assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert not list(tmp_path.iterdir())
+    if not with_children:
+        os.killpg(pid, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplog):

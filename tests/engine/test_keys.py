@@ -3,17 +3,19 @@
 import contextlib
 import dataclasses
 import math
+import string
 import typing
 
 import pytest
 import refusals
-from refusals import one_line
+from refusals import one_line, refuse
+from repeat import cases
 
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
-from moh_vision.engine.command_line import dump, load, parse_config
+from moh_vision.engine.command_line import dump, groups_of, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
-from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of
+from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, unknown_key
 from moh_vision.language.config import LanguageConfig
 
 KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, OpenedDitConfig]
@@ -47,6 +49,54 @@ def test_every_key_says_what_it_is(kind):
         assert {other for need in found.about["needs"] for other in deciding(need)} <= set(keys), name
         numbers = leaves(found.hint) & {int, float}
         assert not numbers or {"gt", "ge"} & set(found.about), f"a new number, {name}: what is its range?"
+
+
+# ---------------------------------------------------------------- misspelt keys
+
+LETTERS = string.ascii_lowercase + string.digits + "_."
+
+
+def edits(key, letters):
+    """Every key one edit away: a letter lost, added, exchanged, or two swapped."""
+    for i in range(len(key) + 1):
+        yield from (key[:i] + letter + key[i:] for letter in letters)
+    for i in range(len(key)):
+        yield key[:i] + key[i + 1 :]
+        yield from (key[:i] + letter + key[i + 1 :] for letter in letters)
+        yield key[:i] + key[i + 1 : i + 2] + key[i] + key[i + 2 :]
+
+
+@pytest.mark.parametrize("letters", ["eq.", pytest.param(LETTERS, marks=pytest.mark.reliability)])
+@every_kind
+def test_every_key_misspelt_by_one_edit_is_corrected(kind, letters):
+    """All edits of all keys and flags: the right one is suggested, and alone."""
+    own = {name: key for _, keys in groups_of(kind) for name, key in keys.items()}
+    of = {}  # an edit may be one from two keys
+    for key in own:
+        for wrong in set(edits(key, letters)) - set(own):
+            of.setdefault(wrong, set()).add(key)
+    for wrong, right in of.items():
+        message = unknown_key(wrong, own)
+        assert any(message == f"unknown key '{wrong}', did you mean '{key}'?" for key in right), (right, message)
+    print(f"{len(own)} keys, {len(of)} edits, {sum(len(r) > 1 for r in of.values())} of them of two keys")
+    assert len(of) > 5 * sum(map(len, own))
+
+
+@every_kind
+def test_misspelt_keys_are_refused_on_the_command_line_and_in_a_file(kind, tmp_path):
+    """For each key and flag one of its edits, through the whole of the parser."""
+    own, file = {name: key for _, keys in groups_of(kind) for name, key in keys.items()}, tmp_path / "c.yaml"
+    sections = {key.partition(".")[0] for key in own if "." in key}
+    rng = cases(len(own), f"misspelt keys of {kind.__name__}")
+    for key in own:
+        head, _, leaf = key.rpartition(".")
+        possible = sorted(e for e in set(edits(leaf, "aeq_")) - sections if e.strip("_") and e[0] != "_")
+        name = rng.choice([e for e in possible if f"{head}.{e}".strip(".") not in own])
+        wrong = f"{head}.{name}".strip(".")
+        file.write_text(f"{head}: {{{name}: 1}}\n" if head else f"{wrong}: 1\n")
+        refuse(f"^unknown key '{wrong}', did you mean '{key}'", parse, kind, f"--{wrong}", "1")
+        if own[key].about["kept"]:
+            refuse(f"^{file}: unknown key '{wrong}', did you mean '{key}'", parse, kind, "--config", str(file))
 
 
 # ---------------------------------------------------------------- types
@@ -133,16 +183,13 @@ def test_a_value_out_of_its_range_is_refused(kind):
 @pytest.mark.parametrize("kind, name", [(MixConfig, "mixup"), (OptimConfig, "weight_decay"), (OptimConfig, "lr")])
 def test_every_section_is_checked_however_it_is_made(kind, name):
     for number in (math.inf, math.nan):
-        with pytest.raises(ValueError, match=f"{number} is out of range"):
-            kind(**{name: number})
-    with pytest.raises(ValueError, match='key "data.repeats": Expected int. Got value: x'):
-        ClsDataConfig(repeats="x")
+        refuse(f"{number} is out of range", kind, **{name: number})
+    refuse('key "data.repeats": Expected int. Got value: x', ClsDataConfig, repeats="x")
 
 
 def test_a_list_has_one_value_at_least():
     for kind, name in ((ClsConfig, "model.head_budget"), (SampleConfig, "classes")):
-        with one_line(f"{name} \\[\\] is out of range: at least one"):
-            parse(kind, f"--{name}=[]")
+        refuse(f"{name} \\[\\] is out of range: at least one", parse, kind, f"--{name}=[]")
     with one_line(r"model.head_budget \[\(1, -1\)\] is out of range: at least 0"):  # numbers at any depth
         parse(ClsConfig, "--model.head_budget", "[[1, -1]]")
 
@@ -150,8 +197,7 @@ def test_a_list_has_one_value_at_least():
 def test_whole_numbers_are_compared_as_such():
     assert parse(ClsConfig, "--seed", str(2**63 - 1)).seed == 2**63 - 1
     for wrong in (2**63, 10**400):
-        with one_line("seed 9223372036854775808|seed 1000"):
-            parse(ClsConfig, "--seed", str(wrong))
+        refuse("seed 9223372036854775808|seed 1000", parse, ClsConfig, "--seed", str(wrong))
 
 
 # ---------------------------------------------------------------- keys without effect
@@ -258,8 +304,7 @@ def test_nobody_reads_the_help_to_its_end(monkeypatch):
 def test_the_whole_text_of_keys_and_sections(kind, names, shown, capsys):
     text = helped(kind, ["--help", *names.split()], capsys)
     assert all(words in text for words in shown) and "--mix" not in text and text.endswith(".\n")
-    with one_line("--help modle: no such key or section"):
-        parse_config(ClsConfig, ["--help", "modle"], "script.py")
+    refuse("--help modle: no such key or section", parse_config, ClsConfig, ["--help", "modle"], "script.py")
 
 
 def test_a_key_that_is_said_again_keeps_the_rest():

@@ -9,12 +9,13 @@ import shlex
 import subprocess
 import sys
 import time
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import PartialState
-from small_runs import arguments
+from refusals import refuse
+from small_runs import arguments, entries
 
 from moh_vision import __version__
 from moh_vision.classification.train import main
@@ -22,19 +23,23 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, numbers, open_tracker, write_json
+from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, open_tracker, write_json
 
 
-def test_metrics_of_an_interrupted_run_are_replaced(tmp_path, capsys):
+def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates_once(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 4, "loss": 1}\n{"step": 5, "loss": 9}\n{"step": 6, "lo')
     log = RunLog(path, start=4, total=6, enabled=True, title="t")
     log.step(8)
     log.metrics(5, {"loss": 2.0}, "loss 2")
     log.close()
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(e["step"], e["loss"]) for e in lines] == [(4, 1), (5, 2.0)]
-    assert lines[1]["images_per_s"] > 0 and lines[1]["peak_memory_mib"] > 0
+    for _ in range(2):
+        log = RunLog(path, start=6, total=6, enabled=True, title="t")
+        log.event(6, {"validation": {"top1": 1.0}}, "v")
+        log.close()
+    before, step, validation = entries(tmp_path)
+    assert (before, validation) == ({"step": 4, "loss": 1}, {"step": 6, "validation": {"top1": 1.0}})
+    assert (step["step"], step["loss"]) == (5, 2.0) and step["images_per_s"] > 0 and step["peak_memory_mib"] > 0
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
 
@@ -54,54 +59,33 @@ def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkey
     assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
 
 
-def test_a_finished_run_validates_once_and_a_skipped_step_is_null(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    for _ in range(2):
-        log = RunLog(path, start=2, total=2, enabled=True, title="t")
-        log.event(2, {"validation": {"top1": 1.0}, "grad_norm": math.nan}, "v")
-        log.close()
-    assert path.read_text() == '{"step": 2, "validation": {"top1": 1.0}, "grad_norm": null}\n'
-
-
 # ---------------------------------------------------------------- a tracker
 
 
-class Recorder:
-    """A tracker with accelerate's methods."""
-
-    name = "wandb"
-
-    def __init__(self):
-        self.calls = []
-
-    def log(self, values, step):
-        self.calls.append((step, values))
-
-    def log_images(self, values, step, **kwargs):
-        self.calls.append((step, {k: (v.shape, v.dtype.name) for k, v in values.items()}, kwargs))
-
-    def finish(self):
-        self.calls.append("finished")
-
-
-def test_numbers():
-    values = dict(loss=0.5, step=3, on=True, head_usage=[[1.0]], name="x", none=None, validation=dict(top1=9.5, n=[1]))
-    assert numbers(values) == {"loss": 0.5, "step": 3, "validation/top1": 9.5}
-
-
-def test_the_log_hands_its_numbers_on(tmp_path):
-    recorder = Recorder()
-    log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", recorder)
-    log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
-    log.event(1, dict(validation=dict(top1=50.0)), "validation")
-    log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
-    log.close()
-    (step, first), second, images, end = recorder.calls
-    assert step == 0 and first["loss"] == 1.5 and "grad_norm" not in first and "images_per_s" in first
-    assert second == (1, {"validation/top1": 50.0}) and end == "finished"
-    assert images == (1, {"samples": ((4, 8, 8, 3), "uint8")}, {})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines[0]["grad_norm"] is None and lines[1] == {"step": 1, "validation": {"top1": 50.0}}
+def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
+    """wandb is not a dependency: a module of its name takes the calls."""
+    PartialState()  # as a script has it
+    started, told = [], []
+    run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finished"))
+    config = SimpleNamespace(update=lambda values, **_: started.append(values))
+    fake = SimpleNamespace(
+        init=lambda **how: started.append(how) or run, config=config, Image=lambda image: image.shape
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    for _ in range(2):
+        tracker = open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True)
+        log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", tracker)
+        log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
+        log.event(1, dict(validation=dict(top1=50.0, n=[1]), on=True, name="x", none=None), "validation")
+        log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
+        log.close()
+    first, config, second, _ = started
+    assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
+    assert first["project"] == "moh_vision dit" and first["name"] == "run"
+    (step, values), validation, images, end = told[:4]
+    assert step == 0 and values["loss"] == 1.5 and "grad_norm" not in values and "images_per_s" in values
+    assert validation == (1, {"validation/top1": 50.0}) and end == "finished"
+    assert images == (1, {"samples": [(8, 8, 3)] * 4})
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
@@ -122,24 +106,7 @@ def test_no_tracker_and_a_missing_package(tmp_path, monkeypatch):
     assert open_tracker("tensorboard", tmp_path, 0, "t", {}, False) is None
     check_tracker(None)
     monkeypatch.setattr(logging, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="tracker wandb: the package is not installed"):
-        check_tracker("wandb")
-
-
-def test_wandb_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
-    """wandb is not a dependency: a module of its name takes the calls."""
-    PartialState()  # as a script has it
-    started = []
-    fake = types.SimpleNamespace(
-        init=lambda **kwargs: started.append(kwargs) or types.SimpleNamespace(finish=lambda: None),
-        config=types.SimpleNamespace(update=lambda values, **_: started.append(values)),
-    )
-    monkeypatch.setitem(sys.modules, "wandb", fake)
-    for _ in range(2):
-        open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True).finish()
-    first, config, second, _ = started
-    assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
-    assert first["project"] == "moh_vision dit" and first["name"] == "run"
+    refuse("tracker wandb: the package is not installed", check_tracker, "wandb")
 
 
 # ---------------------------------------------------------------- starts and the end
@@ -151,15 +118,21 @@ def git(folder, *words):
     return done.stdout.strip()
 
 
-def test_a_line_for_every_start(tmp_path):
+def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path, capsys):
+    run = tmp_path / "run"
     for steps in (1, 2):
-        main(arguments("cls", tmp_path / "run", steps, 1, "--tracker", "null"))
-    first, second = map(json.loads, (tmp_path / "run" / "environment.jsonl").read_text().splitlines())
+        main(arguments("cls", run, steps, 1, "--tracker", "null"))
+    first, second = map(json.loads, (run / "environment.jsonl").read_text().splitlines())
     assert (first["step"], second["step"]) == (0, 1) and first["date"] <= second["date"]
     assert first["command"].startswith("train_cls.py --config configs/quickstart/cls.yaml")
     assert "--max-steps 1" in first["command"] and "--max-steps 2" in second["command"]
     assert first["versions"]["torch"] == torch.__version__.split("+")[0] and first["processes"] == 1
     assert first["versions"]["moh_vision"] == __version__ and first["device"] and first["cores"] >= 1
+    made, _, following = capsys.readouterr().out.partition(f"{run} has ")[2].partition("\nnext\n")
+    named = made.split(", ")
+    assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
+    assert all((run / name).exists() for name in named) and "best.safetensors" not in named
+    assert shlex.split(following.splitlines()[0])[-1] == str(run)
 
 
 def test_commit(tmp_path):
@@ -185,15 +158,6 @@ def test_what_comes_next_is_a_command(command, capsys):
         importlib.import_module(module).main([*name, "--help"])
     taken = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
     assert {w for w in words if w.startswith("--")} <= {option.replace("_", "-") for option in taken}
-
-
-def test_a_run_names_the_files_that_it_made(tmp_path, capsys):
-    main(arguments("cls", tmp_path / "run", 1, 1))
-    made, _, following = capsys.readouterr().out.partition(f"{tmp_path / 'run'} has ")[2].partition("\nnext\n")
-    named = made.split(", ")
-    assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
-    assert all((tmp_path / "run" / name).exists() for name in named) and "best.safetensors" not in named
-    assert shlex.split(following.splitlines()[0])[-1] == str(tmp_path / "run")
 
 
 @pytest.mark.parametrize("objective", ["noise", "flow"])

@@ -6,7 +6,7 @@ import io
 import pytest
 import timm
 import torch
-from refusals import one_line
+from refusals import one_line, refuse
 
 import moh_vision  # noqa: F401
 from moh_vision.classification.config import ClsConfig
@@ -28,14 +28,12 @@ def test_names(kind):
     for name in ("nadamw", "lion", "muon"):
         assert parse(kind, "--optim.name", name).optim.name == name
     assert check_sharded("muon") is None
-    with one_line("optim.name 'adamuon' does not work with FSDP: launch with DDP"):
-        check_sharded("adamuon")
+    refuse("optim.name 'adamuon' does not work with FSDP: launch with DDP", check_sharded, "adamuon")
     of_timm = "is not one of timm's optimisers"  # kron: its random numbers are not in its state
     for name, words in dict(
         adamww=f"{of_timm}: did you mean .*adamw", AdamW="did you mean adamw", kron=of_timm
     ).items():
-        with one_line(f"optim.name '{name}' .*{words}"):
-            parse(kind, "--optim.name", name)
+        refuse(f"optim.name '{name}' .*{words}", parse, kind, "--optim.name", name)
 
 
 def test_what_is_left_out_is_the_optimisers_own():

@@ -1,19 +1,18 @@
 import contextlib
-import math
 import os
 import signal
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from refusals import one_line
+from accelerate.state import AcceleratorState
+from processes import hold
+from refusals import refuse
 
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.run import make_accelerator
 from moh_vision.engine.run_folder import RunFolder
-from moh_vision.engine.step import Updater, average_over_step, learning_rate, set_learning_rate
+from moh_vision.engine.step import average_over_step, learning_rate, set_learning_rate
 
 
 def test_schedule():
@@ -47,45 +46,13 @@ def test_losses_are_averaged_over_micro_batches():
 
 def test_accelerate_told_otherwise_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    with pytest.raises(ValueError, match="launched with bf16, but mixed_precision is no"):
-        make_accelerator("no")
+    refuse("launched with bf16, but mixed_precision is no", make_accelerator, "no")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert make_accelerator("no").gradient_accumulation_steps == 1
-
-
-def small_training():
-    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
-    return model, optimizer, Updater(accelerator, clip_norm=1.0), model.weight.detach().clone()
-
-
-def test_gradients_that_are_not_finite_change_nothing_and_stop_after_ten():
-    model, optimizer, update, before = small_training()
-
-    def step(value, number):
-        loss = model(torch.full((1, 2), value)).sum()
-        loss.backward()
-        return update(model, optimizer, number, [dict(loss=loss)])
-
-    for number in range(9):
-        assert step(math.nan, number)[1] is False
-    assert torch.equal(model.weight, before) and update.skipped == 9
-    norm, updated = step(1.0, 9)
-    assert updated and math.isfinite(norm) and not torch.equal(model.weight, before)
-    for number in range(9):
-        step(math.inf, 10 + number)
-    with one_line("step 19: 10 steps in a row without finite loss and gradient .*lr 0.1", FloatingPointError):
-        step(math.nan, 19)
-
-
-@pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
-def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
-    model, optimizer, update, before = small_training()
-    for p in model.parameters():
-        p.grad = torch.full_like(p, gradient)
-    assert update(model, optimizer, 0, [dict(loss=torch.tensor(loss))])[1] is False
-    assert torch.equal(model.weight, before) and update.skipped == 1
+    AcceleratorState._reset_state(True)
+    refuse('fp16 needs a GPU; on a CPU it is "no" or "bf16"', make_accelerator, "fp16")
+    AcceleratorState._reset_state(True)
 
 
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
@@ -95,12 +62,18 @@ def differs_from(new):
     return lambda old: [] if old == new else ["lr: 1 -> 2"]
 
 
-def open_here(path, config, fresh=False):
+@contextlib.contextmanager
+def opened(path, config, fresh=False):
     with contextlib.ExitStack() as held:
         folder = RunFolder(str(path), fresh, ACCELERATOR, held)
         folder.take_up(1)
         folder.open(config, differs_from(config))
-    return path
+        yield
+
+
+def open_here(path, *more, **named):
+    with opened(path, *more, **named):
+        return path
 
 
 def test_open_run(tmp_path):
@@ -111,8 +84,7 @@ def test_open_run(tmp_path):
     for lr in (3, 1):
         open_here(run, {"lr": lr})  # no step was done: another configuration may begin
     (tmp_path / "weights").rename(run / "weights")
-    with pytest.raises(ValueError, match="another configuration: lr: 1 -> 2"):
-        open_here(run, {"lr": 2})
+    refuse("another configuration: lr: 1 -> 2", open_here, run, {"lr": 2})
     for number in (1, 2):
         open_here(run, {"lr": 2}, fresh=True)
         assert (run.with_name(f"run.{number}")).exists()
@@ -122,26 +94,17 @@ def test_open_run(tmp_path):
 
 def test_open_run_overwrites_nothing(tmp_path):
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ValueError, match="is a file"):
-        open_here(tmp_path / "file", {})
-    with pytest.raises(ValueError, match="is not empty and holds no run"):
-        open_here(tmp_path, {})
+    refuse("is a file", open_here, tmp_path / "file", {})
+    refuse("is not empty and holds no run", open_here, tmp_path, {})
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, fresh):
     monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
-    run, (read, write) = tmp_path / "run", os.pipe()
-    child = os.fork()
-    if child == 0:
-        with contextlib.ExitStack() as held:
-            RunFolder(str(run), False, ACCELERATOR, held).open({}, differs_from({}))
-            os.write(write, b"held")
-            time.sleep(60)
-    os.read(read, 4)
-    with pytest.raises(ValueError, match=f"--output {run}: process {child} on .* is writing there; wait, or take"):
-        open_here(run, {}, fresh)
+    run = tmp_path / "run"
+    child = hold(opened, run, {})
+    refuse(f"--output {run}: process {child} on .* is writing there; wait, or take", open_here, run, {}, fresh)
     RunFolder(str(run), fresh, ACCELERATOR, None).take_up(1, lock=False)  # only reads
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -158,8 +121,7 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
     open_here(run, {})
     (run / "config.yaml").unlink()
     monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text(""))
-    with pytest.raises(ValueError, match="another process has begun a run there meanwhile"):
-        open_here(run, {})
+    refuse("another process has begun a run there meanwhile", open_here, run, {})
 
 
 def test_user_errors_are_one_line_and_exit_2(capsys):

@@ -1,15 +1,12 @@
-"""A small training whose state is a function of the step, and processes to lose it in."""
+"""A small training whose state is a function of the step."""
 
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import pathlib
-import random
 import shutil
-import signal
-import time
-import traceback
 from unittest import mock
 
 import torch
@@ -17,6 +14,7 @@ from accelerate import Accelerator
 
 from moh_vision.engine import saver
 from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.step_folders import record_text
 from moh_vision.engine.weights import ModelEma
 
 CALLS = [(os, name) for name in ("mkdir", "rename", "link", "fsync", "unlink", "rmdir")]
@@ -63,8 +61,8 @@ class SmallTraining:
         self.task, self.optimizer = self.accelerator.prepare(task, torch.optim.AdamW(task.parameters(), lr=0.1))
         self.saved = TrainingState(self.task, [self.optimizer], self.ema)
 
-    def step(self, number, variant=0):
-        generator = torch.Generator().manual_seed(1000 * variant + number)
+    def step(self, number):
+        generator = torch.Generator().manual_seed(number)
         self.accelerator.backward(self.task(torch.randn(4, 8, generator=generator)))
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -81,50 +79,11 @@ class SmallTraining:
             writer.wait()
         return writer.problem
 
-    def load(self, folder):
-        self.saved.restore(folder)
-
     def state(self):
         """Sum of weights, EMA and optimiser."""
         moments = [v for _, s in sorted(self.optimizer.state_dict()["state"].items()) for _, v in sorted(s.items())]
         tensors = [*self.task.state_dict().values(), *self.ema.module.state_dict().values(), *moments]
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
-
-
-def one_threaded():
-    """For a fixture: a SmallTraining in a process that may fork."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield SmallTraining()
-    torch.set_num_threads(threads)
-
-
-def fork(work):
-    """Start `work` in a copy of this process and return its id; it exits with 0, or 99 after an exception."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        torch.set_num_threads(1)  # as in `one_threaded`, whatever was set since: the pool's threads are not in the fork
-        work()
-        os._exit(0)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(99)
-
-
-def wait(child, seconds=60):
-    """Exit code of a child, minus the signal that ended it; one that hangs is killed and fails the test."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise AssertionError(f"still running after {seconds} s")
 
 
 def at_point(number, act):
@@ -133,11 +92,11 @@ def at_point(number, act):
     return lambda point: act(point) if next(count) == number else None
 
 
-def seeded(name, n):
-    """Random numbers of a test; its seed is printed, and taken from MOH_VISION_SEED where that is set."""
-    seed = int(os.environ.get("MOH_VISION_SEED", random.SystemRandom().randrange(2**32)))
-    print(f"{name}: MOH_VISION_SEED={seed} N={n}")
-    return random.Random(seed)
+def seal(folder, **more):
+    """Change the record of a checkpoint, and its sum of itself with it."""
+    record = json.loads((folder / "step.json").read_text())
+    del record["own_sha256"]
+    (folder / "step.json").write_text(record_text(record | more))
 
 
 def hidden(run):

@@ -1,54 +1,102 @@
 """SIGKILL, SIGTERM and SIGINT at random instants: the run ends with the bits of an undisturbed one."""
 
+import functools
 import os
 import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from recorded_runs import Runs
+from processes import Command
 from repeat import cases
-from small_runs import arguments, checkpoint_steps, logged, losses, outcome
+from small_runs import arguments, checkpoint_steps, logged, losses, outcome, script
 
-from moh_vision.classification import train as train_cls
+from moh_vision.engine import run
+from moh_vision.engine.logging import RunLog
 from moh_vision.engine.saver import Saver
 
 
+def recorded(kind, file, slow_save, argv):
+    """The real main(); each step's loss, as a hexadecimal number, is appended by one write, which a kill cannot tear."""
+    losses = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    real, exact = SimpleNamespace(average=run.average_over_step, metrics=RunLog.metrics, save=Saver.save), []
+
+    def average(accelerator, values):
+        exact[:] = [float(v["loss"].detach()).hex() for v in values]
+        return real.average(accelerator, values)
+
+    def metrics(self, step, values, show):
+        os.write(losses, f"{step} {' '.join(exact)}\n".encode())
+        real.metrics(self, step, values, show)
+
+    def save(*args, **kwargs):
+        time.sleep(slow_save)
+        return real.save(*args, **kwargs)
+
+    run.average_over_step, RunLog.metrics, Saver.save = average, metrics, save
+    script(kind).main(argv)
+
+
 @pytest.fixture
-def runs():
-    with Runs() as runs:
-        yield runs
+def start():
+    """start(kind, argv, folder): a run in a process; it prints to folder/KIND.log, its losses go to folder/KIND.losses."""
+    started = []
+
+    def start_run(kind, argv, folder, slow_save=0.0) -> Command:
+        main = functools.partial(recorded, kind, str(folder / f"{kind}.losses"), slow_save)
+        started.append(Command(main, argv, folder / f"{kind}.log"))
+        return started[-1]
+
+    yield start_run
+    for command in started:
+        command.kill()
 
 
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
+# What draws random numbers in a step, or adds to its state.
+MORE = {
+    "cls": ["--model.kwargs", "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}", "--optim.layer_decay", "0.9"]
+    + "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 --data.repeats 3".split()
+    + "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1".split(),
+    "dit": "--optim.accumulation 2 --mixed_precision bf16".split(),
+    "text": [],
+}
 
 
-def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
+def disturbed(start, tmp_path, kind, signals, ahead, save_every):
     """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
 
     SIGKILL comes at any time from the start of the process to when it will have done about `ahead` steps, by the pace of
     the undisturbed run; the others up to `ahead` steps after its first one. Twice as many steps end the wait, so that no
-    pace of the machine lets the run end first.
+    pace of the machine lets the run end first. Every other start has a loader process.
     """
     steps = 3 * ahead * (len(signals) + 1)
     whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
     whole.mkdir(), folder.mkdir()
-    begin = time.monotonic()
-    command = runs.start(kind, arguments(kind, whole / "run", steps, 10**6), whole)
+
+    def begin(folder, save_every, number=0):
+        workers = [] if kind == "text" else ["--data.workers", number % 2]
+        return start(kind, arguments(kind, folder / "run", steps, save_every, *MORE[kind], *workers), folder)
+
+    since = time.monotonic()
+    command = begin(whole, 10**6)
     assert command.until(lambda: losses(whole, kind)), command.said()[-3000:]
     first = time.monotonic()
     assert command.wait(within=1200) == 0, command.said()[-3000:]
     beyond = ahead * (time.monotonic() - first) / steps
-    argv, in_training = arguments(kind, folder / "run", steps, save_every), 0
+    in_training = 0
     for count, number in enumerate(signals):
         before = losses(folder, kind)
 
         def more(before=before):
             return len(losses(folder, kind)) - len(before)
 
-        command = runs.start(kind, argv, folder)
+        command = begin(folder, save_every, count)
         if number != signal.SIGKILL:
             assert command.until(more), command.said()[-3000:]
-        instant = time.monotonic() + random.uniform(0, beyond + (first - begin if number == signal.SIGKILL else 0))
+        instant = time.monotonic() + random.uniform(0, beyond + (first - since if number == signal.SIGKILL else 0))
         there = command.until(lambda: time.monotonic() >= instant or more() >= 2 * ahead)  # noqa: B023
         assert there, command.said()[-3000:]
         os.kill(command.pid, number)
@@ -60,7 +108,7 @@ def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
         if number != signal.SIGKILL:
             assert checkpoint_steps(folder / "run")[-1] == made[-1][0], "not the step it was at"
         in_training += bool(made)
-    command = runs.start(kind, argv, folder)
+    command = begin(folder, save_every)
     assert command.wait(within=600) == 0, command.said()[-3000:]
 
     expected, made = dict(losses(whole, kind)), losses(folder, kind)
@@ -77,35 +125,36 @@ def disturbed(runs, tmp_path, kind, signals, ahead, save_every):
     return twice
 
 
-def test_a_kill_and_a_signal(runs, tmp_path):
-    disturbed(runs, tmp_path, "cls", [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_a_kill_and_a_signal(start, tmp_path, kind):
+    disturbed(start, tmp_path, kind, [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind, kills", [("cls", 50), ("dit", 50), ("text", 20)])
-def test_many_kills(runs, tmp_path, kind, kills):
+def test_many_kills(start, tmp_path, kind, kills):
     kills = int(os.environ.get("KILLS", kills))
-    disturbed(runs, tmp_path, kind, [signal.SIGKILL] * kills, ahead=20, save_every=10)
+    disturbed(start, tmp_path, kind, [signal.SIGKILL] * kills, ahead=20, save_every=10)
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("kind", ["cls", "dit", "text"])
-def test_many_signals(runs, tmp_path, kind):
-    signals = [signal.SIGTERM, signal.SIGINT] * 10
+def test_many_signals(start, tmp_path, kind):
+    signals = [signal.SIGTERM, signal.SIGINT] * (int(os.environ.get("KILLS", 20)) // 2)
     # Nothing but what a signal saves is saved, so that no step is done twice.
-    assert disturbed(runs, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
+    assert disturbed(start, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
 
 
-def test_a_signal_before_the_first_step_leaves_nothing(runs, tmp_path):
-    command = runs.start("dit", arguments("dit", tmp_path / "run", 10, 5), tmp_path)
+def test_a_signal_before_the_first_step_leaves_nothing(start, tmp_path):
+    command = start("dit", arguments("dit", tmp_path / "run", 10, 5), tmp_path)
     os.kill(command.pid, signal.SIGTERM)
     assert command.wait() in (143, -signal.SIGTERM)
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_second_signal_leaves_at_once(runs, tmp_path):
+def test_a_second_signal_leaves_at_once(start, tmp_path):
     argv = arguments("dit", tmp_path / "run", 10**6, 10**6)
-    command = runs.start("dit", argv, tmp_path, slow_save=60)
+    command = start("dit", argv, tmp_path, slow_save=60)
     assert command.until(lambda: len(losses(tmp_path, "dit")) >= 3)
     os.kill(command.pid, signal.SIGTERM)
     os.kill(command.pid, signal.SIGTERM)  # the same one, passed on by a launcher
@@ -128,10 +177,36 @@ def test_a_signal_in_the_last_save_still_ends_the_run(tmp_path, monkeypatch, cap
     monkeypatch.setattr(Saver, "save", save_and_signal)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as stop:
-        train_cls.main(arguments("cls", tmp_path, 3, 3))
+        script("cls").main(arguments("cls", tmp_path, 3, 3))
     assert stop.value.code == 143 and "SIGTERM: stopped after 3 steps" in capsys.readouterr().out
     assert checkpoint_steps(tmp_path) == [3] and not (tmp_path / "results.json").exists()
     assert signal.getsignal(signal.SIGTERM) == before
     monkeypatch.setattr(Saver, "save", save)
-    train_cls.main(arguments("cls", tmp_path, 3, 3))  # only the validation is left to do
+    script("cls").main(arguments("cls", tmp_path, 3, 3))  # only the validation is left to do
     assert (tmp_path / "results.json").exists()
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("kind, workers", [("cls", 0), ("cls", 1), ("dit", 0)])
+def test_two_thousand_steps(start, tmp_path, kind, workers):
+    """Memory, open files and files on disk stay bounded."""
+    argv = arguments(kind, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers)
+    command, seen = start(kind, argv, tmp_path), []
+    place = Path(f"/proc/{command.pid}")
+    while True:
+        made = losses(tmp_path, kind)
+        try:
+            memory = next(line for line in (place / "status").read_text().splitlines() if line.startswith("VmRSS"))
+            seen.append((len(made), int(memory.split()[1]) / 1024, len(os.listdir(place / "fd"))))
+        except (OSError, StopIteration):
+            break  # it has ended
+        time.sleep(0.1)
+    assert command.wait() == 0, command.said()[-2000:]
+    steps, mib, files = (np.array(column) for column in zip(*[s for s in seen if 300 <= s[0] < 1990]))
+    assert len(steps) > 30, "too few looks at it"
+    slope = 1000 * np.polyfit(steps, mib, 1)[0]
+    print(f"{kind}, {workers} workers: {slope:+.2f} MB per 1,000 steps at {mib.mean():.0f} MB, {files.max()} files")
+    assert slope <= 1.0
+    assert np.median(files[-10:]) <= np.median(files[:10])
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2
+    assert len([p for p in (tmp_path / "run").rglob("*") if p.is_file()]) < 25

@@ -6,43 +6,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
+from refusals import one_line
 from safetensors.torch import load_file
-from small_runs import arguments, logged
+from small_runs import arguments, logged, same, script
 
-from moh_vision.classification import train as train_cls
-from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.step import Updater
 
-SCRIPTS = dict(cls=train_cls, dit=train_dit)
 
-
-def poison(monkeypatch, script, steps, value=math.nan):
-    batches = script.training_batches
+@pytest.mark.parametrize("kind, value", [("cls", math.nan), ("dit", math.inf)])
+def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch, kind, value):
+    batches = script(kind).training_batches
 
     def poisoned(*args, **kwargs):
         for step, batch in enumerate(batches(*args, **kwargs)):
-            if step in steps:
+            if step in (2, 3):
                 batch["images"][0, 0, 0, 0] = value
             yield batch
 
-    monkeypatch.setattr(script, "training_batches", poisoned)
-
-
-@pytest.mark.parametrize("kind", ["cls", "dit"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch, kind, value):
-    poison(monkeypatch, SCRIPTS[kind], {2, 3}, value)
-    SCRIPTS[kind].main(arguments(kind, tmp_path, 6, 1, "--keep-checkpoints", 9))
-    weights, averages, moments = [], [], []
-    for step in range(1, 7):
-        folder = tmp_path / "checkpoints" / f"step_{step}"
-        weights.append(load_file(folder / "model.safetensors"))
-        averages.append(load_file(folder / "ema.safetensors"))
-        moments.append(load_file(folder / "optimizer.safetensors"))
-    for kept in (weights, averages, moments):
-        for name in kept[0]:
-            assert torch.equal(kept[1][name], kept[3][name]), name  # after 2 steps, and after two bad ones
-        assert any(not torch.equal(kept[3][name], kept[4][name]) for name in kept[0])
+    monkeypatch.setattr(script(kind), "training_batches", poisoned)
+    script(kind).main(arguments(kind, tmp_path, 6, 1, "--keep-checkpoints", 9))
+    for name in ("model", "ema", "optimizer"):
+        steps = [load_file(tmp_path / f"checkpoints/step_{step}/{name}.safetensors") for step in (2, 4, 5)]
+        assert same(*steps[:2]), name  # after 2 steps, and after two bad ones
+        assert not same(*steps[1:]), name
     assert [entry["skipped"] for entry in logged(tmp_path)] == [0, 0, 1, 2, 2, 2]
     assert [entry["loss"] is None for entry in logged(tmp_path)] == [False, False, True, True, False, False]
 
@@ -50,7 +36,7 @@ def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch, kind, value):
 def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         more = ("--optim.lr", "1e20", "--optim.warmup_steps", "0", "--optim.schedule", "constant")
-        train_dit.main(arguments("dit", tmp_path, 100, 1, *more))
+        script("dit").main(arguments("dit", tmp_path, 100, 1, *more))
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 1
     assert "10 steps in a row without finite loss and gradient" in error and "lr 1e+20" in error and "norm" in error
@@ -58,16 +44,24 @@ def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
     assert all(torch.isfinite(value).all() for value in state.values())
 
 
-def test_a_bad_loss_with_good_gradients_is_skipped_too():
-    """Such as a loss that overflows in a term whose gradient is cut off."""
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Linear(2, 1)
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
-    update, before = Updater(accelerator, 0.0), model.weight.detach().clone()
-    loss = model(torch.ones(1, 2)).sum()
-    loss.backward()
-    assert update(model, optimizer, 0, [dict(loss=loss + math.inf)])[1] is False
-    assert update.skipped == 1 and torch.equal(model.weight, before) and model.weight.grad is None
+@pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
+def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
+    """Such as a loss that overflows in a term whose gradient is cut off. A good step between them begins a new count."""
+    accelerator, model = Accelerator(cpu=True), torch.nn.Linear(2, 1)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+    update, before = Updater(accelerator, 1.0), model.weight.detach().clone()
+
+    def step(number, loss, gradient):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, gradient)
+        return update(model, optimizer, number, [dict(loss=torch.tensor(loss))])[1]
+
+    assert not any(step(number, loss, gradient) for number in range(9))
+    assert torch.equal(model.weight, before) and model.weight.grad is None and update.skipped == 9
+    assert step(9, 1.0, 1.0) and not torch.equal(model.weight, before)
+    assert not any(step(number, loss, gradient) for number in range(10, 19))
+    with one_line("step 19: 10 steps in a row without finite loss and gradient .*lr 0.1", FloatingPointError):
+        step(19, loss, gradient)
 
 
 def test_a_gradient_scalers_first_skips_do_not_count():

@@ -3,17 +3,13 @@
 import json
 
 import pytest
-from small_training import again, one_threaded, seeded
+from refusals import one_line, refuse
+from repeat import cases
+from small_training import seal
 
-from moh_vision.engine.commands import user_errors
-from moh_vision.engine.step_folders import damage, latest_checkpoint, record_text, resume_point
+from moh_vision.engine.step_folders import damage, latest_checkpoint, resume_point
 
 FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "beside.safetensors", "step.json")
-
-
-@pytest.fixture
-def training():
-    yield from one_threaded()
 
 
 @pytest.fixture
@@ -27,121 +23,93 @@ def run(training, tmp_path):
     return tmp_path / "run"
 
 
-def falls_back(run, name):
-    """Whether step 2 is taken and one line says that `name` of step 4 is why."""
+def falls_back(run, reason):
+    """Whether step 2 is taken and one line says why step 4 is not."""
     said = []
-    step, folder = latest_checkpoint(run, said.append)
-    assert (step, folder) == (2, run / "checkpoints" / "step_2")
-    assert len(said) == 1 and f"{run / 'checkpoints' / 'step_4'} is skipped: {name} " in said[0], said
+    assert latest_checkpoint(run, said.append) == (2, run / "checkpoints" / "step_2")
+    assert len(said) == 1 and f"{run / 'checkpoints' / 'step_4'} is skipped: {reason}" in said[0], said
     return True
 
 
-def test_truncated_at_200_places(run):
-    numbers, found = seeded("truncated", 200), 0
+def flipped(data, place):
+    return data[: place // 8] + bytes([data[place // 8] ^ 1 << place % 8]) + data[place // 8 + 1 :]
+
+
+@pytest.mark.parametrize("kind", ["truncated", "flipped"])
+def test_200_damages(run, kind):
+    numbers, found = cases(200, kind), 0
     for trial in range(200):
         file = run / "checkpoints" / "step_4" / FILES[trial % 5]
         data = file.read_bytes()
         # The ends first: an empty file, and one without its last byte.
-        file.write_bytes(data[: [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 5, 2)]])
-        found += falls_back(run, file.name)
+        length = [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 5, 2)]
+        file.write_bytes(data[:length] if kind == "truncated" else flipped(data, numbers.randrange(8 * len(data))))
+        found += falls_back(run, f"{file.name} ")
         file.write_bytes(data)
     assert latest_checkpoint(run)[0] == 4
-    print(f"{found} of 200 truncations found")
-
-
-def test_200_bits_flipped(run):
-    numbers, found = seeded("flipped", 200), 0
-    for trial in range(200):
-        file = run / "checkpoints" / "step_4" / FILES[trial % 5]
-        data = bytearray(file.read_bytes())
-        place, bit = numbers.randrange(len(data)), 1 << numbers.randrange(8)
-        data[place] ^= bit
-        file.write_bytes(data)
-        found += falls_back(run, file.name)
-        data[place] ^= bit
-        file.write_bytes(data)
-    assert latest_checkpoint(run)[0] == 4
-    print(f"{found} of 200 flipped bits found")
+    print(f"{found} of 200 files {kind} found")
 
 
 def test_every_bit_of_a_record(run):
     """Most of them leave readable JSON, so the record has a sum of itself."""
-    folder = run / "checkpoints" / "step_4"
-    data = bytearray((folder / "step.json").read_bytes())
-    readable = 0
+    folder, readable = run / "checkpoints" / "step_4", 0
+    data = (folder / "step.json").read_bytes()
     for place in range(8 * len(data)):
-        data[place // 8] ^= 1 << place % 8
-        (folder / "step.json").write_bytes(data)
+        changed = flipped(data, place)
+        (folder / "step.json").write_bytes(changed)
         try:
-            readable += isinstance(json.loads(bytes(data)), dict)
+            readable += isinstance(json.loads(changed), dict)
         except ValueError:
             pass
-        reason = damage(folder, 4)
-        assert reason and reason.startswith("step.json"), place
-        data[place // 8] ^= 1 << place % 8
+        assert (damage(folder, 4) or "").startswith("step.json"), place
     assert readable > len(data)
     print(f"{8 * len(data)} of {8 * len(data)} flipped bits of a record found, {readable} of them in readable JSON")
 
 
 def record(folder):
-    read = json.loads((folder / "step.json").read_text())
-    return {key: value for key, value in read.items() if key != "own_sha256"}
+    return json.loads((folder / "step.json").read_text())
 
 
-def sums(folder):
-    return record(folder)["sha256"]
+def put(folder, **more):
+    """A record with the sum of itself that was right before."""
+    (folder / "step.json").write_text(json.dumps(record(folder) | more))
 
 
-def rewrite(folder, step=4, **more):
-    """A record with the right sum of itself."""
-    listed = {name: digest for name, digest in {**sums(folder), **more}.items() if digest}
-    (folder / "step.json").write_text(record_text(dict(record(folder), step=step, sha256=listed)))
+def list_files(folder, changes):
+    """A record of other files, with the right sum of itself."""
+    seal(folder, sha256={name: digest for name, digest in {**record(folder)["sha256"], **changes}.items() if digest})
 
 
 def lists_fewer_files(folder):
-    written = json.loads((folder / "step.json").read_text())
-    del written["sha256"]["ema.safetensors"]
-    (folder / "step.json").write_text(json.dumps(written, indent=1) + "\n")
-
-
-def future(folder):
-    written = json.loads((folder / "step.json").read_text())
-    (folder / "step.json").write_text(json.dumps(dict(written, format=5, files="elsewhere")))
+    put(folder, sha256={name: digest for name, digest in record(folder)["sha256"].items() if name != FILES[2]})
 
 
 def outside(folder):
-    other = "../step_2/model.safetensors"
-    rewrite(folder, **{other: sums(folder.with_name("step_2"))["model.safetensors"]})
+    other = record(folder.with_name("step_2"))["sha256"]["model.safetensors"]
+    list_files(folder, {"../step_2/model.safetensors": other})
 
 
-def empty(folder):
-    for file in folder.iterdir():
-        file.unlink()
+def to_folder(file):
+    file.unlink()
+    file.mkdir()
 
 
 CASES = {
     "no record": (lambda f: (f / "step.json").unlink(), "step.json is missing"),
-    "a future format": (future, "step.json has format 5 of moh_vision 0.1.0; this is 0.1.0, which reads 4"),
-    "another step": (lambda f: rewrite(f, step=40), "step.json is of step 40"),
+    "a future format": (lambda f: put(f, format=5), "step.json has format 5 of moh_vision 0.1.0; this is 0.1.0, which reads 4"),
+    "another step": (lambda f: seal(f, step=40), "step.json is of step 40"),
     "a name outside": (outside, "step.json names ../step_2/model.safetensors, which is outside of the folder"),
-    "an absolute name": (lambda f: rewrite(f, **{"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
+    "an absolute name": (lambda f: list_files(f, {"/etc/hostname": "0"}), "step.json names /etc/hostname, which is"),
     "fewer files": (lists_fewer_files, "step.json does not have its own sha256"),
-    "a file less": (lambda f: (f / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
-    "a folder for a file": (lambda f: ((f / "optimizer.safetensors").unlink(), (f / "optimizer.safetensors").mkdir()), "optimizer.safetensors is"),
+    "a file less": (lambda f: (f / FILES[1]).unlink(), "optimizer.safetensors is missing"),
+    "a folder for a file": (lambda f: to_folder(f / FILES[1]), "optimizer.safetensors is"),
     "a file more": (lambda f: (f / "x.safetensors").write_bytes(b""), "x.safetensors is not in step.json"),
-    "a file unlisted": (lambda f: rewrite(f, **{"ema.safetensors": None}), "ema.safetensors is not in step.json"),
-    "nothing": (empty, "step.json is missing"),
+    "a file unlisted": (lambda f: list_files(f, {"ema.safetensors": None}), "ema.safetensors is not in step.json"),
     "a list": (lambda f: (f / "step.json").write_text("[]"), "step.json is not readable"),
-    "a sum that is none": (lambda f: rewrite(f, **{"optimizer.safetensors": 7}), "optimizer.safetensors does not have the sha256"),
-    "sums that are none": (
-        lambda f: (f / "step.json").write_text('{"format": 4, "version": "0.1.0", "step": 4, "sha256": 7}'),
-        "step.json is not readable",
-    ),
+    "a sum that is none": (lambda f: list_files(f, {FILES[1]: 7}), "optimizer.safetensors does not have the sha256"),
+    "sums that are none": (lambda f: put(f, sha256=7), "step.json is not readable"),
     "deep": (lambda f: (f / "step.json").write_text("[" * 10**6), "step.json is not readable"),
-    "a folder for a record": (
-        lambda f: ((f / "step.json").unlink(), (f / "step.json").mkdir()),
-        "step.json is not readable",
-    ),
+    "a folder for a record": (lambda f: to_folder(f / "step.json"), "step.json is not readable"),
 }  # fmt: skip
 
 
@@ -149,9 +117,7 @@ CASES = {
 def test_a_wrong_folder_is_passed_over(run, name):
     damaging, reason = CASES[name]
     damaging(run / "checkpoints" / "step_4")
-    said = []
-    assert latest_checkpoint(run, said.append)[0] == 2
-    assert len(said) == 1 and f"step_4 is skipped: {reason}" in said[0], said
+    assert falls_back(run, reason)
 
 
 def test_rubbish_beside_is_no_checkpoint(run):
@@ -159,28 +125,16 @@ def test_rubbish_beside_is_no_checkpoint(run):
         (run / "checkpoints" / name).mkdir()
     (run / "checkpoints" / "step_9").write_text("a file")
     (run / "checkpoints" / "step_4" / ".nfs0001").write_text("of a network disk")
-    said = []
-    assert latest_checkpoint(run, said.append)[0] == 4 and not said
+    assert latest_checkpoint(run, pytest.fail)[0] == 4
 
 
-def test_all_damaged_is_no_fresh_start(training, run, capsys):
+def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run, tmp_path):
     for step in (2, 4):
         (run / "checkpoints" / f"step_{step}" / "optimizer.safetensors").write_bytes(b"")
-    with pytest.raises(SystemExit) as exit_, user_errors("train.py"):
+    with one_line(f"every checkpoint in {run / 'checkpoints'} is damaged, or of another version; --fresh"):
         resume_point(run, 10, fresh=False)
-    assert exit_.value.code == 2
-    error = capsys.readouterr().err
-    assert (
-        f"every checkpoint in {run / 'checkpoints'} is damaged, or of another version; --fresh" in error
-        and len(error.splitlines()) == 1
-    )
     assert resume_point(run, 10, fresh=True) is None
-
-
-def test_weights_without_checkpoints_are_no_fresh_start(run, tmp_path):
-    again(run / "checkpoints", tmp_path / "elsewhere")
     for folder in (run / "checkpoints").iterdir():
         folder.rename(tmp_path / folder.name)
-    with pytest.raises(ValueError, match="holds model.safetensors, but .*checkpoints no checkpoint; --fresh"):
-        resume_point(run, 10, fresh=False)
+    refuse("holds model.safetensors, but .*checkpoints no checkpoint; --fresh", resume_point, run, 10, fresh=False)
     assert resume_point(run, 10, fresh=True) is None

@@ -5,25 +5,24 @@ import errno
 import os
 import resource
 import shutil
-import socket
 import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
+import refusals
 from pictures import write_folder
-from small_training import SmallTraining, at_point, fork, hidden, one_threaded, sums, wait, watched
+from processes import fork, on_two_ranks, wait
+from refusals import one_line, refuse
+from small_runs import arguments, checkpoint_steps, logged, script
+from small_training import SmallTraining, at_point, hidden, sums, watched
 
-from moh_vision.__main__ import main
+from moh_vision.engine import saver
 from moh_vision.engine.saver import SaveError, check_writable
+from moh_vision.engine.step import Step
 from moh_vision.engine.step_folders import latest_checkpoint
-
-
-@pytest.fixture
-def training():
-    yield from one_threaded()
 
 
 def disk_full(point):
@@ -58,7 +57,7 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
         problem = training.save(run, step, 2, lambda p, fail=fail: p.split()[0] in spare or fail(p))
         assert problem and "No space left on device" in problem
         assert hidden(run) == [], points[last]
-        newest, folder = latest_checkpoint(run, lambda text: pytest.fail(text))
+        newest, folder = latest_checkpoint(run, pytest.fail)
         # From its rename on a checkpoint is there, whatever becomes of the rest.
         assert newest == (step if last >= named else 2), points[last]
         if last < named:
@@ -68,38 +67,24 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
     print(f"{len(points)} of {len(points)} failures left the newest checkpoint and no rubbish")
 
 
-def file_sizes(run):
-    return sorted({p.stat().st_size for p in (run / "checkpoints").rglob("*") if p.is_file()})
-
-
-def test_files_that_cannot_grow(tmp_path, monkeypatch):
-    """As the system says it, to safetensors, to torch.save, and to a text file."""
+def test_files_that_cannot_grow(tmp_path):
+    """As the system says it, to safetensors and to a text file."""
 
     def work():
         training = SmallTraining(width=512)
-        told = []
-        saver = training.saver(tmp_path, 2, background=False)
-        monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
         training.step(1)
-        saver.save(1, {})
-        earlier, sizes = sums(tmp_path / "checkpoints"), file_sizes(tmp_path)
+        assert training.save(tmp_path, 1, 2) is None
+        earlier = sums(tmp_path / "checkpoints")
+        sizes = sorted({p.stat().st_size for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()})
         assert sizes[0] < 1000 and sizes[-1] > 30_000
         # The files of what is beside the model and of the record are the smallest, the optimiser's the largest.
-        for n, limit in enumerate((sizes[0] // 2, 5000, sizes[-1] - 10_000)):
+        for limit in (sizes[0] // 2, 5000, sizes[-1] - 10_000):
             training.step(2)
-            saver.in_a_row = 0
             with largest_file(limit):
-                saver.save(2 + n, {})
-            assert saver.failed == n + 1 and str(tmp_path) in told[-1], told
-            assert "File too large" in told[-1] and "training goes on" in told[-1], told
+                problem = training.save(tmp_path, 2, 2)
+            assert "File too large" in problem, problem
             assert sums(tmp_path / "checkpoints") == earlier and hidden(tmp_path) == []
-        saver.save(5, {})
-        assert saver.in_a_row == 0 and saver.failed == 3
-        with largest_file(5000):
-            saver.save(6, {}), saver.save(7, {})
-            with pytest.raises(SaveError, match=f"{tmp_path}: step 8 .*File too large.*, the 3. failure in a row"):
-                saver.save(8, {})
-        assert latest_checkpoint(tmp_path, pytest.fail)[0] == 5
+        assert training.save(tmp_path, 2, 2) is None
 
     assert wait(fork(work)) == 0
 
@@ -108,13 +93,13 @@ def test_files_that_cannot_grow(tmp_path, monkeypatch):
 def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch, background):
     """In the background each failure is told at once; the third one ends the run where the next save is due."""
     told = []
-    saver = training.saver(tmp_path, 2, background)
-    monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
+    saves = training.saver(tmp_path, 2, background)
+    monkeypatch.setattr(saver, "say", told.append)
 
     def failed(step):
-        saver.save(step, {})
-        saver.wait()
-        return bool(saver.problem)
+        saves.save(step, {})
+        saves.wait()
+        return bool(saves.problem)
 
     (tmp_path / "checkpoints").write_text("in the way")
     assert failed(1) and failed(2)
@@ -123,29 +108,28 @@ def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch, back
     (tmp_path / "checkpoints").rename(tmp_path / "away")
     (tmp_path / "checkpoints").write_text("in the way")
     assert failed(4) and failed(5) and len(told) == 4
-    with pytest.raises(SaveError, match=f"{tmp_path}: step 6 could not be saved .*Not a directory.*earlier .* intact"):
-        saver.save(6, {})
-        saver.save(7, {})
-    assert saver.failed == 5 and sum("training goes on" in text for text in told) == 4
-    with pytest.raises(SaveError, match="step 9 could not be saved"):
-        training.saver(tmp_path, 2).save(9, {}, last=True)
+    with one_line(f"{tmp_path}: step 6 could not be saved .*Not a directory.*earlier .* intact", SaveError):
+        saves.save(6, {})
+        saves.save(7, {})
+    assert saves.failed == 5 and sum(f"{tmp_path}" in text and "training goes on" in text for text in told) == 4
+    refuse("step 9 could not be saved", training.saver(tmp_path, 2).save, 9, {}, last=True, kind=SaveError)
 
 
 def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatch):
     """Training goes on meanwhile: what is written is the state after its step."""
     told, may_end = [], threading.Event()
-    monkeypatch.setattr("moh_vision.engine.saver.say", lambda text: (told.append(text), may_end.set()))
-    saver, states = training.saver(tmp_path, 9), {}
+    monkeypatch.setattr(saver, "say", lambda text: (told.append(text), may_end.set()))
+    saves, states = training.saver(tmp_path, 9), {}
     with watched(lambda point: may_end.wait(60) if point.startswith("save_tensors") else None):
         for step in (1, 2):
             training.step(step)
             states[step] = training.state()
-            saver.save(step, {})
+            saves.save(step, {})
         training.step(3)
-        saver.finish()
-    assert told == ["step 2 waits for the checkpoint that is being written"] and not saver.failed
+        saves.finish()
+    assert told == ["step 2 waits for the checkpoint that is being written"] and not saves.failed
     for step, state in states.items():
-        training.load(tmp_path / "checkpoints" / f"step_{step}")
+        training.saved.restore(tmp_path / "checkpoints" / f"step_{step}")
         assert training.state() == state
 
 
@@ -160,6 +144,9 @@ def test_where_there_are_no_links_the_weights_are_copied(training, tmp_path, mon
         assert not copy.samefile(saved) and copy.read_bytes() == saved.read_bytes()
 
 
+# ---------------------------------------------------------------- folders that cannot be written
+
+
 @pytest.fixture
 def readable(tmp_path):
     """A folder that another user may enter, which those of pytest are not."""
@@ -172,11 +159,11 @@ def readable(tmp_path):
     shutil.rmtree(folder)
 
 
-def unprivileged(folder, work):
-    """Exit code of `work` done by a user who may not write into `folder`; the administrator may write anywhere."""
+def unprivileged(work, *read_only):
+    """Exit code of `work` done by a user who may not write these paths; the administrator may write anywhere."""
 
     def child():
-        for path in (folder, *folder.rglob("*")):
+        for path in read_only:
             path.chmod(path.stat().st_mode & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
         if os.geteuid() == 0:
             os.setegid(65534)
@@ -186,22 +173,42 @@ def unprivileged(folder, work):
     return wait(fork(child))
 
 
-def test_a_folder_that_turns_read_only(training, readable, monkeypatch):
-    run, told = readable / "run", []
+def test_a_folder_that_turns_read_only(training, readable):
+    run = readable / "run"
     training.step(1)
     assert training.save(run, 1, 2) is None
     before = sums(run)
 
     def work():
-        saver = training.saver(run, 2, background=False)
-        monkeypatch.setattr("moh_vision.engine.saver.say", told.append)
-        saver.save(2, {}), saver.save(3, {})
-        assert all("Permission denied" in t for t in told) and saver.failed == 2
-        with pytest.raises(SaveError, match="Permission denied"):
-            saver.save(4, {})
+        assert "Permission denied" in training.save(run, 2, 2)
 
-    assert unprivileged(run, work) == 0
+    assert unprivileged(work, run, *run.rglob("*")) == 0
     assert sums(run) == before and hidden(run) == []
+
+
+def not_writable(folder, words):
+    refuse(f"--output {folder}.* cannot be written: .*{words}", check_writable, folder)
+
+
+def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
+    check_writable(tmp_path / "not" / "yet" / "there")
+    assert list(tmp_path.iterdir()) == []
+    checkpoints = readable / "run" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    checkpoints.parent.chmod(0o777)
+    checkpoints.chmod(0o555)
+    assert unprivileged(lambda: not_writable(readable / "run", "checkpoints: Permission denied")) == 0
+    for folder in (readable / "run", readable / "run" / "not yet"):
+        assert unprivileged(lambda place=folder: not_writable(place, ": Permission denied"), readable / "run") == 0
+    (tmp_path / "file").write_text("")
+    not_writable(tmp_path / "file" / "run", "Not a directory")
+
+    def full():
+        with largest_file(100):
+            not_writable(tmp_path, "File too large")
+
+    assert wait(fork(full)) == 0
+    assert hidden(tmp_path) == [] and hidden(readable) == []
 
 
 WRITERS = """shards --in IMAGES --out /proc/x
@@ -215,80 +222,80 @@ predict RUN IMAGE --output /proc/x.csv"""
 
 
 @pytest.mark.parametrize("line", WRITERS.splitlines())
-def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_path, capsys, line):
+def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_path, refused, line):
     """Permissions do not tell of it: for root all are there."""
     write_folder(tmp_path / "IMAGES")
     argv = [str(tmp_path / a) if a.isupper() else a for a in line.split()]
-    assert main(argv) == 2
     option, path = argv[argv.index("--out" if "--out" in argv else "--output") :][:2]
-    assert f"error: {option} {path} cannot be written: /proc: No such file or directory\n" in capsys.readouterr().err
+    assert refused(*argv).endswith(f"error: {option} {path} cannot be written: /proc: No such file or directory\n")
 
 
-def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
-    check_writable(tmp_path / "not" / "yet" / "there")
-    assert list(tmp_path.iterdir()) == []
-    (readable / "run").mkdir()
-    (readable / "run" / "checkpoints").mkdir()
+# ---------------------------------------------------------------- through the training scripts
 
-    def work():
-        for folder in (readable / "run", readable / "run" / "not yet"):
-            with pytest.raises(ValueError, match=f"--output {folder} cannot be written: .*: Permission denied"):
-                check_writable(folder)
+WAIT = ["--save_in_background", "false"]  # so that a failure is in the next line of the log
 
-    assert unprivileged(readable, work) == 0
-    (readable / "run").chmod(0o777)
 
-    def only_checkpoints():
-        with pytest.raises(ValueError, match="cannot be written: .*checkpoints: Permission denied"):
-            check_writable(readable / "run")
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(tmp_path, monkeypatch, capsys, kind):
+    seal = saver.seal
 
-    def child():
-        if os.geteuid() == 0:
-            os.seteuid(65534)
-        only_checkpoints()
+    def seal_unless_full(folder, step, *rest):
+        if step in {2, 4, 8, 12, 14, 16}:
+            disk_full(step)
+        seal(folder, step, *rest)
 
-    assert wait(fork(child)) == 0
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="file/run cannot be written: .*Not a directory"):
-        check_writable(tmp_path / "file" / "run")
+    monkeypatch.setattr(saver, "seal", seal_unless_full)
+    with pytest.raises(SystemExit) as stop:
+        script(kind).main(arguments(kind, tmp_path, 100, 2, "--keep-checkpoints", 9, *WAIT))
+    out, error = capsys.readouterr()
+    assert stop.value.code == 1 and "step 16 could not be saved" in error and "3. failure in a row" in error
+    assert checkpoint_steps(tmp_path) == [6, 10] and logged(tmp_path)[-1]["step"] == 16
+    failures = [e["failed_saves"] for e in logged(tmp_path)]
+    assert failures == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5]
+    assert out.count("No space left on device: ") == out.count("; training goes on") == 5
 
-    def full():
-        with largest_file(100), pytest.raises(ValueError, match="cannot be written: .*File too large"):
-            check_writable(tmp_path)
 
-    assert wait(fork(full)) == 0
-    assert hidden(tmp_path) == [] and hidden(readable) == []
+def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
+    seal, step = saver.seal, Step.__call__
+
+    def seal_late(*arguments):
+        time.sleep(2)
+        seal(*arguments)
+
+    def step_until_3(self, number, *arguments, **more):
+        if number == 3:
+            assert checkpoint_steps(tmp_path) == []
+            raise RuntimeError("of the code")
+        return step(self, number, *arguments, **more)
+
+    monkeypatch.setattr(saver, "seal", seal_late)
+    monkeypatch.setattr(Step, "__call__", step_until_3)
+    refuse("of the code", script("cls").main, arguments("cls", tmp_path, 10, 3), kind=RuntimeError)
+    assert checkpoint_steps(tmp_path) == [3]
+
+
+def test_an_output_that_cannot_be_written_is_refused_by_the_scripts(capsys):
+    error = refusals.refused(capsys, script("dit").main, *arguments("dit", "/proc/run", 10, 2))
+    assert error.endswith("error: --output /proc/run cannot be written: /proc: No such file or directory\n")
+
+
+def saves_that_fail_on_one(rank, folder):
+    training = SmallTraining()
+    assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
+    assert training.save(folder, 1, 2) is None
+    earlier, linked = sums(folder / "checkpoints"), "rename .model.safetensors.tmp"
+    for place in ("mkdir .step_2.tmp", "save_tensors ema.safetensors", "write_text step.json", linked):
+        problem = training.save(folder, 2, 2, lambda point, place=place: point == place and disk_full("the disk"))
+        assert problem and "No space left" in problem and "the disk" in problem, problem
+        training.accelerator.wait_for_everyone()  # the main process has tidied up
+        if place != linked:
+            assert sums(folder / "checkpoints") == earlier and hidden(folder) == []
+        training.accelerator.wait_for_everyone()
+    assert training.save(folder, 3, 2) is None
+    training.accelerator.end_training()
 
 
 def test_two_processes_agree(tmp_path):
-    """What fails on one is known to both, so that neither waits for the other or goes on alone."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-
-    def process(rank):
-        os.environ.update(RANK=f"{rank}", LOCAL_RANK=f"{rank}", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
-        os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true")
-        AcceleratorState._reset_state(True)
-        training = SmallTraining()
-        assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
-        assert training.save(tmp_path, 1, 2) is None
-        earlier = sums(tmp_path / "checkpoints")
-        cases = [(0, "mkdir .step_2.tmp"), (0, "save_tensors ema.safetensors"), (0, "write_text step.json")]
-        for failing, where in [*cases, (0, "rename .model.safetensors.tmp")]:
-
-            def full(point, here=where if rank == failing else None):
-                return disk_full(f"rank {rank}") if point == here else None
-
-            problem = training.save(tmp_path, 2, 2, full)
-            assert problem and "No space left" in problem and f"rank {failing}" in problem, problem
-            training.accelerator.wait_for_everyone()  # the main process has tidied up
-            if (failing, where) in cases:
-                assert sums(tmp_path / "checkpoints") == earlier and hidden(tmp_path) == []
-            training.accelerator.wait_for_everyone()
-        assert training.save(tmp_path, 3, 2) is None
-        training.accelerator.end_training()
-
-    children = [fork(lambda rank=rank: process(rank)) for rank in (0, 1)]
-    assert [wait(child) for child in children] == [0, 0]
+    """What fails on the one that writes is known to both, so that neither waits for the other or goes on alone."""
+    on_two_ranks(saves_that_fail_on_one, tmp_path)
     assert latest_checkpoint(tmp_path)[0] == 3

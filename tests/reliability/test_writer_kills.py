@@ -9,23 +9,12 @@ import time
 
 import pytest
 import torch
+from processes import fork, wait
+from repeat import cases
 from safetensors import safe_open
-from small_training import again, at_point, fork, hidden, one_threaded, seeded, wait
+from small_training import again, at_point, hidden, seal
 
-from moh_vision.engine.step_folders import damage, latest_checkpoint, record_text
-
-
-@pytest.fixture
-def training():
-    yield from one_threaded()
-
-
-def put(source, folder, step):
-    """A copy of a checkpoint as that of another step."""
-    again(source, folder)
-    record = json.loads((folder / "step.json").read_text())
-    del record["own_sha256"]
-    (folder / "step.json").write_text(record_text(dict(record, step=step)))
+from moh_vision.engine.step_folders import damage, latest_checkpoint
 
 
 def kill_this_process(point):
@@ -42,13 +31,15 @@ def steps_2_and_4(checkpoints):
 
 def step_6_is_there_and_alone(checkpoints):
     """Saved again, a whole checkpoint stays as it is; here it has the weights of step 4."""
-    put(checkpoints / "step_4", checkpoints / "step_6", 6)
+    again(checkpoints / "step_4", checkpoints / "step_6")
+    seal(checkpoints / "step_6", step=6)
     for step in (2, 4):
         shutil.rmtree(checkpoints / f"step_{step}")
 
 
 def step_6_is_there_and_damaged(checkpoints):
-    put(checkpoints / "step_4", checkpoints / "step_6", 6)
+    again(checkpoints / "step_4", checkpoints / "step_6")
+    seal(checkpoints / "step_6", step=6)
     shutil.rmtree(checkpoints / "step_2")
     (checkpoints / "step_6" / "model.safetensors").write_bytes(b"torn")
 
@@ -62,15 +53,11 @@ def killed_before(checkpoints):
     (checkpoints.parent / ".ema.safetensors.tmp").write_bytes(b"torn")
 
 
-BEFORE = (only_step_4, steps_2_and_4, step_6_is_there_and_alone, step_6_is_there_and_damaged, killed_before)
+FAST = [only_step_4, step_6_is_there_and_alone]
+OTHERS = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
 
 
-FAST = (only_step_4, step_6_is_there_and_alone)
-
-
-@pytest.mark.parametrize(
-    "before", [case if case in FAST else pytest.param(case, marks=pytest.mark.reliability) for case in BEFORE]
-)
+@pytest.mark.parametrize("before", FAST + [pytest.param(case, marks=pytest.mark.reliability) for case in OTHERS])
 def test_killed_at_every_point_of_a_save(training, tmp_path, before):
     """One checkpoint is kept, so that there is never another one to fall back to."""
     base, run, states = tmp_path / "base", tmp_path / "run", {}
@@ -92,15 +79,15 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
     ends = {4: 0, 6: 0}
     for last in range(len(points) + 1):
         again(base, run)
-        training.load(tmp_path / "step_6")
+        training.saved.restore(tmp_path / "step_6")
         kill = at_point(last, kill_this_process)
         assert wait(fork(lambda kill=kill: (kill("before all"), training.save(run, 6, 1, kill)))) == -signal.SIGKILL
         where = "before all" if last == 0 else points[last - 1]
         step, folder = latest_checkpoint(run, lambda text: None)
-        training.load(folder)
-        found = next(step for step in (4, 6) if states[step] == training.state())
-        assert step == found or before.__name__.startswith("step_6"), where
-        ends[found] += 1
+        training.saved.restore(folder)
+        reached = next(step for step in (4, 6) if states[step] == training.state())
+        assert step == reached or before.__name__.startswith("step_6"), where
+        ends[reached] += 1
         for name in ("model", "ema"):
             with safe_open(run / f"{name}.safetensors", "pt") as file:
                 about = json.loads(file.metadata()["step"])
@@ -132,31 +119,26 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, m
     deleted = calls.index((str(checkpoints / "step_1"), str(checkpoints / ".step_1.gone")))
     assert str(checkpoints) in calls[named:deleted]
     for name in ("model", "ema"):  # links to what is on the disk
-        at = calls.index((str(tmp_path / f".{name}.safetensors.tmp"), str(tmp_path / f"{name}.safetensors")))
-        assert named < at and str(tmp_path) in calls[at:]
+        linked = calls.index((str(tmp_path / f".{name}.safetensors.tmp"), str(tmp_path / f"{name}.safetensors")))
+        assert named < linked and str(tmp_path) in calls[linked:]
         assert (tmp_path / f"{name}.safetensors").samefile(final / f"{name}.safetensors")
-
-
-def save_for_ever(training, run, keep):
-    """From the newest checkpoint on; every third step is saved twice."""
-    found = latest_checkpoint(run, lambda text: None)
-    if found:
-        training.load(found[1])
-    for step in itertools.count(found[0] + 1 if found else 1):
-        training.step(step)
-        for _ in range(2 if step % 3 == 0 else 1):
-            if training.save(run, step, keep) is not None:
-                raise AssertionError(f"step {step}")
 
 
 @pytest.mark.reliability
 @pytest.mark.parametrize("keep", [1, 2])
 def test_a_whole_checkpoint_at_every_instant(training, tmp_path, keep):
     """The writer is stopped at random instants, rotation included, and looked at from outside."""
+
+    def save_for_ever():  # every third step twice
+        for step in itertools.count(2):
+            training.step(step)
+            for _ in range(2 if step % 3 == 0 else 1):
+                assert training.save(tmp_path, step, keep) is None, step
+
     n = 300
-    numbers = seeded("stops", n)
+    numbers = cases(n, "stops")
     assert training.save(tmp_path, 1, keep) is None
-    child = fork(lambda: save_for_ever(training, tmp_path, keep))
+    child = fork(save_for_ever)
     seen, torn = set(), 0
     for _ in range(n):
         time.sleep(numbers.uniform(0, 0.03))
@@ -169,29 +151,3 @@ def test_a_whole_checkpoint_at_every_instant(training, tmp_path, keep):
     assert wait(child) == -signal.SIGKILL
     print(f"keep {keep}: a whole checkpoint at {n} of {n} stops, {len(seen)} steps, {torn} stops amid a save")
     assert len(seen) > 50 and torn > 50
-
-
-@pytest.mark.reliability
-def test_killed_at_random_instants_of_saving(training, tmp_path):
-    """One run, killed again and again, ends with the state of one that never was."""
-    n = int(os.environ.get("KILLS", 50))
-    numbers = seeded("kills", n)
-    newest, torn = 0, 0
-    for _ in range(n):
-        child = fork(lambda: save_for_ever(training, tmp_path, 1))
-        time.sleep(numbers.uniform(0, 0.3))
-        os.kill(child, signal.SIGKILL)
-        assert wait(child) == -signal.SIGKILL
-        found = latest_checkpoint(tmp_path, lambda text: None)
-        if newest:
-            assert found[0] >= newest
-        newest = found[0] if found else 0
-        torn += bool(hidden(tmp_path))
-    training.load(found[1])
-    reached = training.state()
-    fresh = type(training)()
-    for step in range(1, newest + 1):
-        fresh.step(step)
-    assert reached == fresh.state()
-    print(f"{n} of {n} kills resumed, {torn} of them amid a save; step {newest} has the bits of an undisturbed run")
-    assert torn > n // 5 and newest > n // 10

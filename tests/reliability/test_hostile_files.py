@@ -1,25 +1,29 @@
-"""A pickle that would run code, in every place that reads a file: it never runs."""
+"""Every place that reads a file, given a pickle that would run code, which never runs, or its own file damaged."""
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import io
 import json
 import os
 import pickle
+import time
 
 import numpy as np
 import pytest
 import timm
 import torch
 from conftest import ROOT
+from damages import mutated
 from pictures import convert, write_folder
 from PIL import Image
-from recorded_runs import MAINS
-from refusals import one_line
-from small_runs import arguments
-from small_training import SmallTraining
-from test_bad_folders import shard
+from refusals import one_line, refuse
+from repeat import cases
+from safetensors.torch import save_file
+from small_runs import arguments, script
+from small_training import seal
+from test_bad_tars import shard
 from test_sources import write_shards
 from tiny_vae import save_tiny_vae, write_latents
 
@@ -33,8 +37,8 @@ from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.step_folders import latest_checkpoint, record_text
-from moh_vision.evaluation.fidelity import Inception, load_statistics, score
+from moh_vision.engine.step_folders import latest_checkpoint
+from moh_vision.evaluation.fidelity import Inception, Reference, load_statistics, score
 from moh_vision.evaluation.fidelity.images import open_set
 from moh_vision.models.weights import from_run, init_from, to_validate
 
@@ -77,10 +81,11 @@ def pickles(canary) -> dict:
 
 
 SMALL = dict(img_size=32, embed_dim=32, depth=1, num_heads=2, num_classes=2)
+NAME = "moh_vit_small_patch16_224"
 
 
 def classifier(**more):
-    return timm.create_model("moh_vit_small_patch16_224", **{**SMALL, **more})
+    return timm.create_model(NAME, **{**SMALL, **more})
 
 
 def dit():
@@ -88,79 +93,89 @@ def dit():
     return timm.create_model("moh_dit_small_patch2_75", **sizes)
 
 
-def doors(tmp_path) -> dict:
+def doors(folder) -> dict:
     """Name -> (file, what reads it)."""
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Identity())
-    found = {}
+    places = {"load_checkpoint of a DiT": (folder / "dit.safetensors", lambda f: moh_vision.load_checkpoint(dit(), f))}
+    readers = {
+        "load_checkpoint": lambda f: moh_vision.load_checkpoint(classifier(), f),
+        "checkpoint_path": lambda f: classifier(checkpoint_path=str(f)),
+        "pretrained_cfg_overlay": lambda f: classifier(
+            pretrained=True, pretrained_cfg_overlay=dict(file=str(f), num_classes=2)
+        ),
+        "init_from": lambda f: init_from(classifier(), str(f), lambda text: None),
+        "validate": lambda f: to_validate(str(f), NAME, SMALL),
+        "from_run": lambda f: from_run(str(f), "classifier"),
+    }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
-        file = tmp_path / f"weights{end}"
-        found[f"load_checkpoint {end}"] = file, lambda f: moh_vision.load_checkpoint(classifier(), f)
-        found[f"load_checkpoint {end} of a DiT"] = file, lambda f: moh_vision.load_checkpoint(dit(), f)
-        found[f"checkpoint_path {end}"] = file, lambda f: classifier(checkpoint_path=str(f))
-        found[f"init_from {end}"] = file, lambda f: init_from(classifier(), str(f))
-        found[f"pretrained_cfg_overlay {end}"] = (
-            file,
-            lambda f: classifier(pretrained=True, pretrained_cfg_overlay=dict(file=str(f), num_classes=2)),
-        )
-        found[f"validate {end}"] = file, lambda f: to_validate(str(f), "moh_vit_small_patch16_224", SMALL)
-        found[f"from_run {end}"] = file, lambda f: from_run(str(f), "classifier")
+        places |= {f"{name} {end}": (folder / f"weights{end}", read) for name, read in readers.items()}
+    run = folder / "run"
     for name in ("model.safetensors", "ema.safetensors", "diffusion_pytorch_model.bin"):
-        (tmp_path / "run").mkdir(exist_ok=True)
-        found[f"a folder with {name}"] = tmp_path / "run" / name, lambda f: init_from(classifier(), str(f.parent))
-    found["extractor"] = (
-        tmp_path / "run" / "model.safetensors",
+        places[f"a folder with {name}"] = run / name, lambda f: init_from(classifier(), str(f.parent))
+    places["extractor"] = (
+        run / "model.safetensors",
         lambda f: ClassifierScores(open_set("--score", "digits", None, "val"), str(f.parent), []),
     )
-    found["Inception"] = tmp_path / "inception.pth", Inception
-    found["saved statistics"] = tmp_path / "s.npz", load_statistics
-    found["reference"] = tmp_path / "r.npz", lambda f: score(stats, f, extractor=module)
-    found["generated"] = tmp_path / "g.npz", lambda f: score(f, stats, extractor=module)
+    places["Inception"] = folder / "inception.pth", Inception
+    places["saved statistics"] = folder / "s.npz", load_statistics
+    places["archive"] = folder / "a.npz", lambda f: list(Reference(f).images.batches(2))
+    places["reference"] = folder / "r.npz", lambda f: score(stats, f, extractor=module)
+    places["generated"] = folder / "g.npz", lambda f: score(f, stats, extractor=module)
     for kind in (ClsConfig, DitConfig):
-        found[f"config {kind.__name__}"] = (
-            tmp_path / "c.yaml",
+        places[f"config {kind.__name__}"] = (
+            folder / "c.yaml",
             lambda f, k=kind: parse_config(k, ["--config", str(f)], "t"),
         )
-
-    vae = tmp_path / "vae"
+    vae = folder / "vae"
     for name in ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"):
-        found[f"vae {name}"] = vae / name, lambda f: load_vae(str(vae))
-    found["pipeline"] = tmp_path / "pipe" / "model_index.json", lambda f: MoHDiTPipeline.from_pretrained(str(f.parent))
-
-    data = tmp_path / "shards"
+        places[f"vae {name}"] = vae / name, lambda f: load_vae(str(vae))
+    places["pipeline"] = folder / "pipe" / "model_index.json", lambda f: MoHDiTPipeline.from_pretrained(str(f.parent))
+    data = folder / "shards"
     for name in (".train-000000.tar.index.npy", "classes.txt", "train-000000.tar"):
-        found[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
-    folder = tmp_path / "folder" / "train" / "cat" / "0.png"
-    found["image"] = folder, lambda f: open_source(str(tmp_path / "folder"), "train").image(0)
-    latents = tmp_path / "latents"
+        places[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
+    image = folder / "folder" / "train" / "cat" / "0.png"
+    places["image"] = image, lambda f: open_source(str(folder / "folder"), "train").image(0)
+    latents = folder / "latents"
     for name in ("train.meta.json", "train.labels.npy", "train-000000.npy"):
-        found[f"latents {name}"] = latents / name, lambda f: LatentCache(str(latents), "train").moments(0)
-    found["latents record"] = latents / "train.meta.json", lambda f: convert_latents(tmp_path)
-    found["shards record"] = tmp_path / "written" / "train.shards.json", lambda f: convert_images(tmp_path)
-    parts = ImageParts(tmp_path, 1, 1, {})
-    found["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
-    return found
+        places[f"latents {name}"] = latents / name, lambda f: LatentCache(str(latents), "train").moments(0)
+    places["latents record"] = latents / "train.meta.json", lambda f: convert_latents(folder)
+    places["shards record"] = folder / "written" / "train.shards.json", lambda f: convert_images(folder)
+    parts = ImageParts(folder, 1, 1, {})
+    places["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
+    return places
 
 
-def convert_images(tmp_path):
-    assert convert(tmp_path / "folder", tmp_path / "written") == 0
+def convert_images(folder):
+    assert convert(folder / "folder", folder / "written") == 0
 
 
-def convert_latents(tmp_path):
-    argv = f"--vae {tmp_path}/vae --data {tmp_path}/folder --out {tmp_path}/latents --size 8 --workers 0"
+def convert_latents(folder):
+    argv = f"--vae {folder}/vae --data {folder}/folder --out {folder}/latents --size 8 --workers 0"
     assert write_latents(argv.split()) == 0
 
 
 @pytest.fixture
 def world(tmp_path):
-    """Good files around every bad one, so that it is the bad one that is read."""
-    write_folder(tmp_path / "folder", classes=("cat",), train=2, val=1)
+    """Good files at and around every door, so that it is the bad one that is read."""
+    write_folder(tmp_path / "folder", train=2, val=1)
     write_shards(tmp_path / "shards", count=2)
     open_source(str(tmp_path / "shards"), "train")
     save_tiny_vae(tmp_path / "vae")
     convert_images(tmp_path)
     convert_latents(tmp_path)
     MoHDiTPipeline(dit(), make_scheduler("ddim", 5, True, clip=True)).save_pretrained(tmp_path / "pipe")
+    state = classifier().state_dict()
+    about = dict(architecture=NAME, arguments=SMALL, classes=["a", "b"], step=3, config=dict(kind="classification"))
+    save_file(state, tmp_path / "weights.safetensors", {key: json.dumps(value) for key, value in about.items()})
+    save_file(dit().state_dict(), tmp_path / "dit.safetensors")
+    torch.save({"model": state, "epoch": 3}, tmp_path / "weights.pth")
+    torch.save({"model": state, "epoch": 3}, tmp_path / "weights.pt", _use_new_zipfile_serialization=False)
+    arrays = dict(mu=np.zeros(8), sigma=np.eye(8))
+    np.savez_compressed(tmp_path / "a.npz", arr_0=np.zeros((5, 4, 4, 3), np.uint8), **arrays)
+    says = dict(count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4])
+    np.savez(tmp_path / "s.npz", **arrays, features=np.zeros((20, 8), np.float32), record=json.dumps(says))
+    (tmp_path / "c.yaml").write_text("seed: 1\noptim: {batch_size: 8}\noutput: somewhere\n")
     return tmp_path
 
 
@@ -183,7 +198,7 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
                 read(file)
                 through.append(name)
             except (ValueError, OSError, AssertionError, RuntimeError, KeyError, TypeError):
-                pass  # what is said is looked at elsewhere
+                pass  # what is said is looked at below
             except Exception as error:  # timm, diffusers and safetensors have their own
                 own = ("safetensors", "safetensors_rust", "_pickle", "zipfile")
                 assert type(error).__module__.split(".")[0] in own, name
@@ -196,6 +211,100 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
     print(f"{tried} pickles in {tried // len(forms)} places")
     # A .bin beside safetensors is no file of a VAE's; class names may be any text, and shards say them by number.
     assert set(through) <= {"vae diffusion_pytorch_model.bin", "shards classes.txt"}, through
+
+
+# What others read, and messages that a command prints.
+OTHERS = ("checkpoint_path", "pretrained_cfg_overlay", "pipeline", "latents record", "shards record")
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.reliability)])
+def test_random_damage(world, count):
+    """Each file that is read, damaged in one of many ways: read all the same, or refused in one line that names it."""
+    rng, refused, slowest = cases(count, "damaged files"), 0, 0.0
+    places = {name: door for name, door in doors(world).items() if not name.startswith(OTHERS)}
+    whole = {name: (file, read, file.read_bytes()) for name, (file, read) in places.items() if file.exists()}
+    for name in list(whole):
+        file, read, _ = whole[name]
+        with contextlib.suppress(ValueError):  # weights without metadata are no run
+            read(file)
+            continue
+        del whole[name]
+    assert len(whole) >= 20
+    for number in range(count):
+        name = list(whole)[number % len(whole)]
+        file, read, data = whole[name]
+        file.write_bytes(mutated(data, rng))
+        since = time.monotonic()
+        try:
+            read(file)
+        except (ValueError, FileNotFoundError) as error:
+            text = str(error)
+            assert str(file) in text or str(file.parent) in text, (number, name, text[:2000])
+            assert "\n" not in text and len(text) < 1500, (number, name, text[:2000])
+            refused += 1
+        # What is read all the same has changed numbers, or metadata that nobody asks for.
+        slowest = max(slowest, time.monotonic() - since)
+        file.write_bytes(data)
+    print(f"{refused} of {count} refused in {len(whole)} places, the slowest in {slowest:.2f} s")
+    assert refused > count // 2
+
+
+JUNK = [None, 5, -1, 1.5, "x", [], {}, [1], {"a": 1}, True, 2**70, ""]
+
+
+def places_in(tree, path=()):
+    """Where values stand in a tree of JSON."""
+    for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield (*path, key)
+        if isinstance(value, (dict, list)):
+            yield from places_in(value, (*path, key))
+
+
+def changed(text, path, value):
+    node = tree = json.loads(text)
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    return json.dumps(tree)
+
+
+def test_every_value_of_a_record(world):
+    """Each replaced by junk of every type: refused, or the latents are read as before (the name of a VAE is any text)."""
+    file, refused, tried = world / "latents" / "train.meta.json", 0, 0
+    whole, before = file.read_text(), LatentCache(str(world / "latents"), "train").moments(0)
+    for path in places_in(json.loads(whole)):
+        for value in JUNK:
+            tried += 1
+            file.write_text(changed(whole, path, value))
+            try:
+                cache = LatentCache(str(world / "latents"), "train")
+                assert cache.moments(0).shape == before.shape and len(cache.classes) == 2
+                assert isinstance(cache.space.scaling_factor, (int, float)) and str(cache.space)
+            except (ValueError, FileNotFoundError) as error:
+                assert "\n" not in str(error) and (file.name in str(error) or str(file.parent) in str(error)), error
+                refused += 1
+    print(f"{refused} of {tried} refused")
+    assert refused > tried // 2
+
+
+@pytest.mark.parametrize("kind", ["latents", "shards"])
+def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
+    file, start = doors(world)[f"{kind} record"]
+    whole = file.read_text()
+    texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
+    for path in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
+        texts += [changed(whole, path, value) for value in ("x", [1])]
+    wrong = (("shard", 5), ("samples", "x"), ("sha256", None), ("bad", 5), ("bad", [[1]]), ("bad", [["a", 1]]))
+    texts += [changed(whole, ("shards", 0, key), value) for key, value in wrong]
+    for text in texts:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        capsys.readouterr()
+        with pytest.raises(AssertionError):
+            start(file)
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and (str(file) in error or f"--out {file.parent}" in error), error
+    file.write_text(whole)
+    start(file)  # as if nothing had been
 
 
 def test_members_of_shards_are_not_unpickled(tmp_path, canary):
@@ -211,21 +320,17 @@ def test_members_of_shards_are_not_unpickled(tmp_path, canary):
 
 
 @pytest.mark.parametrize("file", ["optimizer", "model", "beside", "ema"])
-def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, file):
+def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, training, file):
     """Whoever passes a run on can write the sums too."""
-    training = SmallTraining()
     training.step(1)
     assert training.save(tmp_path, 3, keep=1) is None
     step, folder = latest_checkpoint(tmp_path)
-    record = json.loads((folder / "step.json").read_text())
-    del record["own_sha256"]
+    listed = json.loads((folder / "step.json").read_text())["sha256"]
     for form, data in pickles(canary).items():
         (folder / f"{file}.safetensors").write_bytes(data)
-        record["sha256"][f"{file}.safetensors"] = hashlib.sha256(data).hexdigest()
-        (folder / "step.json").write_text(record_text(record))
+        seal(folder, sha256=listed | {f"{file}.safetensors": hashlib.sha256(data).hexdigest()})
         assert latest_checkpoint(tmp_path) == (3, folder)
-        with one_line("step_3, of moh_vision 0.1.0, cannot be loaded into this model"):
-            training.load(folder)
+        refuse("step_3, of moh_vision 0.1.0, cannot be loaded into this model", training.saved.restore, folder)
         assert not canary.exists(), (form, file)
 
 
@@ -237,7 +342,7 @@ def test_a_run_neither_pickles_nor_unpickles(tmp_path, monkeypatch, kind):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, c=call, n=name, **m: (calls.append(n), c(*a, **m))[1])
     for steps in (2, 4):
-        MAINS[kind](arguments(kind, tmp_path / "run", steps, 2))
+        script(kind).main(arguments(kind, tmp_path / "run", steps, 2))
     assert not calls and {path.suffix for path in (tmp_path / "run").rglob("*.*")} <= SUFFIXES
 
 
@@ -258,8 +363,7 @@ def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
     import torch_fidelity.feature_extractor_inceptionv3 as theirs
 
     monkeypatch.setattr(theirs, "FeatureExtractorInceptionV3", network)
-    with pytest.raises(ValueError, match="w.pth: not the weights of Inception.*far enough"):
-        Inception(file)
+    refuse("w.pth: not the weights of Inception.*far enough", Inception, file)
     assert list(reads[0]) == ["x"] and not canary.exists()
 
 
@@ -286,31 +390,24 @@ YAMLS = [
 
 
 @pytest.mark.parametrize("text", YAMLS)
-@pytest.mark.parametrize("how", ["--config", "the config of a run", "on the command line"])
-def test_a_configuration_runs_no_code(tmp_path, canary, text, how):
+@pytest.mark.parametrize("kind", [ClsConfig, ValidateConfig])
+def test_a_configuration_runs_no_code(tmp_path, canary, text, kind):
+    """Of a file, and of a run that is validated."""
     (tmp_path / "config.yaml").write_text(text.format(canary))
-    if how == "--config":
-        argv = ["--config", str(tmp_path / "config.yaml")]
-    elif how == "the config of a run":
-        argv = ["--checkpoint", str(tmp_path)]
-    else:
-        key, _, value = text.format(canary).partition(": ")
-        argv = [f"--{key}", value]
-        if key == "output":  # a text like any other
-            assert parse_config(ClsConfig, argv, "t").output == value
-            return
-    kind = ValidateConfig if how == "the config of a run" else ClsConfig
+    argv = ["--config", str(tmp_path / "config.yaml")] if kind is ClsConfig else ["--checkpoint", str(tmp_path)]
     if "kwargs" in text:  # a mapping like any other: nothing of it is imported, and the model refuses the argument
         assert "class_path" in str(parse_config(kind, argv, "t").model)
         return
-    with one_line("not readable as YAML|Expected|unknown key"):
-        parse_config(kind, argv, "t")
+    refuse("not readable as YAML|Expected|unknown key", parse_config, kind, argv, "t")
 
 
-def test_a_class_in_pieces_on_the_command_line_is_a_mapping(canary):
+def test_options_run_no_code(canary):
+    """A class in pieces is a mapping, a tag is text."""
     argv = ["--model.kwargs.x.class_path=subprocess.Popen", f"--model.kwargs.x.init_args.args=[mkdir, {canary}]"]
-    x = parse_config(ClsConfig, argv, "t").model.kwargs["x"]
+    config = parse_config(ClsConfig, [*argv, f"--output=!!python/object/apply:os.mkdir ['{canary}']"], "t")
+    x = config.model.kwargs["x"]
     assert x == {"class_path": "subprocess.Popen", "init_args": {"args": ["mkdir", str(canary)]}}
+    assert config.output.startswith("!!python")
 
 
 # ---------------------------------------------------------------- the code itself

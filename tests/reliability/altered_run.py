@@ -1,0 +1,39 @@
+"""A training script in float64, or one of whose processes gets a batch that overflows.
+
+python altered_run.py in_float64 cls|dit ARGUMENTS
+python altered_run.py overflow:RANK:STEP cls|dit ARGUMENTS
+"""
+
+import os
+import sys
+
+import torch
+
+how, *where = sys.argv[1].split(":")
+if how == "in_float64":
+    torch.set_default_dtype(torch.float64)  # before anything is imported
+
+from small_runs import script  # noqa: E402
+
+from moh_vision.classification import scores  # noqa: E402
+
+module = script(sys.argv[2])
+batches, evaluate = module.training_batches, scores.evaluate
+
+
+def in_float64(*args, **kwargs):
+    for batch in batches(*args, **kwargs):
+        yield {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def overflow(*args, **kwargs):
+    for number, batch in enumerate(batches(*args, **kwargs)):
+        if [os.environ.get("RANK", "0"), str(number)] == where:
+            batch["images"] *= 3e38
+        yield batch
+
+
+module.training_batches = globals()[how]
+if how == "in_float64":
+    scores.evaluate = lambda predict, *more: evaluate(lambda images, labels: predict(images.double(), labels), *more)
+module.main(sys.argv[3:])
