@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Sequence
 
 import torch
 from accelerate.utils import send_to_device
@@ -44,7 +44,7 @@ class OpenedText(Opened):
     def data(self, split: str):
         return getattr(self.text(training=split == "train"), split)
 
-    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+    def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         if self.config and task_for(self.config.model) != "clm":
             raise ValueError(f"{run_of(self.metadata['weights'])}: of language models causal ones are searched")
         train, d = self.data("train"), self.config.data
@@ -68,7 +68,7 @@ class OpenedText(Opened):
             return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
 
     @cached_property
-    def _validation(self) -> List[dict]:
+    def _validation(self) -> list[dict]:
         text = self.text()
         return list(text.eval_batches(text.val, 0, 1))
 
@@ -81,11 +81,11 @@ class OpenedText(Opened):
         batches = Progress.over(self._validation, "scoring")
         return perplexity(self._losses, batches, self.accelerator.device, lambda total: total)
 
-    def forward(self) -> Tuple[Callable[[], Tensor], int]:
+    def forward(self) -> tuple[Callable[[], Tensor], int]:
         first = send_to_device(self._validation[0], self.accelerator.device)
         return lambda: self._losses(first), len(first["labels"])
 
-    def example(self) -> Tuple[List[Tensor], dict]:
+    def example(self) -> tuple[list[Tensor], dict]:
         translates = hasattr(self.model, "encoder")
         block = WORDS if translates or self.config is None else self.config.data.block
         ids = torch.zeros(1, block, dtype=torch.long)
@@ -94,8 +94,8 @@ class OpenedText(Opened):
 
 def open_run(
     path: str,
-    weights: Optional[str] = None,
-    device: Optional[torch.device] = None,
+    weights: str | None = None,
+    device: torch.device | None = None,
     options: Sequence[str] = (),
     *,
     command: str = "open_run",

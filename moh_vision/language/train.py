@@ -9,7 +9,6 @@ import shutil
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import List, Optional
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
@@ -159,7 +158,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     with Run(NAME, LanguageConfig, argv, settings) as run:
         train(run)
 

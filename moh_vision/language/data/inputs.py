@@ -33,8 +33,8 @@ TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 class TextInputs:
     """What a run on text reads: `vocabularies` (source and target, or the same twice), `train`, `val` and `test`.
 
-    `tokenizer` is a run or file with the vocabularies; without it they are made from the training split. Without
-    `training` that split is not opened, and may be missing.
+    `tokenizer` is a run or file with the vocabularies; None: they are made from the training split. Without `training`
+    that split is not opened, and may be missing.
     """
 
     first: object  # what the data set calls its first sample
@@ -58,19 +58,18 @@ class TextInputs:
 
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
-        d, found = self.data, []
+        d, named = self.data, []
         trained = {path for tokens in self.train.stores for path in tokens.paths}
         for key, title, dataset in (("val", "validation", self.val), ("test", "test", self.test)):
-            if dataset is None:
-                continue
-            for tokens in dataset.stores:
+            stores = () if dataset is None else dataset.stores
+            for tokens in stores:
                 if not trained.isdisjoint(tokens.paths):
                     raise ValueError(
                         f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
                         "another split, for scores of text that the model has not learnt"
                     )
-            found.append(f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}")
-        return "; ".join(found)
+            named += [f"{title}: {' and '.join(tokens.name for tokens in stores)}"] if stores else []
+        return "; ".join(named)
 
     def record(self, micro_batches: int) -> dict:
         """Record what a resumed run must match: text, and in translation micro-batches per step."""
@@ -148,7 +147,7 @@ class TranslationInputs(TextInputs):
         if d.target_merges is not None:
             sides = [([pair.source], d.merges), ([pair.target], d.target_merges)]
         how = dict(before=lambda: pair.check(d.allow_empty), lowercase=d.lowercase)
-        made = [trained_vocabulary(texts, self.cache_dir, "bpe", merges=merges, **how) for texts, merges in sides]
+        made = [trained_vocabulary(texts, self.cache_dir, merges=merges, **how) for texts, merges in sides]
         return made[0], made[-1]
 
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
@@ -200,10 +199,8 @@ class BlockInputs(TextInputs):
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d = self.data
         lines = [find_lines(root, d.train) for root in self.roots()]
-        size = dict(merges=d.merges) if d.words is None else dict(max_words=d.words or None)
-        options = dict(size, mask=self.mask, lowercase=d.lowercase)
-        made = trained_vocabulary(lines, self.cache_dir, "bpe" if d.words is None else "word", **options)
-        return made, made
+        size = dict(merges=d.merges) if d.words is None else dict(words=d.words or None)
+        return (trained_vocabulary(lines, self.cache_dir, mask=self.mask, lowercase=d.lowercase, **size),) * 2
 
     def batches(self, batch_size: int, **arguments) -> StepBatches:
         """See `StepBatches`; `batch_size` blocks a step."""

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple, Union
+from typing import Iterator
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +32,7 @@ def task_for(model) -> str:
     return "clm" if model.pretrained else task_of(model.name)
 
 
-def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
+def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dict]:
     """Return the model, and its arguments for exported weights. A resumed pre-trained model is built from
     config.output without weights, because a checkpoint follows.
     """
@@ -82,9 +82,7 @@ def configs_of(model: nn.Module) -> list:
     return [c for c in (model.config, getattr(model, "generation_config", None)) if c is not None]
 
 
-def pretrained_model(
-    source: Union[str, Path], convert: Optional[dict] = None, vocab_size: Optional[int] = None
-) -> PreTrainedModel:
+def pretrained_model(source: str | Path, convert: dict | None = None, vocab_size: int | None = None) -> PreTrainedModel:
     """Load a folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours, in float32.
 
     A model of less than `vocab_size` tokens grows: transformers draws new rows of embedding and output from the normal
@@ -124,7 +122,7 @@ def pretrained_model(
     return model
 
 
-def saved_model(folder: Union[str, Path]) -> PreTrainedModel:
+def saved_model(folder: str | Path) -> PreTrainedModel:
     """Load a model that `save_pretrained` wrote, of ours or as `pretrained_model` takes it."""
     try:
         ours = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
@@ -151,7 +149,7 @@ def text_from_run(file: Path) -> nn.Module:
     return model.eval()
 
 
-def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[str]:
+def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[str]:
     """Load the weights of a run, a folder or .safetensors, whose vocabularies must have the fingerprints
     `vocabularies`. Return the router tensors that the run lacks; they stay as they are.
     """
@@ -168,7 +166,7 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[st
     return [name for name in model.state_dict() if name not in state and name not in tied]
 
 
-def _config(source: Union[str, Path]):
+def _config(source: str | Path):
     """(config, class) of a model, both ours."""
     name = os.fspath(source)
     if os.path.isfile(name):
