@@ -15,7 +15,7 @@ from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.batches import load_batches
-from moh_vision.language.data.inputs import INPUTS, TextInputs
+from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.weights import saved_model, task_for, text_from_run
@@ -37,8 +37,8 @@ class OpenedText(Opened):
             raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
         if training not in self.splits:
             c, folder = self.config, str(run_of(self.metadata["weights"]))
-            inputs = INPUTS[task_for(c.model)]
-            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, folder, training)
+            inputs, tokenizer = INPUTS[task_for(c.model)], tokenizer_of(c, folder)
+            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, tokenizer, training)
         return self.splits[training]
 
     def data(self, split: str):

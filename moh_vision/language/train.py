@@ -47,7 +47,7 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
-    tokenizer = tokenizer_of(config, bool(checkpoint))
+    tokenizer = tokenizer_of(config, config.output if checkpoint else None)
     with accelerator.main_process_first():
         text = INPUTS[task_for(config.model)](d, cache_beside(config.output), config.seed, tokenizer)
 

@@ -76,9 +76,7 @@ class TextInputs:
         return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies beside the weights, for `data.tokenizer`, and the record. A step has
-        `micro_batches` over all processes.
-        """
+        """Save the vocabularies, for `data.tokenizer`, and the record. A step has `micro_batches` over all processes."""
         source, target = self.vocabularies
         source.save(run / TOKENIZER)
         if target is not source:
@@ -181,8 +179,8 @@ class TranslationInputs(TextInputs):
     def references(self, split: str, pairs: ParallelTokens) -> list[str]:
         """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
         lines = list(self.pair(split).target)
-        found = [lines[number] for number in pairs.numbers]
-        return [line.lower() for line in found] if self.vocabularies[1].lowercase else found
+        chosen = [lines[number] for number in pairs.numbers]
+        return [line.lower() for line in chosen] if self.vocabularies[1].lowercase else chosen
 
 
 class BlockInputs(TextInputs):
@@ -292,14 +290,13 @@ class CausalInputs(BlockInputs):
         return made
 
     def texts(self) -> list[tuple[str, CausalWindows]]:
-        """As in the base class; with data.mixture also the first training tokens of each source, as
-        many as in validation."""
-        found = super().texts()
+        """With data.mixture, add the first training tokens of each source, as many as in validation."""
+        named = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):
                 first = SimpleNamespace(name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)])
-                found.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
-        return found
+                named.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
+        return named
 
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""
@@ -313,22 +310,20 @@ class CausalInputs(BlockInputs):
 INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # by task
 
 
-def tokenizer_of(config, resumed: bool) -> str | None:
-    """Return the path of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder
-    of the first weights (init_from or model.pretrained). None: make it from the text.
+def tokenizer_of(config, run: str | None) -> str | None:
+    """Return the path of a run's vocabulary: the folder of the `run` itself if it is there already, data.tokenizer, or
+    the folder of the first weights (init_from or model.pretrained). None: make it from the text.
     """
-    d = config.data
-    if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):
-        return config.output
-    if not d.tokenizer and config.init_from and (run_of(config.init_from) / TOKENIZER).is_file():
-        return str(run_of(config.init_from))
-    pretrained = config.model.pretrained
-    if pretrained and not d.tokenizer:
-        if Path(pretrained, TOKENIZER).is_file():
-            return pretrained
-        if not d.vocab_size:
-            raise ValueError(
-                f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
-                "(or, for text that comes as ids, data.vocab_size how many there are)"
-            )
+    d, pretrained = config.data, config.model.pretrained
+    if run and (d.tokenizer or not d.vocab_size or Path(run, TOKENIZER).is_file()):
+        return run
+    first = [run_of(config.init_from)] if config.init_from else []
+    for folder in () if d.tokenizer else [*first, *([Path(pretrained)] if pretrained else [])]:
+        if (folder / TOKENIZER).is_file():
+            return str(folder)
+    if pretrained and not d.tokenizer and not d.vocab_size:
+        raise ValueError(
+            f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
+            "(or, for text that comes as ids, data.vocab_size how many there are)"
+        )
     return d.tokenizer
