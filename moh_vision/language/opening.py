@@ -106,8 +106,7 @@ def open_run(
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
         model = saved_model(path).to(device or "cpu").eval()
-        about = dict(architecture=model.config.model_type, weights=str(path))
-        return OpenedText(None, model, about)
+        return OpenedText(None, model, dict(architecture=model.config.model_type, weights=str(path)))
     config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
@@ -115,5 +114,5 @@ def open_run(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
     said = read_safetensors(file, lambda name: False)[1]
-    about = {"architecture": config.model.name, **said, "weights": str(file)}
-    return OpenedText(config, text_from_run(file).to(device or "cpu"), about)
+    metadata = {"architecture": config.model.name, **said, "weights": str(file)}
+    return OpenedText(config, text_from_run(file).to(device or "cpu"), metadata)

@@ -80,8 +80,8 @@ def train(run: Run) -> None:
     run.open()
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
-        for about in configs_of(model):  # with model.safetensors what from_pretrained reads
-            about.save_pretrained(run.folder)
+        for each in configs_of(model):  # with model.safetensors what from_pretrained reads
+            each.save_pretrained(run.folder)
 
     # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
@@ -146,9 +146,8 @@ def final_evaluation(run: Run, text, evaluate) -> None:
             scores = final_scores(run, text, evaluate)
             if run.elastic:
                 validate = partial(evaluate, text.val, "validation")
-                found = run.elastic.by_share(run.model, validate, scores["validation"])
-                run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
-                scores["by_share"] = found
+                scores["by_share"] = shares = run.elastic.by_share(run.model, validate, scores["validation"])
+                run.log.say("\n".join(f"with a share of {share}: {summary(shares[share])}" for share in shares))
     results.update(scores)
     for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
         if step == run.done and results["weights"] != "model.safetensors":

@@ -22,8 +22,7 @@ def register(auto: type, *models: type[PreTrainedModel]) -> None:
 
 
 class RoutedLoss:
-    """Outputs and losses of language models with routed heads, of the subclass's `states_and_stats`, `log_probs` and
-    `token_losses`."""
+    """Outputs and losses of language models by the subclass's `states_and_stats`, `log_probs` and `token_losses`."""
 
     def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
         """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
@@ -93,8 +92,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module: transformers skips those without weights of their own, such as attention, in models from
-        elsewhere. `init` leaves loaded weights alone."""
+        """Initialise every module: transformers skips those without weights of their own. `init` leaves loaded ones alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()

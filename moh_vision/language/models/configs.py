@@ -1,6 +1,7 @@
 """Configurations of text models for transformers; attention is a plain dict."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -225,8 +226,20 @@ def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
     return [HeadBudget(heads, width, *pair) for pair in pairs]
 
 
+@dataclass
 class RoutedConfig:
-    """Checks sizes and completes the field `moh`; a mixin before transformers' class."""
+    """A mixin before transformers' class, whose configuration it is, with one more field.
+
+    Args:
+        moh: None: every head runs. Else a dict of
+            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
+            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
+            executor: a name in `moh_vision.attention.EXECUTORS`;
+            group: choose query heads by whole key-value groups ("query_norm" only);
+            router_kwargs: gate_scale and two_stage of "moh".
+    """
+
+    moh: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -243,19 +256,7 @@ class RoutedConfig:
 
 
 class MoHLlamaConfig(RoutedConfig, LlamaConfig):
-    """transformers' LlamaConfig and `moh`.
-
-    Args:
-        moh: None: every head runs. Else a dict of
-            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
-            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
-            executor: a name in `moh_vision.attention.EXECUTORS`;
-            group: choose query heads by whole key-value groups ("query_norm" only);
-            router_kwargs: gate_scale and two_stage of "moh".
-    """
-
     model_type = "moh_llama"
-    moh: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -263,14 +264,8 @@ class MoHLlamaConfig(RoutedConfig, LlamaConfig):
 
 
 class MoHQwen2Config(RoutedConfig, Qwen2Config):
-    """transformers' Qwen2Config and `moh`, see `MoHLlamaConfig`."""
-
     model_type = "moh_qwen2"
-    moh: dict | None = None
 
 
 class MoHQwen3Config(RoutedConfig, Qwen3Config):
-    """transformers' Qwen3Config and `moh`, see `MoHLlamaConfig`."""
-
     model_type = "moh_qwen3"
-    moh: dict | None = None

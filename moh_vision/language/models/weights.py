@@ -33,9 +33,7 @@ def task_for(model) -> str:
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dict]:
-    """Return the model, and its arguments for exported weights. A resumed pre-trained model is built from
-    config.output without weights, because a checkpoint follows.
-    """
+    """Return the model, and its arguments for exported weights. A resumed pre-trained model has none: they follow."""
     m = config.model
     if m.pretrained:
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), **text.model_arguments())
@@ -53,8 +51,8 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
         if positions is not None and config.data.block > positions:
             raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
         for name, number in text.special_tokens().items():
-            for about in configs_of(model):
-                setattr(about, name, number)
+            for each in configs_of(model):
+                setattr(each, name, number)
     if config.checkpointing:
         # Not reentrant: reentrant checkpointing loses routing statistics.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -63,8 +61,7 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
 
 
 def check_same_tokens(vocabulary, config) -> None:
-    """Raise ValueError if the vocabulary numbers a token otherwise than a tokenizer in model.pretrained:
-    the model would read other words than it learnt."""
+    """Refuse a vocabulary that numbers a token otherwise than model.pretrained's: the model learnt other words."""
     file = Path(config.model.pretrained, TOKENIZER)
     if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
         return
@@ -94,15 +91,17 @@ def pretrained_model(source: str | Path, convert: dict | None = None, vocab_size
     config, ours = _config(source)
     try:
         with quiet():
-            model, found = ours.from_pretrained(
+            model, loading = ours.from_pretrained(
                 source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
-    wrong = sorted(name for name in found["missing_keys"] if ".router." not in name)
-    wrong = wrong or sorted(name for name, *_ in found["mismatched_keys"])
-    if wrong:
-        raise ValueError(f"model.pretrained {source}: its weights do not have, or not in the right shape, {wrong[:5]}")
+    lacking = sorted(name for name in loading["missing_keys"] if ".router." not in name)
+    lacking = lacking or sorted(name for name, *_ in loading["mismatched_keys"])
+    if lacking:
+        raise ValueError(
+            f"model.pretrained {source}: its weights do not have, or not in the right shape, {lacking[:5]}"
+        )
     if convert is not None:
         if config.moh is not None:
             raise ValueError(f"model.convert: model.pretrained {source} has routed heads already; leave it out")
@@ -150,12 +149,10 @@ def text_from_run(file: Path) -> nn.Module:
 
 
 def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[str]:
-    """Load the weights of a run, a folder or .safetensors, whose vocabularies must have the fingerprints
-    `vocabularies`. Return the router tensors that the run lacks; they stay as they are.
-    """
-    file = weights_file(source)
-    state, about = read_safetensors(file)
-    if about.get("vocabularies") not in (None, vocabularies):
+    """Load the weights of a run, a folder or .safetensors, whose vocabularies must have these fingerprints.
+    Return the router tensors that it lacks; they stay as they are."""
+    state, metadata = read_safetensors(weights_file(source))
+    if metadata.get("vocabularies") not in (None, vocabularies):
         raise ValueError(
             f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run"
         )
@@ -186,10 +183,9 @@ def _config(source: str | Path):
             f"model.pretrained {source}: its model_type is {config.model_type!r}, allowed are {', '.join(classes)}"
         )
     if not isinstance(config, ours.config_class):
-        about = config.to_dict()
-        for name in ("model_type", "auto_map", "architectures", "transformers_version"):
-            about.pop(name, None)  # auto_map names code, which is not needed
-        config = ours.config_class(**about)
+        dropped = ("model_type", "auto_map", "architectures", "transformers_version")  # auto_map: of code, not needed
+        fields = {name: value for name, value in config.to_dict().items() if name not in dropped}
+        config = ours.config_class(**fields)
     return config, ours
 
 
