@@ -33,7 +33,7 @@ def task_for(model) -> str:
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dict]:
-    """Return the model, and its arguments for exported weights. A resumed pre-trained model has none: they follow."""
+    """Return the model, and its arguments for exported weights. A checkpoint brings a resumed one's weights."""
     m = config.model
     if m.pretrained:
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), **text.model_arguments())
