@@ -11,13 +11,13 @@ from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.blocks import CausalWindows, MaskedBlocks, mask_tokens
 from moh_vision.language.data.inputs import INPUTS, CausalInputs
 from moh_vision.language.data.tokens import Tokens, write_store
-from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, count_words
+from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, train_vocabulary
 
 WORDS = [f"w{i}" for i in range(50)]
 
 
 def running_text(folder, lines, mask, skip_empty):
-    vocabulary = count_words([" ".join(WORDS)], mask=mask)
+    vocabulary = train_vocabulary([" ".join(WORDS)], mask=mask)
     write_store(folder / "tokens", filter(None, lines) if skip_empty else lines, vocabulary, "lines")
     return vocabulary, Tokens([folder / "tokens"])
 
@@ -92,7 +92,7 @@ def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
     assert len(MaskedBlocks(tokens, 4, vocabulary, 0)) == 2  # 3 + 3, and the eos left out
     assert len(MaskedBlocks(tokens, 5, vocabulary, 0)) == 2  # 4 + 3
     assert len(MaskedBlocks(tokens, 128, vocabulary, 0)) == 1
-    refuse("needs a vocabulary with <mask>", lambda: MaskedBlocks(tokens, 16, count_words(["a"]), 0))
+    refuse("needs a vocabulary with <mask>", lambda: MaskedBlocks(tokens, 16, train_vocabulary(["a"]), 0))
 
 
 @pytest.fixture(scope="module")

@@ -65,11 +65,6 @@ test_refusals_are_one_line = each_refused(
     ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
     ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
     ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
-    ("clm_moh_small_75", {"router": "mae"}, "router 'mae' is not for a causal model: give query_norm or moh"),
-    ("clm_moh_small_75", {"head_budget": 2}, "head_budget 2 is not understood"),
-    ("clm_moh_small_75", {"head_budget": [[3, 3]]}, "lists 1 layers, the model has 12"),
-    ("clm_moh_small_75", {"executor": "fast"}, "executor 'fast' is not one of"),
-    ("clm_moh_small_75", {"group": True}, "group=True .* needs 'query_norm', not 'moh'"),
     ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
 )
 
