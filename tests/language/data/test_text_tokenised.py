@@ -277,9 +277,3 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
         inputs(tmp_path / "o", tokenizer=str(one), vocab_size=11)
     assert inputs(tmp_path / "o", tokenizer=str(one), vocab_size=64).model_arguments() == dict(vocab_size=64)
     assert inputs(tmp_path / "o", vocab_size=64).special_tokens() == dict(eos_token_id=1)
-
-
-def test_text_by_a_foreign_tokenizer(tmp_path):
-    (tmp_path / "train.txt").write_text("a b\nc\n" * 5)
-    text = inputs(tmp_path, tokenizer=str(llama_like(tmp_path / "t")))
-    assert np.asarray(text.train.tokens.ids[:7]).tolist() == [0, 3, 4, 1, 0, 5, 1]

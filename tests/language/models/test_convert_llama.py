@@ -10,7 +10,7 @@ from llama_tiny import DEPTH, FAMILIES, GROUPS, SIZES, by_norm, dense, left_padd
 from refusals import one_line, refuse
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import moh_vision
 from moh_vision.attention import attention_layers, load_balance_loss
@@ -197,19 +197,6 @@ def test_refused_models():
 
 
 HALF = "uniform:0.5"
-
-
-def test_models_that_share_a_config_keep_their_own_routing(tmp_path):
-    first = dense()
-    config = first.config
-    second, third = LlamaForCausalLM(config), LlamaForCausalLM(config)
-    moh_vision.convert(second, head_budget=HALF)
-    moh_vision.convert(third, head_budget="uniform:0.75")
-    assert second.config.moh["head_budget"] == [[2, 2]] * 2 and third.config.moh["head_budget"] == [[3, 3]] * 2
-    first.save_pretrained(tmp_path)
-    for kind in (LlamaForCausalLM, AutoModelForCausalLM):  # a folder without the field is transformers' own
-        loaded = kind.from_pretrained(tmp_path)
-        assert type(loaded) is LlamaForCausalLM and not hasattr(loaded.config, "moh")
 
 
 def test_one_batch_needs_no_list():
