@@ -1,7 +1,5 @@
 """A run on text: translation, masked and causal language models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

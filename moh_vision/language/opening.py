@@ -1,7 +1,5 @@
 """Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Callable, Sequence
 

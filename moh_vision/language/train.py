@@ -3,8 +3,6 @@
 Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes.
 """
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from itertools import islice
@@ -31,6 +29,7 @@ from moh_vision.models.weights import taken_for
 NAME = "train_text.py"
 
 with user_errors(NAME):
+    from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
     from moh_vision.language.evaluation.perplexity import summary
@@ -93,7 +92,7 @@ def train(run: Run) -> None:
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
-    stream = text.stream(batches)
+    stream = load_batches(text.train, batches, d.workers)
     if not config.max_steps:  # no step saves the weights that are scored
         run.save()
     for step in run.steps():

@@ -3,8 +3,6 @@
 Sentences of similar lengths share a batch, limited by tokens: pure functions of (lengths, seed, position).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import lru_cache
 from typing import Iterable, Iterator

@@ -1,11 +1,9 @@
 """Vocabularies, training and evaluation batches of a run on text, by task."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterable, Iterator
+from typing import Iterable
 
 import numpy as np
 from torch import Tensor
@@ -117,10 +115,6 @@ class TextInputs:
         """The model's inputs for one training sample."""
         batch = self.train.collate([self.train[self.first]])
         return {name: value for name, value in batch.items() if name != "labels"}
-
-    def stream(self, batches) -> Iterator[dict[str, Tensor]]:
-        """The micro-batches of one rank, in order."""
-        return load_batches(self.train, batches, self.data.workers)
 
     def eval_batches(self, dataset, rank: int, world: int) -> Iterable[dict[str, Tensor]]:
         """This rank's share of a validation or test set, every label once over all."""

@@ -1,7 +1,5 @@
 """The texts in `data.root`: pairs for translation, lines, documents or token ids for language models."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

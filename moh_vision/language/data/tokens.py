@@ -8,8 +8,6 @@ or SPLIT-*.bin and so on, joined in order of name. Nothing is unpickled or read 
 meta.json may say what is in `META_FIELDS`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -3,8 +3,6 @@
 Peng 2020 (MAE), section 5.1 and tables 6 and 8; Zhang 2022 (MoA), table 4.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Final scores of a run on text: perplexities and BLEU."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from pathlib import Path

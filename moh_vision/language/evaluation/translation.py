@@ -4,8 +4,6 @@ BLEU is sacrebleu's definition, and the form of the MAE and MoA papers. The two 
 records how it was counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Models of runs: presets, pre-trained ones of transformers' Llama and Qwen families, and those that runs wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
