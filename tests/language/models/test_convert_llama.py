@@ -10,7 +10,7 @@ from llama_tiny import DEPTH, FAMILIES, GROUPS, SIZES, by_norm, dense, left_padd
 from refusals import one_line, refuse
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
 
 import moh_vision
 from moh_vision.attention import attention_layers, load_balance_loss
@@ -214,16 +214,20 @@ def test_offloaded_weights():
     refuse("convert before offloading", lambda: moh_vision.convert(plain, head_budget=HALF, calibrate=[words()]))
 
 
-def test_pages_of_continuous_batching_are_left_to_transformers():
-    """Its attention function reads them, which ours cannot; the call has them as `cache`."""
-    model = moh_vision.convert(dense(), head_budget=HALF, executor="reference")
-    attn = model.model.layers[0].self_attn
-    x, rotary = torch.randn(1, 3, 32), (torch.ones(1, 3, 4), torch.zeros(1, 3, 4))
-    with torch.no_grad():
+@torch.no_grad()
+def test_what_is_left_to_transformers():
+    """Pages of continuous batching, which come as `cache`; but one token beside a cache reads its groups once, by ours."""
+    attn = moh_vision.convert(dense(), head_budget=HALF, executor="reference").model.layers[0].self_attn
+
+    def executor(tokens, past=None, **kwargs):
+        x, rotary = torch.randn(1, tokens, 32), (torch.ones(1, tokens, 4), torch.zeros(1, tokens, 4))
         routing, q = attn.route(x)
-        call = Call(x, routing, q=q, rotary=rotary)
-        assert attn.executor_of(call, None, None) is not None
-        assert attn.executor_of(call, None, None, cache=object()) is None
+        return attn.executor_of(Call(x, routing, q=q, rotary=rotary), None, past, **kwargs)
+
+    assert executor(3) is not None and executor(3, cache=object()) is None
+    attn.executor, past = "auto", DynamicCache(config=attn.config)
+    past.update(*torch.randn(2, 1, GROUPS, 5, 4), 0)
+    assert executor(1, past) is not None and executor(1) is None
 
 
 @pytest.mark.parametrize("executor", ["packed", "auto", "masked", "reference"])
