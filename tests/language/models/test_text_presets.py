@@ -2,7 +2,7 @@
 
 import pytest
 from refusals import each_refused
-from text_tiny import TINY, empty
+from text_tiny import empty
 
 import moh_vision
 from moh_vision.attention import attention_layers
@@ -28,17 +28,6 @@ def test_where_gates_of_mae_pool():
     assert {layer.self_attn.router.pool for layer in translation.decoder.layers} == {"running"}
     assert all(layer.cross_attn.by_context for layer in translation.decoder.layers)
     assert {(layer.router.pool, layer.router.window) for layer in attention_layers(language)} == {("window", 100)}
-
-
-def test_any_moa_name_and_attention_per_kind():
-    fields = dict(TINY, encoder_layers=1, decoder_layers=1)
-    budget = attention_layers(create_text_model("mt_moa_3K7E10D", **fields))[0].budget
-    assert (budget.routed, budget.heads, budget.head_dim) == (3, 7, 10)
-    fields["encoder_attention"] = {"router": "moh", "head_budget": 0.5}
-    fields["cross_attention"] = {"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4}
-    model = create_text_model("mt_transformer_base", **fields)
-    routers = [type(layer.router).__name__ for layer in attention_layers(model)]
-    assert routers == ["MoHRouter", "DenseRouter", "MoARouter"]
 
 
 test_refusals_are_one_line = each_refused(
