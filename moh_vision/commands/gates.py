@@ -20,7 +20,7 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, lines_of, plt
 from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_runs
 from moh_vision.commands.table import Table, markdown
-from moh_vision.language.evaluation.gates import GateReading, numbers_of, numbers_on, read_gates, reading_text
+from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.opening import open_run
 
 MOST_LABELLED = 16  # experts whose cells have room for a number
@@ -45,25 +45,26 @@ def figure(options) -> Drawn:
     found, texts = {}, []
     for name, group in groups:
         for run in group:
-            readings, seed = read_split(run, options.split), run.config.get("seed")
+            gates, seed = read_split(run, options.split), run.config.get("seed")
+            if gates["layers"]:
+                texts.append(gate_text(gates, f"## {name}, seed {seed}"))
+            columns = gates.pop("columns")
             scores = {key: value for key, value in run.scores.items() if key.startswith("bleu") and value is not None}
-            found[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **numbers_of(readings), **scores)
-            if readings:
-                texts.append(reading_text(readings, f"## {name}, seed {seed}"))
+            found[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **gates, **scores)
     if not texts:
         raise ValueError(
             f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
         )
     if options.kind == "load":
-        draw, numbers = draw_gate_load, numbers_on(options.split, readings)
+        draw, numbers = draw_gate_load, dict(split=options.split, columns=columns, **gates)
     else:
         draw, numbers = draw_gate_entropy, dict(split=options.split, runs=list(found.values()))
     text = "\n".join([markdown(entropy_table(groups, found)) + "\n", *texts])
     return Drawn(draw(numbers), numbers, text, alone=True)
 
 
-def read_split(run: ScoredRun, split: str) -> list[GateReading]:
-    """Read the gates of the weights that a run's scores are of; often none."""
+def read_split(run: ScoredRun, split: str) -> dict:
+    """Read the gates of the weights that a run's scores are of, see `read_gates`."""
     weights = run.folder / run.json("results.json")["weights"]
     opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator

@@ -1,11 +1,9 @@
 """A run on text: translation, masked and causal language models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Literal, Optional, Set, Tuple
+from typing import Any, Literal
 
 from moh_vision.engine.config import TRAINS, HeadBudgets, OptimConfig, RunConfig
 from moh_vision.engine.keys import Section, key, plain
@@ -22,14 +20,14 @@ class TextModelConfig(Section, section="model"):
 
     name: str = key("mt_transformer_base")
     """A preset of moh_vision.language.models.create."""
-    head_budget: Optional[HeadBudgets] = key(None, ge=0)
+    head_budget: HeadBudgets | None = key(None, ge=0)
     """As that of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer."""
-    kwargs: Optional[Dict[str, Any]] = key(None)
+    kwargs: dict[str, Any] | None = key(None)
     """Further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}."""
-    pretrained: Optional[str] = key(None)
+    pretrained: str | None = key(None)
     """Start from a causal model of transformers' Llama or Qwen families: a folder, or its name on the Hugging Face hub. It
     brings its sizes, and name must be clm_pretrained. Its vocabulary grows to that of data.tokenizer."""
-    convert: Optional[Dict[str, Any]] = key(None, needs=".pretrained")
+    convert: dict[str, Any] | None = key(None, needs=".pretrained")
     """Arguments of moh_vision.convert for it, such as {router: query_norm}; left out: it stays as it is."""
 
     def agree(self) -> None:
@@ -47,7 +45,7 @@ class TextModelConfig(Section, section="model"):
                 f"model.kwargs {self.kwargs}: model.pretrained {self.pretrained} has its own; leave it out"
             )
 
-    def arguments(self) -> Optional[dict]:
+    def arguments(self) -> dict | None:
         """Return arguments of the preset, or with `pretrained` of convert (None: unchanged)."""
         own = self.kwargs if self.pretrained is None else self.convert
         return own if self.head_budget is None else dict(own or {}, head_budget=plain(self.head_budget))
@@ -61,7 +59,7 @@ class TextDataConfig(Section, section="data"):
     """A folder with SPLIT.LANGUAGE[.gz], line n of one language being the translation of line n of the other, or with
     SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] of a Hugging Face data set. Causal language models also read
     token ids: SPLIT.bin, SPLIT.npy, or what tokenise wrote."""
-    mixture: Optional[List[Dict[str, Any]]] = key(None, needs=CAUSAL)
+    mixture: list[dict[str, Any]] | None = key(None, needs=CAUSAL)
     """What is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of the blocks drawn, a source has the share
     weight / sum of weights. A relative root is inside data.root, where val and test are."""
     source: str = key("en", needs=TRANSLATES)
@@ -72,20 +70,20 @@ class TextDataConfig(Section, section="data"):
     """Name of the training split."""
     val: str = key("val")
     """Name of the one that is looked at while training."""
-    test: Optional[str] = key(None, free=True)
+    test: str | None = key(None, free=True)
     """Name of the one that is scored at the end too; left out: none."""
-    tokenizer: Optional[str] = key(None)
+    tokenizer: str | None = key(None)
     """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split; left out with
     init_from of a run: that run's. Causal language models also take the folder of a transformers tokenizer."""
-    vocab_size: Optional[int] = key(None, ge=2, needs=CAUSAL)
+    vocab_size: int | None = key(None, ge=2, needs=CAUSAL)
     """Tokens of the model; without data.tokenizer all that is known of token ids, with it at least as many as it has."""
-    bin_dtype: Optional[Literal["uint16", "uint32"]] = key(None, needs=CAUSAL)
+    bin_dtype: Literal["uint16", "uint32"] | None = key(None, needs=CAUSAL)
     """Of SPLIT.bin files that have no SPLIT.json which says it."""
     merges: int = key(32000, ge=0, needs=f".words=null; {OWN_WORDS}")
     """Of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens."""
-    target_merges: Optional[int] = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
+    target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
     """A vocabulary of its own for the target, with so many; left out: one for both languages."""
-    words: Optional[int] = key(None, ge=0, needs=f"{MODELS}; {OWN_WORDS}")
+    words: int | None = key(None, ge=0, needs=f"{MODELS}; {OWN_WORDS}")
     """The so many most frequent words instead of byte pairs, for an adaptive softmax; 0: all."""
     lowercase: bool = key(False, needs=OWN_WORDS)
     """Turn all text to lower case."""
@@ -95,7 +93,7 @@ class TextDataConfig(Section, section="data"):
     """Largest size of a micro-batch, sentences times the tokens of the longest, of either side."""
     max_length: int = key(250, ge=1, needs=TRANSLATES)
     """Training pairs with more tokens on a side are left out."""
-    max_ratio: Optional[float] = key(None, gt=1, needs=TRANSLATES)
+    max_ratio: float | None = key(None, gt=1, needs=TRANSLATES)
     """As are those where one side has so many times more tokens; left out: none."""
     share: float = key(1.0, gt=0, le=1, needs=TRANSLATES)
     """Of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2)."""
@@ -124,7 +122,7 @@ class TextDataConfig(Section, section="data"):
         return root if root.startswith("hfds/") else str(Path(self.root, root))
 
 
-def checked_mixture(sources: List[Dict[str, Any]]) -> List[Dict[str, Any]]:
+def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Check data.mixture, and name unnamed sources after the last part of their root."""
     found = []
     for number, source in enumerate(sources):
@@ -153,9 +151,9 @@ class TextOptimConfig(OptimConfig):
     lr: float = key(7e-4)
     weight_decay: float = key(0.0)
     """Not applied to biases, norms and routers."""
-    betas: Optional[Tuple[float, float]] = key((0.9, 0.98))
-    eps: Optional[float] = key(1e-9)
-    momentum: Optional[float] = key(0.99)
+    betas: tuple[float, float] | None = key((0.9, 0.98))
+    eps: float | None = key(1e-9)
+    momentum: float | None = key(0.99)
     """Of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon."""
     batch_size: int = key(32, needs=MODELS)
     """Blocks per step over all processes and accumulation. (Translation: data.max_tokens.)"""
@@ -193,7 +191,7 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
     """Of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses."""
     compound_split: bool = key(False)
     """There, split hyphenated words, as the papers do for WMT14 EN-DE."""
-    gate_modes: List[Literal["soft", "argmax", "random"]] = key(["soft"])
+    gate_modes: list[Literal["soft", "argmax", "random"]] = key(["soft"])
     """How the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the mixture; "argmax",
     the likeliest expert; "random", a drawn one, five times."""
 
@@ -230,7 +228,7 @@ class LanguageConfig(RunConfig):
         if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":
             raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
 
-    def routers(self) -> Set[str]:
+    def routers(self) -> set[str]:
         """Those in its name and its arguments."""
         told = f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
         found = {router for router in ("moh", "moa", "mae", "query_norm") if router in told}

@@ -1,9 +1,7 @@
 """Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
-from __future__ import annotations
-
 from functools import cached_property
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Callable, Sequence
 
 import torch
 from accelerate.utils import send_to_device
@@ -15,7 +13,7 @@ from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.batches import load_batches
-from moh_vision.language.data.inputs import INPUTS, TextInputs
+from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
 from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.weights import saved_model, task_for, text_from_run
@@ -37,14 +35,14 @@ class OpenedText(Opened):
             raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
         if training not in self.splits:
             c, folder = self.config, str(run_of(self.metadata["weights"]))
-            inputs = INPUTS[task_for(c.model)]
-            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, folder, training)
+            inputs, tokenizer = INPUTS[task_for(c.model)], tokenizer_of(c, folder)
+            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, tokenizer, training)
         return self.splits[training]
 
     def data(self, split: str):
         return getattr(self.text(training=split == "train"), split)
 
-    def halves(self, count: int) -> Tuple[List[dict], List[dict]]:
+    def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         if self.config and task_for(self.config.model) != "clm":
             raise ValueError(f"{run_of(self.metadata['weights'])}: of language models causal ones are searched")
         train, d = self.data("train"), self.config.data
@@ -68,7 +66,7 @@ class OpenedText(Opened):
             return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
 
     @cached_property
-    def _validation(self) -> List[dict]:
+    def _validation(self) -> list[dict]:
         text = self.text()
         return list(text.eval_batches(text.val, 0, 1))
 
@@ -81,11 +79,11 @@ class OpenedText(Opened):
         batches = Progress.over(self._validation, "scoring")
         return perplexity(self._losses, batches, self.accelerator.device, lambda total: total)
 
-    def forward(self) -> Tuple[Callable[[], Tensor], int]:
+    def forward(self) -> tuple[Callable[[], Tensor], int]:
         first = send_to_device(self._validation[0], self.accelerator.device)
         return lambda: self._losses(first), len(first["labels"])
 
-    def example(self) -> Tuple[List[Tensor], dict]:
+    def example(self) -> tuple[list[Tensor], dict]:
         translates = hasattr(self.model, "encoder")
         block = WORDS if translates or self.config is None else self.config.data.block
         ids = torch.zeros(1, block, dtype=torch.long)
@@ -94,8 +92,8 @@ class OpenedText(Opened):
 
 def open_run(
     path: str,
-    weights: Optional[str] = None,
-    device: Optional[torch.device] = None,
+    weights: str | None = None,
+    device: torch.device | None = None,
     options: Sequence[str] = (),
     *,
     command: str = "open_run",
@@ -106,8 +104,7 @@ def open_run(
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
         model = saved_model(path).to(device or "cpu").eval()
-        about = dict(architecture=model.config.model_type, weights=str(path))
-        return OpenedText(None, model, about)
+        return OpenedText(None, model, dict(architecture=model.config.model_type, weights=str(path)))
     config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
@@ -115,5 +112,5 @@ def open_run(
                 f"{key} has no effect: {path} brings its model; allowed are data.*, mixed_precision and tf32"
             )
     said = read_safetensors(file, lambda name: False)[1]
-    about = {"architecture": config.model.name, **said, "weights": str(file)}
-    return OpenedText(config, text_from_run(file).to(device or "cpu"), about)
+    metadata = {"architecture": config.model.name, **said, "weights": str(file)}
+    return OpenedText(config, text_from_run(file).to(device or "cpu"), metadata)

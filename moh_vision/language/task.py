@@ -1,7 +1,5 @@
 """The task of language models: what accelerate wraps."""
 
-from typing import Optional
-
 from torch import Tensor, nn
 
 from moh_vision.attention.losses import RoutedTask
@@ -19,7 +17,7 @@ class LanguageTask(RoutedTask):
         # For accelerate: layers that FSDP may gather one by one; None: the whole model.
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
-    def forward(self, labels: Tensor, tokens: Optional[Tensor] = None, **inputs: Tensor):
+    def forward(self, labels: Tensor, tokens: Tensor | None = None, **inputs: Tensor):
         """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token; in eval mode
         nll [B, T] and routing statistics. `tokens` divides the sum over labels; None: their number here. With (the step's
         labels) / (micro-batches), the mean loss of micro-batches is the loss of one big batch."""

@@ -3,13 +3,10 @@
 Installed: accelerate launch -m moh_vision.language.train --config text/NAME. The same command run again resumes.
 """
 
-from __future__ import annotations
-
 import shutil
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import List, Optional
 
 import torch
 from accelerate.utils import DistributedType, send_to_device
@@ -32,6 +29,7 @@ from moh_vision.models.weights import taken_for
 NAME = "train_text.py"
 
 with user_errors(NAME):
+    from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
     from moh_vision.language.evaluation.perplexity import summary
@@ -48,7 +46,7 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
-    tokenizer = tokenizer_of(config, bool(checkpoint))
+    tokenizer = tokenizer_of(config, config.output if checkpoint else None)
     with accelerator.main_process_first():
         text = INPUTS[task_for(config.model)](d, cache_beside(config.output), config.seed, tokenizer)
 
@@ -81,8 +79,8 @@ def train(run: Run) -> None:
     run.open()
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
-        for about in configs_of(model):  # with model.safetensors what from_pretrained reads
-            about.save_pretrained(run.folder)
+        for each in configs_of(model):  # with model.safetensors what from_pretrained reads
+            each.save_pretrained(run.folder)
 
     # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
@@ -94,7 +92,7 @@ def train(run: Run) -> None:
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
-    stream = text.stream(batches)
+    stream = load_batches(text.train, batches, d.workers)
     if not config.max_steps:  # no step saves the weights that are scored
         run.save()
     for step in run.steps():
@@ -147,9 +145,8 @@ def final_evaluation(run: Run, text, evaluate) -> None:
             scores = final_scores(run, text, evaluate)
             if run.elastic:
                 validate = partial(evaluate, text.val, "validation")
-                found = run.elastic.by_share(run.model, validate, scores["validation"])
-                run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
-                scores["by_share"] = found
+                scores["by_share"] = shares = run.elastic.by_share(run.model, validate, scores["validation"])
+                run.log.say("\n".join(f"with a share of {share}: {summary(shares[share])}" for share in shares))
     results.update(scores)
     for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
         if step == run.done and results["weights"] != "model.safetensors":
@@ -159,7 +156,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
 
 
-def main(argv: Optional[List[str]] = None) -> None:
+def main(argv: list[str] | None = None) -> None:
     with Run(NAME, LanguageConfig, argv, settings) as run:
         train(run)
 

@@ -3,8 +3,6 @@
 Sentences of similar lengths share a batch, limited by tokens: pure functions of (lengths, seed, position).
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from functools import lru_cache
 from typing import Iterable, Iterator
@@ -31,8 +29,7 @@ def length_key(lengths: np.ndarray) -> np.ndarray:
 
 
 def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
-    """Cut sentences sorted by size into batches of at most max_tokens, longest size x sentences.
-    A longer sentence is alone."""
+    """Cut sorted sizes into batches of at most max_tokens, sentences x longest. A longer sentence is alone."""
     ends = [0]
     while ends[-1] < len(sizes):
         first = ends[-1]
@@ -83,9 +80,7 @@ class TokenBatches(StepBatches):
 
 
 def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> list[list[int]]:
-    """Return evaluation batches of similar lengths; all ranks together have every sample once.
-    A sample longer than `max_tokens` is alone.
-    """
+    """Return evaluation batches of similar lengths; all ranks together have every sample once."""
     order = np.argsort(length_key(lengths), kind="stable")
     ends = batch_ends(lengths.max(1)[order], max_tokens)
     batches = [order[first:end].tolist() for first, end in zip([0, *ends], ends)]
@@ -101,9 +96,7 @@ def padded(rows, filler: int) -> Tensor:
 
 
 def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[dict[str, Tensor]]:
-    """Load batches of a text data set in order, the same for any number of workers. Each of `batches` lists
-    items. Encoded text rarely needs `workers`.
-    """
+    """Load batches, lists of items of a text data set, in order. Encoded text rarely needs `workers`."""
     loader = DataLoader(
         dataset,
         batch_sampler=batches,

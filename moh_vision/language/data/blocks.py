@@ -1,7 +1,5 @@
 """Blocks of running text, for masked and causal language models."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset

@@ -1,11 +1,9 @@
 """Vocabularies, training and evaluation batches of a run on text, by task."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterable, Iterator
+from typing import Iterable
 
 import numpy as np
 from torch import Tensor
@@ -33,8 +31,8 @@ TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 class TextInputs:
     """What a run on text reads: `vocabularies` (source and target, or the same twice), `train`, `val` and `test`.
 
-    `tokenizer` is a run or file with the vocabularies; without it they are made from the training split. Without
-    `training` that split is not opened, and may be missing.
+    `tokenizer` is a run or file with the vocabularies; None: they are made from the training split. Without `training`
+    that split is not opened, and may be missing.
     """
 
     first: object  # what the data set calls its first sample
@@ -58,28 +56,25 @@ class TextInputs:
 
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
-        d, found = self.data, []
+        d, named = self.data, []
         trained = {path for tokens in self.train.stores for path in tokens.paths}
         for key, title, dataset in (("val", "validation", self.val), ("test", "test", self.test)):
-            if dataset is None:
-                continue
-            for tokens in dataset.stores:
+            stores = () if dataset is None else dataset.stores
+            for tokens in stores:
                 if not trained.isdisjoint(tokens.paths):
                     raise ValueError(
                         f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
                         "another split, for scores of text that the model has not learnt"
                     )
-            found.append(f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}")
-        return "; ".join(found)
+            named += [f"{title}: {' and '.join(tokens.name for tokens in stores)}"] if stores else []
+        return "; ".join(named)
 
     def record(self, micro_batches: int) -> dict:
         """Record what a resumed run must match: text, and in translation micro-batches per step."""
         return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
 
     def save(self, run: Path, micro_batches: int) -> None:
-        """Save the vocabularies beside the weights, for `data.tokenizer`, and the record. A step has
-        `micro_batches` over all processes.
-        """
+        """Save the vocabularies, for `data.tokenizer`, and the record. A step has `micro_batches` over all processes."""
         source, target = self.vocabularies
         source.save(run / TOKENIZER)
         if target is not source:
@@ -121,10 +116,6 @@ class TextInputs:
         batch = self.train.collate([self.train[self.first]])
         return {name: value for name, value in batch.items() if name != "labels"}
 
-    def stream(self, batches) -> Iterator[dict[str, Tensor]]:
-        """The micro-batches of one rank, in order."""
-        return load_batches(self.train, batches, self.data.workers)
-
     def eval_batches(self, dataset, rank: int, world: int) -> Iterable[dict[str, Tensor]]:
         """This rank's share of a validation or test set, every label once over all."""
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
@@ -148,7 +139,7 @@ class TranslationInputs(TextInputs):
         if d.target_merges is not None:
             sides = [([pair.source], d.merges), ([pair.target], d.target_merges)]
         how = dict(before=lambda: pair.check(d.allow_empty), lowercase=d.lowercase)
-        made = [trained_vocabulary(texts, self.cache_dir, "bpe", merges=merges, **how) for texts, merges in sides]
+        made = [trained_vocabulary(texts, self.cache_dir, merges=merges, **how) for texts, merges in sides]
         return made[0], made[-1]
 
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
@@ -182,8 +173,8 @@ class TranslationInputs(TextInputs):
     def references(self, split: str, pairs: ParallelTokens) -> list[str]:
         """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
         lines = list(self.pair(split).target)
-        found = [lines[number] for number in pairs.numbers]
-        return [line.lower() for line in found] if self.vocabularies[1].lowercase else found
+        chosen = [lines[number] for number in pairs.numbers]
+        return [line.lower() for line in chosen] if self.vocabularies[1].lowercase else chosen
 
 
 class BlockInputs(TextInputs):
@@ -200,10 +191,8 @@ class BlockInputs(TextInputs):
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d = self.data
         lines = [find_lines(root, d.train) for root in self.roots()]
-        size = dict(merges=d.merges) if d.words is None else dict(max_words=d.words or None)
-        options = dict(size, mask=self.mask, lowercase=d.lowercase)
-        made = trained_vocabulary(lines, self.cache_dir, "bpe" if d.words is None else "word", **options)
-        return made, made
+        size = dict(merges=d.merges) if d.words is None else dict(words=d.words or None)
+        return (trained_vocabulary(lines, self.cache_dir, mask=self.mask, lowercase=d.lowercase, **size),) * 2
 
     def batches(self, batch_size: int, **arguments) -> StepBatches:
         """See `StepBatches`; `batch_size` blocks a step."""
@@ -295,14 +284,13 @@ class CausalInputs(BlockInputs):
         return made
 
     def texts(self) -> list[tuple[str, CausalWindows]]:
-        """As in the base class; with data.mixture also the first training tokens of each source, as
-        many as in validation."""
-        found = super().texts()
+        """With data.mixture, add the first training tokens of each source, as many as in validation."""
+        named = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):
                 first = SimpleNamespace(name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)])
-                found.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
-        return found
+                named.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
+        return named
 
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""
@@ -316,22 +304,20 @@ class CausalInputs(BlockInputs):
 INPUTS = {"mt": TranslationInputs, "mlm": MaskedInputs, "clm": CausalInputs}  # by task
 
 
-def tokenizer_of(config, resumed: bool) -> str | None:
-    """Return the path of a run's vocabulary: its own folder if it resumes, data.tokenizer, or the folder
-    of the first weights (init_from or model.pretrained). None: make it from the text.
+def tokenizer_of(config, run: str | None) -> str | None:
+    """Return the path of a run's vocabulary: the folder of the `run` itself if it is there already, data.tokenizer, or
+    the folder of the first weights (init_from or model.pretrained). None: make it from the text.
     """
-    d = config.data
-    if resumed and (d.tokenizer or not d.vocab_size or Path(config.output, TOKENIZER).is_file()):
-        return config.output
-    if not d.tokenizer and config.init_from and (run_of(config.init_from) / TOKENIZER).is_file():
-        return str(run_of(config.init_from))
-    pretrained = config.model.pretrained
-    if pretrained and not d.tokenizer:
-        if Path(pretrained, TOKENIZER).is_file():
-            return pretrained
-        if not d.vocab_size:
-            raise ValueError(
-                f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
-                "(or, for text that comes as ids, data.vocab_size how many there are)"
-            )
+    d, pretrained = config.data, config.model.pretrained
+    if run and (d.tokenizer or not d.vocab_size or Path(run, TOKENIZER).is_file()):
+        return run
+    first = [run_of(config.init_from)] if config.init_from else []
+    for folder in () if d.tokenizer else [*first, *([Path(pretrained)] if pretrained else [])]:
+        if (folder / TOKENIZER).is_file():
+            return str(folder)
+    if pretrained and not d.tokenizer and not d.vocab_size:
+        raise ValueError(
+            f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
+            "(or, for text that comes as ids, data.vocab_size how many there are)"
+        )
     return d.tokenizer

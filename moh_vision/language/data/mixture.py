@@ -3,8 +3,6 @@
 Pure functions of (seed, position), so runs resume by arithmetic, with any number of processes.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from fractions import Fraction
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The texts in `data.root`: pairs for translation, lines, documents or token ids for language models."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -22,10 +20,8 @@ BYTE_ORDER_MARK = "\ufeff"
 
 
 class TextFile:
-    """A file of one sentence, paragraph or document a line; with `key` of a JSON object a line that has its text there.
-
-    Compressed if its name ends in .gz.
-    """
+    """A file, in .gz compressed, of one sentence, paragraph or document a line; with `key` of a JSON object a line that
+    has its text there."""
 
     def __init__(self, path: Path, key: str | None = None):
         self.path, self.name, self.key = path, str(path), key
@@ -124,9 +120,8 @@ class ParallelText(NamedTuple):
 
 
 def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
-    """Find the pairs of a split, unread. `root` is a folder with {split}.{language}[.gz], or hfds/NAME[:CONFIG],
-    a data set with a column translation. The split "val" may also be named valid, validation or dev.
-    """
+    """Find the pairs of a split, unread. `root` is a folder with {split}.{language}[.gz], or hfds/NAME[:CONFIG], a data
+    set with a column translation. The split "val" may also be named valid, validation or dev."""
     if source == target:
         raise ValueError(f"data.source {source} and data.target {target} are the same language")
     if root.startswith(PREFIX):
@@ -136,8 +131,7 @@ def find_pairs(root: str, split: str, source: str, target: str) -> ParallelText:
 
 def find_lines(root: str, split: str) -> Lines:
     """Find the lines of a split, with empty ones, or its documents, unread. `root` is a folder with {split}.txt[.gz] or
-    {split}.jsonl[.gz] (key text), or hfds/NAME[:CONFIG], a data set with a column text.
-    """
+    {split}.jsonl[.gz] (key text), or hfds/NAME[:CONFIG], a data set with a column text."""
     if root.startswith(PREFIX):
         return HubText(root, split)
     (path,) = _find_text(root, split, TEXTS)
@@ -148,19 +142,15 @@ def find_tokens(root: str, split: str) -> list[Path]:
     """Return the files or stores with token ids of a split; none if it is text, or not there."""
     folder = Path(root)
     for name in SPLIT_NAMES.get(split, (split,)) if folder.is_dir() else ():
-        forms = []
-        for paths in (
-            [folder / f"{name}{ending}" for ending in (".bin", ".npy", "")],
-            sorted(folder.glob(f"{name}-*")),
-        ):
-            forms += [[p for p in paths if p.suffix == ending and p.exists()] for ending in (".bin", ".npy")]
+        forms, texts = [], _there(folder, name, TEXTS)
+        for paths in (_there(folder, name, (".bin", ".npy", "")), sorted(folder.glob(f"{name}-*"))):
+            forms += [[p for p in paths if p.suffix == ending] for ending in (".bin", ".npy")]
             forms += [[p for p in paths if (p / IDS).exists()]]
-        forms += [_there(folder, name, TEXTS)]
-        found = [files for files in forms if files]
-        if len(found) > 1:
-            raise ValueError(f"data.root {root}: both {found[0][0].name} and {found[1][0].name}; remove one")
-        if found:
-            return [] if forms[-1] else found[0]
+        there = [files for files in (*forms, texts) if files]
+        if len(there) > 1:
+            raise ValueError(f"data.root {root}: both {there[0][0].name} and {there[1][0].name}; remove one")
+        if there:
+            return [] if texts else there[0]
     return []
 
 
@@ -176,9 +166,7 @@ def _there(folder: Path, name: str, endings: Sequence[str]) -> list[Path]:
 
 
 def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
-    """Find a file for every side, which has one of its endings, under one of the split's names for all: val.de does not
-    belong to valid.en.
-    """
+    """Find a file for every side, with one of its endings, by the same name of the split: val.de is not for valid.en."""
     folder, names = Path(root), SPLIT_NAMES.get(split, (split,))
     if not folder.is_dir():
         wanted = " and ".join(split + endings[0] for endings in sides)

@@ -8,8 +8,6 @@ holds. A document is what the tokenizer makes of it, and eos. Stores that are fi
 command goes on with the next.
 """
 
-from __future__ import annotations
-
 import contextlib
 from argparse import Namespace
 from pathlib import Path

@@ -8,8 +8,6 @@ or SPLIT-*.bin and so on, joined in order of name. Nothing is unpickled or read 
 meta.json may say what is in `META_FIELDS`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -78,9 +76,7 @@ class Tokens:
         return np.array(self.ids[self.ends[text] - self.lengths[text] : self.ends[text]], np.int64)
 
     def check_ids(self, size: int, cache_dir: str) -> None:
-        """Raise ValueError, naming file and value, for an id that a vocabulary of `size` tokens lacks. A file without
-        its largest id is read once; what was found is kept in `cache_dir`.
-        """
+        """Refuse ids that a vocabulary of `size` tokens lacks. A file that does not say its largest is read once."""
         for path, ids, meta in zip(self.paths, self.parts, self.metas):
             known = meta["largest"] is not None and ids.dtype.kind == "u"
             smallest, largest = (0, meta["largest"]) if known else _range(path, ids, cache_dir)
@@ -108,19 +104,19 @@ class Joined:
     def __getitem__(self, where: slice) -> np.ndarray:
         """A piece of the whole, int64."""
         first, end, _ = where.indices(len(self))
-        found = [np.empty(0, np.int64)]
+        pieces = [np.empty(0, np.int64)]
         one = np.searchsorted(self.starts, first, "right") - 1
         for number in range(one, np.searchsorted(self.starts, end)):
             start = self.starts[number]
-            found.append(self.parts[number][max(0, first - start) : end - start])
-        return np.concatenate(found)
+            pieces.append(self.parts[number][max(0, first - start) : end - start])
+        return np.concatenate(pieces)
 
 
 def refuse_ids(where: str, smallest: int, largest: int, size: int) -> None:
     """Raise ValueError unless all ids are below `size`."""
     if smallest < 0 or largest >= size:
-        wrong = smallest if smallest < 0 else largest
-        raise ValueError(f"{where}: token id {wrong}, but the vocabulary has {size} tokens, 0 to {size - 1}")
+        outside = smallest if smallest < 0 else largest
+        raise ValueError(f"{where}: token id {outside}, but the vocabulary has {size} tokens, 0 to {size - 1}")
 
 
 def cache_beside(run: str) -> str:
@@ -152,9 +148,8 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
 
 
 def write_store(place: Path, texts: Iterable[str], vocabulary: Vocabulary, name: str, **made_from: str) -> dict:
-    """Encode texts, each with eos, into a folder; return its meta.json, with `made_from`. Memory grows by 8 bytes
-    a text. Several processes may write the same store at once.
-    """
+    """Encode texts, each with eos, into a folder, which several processes may do at once; return its meta.json, with
+    `made_from`. Memory grows by 8 bytes a text."""
     kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
     lengths, words, largest, digest = [], 0, 0, hashlib.sha256()
     try:
@@ -180,9 +175,9 @@ def write_store(place: Path, texts: Iterable[str], vocabulary: Vocabulary, name:
         digest.update(file.read())
     counts = dict(tokens=int(ends[-1]), largest=largest, words=words, texts=len(ends))
     sums = dict(tokenizer=vocabulary.fingerprint, sha256=digest.hexdigest())
-    about = dict(dtype=kind, eos=vocabulary.eos, **counts, **sums, **made_from)
-    write_whole(place / META, json.dumps(about, indent=1) + "\n", shared=True)
-    return about
+    meta = dict(dtype=kind, eos=vocabulary.eos, **counts, **sums, **made_from)
+    write_whole(place / META, json.dumps(meta, indent=1) + "\n", shared=True)
+    return meta
 
 
 def read_meta(side: Path) -> dict:
@@ -231,13 +226,13 @@ def _opened(path: Path, dtype: str | None) -> tuple[np.ndarray, dict]:
 def _vector(path: Path) -> np.ndarray:
     """Map a .npy of one vector of whole numbers."""
     try:
-        found = np.load(path, mmap_mode="r", allow_pickle=False)
+        vector = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ValueError(f"{path}: not an array that can be read ({reason_of(error)})") from None
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or found.dtype.kind not in "ui":
-        what = f"{found.dtype} of shape {found.shape}" if isinstance(found, np.ndarray) else "several arrays"
-        raise ValueError(f"{path}: {what}; expected one vector of whole numbers")
-    return found
+    if not isinstance(vector, np.ndarray) or vector.ndim != 1 or vector.dtype.kind not in "ui":
+        form = f"{vector.dtype} of shape {vector.shape}" if isinstance(vector, np.ndarray) else "several arrays"
+        raise ValueError(f"{path}: {form}; expected one vector of whole numbers")
+    return vector
 
 
 def _range(file: Path, ids: np.ndarray, cache_dir: str) -> list[int]:

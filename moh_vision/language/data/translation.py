@@ -1,7 +1,5 @@
 """Pairs of encoded sentences: selection for training, and batches."""
 
-from __future__ import annotations
-
 import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset

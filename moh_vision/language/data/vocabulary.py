@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Callable, Iterable, Sequence
@@ -44,7 +43,6 @@ class Vocabulary:
 
     Attributes:
         kind: "bpe", "word" or "foreign".
-        lowercase: whether our own texts are.
         specials: ids below this are special in our own: 4, or 5 with a mask.
         bos, eos, pad: ids; bos and pad may be None.
         fingerprint: sha256 of tokenizer.json, kept in checkpoints.
@@ -83,8 +81,9 @@ class Vocabulary:
     def save(self, path: Path) -> None:
         """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs."""
         write_whole(Path(path), self.data, shared=True)
-        about = json.dumps(dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles), indent=1, ensure_ascii=False)
-        write_whole(Path(path).with_name(COMPANION), about + "\n", shared=True)
+        companion = dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
+        text = json.dumps(companion, indent=1, ensure_ascii=False) + "\n"
+        write_whole(Path(path).with_name(COMPANION), text, shared=True)
 
     def __len__(self) -> int:
         """One more than the largest id."""
@@ -137,53 +136,61 @@ class NumberedVocabulary:
         return " ".join(map(self.token, ids))
 
 
-def train_bpe(texts: Iterable[str], merges: int, **options: bool) -> Vocabulary:
-    """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair
-    comes twice. A joint vocabulary takes the texts of both sides. `options`: see `_trained`.
+def train_vocabulary(
+    texts: Iterable[str], merges: int | None = None, words: int | None = None, lowercase=False, mask=False
+) -> Vocabulary:
+    """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair comes twice.
+
+    Without `merges`, number words by frequency, then alphabet; those beyond the first `words` are unknown. With `mask`,
+    <mask> is special too; <unk> is not, because WikiText has it in its text.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
-    parts = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
-    tokenizer.decoder = decoders.Sequence(parts)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    make = partial(trainers.BpeTrainer, min_frequency=2, show_progress=sys.stderr.isatty(), initial_alphabet=alphabet)
-    return _trained(tokenizer, make, 256 + merges, (text.replace(UNKNOWN, " ") for text in texts), **options)
+    specials = list(SPECIALS[: MASK + mask])
+    if merges is not None:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
+        steps = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
+        texts = (text.replace(UNKNOWN, " ") for text in texts)
+        options = dict(min_frequency=2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        size, shown = len(specials) + 256 + merges, sys.stderr.isatty()
+        trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=specials, show_progress=shown, **options)
+    else:
+        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        lines = (text.lower() if lowercase else text for text in texts)
+        texts = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
+        size = MAX_TOKENS if words is None else len(specials) + words
+        trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=specials, show_progress=False)
+    if lowercase:
+        tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.train_from_iterator(texts, trainer)
+    content = json.loads(tokenizer.to_str())
+    if merges is not None:
+        content["added_tokens"][UNK].update(special=False, lstrip=True)
+    else:  # a word as others
+        del content["added_tokens"][UNK]
+    data = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+    return Vocabulary(data.encode(), "the new vocabulary")
 
 
-def count_words(
-    texts: Iterable[str], *, max_words: int | None = None, lowercase: bool = False, mask: bool = False
-) -> Vocabulary:
-    """Number words by frequency, then alphabet; those beyond `max_words` are unknown."""
-    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    lines = (text.lower() if lowercase else text for text in texts)
-    words = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
-    return _trained(
-        tokenizer, partial(trainers.WordLevelTrainer, show_progress=False), max_words, words, mask, lowercase
-    )
-
-
-def trained_vocabulary(
-    texts: Sequence, cache_dir: str, kind: str, before: Callable = lambda: None, **options
-) -> Vocabulary:
-    """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and
-    train it. `options` are for `train_bpe` or `count_words`.
+def trained_vocabulary(texts: Sequence, cache_dir: str, before: Callable = lambda: None, **options) -> Vocabulary:
+    """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and train it.
+    `options`: see `train_vocabulary`.
     """
 
     def make(place: Path) -> None:
         before()
         lines = Progress.over(chain(*texts), "reading", "line")
-        (train_bpe if kind == "bpe" else count_words)(lines, **options).save(place / TOKENIZER)
+        train_vocabulary(lines, **options).save(place / TOKENIZER)
 
+    kind = "word" if options.get("merges") is None else "bpe"
     made_from = [FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]]
     return cached(cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make)
 
 
 def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Callable):
-    """Return `load(place)` of what `make(place)` wrote; make it if missing or damaged. Changed texts get another
-    place. Caches are safe to delete: a run saves its vocabulary.
-    """
+    """Return `load(place)` of what `make(place)` wrote; make it if missing or damaged. Changed texts get another place."""
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
     place = Path(cache_dir, f"{name}.{key}")
     try:
@@ -202,26 +209,6 @@ def find_tokenizer(option: str, place: Path) -> Path:
     if not file.is_file():
         raise FileNotFoundError(f"{option} {place}: no such file, or a folder without {TOKENIZER}")
     return file
-
-
-def _trained(
-    tokenizer: Tokenizer, make: Callable, size: int | None, texts: Iterable[str], mask=False, lowercase=False
-) -> Vocabulary:
-    """Train a tokenizer with special tokens, with `mask` <mask> too, and `size` others; <unk> is not special, because
-    WikiText has it in its text.
-    """
-    specials = list(SPECIALS[: MASK + mask])
-    if lowercase:
-        tokenizer.normalizer = normalizers.Lowercase()
-    size = MAX_TOKENS if size is None else len(specials) + size
-    tokenizer.train_from_iterator(texts, make(vocab_size=size, special_tokens=specials))
-    content = json.loads(tokenizer.to_str())
-    if isinstance(tokenizer.model, models.BPE):
-        content["added_tokens"][UNK].update(special=False, lstrip=True)
-    else:  # a word as others
-        del content["added_tokens"][UNK]
-    data = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-    return Vocabulary(data.encode(), "the new vocabulary")
 
 
 def _why_foreign(tokenizer: Tokenizer, numbers: dict[str, int]) -> str:

@@ -3,12 +3,9 @@
 Peng 2020 (MAE), section 5.1 and tables 6 and 8; Zhang 2022 (MoA), table 4.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
-from pathlib import Path
 from typing import Callable, Iterable, NamedTuple, Sequence
 
 import torch
@@ -18,8 +15,6 @@ from moh_vision.attention import HeadMixtureAttention, RoutingStats
 from moh_vision.attention.kernels.eager import select_top_k
 from moh_vision.attention.routers import MAERouter
 from moh_vision.engine.commands import Progress
-from moh_vision.engine.io import write_whole
-from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total
 from moh_vision.language.data.vocabulary import Vocabulary
 
@@ -31,27 +26,14 @@ class GateStatistics:
     attributes this to its k most probable experts, as the router does; MAE, which mixes all, to one.
     """
 
-    def __init__(self, experts: Sequence[int], attributed: Sequence[int], vocab_size: int):
-        """Start with E and k of each layer, and V, which is above all ids."""
-        self.experts, self.attributed = list(experts), list(attributed)
-        for layer, (E, k) in enumerate(zip(self.experts, self.attributed)):
-            if not 1 <= k <= E:
-                raise ValueError(f"layer {layer} has no gate: it chooses {k} of {E} experts")
-        self.entropies = torch.zeros(len(self.experts), dtype=torch.float64)  # [layers], sums in nats
-        self.gates = torch.zeros(len(self.experts), dtype=torch.float64)  # their counts
+    def __init__(self, gates: Sequence[tuple[int, int]], vocab_size: int):
+        """Start with (E, k) of each layer, see `gate_of`, and V, which is above all ids."""
+        self.experts, self.attributed = zip(*gates)
+        self.entropies = torch.zeros(len(gates), dtype=torch.float64)  # [layers], sums in nats
+        self.gates = torch.zeros(len(gates), dtype=torch.float64)  # their counts
         self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]  # attributions to each expert
         # Attributions of tokens to the first layer's experts, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
-
-    @classmethod
-    def of(cls, layers: Sequence[HeadMixtureAttention], vocab_size: int) -> GateStatistics:
-        """Start for these attention layers, in the order of their statistics."""
-        experts, attributed = [], []
-        for layer in layers:
-            mixed = layer.router.all_heads
-            experts.append(len(getattr(layer.router, "members", ())) if mixed else layer.budget.candidates)
-            attributed.append(1 if mixed else layer.budget.routed)
-        return cls(experts, attributed, vocab_size)
 
     def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None) -> None:
         """Add a batch: statistics of those layers, ids [B, N], and a mask, True at padding."""
@@ -113,30 +95,79 @@ class GateReading(NamedTuple):
 
     part: str  # "encoder", "decoder", or "model" where there is no encoder
     text: str  # what they read: "source", "target", or "text" where nothing is translated
-    layers: list[str]
-    places: list[int]  # of the layers, in the list of all layers' statistics
+    layers: dict[int, str]  # place in the list of all layers' statistics -> name
     statistics: GateStatistics
     vocabulary: Vocabulary
     columns: str  # a sentence: what E1, E2, ... of the table are
 
-    @property
-    def tokens(self) -> list[list[str]]:
-        """Those that point to each expert of the first layer."""
-        return [[readable(self.vocabulary, number) for number in top] for top in self.statistics.top_tokens()]
+
+@torch.no_grad()
+def read_gates(
+    model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
+) -> dict:
+    """Read the gates on this process's share of a data set; return RUN/gates.json but its split, of all processes.
+
+    Columns are by part and text, tokens by layer. mean_entropy is by part; Peng 2020, section 5.1, has that of the
+    encoder alone. All are empty for a model without gates. Leaves the model in eval mode.
+    """
+    readings = gated_layers(model, vocabularies)
+    model.eval()
+    for batch in Progress.over(batches, "gates", enabled=accelerator.is_main_process) if readings else ():
+        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+        with accelerator.autocast():
+            stats = model.routed_loss(**batch)[2]
+        mask = batch.get("attention_mask")
+        for r in readings:
+            if r.text == "target":
+                ids, padding = batch["decoder_input_ids"], batch["labels"] == -100
+            else:
+                ids, padding = batch["input_ids"], None if mask is None else mask == 0
+            r.statistics.update([stats[place] for place in r.layers], ids, padding)
+    layers, parts = [], {}
+    for r in readings:
+        r.statistics.reduce(total)
+        entropies = r.statistics.entropy()
+        parts.setdefault(r.part, []).extend(entropies)
+        for name, E, entropy, load in zip(r.layers.values(), r.statistics.experts, entropies, r.statistics.load()):
+            layers.append(dict(name=name, part=r.part, reads=r.text, experts=E, entropy=entropy, load=load.tolist()))
+    tokens = {
+        next(iter(r.layers.values())): [[readable(r.vocabulary, id) for id in top] for top in r.statistics.top_tokens()]
+        for r in readings
+    }
+    columns = {f"{r.part}, {r.text}": r.columns for r in readings}
+    mean = {part: statistics.mean(values) for part, values in parts.items()}
+    return dict(columns=columns, mean_entropy=mean, layers=layers, tokens=tokens)
 
 
-def gate_table(statistics: GateStatistics, names: Sequence[str]) -> str:
+def gate_text(record: dict, title: str) -> str:
+    """Return Markdown of a result of `read_gates`: entropy, load and tokens."""
+    paragraphs = [title]
+    for (part, text), group in itertools.groupby(record["layers"], lambda layer: (layer["part"], layer["reads"])):
+        layers = list(group)
+        first = layers[0]["name"]
+        paragraphs += [
+            f"Gates of the {part} that read the {text}:",
+            gate_table(layers),
+            record["columns"][f"{part}, {text}"],
+            f"Tokens that point to each expert of {first} (largest PMI, at least 5 times):",
+            token_table([[f"`{token}`" for token in tokens] for tokens in record["tokens"][first]]),
+        ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def gate_table(layers: Sequence[dict]) -> str:
     """Return Markdown: entropy and load of every layer, by its name, and the mean entropy."""
-    most = max(statistics.experts)
+    most = max(layer["experts"] for layer in layers)
     lines = [
         "| layer | entropy, nats | uniform | " + " | ".join(f"E{i + 1}, %" for i in range(most)) + " |",
         "|---|" + "---:|" * (most + 2),
     ]
-    for name, entropy, load in zip(names, statistics.entropy(), statistics.load()):
-        shares = [f"{100 * share:.1f}" for share in load.tolist()] + [""] * (most - len(load))
-        lines.append(f"| {name} | {entropy:.2f} | {math.log(len(load)):.2f} | " + " | ".join(shares) + " |")
-    mean = sum(statistics.entropy()) / len(statistics.experts)
-    uniform = sum(math.log(E) for E in statistics.experts) / len(statistics.experts)
+    for layer in layers:
+        shares = [f"{100 * share:.1f}" for share in layer["load"]] + [""] * (most - layer["experts"])
+        uniform = math.log(layer["experts"])
+        lines.append(f"| {layer['name']} | {layer['entropy']:.2f} | {uniform:.2f} | " + " | ".join(shares) + " |")
+    mean = sum(layer["entropy"] for layer in layers) / len(layers)
+    uniform = sum(math.log(layer["experts"]) for layer in layers) / len(layers)
     lines.append(f"| mean | {mean:.2f} | {uniform:.2f} |" + " |" * most)
     return "\n".join(lines)
 
@@ -152,87 +183,6 @@ def token_table(top: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def reading_text(readings: Sequence[GateReading], title: str) -> str:
-    """Return Markdown: entropy, load and tokens of one model."""
-    parts = [title]
-    for r in readings:
-        parts += [
-            f"Gates of the {r.part} that read the {r.text}:",
-            gate_table(r.statistics, r.layers),
-            r.columns,
-            f"Tokens that point to each expert of {r.layers[0]} (largest PMI, at least 5 times):",
-            token_table([[f"`{token}`" for token in tokens] for tokens in r.tokens]),
-        ]
-    return "\n\n".join(parts) + "\n"
-
-
-def numbers_of(readings: Sequence[GateReading]) -> dict:
-    """Return what was read of one model, as JSON has it.
-
-    mean_entropy is by part; Peng 2020, section 5.1, has that of the encoder alone.
-    """
-    layers = []
-    parts: dict[str, list[float]] = {}
-    for r in readings:
-        entropies = r.statistics.entropy()
-        parts.setdefault(r.part, []).extend(entropies)
-        for name, E, entropy, load in zip(r.layers, r.statistics.experts, entropies, r.statistics.load()):
-            about = dict(name=name, part=r.part, reads=r.text, experts=E)
-            layers.append(dict(about, entropy=entropy, load=load.tolist()))
-    mean = {part: statistics.mean(values) for part, values in parts.items()}
-    return dict(mean_entropy=mean, layers=layers, tokens={r.layers[0]: r.tokens for r in readings})
-
-
-def numbers_on(split: str, readings: Sequence[GateReading]) -> dict:
-    """Return RUN/gates.json, with the meaning of the table's columns."""
-    columns = {f"{r.part}, {r.text}": r.columns for r in readings}
-    return dict(split=split, columns=columns, **numbers_of(readings))
-
-
-def report_gates(
-    model: nn.Module, batches: Iterable[dict], vocabularies: Sequence[Vocabulary], run: Path, accelerator, split: str
-) -> dict[str, dict[str, float]]:
-    """Write RUN/gates.md and gates.json if the model has gates; return entropies in nats."""
-    readings = read_gates(model, batches, vocabularies, accelerator)
-    if not readings:
-        return {}
-    numbers = numbers_on(split, readings)
-    if accelerator.is_main_process:
-        write_json(run / "gates.json", numbers)
-        write_whole(run / "gates.md", reading_text(readings, f"# What the gates do with {split}"))
-    layers = {layer["name"]: round(layer["entropy"], 4) for layer in numbers["layers"]}
-    parts = {part: round(value, 4) for part, value in numbers["mean_entropy"].items()}
-    return dict(gate_entropy=layers, mean_gate_entropy=parts)
-
-
-@torch.no_grad()
-def read_gates(
-    model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
-) -> list[GateReading]:
-    """Read the gates on this process's share of a data set; return all processes' results.
-
-    Empty for a model without gates. Leaves the model in eval mode.
-    """
-    readings = gated_layers(model, vocabularies)
-    if not readings:
-        return []
-    model.eval()
-    for batch in Progress.over(batches, "gates", enabled=accelerator.is_main_process):
-        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-        with accelerator.autocast():
-            stats = model.routed_loss(**batch)[2]
-        mask = batch.get("attention_mask")
-        for r in readings:
-            if r.text == "target":
-                ids, padding = batch["decoder_input_ids"], batch["labels"] == -100
-            else:
-                ids, padding = batch["input_ids"], None if mask is None else mask == 0
-            r.statistics.update([stats[place] for place in r.places], ids, padding)
-    for r in readings:
-        r.statistics.reduce(total)
-    return readings
-
-
 def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[GateReading]:
     """Return the layers that use a gate, by part and by the text that it reads, without counts.
 
@@ -240,7 +190,7 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     """
     translates = hasattr(model, "encoder")
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
-    found: dict[tuple[str, str], list[int]] = {}
+    groups: dict[tuple[str, str], list[int]] = {}
     for place, (name, layer) in enumerate(named):
         mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
         if mixes or layer.budget.routed and not layer.router.all_heads:
@@ -248,17 +198,24 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
             part = part if part in ("encoder", "decoder") else "model"
             own = part == "decoder" and not layer.by_context
             text = "target" if own else "source" if translates else "text"
-            found.setdefault((part, text), []).append(place)
+            groups.setdefault((part, text), []).append(place)
     readings = []
-    for (part, text), places in found.items():
+    for (part, text), places in groups.items():
         names, layers = zip(*(named[place] for place in places))
         vocabulary = vocabularies[1 if text == "target" else 0]
         size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may be larger
         sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
-        counted = GateStatistics.of(layers, size)
-        readings.append(GateReading(part, text, list(names), places, counted, vocabulary, columns))
+        counted = GateStatistics([gate_of(layer) for layer in layers], size)
+        readings.append(GateReading(part, text, dict(zip(places, names)), counted, vocabulary, columns))
     return readings
+
+
+def gate_of(layer: HeadMixtureAttention) -> tuple[int, int]:
+    """Return (E, k) of a layer for `GateStatistics`."""
+    if layer.router.all_heads:
+        return len(layer.router.members), 1
+    return layer.budget.candidates, layer.budget.routed
 
 
 def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttention], sequence: str) -> str:

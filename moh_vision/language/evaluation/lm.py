@@ -9,8 +9,6 @@ Also by `accelerate launch -m moh_vision lm ...`: each process holds the model, 
 questions or windows.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -121,6 +119,8 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     rows = plan(items, options.num_fewshot)
     device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
+    from lm_eval.utils import make_table
+
     with accelerator.main_process_first():  # the others find the data sets fetched
         tasks, manager = load_tasks(rows, options.include_path)
     if 1 <= (options.limit or math.inf) < accelerator.num_processes:
@@ -151,7 +151,9 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
         own = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
         suites[name] = dict(average=average(own), values=own)
         lines.append(suite_table(name, own) + "\n")
-    lines += [_table(result) for row, result in scored if row["metric"] is None]
+    for row, result in scored:
+        if row["metric"] is None:  # of a group, without the tasks inside
+            lines.append(make_table(result, "groups" if result.get("groups") else "results"))
     named = ("num_fewshot", "include_path", "limit")
     how = dict({name: getattr(options, name) for name in named}, seeds=SEEDS)
     versions = {task: version for _, result in scored for task, version in result["versions"].items()}
@@ -313,10 +315,3 @@ def _numbers(values: dict) -> dict[str, float]:
     """Keep the finite numbers among a task's results, without its name and N/A."""
     numbers = {k: float(v) for k, v in values.items() if "," in k and isinstance(v, (int, float))}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
-
-
-def _table(result: dict) -> str:
-    """Format a result of the harness as it does; of a group, without the tasks inside."""
-    from lm_eval.utils import make_table
-
-    return make_table(result, "groups" if result.get("groups") else "results")

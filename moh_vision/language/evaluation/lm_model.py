@@ -3,8 +3,6 @@
 It needs the packages of the extra "text".
 """
 
-from __future__ import annotations
-
 import contextlib
 import gzip
 import hashlib

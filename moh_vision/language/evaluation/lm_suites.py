@@ -13,8 +13,6 @@ The paper says "accuracy" or "exact match" and names the harness, not its metric
 The paper's averages are plain means of a table's columns: all 13 rows of tables 4, 5 and E agree to the digit printed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

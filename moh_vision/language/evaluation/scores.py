@@ -1,7 +1,5 @@
 """Final scores of a run on text: perplexities and BLEU."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +12,13 @@ from moh_vision.attention import RoutingStats, head_budget
 from moh_vision.engine.best import BEST
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
+from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total
 from moh_vision.engine.run import Run
 from moh_vision.engine.step_folders import damage
 from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
-from moh_vision.language.evaluation.gates import report_gates
+from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, summary
 from moh_vision.language.evaluation.translation import bleu, bleu_summary, gate_mode, tokenised_bleu, translate
 from moh_vision.language.task import LanguageTask
@@ -129,7 +128,13 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
         if run.accelerator.is_main_process:
             load.save(run.folder / FILE)
     batches = text.eval_batches(text.val, run.accelerator.process_index, run.accelerator.num_processes)
-    results |= report_gates(run.model, batches, text.vocabularies, run.folder, run.accelerator, config.data.val)
+    gates = read_gates(run.model, batches, text.vocabularies, run.accelerator)
+    if gates["layers"]:
+        if run.accelerator.is_main_process:
+            write_json(run.folder / "gates.json", dict(split=config.data.val, **gates))
+            write_whole(run.folder / "gates.md", gate_text(gates, f"# What the gates do with {config.data.val}"))
+        results["gate_entropy"] = {layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]}
+        results["mean_gate_entropy"] = {part: round(mean, 4) for part, mean in gates["mean_entropy"].items()}
     for part, mean in results.get("mean_gate_entropy", {}).items():
         log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
     return results | (_translations(run, text) if isinstance(text, TranslationInputs) else {})
@@ -153,12 +158,12 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
                 number = f", draw {draw + 1} of {count}" if mode == "random" else ""
                 log.say(f"{title}: translating {len(references)} sentences{number}")
                 how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
-                found = translate(run.model, pairs, *how)
-            papers = tokenised_bleu(found, references, config.generate.tokenizer, config.generate.compound_split)
-            draws.append(dict(bleu=bleu(found, references), tokenised_bleu=papers))
+                lines = translate(run.model, pairs, *how)
+            papers = tokenised_bleu(lines, references, config.generate.tokenizer, config.generate.compound_split)
+            draws.append(dict(bleu=bleu(lines, references), tokenised_bleu=papers))
             if run.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
-                write_whole(run.folder / name, "".join(line + "\n" for line in found))
+                write_whole(run.folder / name, "".join(line + "\n" for line in lines))
         scores[mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
         for name, form in scores[mode].items():
             case = ", lower-cased data" if lowercase else ""

@@ -4,8 +4,6 @@ BLEU is sacrebleu's definition, and the form of the MAE and MoA papers. The two 
 records how it was counted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,8 +20,6 @@ from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
 from moh_vision.models.mae import mae_routers
 
-TOKENIZERS = ("13a", "given")
-
 
 @torch.no_grad()
 def translate(
@@ -32,18 +28,18 @@ def translate(
     vocabulary: Vocabulary,
     options,
     accelerator,
-    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
-    draw: int = 0,
+    progress: Callable[[Iterable, str], Iterable],
+    draw: int,
 ) -> list[str]:
-    """Translate the source of every pair; all processes return the same list.
+    """Translate the source of every pair; all processes return the same list. The model is left in eval mode.
 
-    `draw` seeds experts that are drawn at random. The model is left in eval mode.
+    `options` are the run's `GenerationConfig`; `draw` seeds experts that are drawn at random.
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")
     groups = [order[i : i + options.batch_size].tolist() for i in range(0, len(order), options.batch_size)]
     own = groups[accelerator.process_index :: accelerator.num_processes]
-    found = []
+    texts = []
     for group in progress(own, "translating"):
         torch.manual_seed(derive_seed(draw, group[0]))
         batch = pairs.collate([pairs[number] for number in group])
@@ -57,8 +53,8 @@ def translate(
                 max_new_tokens=source["input_ids"].shape[1] + options.max_length,
                 synced_gpus=False,  # weights are whole, batch counts differ
             )
-        found += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
-    return [text for _, text in sorted(gather_object(found))]
+        texts += [(number, vocabulary.decode(row)) for number, row in zip(group, ids.tolist())]
+    return [text for _, text in sorted(gather_object(texts))]
 
 
 def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
@@ -102,8 +98,6 @@ def tokenised_bleu(
     to Moses' but not the same. `compound_split` then writes "rich-text" as "rich ##AT##-##AT## text" on both sides: for
     EN-DE only, as in both papers (Vaswani et al. 2017); worth up to about a point. The signature names both.
     """
-    if tokenizer not in TOKENIZERS:
-        raise ValueError(f"tokenizer {tokenizer!r} is not one of {', '.join(TOKENIZERS)}")
     tokenise = Tokenizer13a() if tokenizer == "13a" else str
 
     def tokens(lines: Sequence[str]) -> list[str]:
@@ -133,10 +127,6 @@ def bleu_summary(scores: dict) -> str:
 
 def _score(metric: BLEU, hypotheses: Sequence[str], references: Sequence[str]) -> dict:
     """Return BLEU in 0..100, precisions of 1 to 4 tokens in percent, and lengths in tokens."""
-    if len(hypotheses) != len(references):
-        raise ValueError(f"{len(hypotheses)} hypotheses for {len(references)} references: expected one for each")
-    if not hypotheses:
-        raise ValueError("there are no sentences to score")
     score = metric.corpus_score(list(hypotheses), [list(references)])
     return dict(
         bleu=score.score,

@@ -1,6 +1,6 @@
 """Adaptive input and softmax with shared weights (Grave 2017; Baevski and Auli 2019)."""
 
-from typing import Optional, Sequence, Tuple
+from typing import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -79,13 +79,13 @@ class AdaptiveVocabulary(nn.Module):
             nll = nll.index_put((where,), -(clusters[where, band - 1] + rare))
         return nll
 
-    def _inside(self, ids: Tensor, band: int) -> Tuple[Tuple[Tensor, ...], Tensor]:
+    def _inside(self, ids: Tensor, band: int) -> tuple[tuple[Tensor, ...], Tensor]:
         """Where ids of any shape are words of a band, and their numbers in it."""
         start, end = self.edges[band : band + 2]
         where = ((ids >= start) & (ids < end)).nonzero(as_tuple=True)
         return where, ids[where] - start
 
-    def _first(self, hidden: Tensor) -> Tuple[Tensor, Optional[Tensor]]:
+    def _first(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """log p of the words of band 0 and of the clusters."""
         weight = self.embeddings[0].weight
         if weight.is_meta and not hidden.is_meta:  # F.linear would read uninitialised memory

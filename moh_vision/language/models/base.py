@@ -1,7 +1,5 @@
 """Base class of text models: initialisation, statistics, loss per token, loading."""
 
-from typing import Dict, List, Optional, Tuple, Type
-
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
@@ -12,10 +10,10 @@ from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
 
-MODELS: Dict[Type[PreTrainedConfig], Type[PreTrainedModel]] = {}  # by their config classes
+MODELS: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {}  # by their config classes
 
 
-def register(auto: type, *models: Type[PreTrainedModel]) -> None:
+def register(auto: type, *models: type[PreTrainedModel]) -> None:
     """Make models known to AutoConfig and to one of transformers' auto classes."""
     for model in models:
         MODELS[model.config_class] = model
@@ -24,17 +22,16 @@ def register(auto: type, *models: Type[PreTrainedModel]) -> None:
 
 
 class RoutedLoss:
-    """Outputs and losses of language models with routed heads, of the subclass's `states_and_stats`, `log_probs` and
-    `token_losses`."""
+    """Outputs and losses of language models by the subclass's `states_and_stats`, `log_probs` and `token_losses`."""
 
-    def forward_routed(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
+    def forward_routed(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
         """Like forward; returns logits [B, N, V] and all attention statistics in the order of `modules()`."""
         hidden, stats = self.states_and_stats(**inputs)
         return self.log_probs(hidden), stats
 
     def routed_loss(
         self, labels: Tensor, label_smoothing: float = 0.0, **inputs
-    ) -> Tuple[Tensor, Tensor, List[RoutingStats]]:
+    ) -> tuple[Tensor, Tensor, list[RoutingStats]]:
         """Return losses per token; a task averages them and adds the routers' losses.
 
         Args:
@@ -62,7 +59,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
     _no_split_modules = ["TextLayer"]
     xavier = True  # of linear layers, as fairseq did for the papers' models; False: normal with initializer_range
 
-    def get_output_embeddings(self) -> Optional[nn.Module]:
+    def get_output_embeddings(self) -> nn.Module | None:
         return getattr(self, "output", None)
 
     def post_init(self) -> None:
@@ -70,11 +67,11 @@ class TextModel(RoutedLoss, PreTrainedModel):
         if self.config.layer_budgets is not None:
             set_routed_heads(self, self.config.layer_budgets)
 
-    def states_and_stats(self, **inputs) -> Tuple[Tensor, List[RoutingStats]]:
-        stats: List[RoutingStats] = []
+    def states_and_stats(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
+        stats: list[RoutingStats] = []
         return self.hidden_states(stats=stats, **inputs), stats
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T]."""
         log_probs = self.log_probs(hidden)  # [T, V]
         nll = -log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -82,7 +79,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
             return nll, nll
         return (1 - label_smoothing) * nll - label_smoothing * log_probs.mean(-1), nll
 
-    def mean_loss(self, hidden: Tensor, labels: Optional[Tensor]) -> Optional[Tensor]:
+    def mean_loss(self, hidden: Tensor, labels: Tensor | None) -> Tensor | None:
         """Mean of -log p over the labels, for `forward(labels=...)`."""
         if labels is None:
             return None
@@ -95,8 +92,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
         return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise every module: transformers skips those without weights of their own, such as attention, in models from
-        elsewhere. `init` leaves loaded weights alone."""
+        """Initialise every module: transformers skips those without weights of their own. `init` leaves loaded ones alone."""
         super()._initialize_weights(module)
 
     @torch.no_grad()

@@ -38,9 +38,8 @@ def padding_of(attention_mask: Tensor | None) -> Tensor | None:
 def build_attention(
     spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
 ) -> list[HeadMixtureAttention]:
-    """Make a stack's attention layers from an attention dict, see `TextConfig`. A gate of MAE pools the tokens
-    of `route_by`, "query" or "context", by `pool`: "sequence", "running" or "window".
-    """
+    """Make a stack's attention layers from an attention dict, see `TextConfig`. A gate of MAE pools the tokens of
+    `route_by`, "query" or "context", by `pool`: "sequence", "running" or "window"."""
     dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
     kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
     layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)

@@ -1,7 +1,5 @@
 """Causal language model with adaptive softmax (Baevski and Auli 2019); dense, MAE, MoA or MoH."""
 
-from typing import List, Optional, Tuple
-
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -34,12 +32,12 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor,
-        attention_mask: Optional[Tensor] = None,
-        past_key_values: Optional[TextCache] = None,
-        use_cache: Optional[bool] = None,
-        labels: Optional[Tensor] = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TextCache | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
         logits_to_keep: int = 0,
-        cache: Optional[TextCache] = None,
+        cache: TextCache | None = None,
     ) -> CausalLMOutputWithPast:
         """Predict the next word after each; logits are log-probabilities [B, N, V].
 
@@ -64,9 +62,9 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     def hidden_states(
         self,
         input_ids: Tensor,
-        attention_mask: Optional[Tensor] = None,
-        cache: Optional[TextCache] = None,
-        stats: Optional[List[RoutingStats]] = None,
+        attention_mask: Tensor | None = None,
+        cache: TextCache | None = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """The last layer's output [B, N, C], see `forward`."""
         past = 0 if cache is None else cache.get_seq_length()
@@ -77,7 +75,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     def log_probs(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.log_probs(hidden)
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> Tuple[Tensor, Tensor]:
+    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """See `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)

@@ -1,7 +1,7 @@
 """Configurations of text models for transformers; attention is a plain dict."""
 
 from collections.abc import Iterable
-from typing import Optional
+from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
@@ -74,16 +74,16 @@ class TextConfig(PreTrainedConfig):
     hidden_size: int = 512
     intermediate_size: int = 2048
     num_attention_heads: int = 8
-    attention: Optional[dict] = None
+    attention: dict | None = None
     dropout: float = 0.1
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
-    layer_budgets: Optional[list] = None
+    layer_budgets: list | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
-    pad_token_id: Optional[int] = 0
-    bos_token_id: Optional[int] = 1
-    eos_token_id: Optional[int] = 2
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
 
     def __post_init__(self, **kwargs):
         if self.attention is None:
@@ -118,14 +118,14 @@ class TranslationConfig(TextConfig):
     depths = ("encoder_layers", "decoder_layers")
     roles = ("attention", "encoder_attention", "decoder_attention", "cross_attention")
 
-    target_vocab_size: Optional[int] = None
+    target_vocab_size: int | None = None
     encoder_layers: int = 6
     decoder_layers: int = 6
-    encoder_attention: Optional[dict] = None
-    decoder_attention: Optional[dict] = None
-    cross_attention: Optional[dict] = None
+    encoder_attention: dict | None = None
+    decoder_attention: dict | None = None
+    cross_attention: dict | None = None
     is_encoder_decoder: bool = True
-    decoder_start_token_id: Optional[int] = 1
+    decoder_start_token_id: int | None = 1
 
 
 class MaskedLMConfig(TextConfig):
@@ -142,7 +142,7 @@ class MaskedLMConfig(TextConfig):
     max_position_embeddings: int = 130
     initializer_range: float = 0.02
     vocab_size: int = 50_265
-    mask_token_id: Optional[int] = 4
+    mask_token_id: int | None = 4
 
 
 class CausalLMConfig(TextConfig):
@@ -158,7 +158,7 @@ class CausalLMConfig(TextConfig):
     model_type = "moh_causal_lm"
 
     num_hidden_layers: int = 16
-    adaptive_cutoffs: Optional[list] = None
+    adaptive_cutoffs: list | None = None
     adaptive_factor: int = 4
     adaptive_dropout: float = 0.2
 
@@ -226,8 +226,20 @@ def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
     return [HeadBudget(heads, width, *pair) for pair in pairs]
 
 
+@dataclass
 class RoutedConfig:
-    """Checks sizes and completes the field `moh`; a mixin before transformers' class."""
+    """A mixin before transformers' class, whose configuration it is, with one more field.
+
+    Args:
+        moh: None: every head runs. Else a dict of
+            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
+            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
+            executor: a name in `moh_vision.attention.EXECUTORS`;
+            group: choose query heads by whole key-value groups ("query_norm" only);
+            router_kwargs: gate_scale and two_stage of "moh".
+    """
+
+    moh: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -244,19 +256,7 @@ class RoutedConfig:
 
 
 class MoHLlamaConfig(RoutedConfig, LlamaConfig):
-    """transformers' LlamaConfig and `moh`.
-
-    Args:
-        moh: None: every head runs. Else a dict of
-            router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
-            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
-            executor: a name in `moh_vision.attention.EXECUTORS`;
-            group: choose query heads by whole key-value groups ("query_norm" only);
-            router_kwargs: gate_scale and two_stage of "moh".
-    """
-
     model_type = "moh_llama"
-    moh: dict | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -264,14 +264,8 @@ class MoHLlamaConfig(RoutedConfig, LlamaConfig):
 
 
 class MoHQwen2Config(RoutedConfig, Qwen2Config):
-    """transformers' Qwen2Config and `moh`, see `MoHLlamaConfig`."""
-
     model_type = "moh_qwen2"
-    moh: dict | None = None
 
 
 class MoHQwen3Config(RoutedConfig, Qwen3Config):
-    """transformers' Qwen3Config and `moh`, see `MoHLlamaConfig`."""
-
     model_type = "moh_qwen3"
-    moh: dict | None = None

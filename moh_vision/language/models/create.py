@@ -1,7 +1,7 @@
 """Text models of the papers by name, for transformers, with attention heads as experts."""
 
 import re
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -68,9 +68,9 @@ def moa(name: str, bias: bool) -> dict:
     return {"router": "moa", "top_k": top_k, "experts": experts, "head_dim": width, "bias": bias}
 
 
-def presets() -> Dict[str, Tuple[type, dict]]:
+def presets() -> dict[str, tuple[type, dict]]:
     """Every named preset: its config class and that config's fields."""
-    named: Dict[str, Tuple[type, dict]] = {
+    named: dict[str, tuple[type, dict]] = {
         "mt_transformer_base": (TranslationConfig, BASE),
         "mt_transformer_big": (TranslationConfig, BIG),
         "mlm_base": (MaskedLMConfig, {}),
@@ -95,7 +95,7 @@ def presets() -> Dict[str, Tuple[type, dict]]:
     return named
 
 
-def list_text_presets() -> List[str]:
+def list_text_presets() -> list[str]:
     """Names for `create_text_model`. Beside them, any mt_moa_xKyEzD and mlm_moa_xKyEzD."""
     return sorted(presets())
 

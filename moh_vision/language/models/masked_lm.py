@@ -1,7 +1,5 @@
 """Masked language model: RoBERTa-like (Zhang 2022, section 5.2); dense, MAE, MoA or MoH."""
 
-from typing import List, Optional
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_outputs import MaskedLMOutput
@@ -38,7 +36,7 @@ class MaskedLMModel(TextModel):
 
     @can_return_tuple
     def forward(
-        self, input_ids: Tensor, attention_mask: Optional[Tensor] = None, labels: Optional[Tensor] = None
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
     ) -> MaskedLMOutput:
         """Predict the masked words; logits are log-probabilities [B, N, V]. input_ids, attention_mask (1 real, 0 padding)
         and labels (-100: no loss): [B, N]."""
@@ -48,8 +46,8 @@ class MaskedLMModel(TextModel):
     def hidden_states(
         self,
         input_ids: Tensor,
-        attention_mask: Optional[Tensor] = None,
-        stats: Optional[List[RoutingStats]] = None,
+        attention_mask: Tensor | None = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """The last layer's output [B, N, C]."""
         if input_ids.shape[1] > self.positions.num_embeddings:

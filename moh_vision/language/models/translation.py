@@ -1,6 +1,6 @@
 """Encoder-decoder for translation (Vaswani 2017) with dense, MAE, MoA or MoH attention."""
 
-from typing import Any, List, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from moh_vision.language.models.configs import TranslationConfig
 class Stack(nn.Module):
     """Embedded words and layers: the decoder. `options`: of `TextLayers`."""
 
-    def __init__(self, config: TranslationConfig, words: int, attention: Optional[dict], depth: int, **options):
+    def __init__(self, config: TranslationConfig, words: int, attention: dict | None, depth: int, **options):
         super().__init__()
         self.embedding = nn.Embedding(words, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -29,11 +29,11 @@ class Stack(nn.Module):
     def forward(
         self,
         ids: Tensor,
-        mask: Optional[Tensor],
-        context: Optional[Tensor] = None,
-        context_mask: Optional[Tensor] = None,
-        cache: Optional[TextCache] = None,
-        stats: Optional[List[RoutingStats]] = None,
+        mask: Tensor | None,
+        context: Tensor | None = None,
+        context_mask: Tensor | None = None,
+        cache: TextCache | None = None,
+        stats: list[RoutingStats] | None = None,
         checkpoint=None,
     ) -> Tensor:
         """ids [B, N], mask [B, past + N], context [B, M, C], context_mask [B, M] -> [B, N, C]."""
@@ -46,7 +46,7 @@ class Encoder(Stack):
     main_input_name = "input_ids"  # `generate` asks, and passes more than is used
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Optional[Tensor] = None, stats=None, checkpoint=None, **_: Any
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, stats=None, checkpoint=None, **_: Any
     ) -> BaseModelOutput:
         """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]."""
         x = super().forward(input_ids, attention_mask, stats=stats, checkpoint=checkpoint)
@@ -91,16 +91,16 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
     @can_return_tuple
     def forward(
         self,
-        input_ids: Optional[Tensor] = None,
-        attention_mask: Optional[Tensor] = None,
-        decoder_input_ids: Optional[Tensor] = None,
-        decoder_attention_mask: Optional[Tensor] = None,
-        encoder_outputs: Optional[BaseModelOutput] = None,
-        past_key_values: Optional[TextCache] = None,
-        use_cache: Optional[bool] = None,
-        labels: Optional[Tensor] = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
+        past_key_values: TextCache | None = None,
+        use_cache: bool | None = None,
+        labels: Tensor | None = None,
         logits_to_keep: int = 0,
-        cache: Optional[TextCache] = None,
+        cache: TextCache | None = None,
     ) -> Seq2SeqLMOutput:
         """Translate; logits are log-probabilities [B, N, V].
 
@@ -133,13 +133,13 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
 
     def hidden_states(
         self,
-        input_ids: Optional[Tensor] = None,
-        attention_mask: Optional[Tensor] = None,
-        decoder_input_ids: Optional[Tensor] = None,
-        decoder_attention_mask: Optional[Tensor] = None,
-        encoder_outputs: Optional[BaseModelOutput] = None,
-        cache: Optional[TextCache] = None,
-        stats: Optional[List[RoutingStats]] = None,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+        encoder_outputs: BaseModelOutput | None = None,
+        cache: TextCache | None = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """The decoder's output [B, N, C], see `forward`."""
         if encoder_outputs is None:

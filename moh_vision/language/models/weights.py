@@ -1,12 +1,10 @@
 """Models of runs: presets, pre-trained ones of transformers' Llama and Qwen families, and those that runs wrote."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import Iterator, List, Optional, Tuple, Union
+from typing import Iterator
 
 import torch
 from safetensors import SafetensorError
@@ -32,10 +30,8 @@ def task_for(model) -> str:
     return "clm" if model.pretrained else task_of(model.name)
 
 
-def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dict]:
-    """Return the model, and its arguments for exported weights. A resumed pre-trained model is built from
-    config.output without weights, because a checkpoint follows.
-    """
+def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dict]:
+    """Return the model, and its arguments for exported weights. A checkpoint brings a resumed one's weights."""
     m = config.model
     if m.pretrained:
         arguments = dict(pretrained=m.pretrained, convert=m.arguments(), **text.model_arguments())
@@ -53,8 +49,8 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
         if positions is not None and config.data.block > positions:
             raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
         for name, number in text.special_tokens().items():
-            for about in configs_of(model):
-                setattr(about, name, number)
+            for each in configs_of(model):
+                setattr(each, name, number)
     if config.checkpointing:
         # Not reentrant: reentrant checkpointing loses routing statistics.
         enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
@@ -63,8 +59,7 @@ def build_model(config, text: TextInputs, resumed: bool) -> Tuple[nn.Module, dic
 
 
 def check_same_tokens(vocabulary, config) -> None:
-    """Raise ValueError if the vocabulary numbers a token otherwise than a tokenizer in model.pretrained:
-    the model would read other words than it learnt."""
+    """Refuse a vocabulary that numbers a token otherwise than model.pretrained's: the model learnt other words."""
     file = Path(config.model.pretrained, TOKENIZER)
     if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
         return
@@ -82,9 +77,7 @@ def configs_of(model: nn.Module) -> list:
     return [c for c in (model.config, getattr(model, "generation_config", None)) if c is not None]
 
 
-def pretrained_model(
-    source: Union[str, Path], convert: Optional[dict] = None, vocab_size: Optional[int] = None
-) -> PreTrainedModel:
+def pretrained_model(source: str | Path, convert: dict | None = None, vocab_size: int | None = None) -> PreTrainedModel:
     """Load a folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours, in float32.
 
     A model of less than `vocab_size` tokens grows: transformers draws new rows of embedding and output from the normal
@@ -96,15 +89,17 @@ def pretrained_model(
     config, ours = _config(source)
     try:
         with quiet():
-            model, found = ours.from_pretrained(
+            model, loading = ours.from_pretrained(
                 source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
             )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
-    wrong = sorted(name for name in found["missing_keys"] if ".router." not in name)
-    wrong = wrong or sorted(name for name, *_ in found["mismatched_keys"])
-    if wrong:
-        raise ValueError(f"model.pretrained {source}: its weights do not have, or not in the right shape, {wrong[:5]}")
+    lacking = sorted(name for name in loading["missing_keys"] if ".router." not in name)
+    lacking = lacking or sorted(name for name, *_ in loading["mismatched_keys"])
+    if lacking:
+        raise ValueError(
+            f"model.pretrained {source}: its weights do not have, or not in the right shape, {lacking[:5]}"
+        )
     if convert is not None:
         if config.moh is not None:
             raise ValueError(f"model.convert: model.pretrained {source} has routed heads already; leave it out")
@@ -124,7 +119,7 @@ def pretrained_model(
     return model
 
 
-def saved_model(folder: Union[str, Path]) -> PreTrainedModel:
+def saved_model(folder: str | Path) -> PreTrainedModel:
     """Load a model that `save_pretrained` wrote, of ours or as `pretrained_model` takes it."""
     try:
         ours = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
@@ -151,13 +146,11 @@ def text_from_run(file: Path) -> nn.Module:
     return model.eval()
 
 
-def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[str]:
-    """Load the weights of a run, a folder or .safetensors, whose vocabularies must have the fingerprints
-    `vocabularies`. Return the router tensors that the run lacks; they stay as they are.
-    """
-    file = weights_file(source)
-    state, about = read_safetensors(file)
-    if about.get("vocabularies") not in (None, vocabularies):
+def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[str]:
+    """Load the weights of a run, a folder or .safetensors, whose vocabularies must have these fingerprints.
+    Return the router tensors that it lacks; they stay as they are."""
+    state, metadata = read_safetensors(weights_file(source))
+    if metadata.get("vocabularies") not in (None, vocabularies):
         raise ValueError(
             f"init_from {source}: it was trained with another vocabulary; set data.tokenizer to that of the run"
         )
@@ -168,7 +161,7 @@ def init_text(model: nn.Module, source: str, vocabularies: List[str]) -> List[st
     return [name for name in model.state_dict() if name not in state and name not in tied]
 
 
-def _config(source: Union[str, Path]):
+def _config(source: str | Path):
     """(config, class) of a model, both ours."""
     name = os.fspath(source)
     if os.path.isfile(name):
@@ -188,10 +181,9 @@ def _config(source: Union[str, Path]):
             f"model.pretrained {source}: its model_type is {config.model_type!r}, allowed are {', '.join(classes)}"
         )
     if not isinstance(config, ours.config_class):
-        about = config.to_dict()
-        for name in ("model_type", "auto_map", "architectures", "transformers_version"):
-            about.pop(name, None)  # auto_map names code, which is not needed
-        config = ours.config_class(**about)
+        dropped = ("model_type", "auto_map", "architectures", "transformers_version")  # auto_map: of code, not needed
+        fields = {name: value for name, value in config.to_dict().items() if name not in dropped}
+        config = ours.config_class(**fields)
     return config, ours
 
 

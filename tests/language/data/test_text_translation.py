@@ -8,7 +8,7 @@ from refusals import refuse
 from moh_vision.language.data.batches import TokenBatches, length_slices
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.translation import ParallelTokens
-from moh_vision.language.data.vocabulary import BOS, EOS, PAD, count_words
+from moh_vision.language.data.vocabulary import BOS, EOS, PAD, train_vocabulary
 
 LENGTHS = np.random.default_rng(5).integers(1, 40, (500, 2))
 
@@ -87,7 +87,7 @@ TARGET = ["x y", "x", "y", "x x", "z z z z z", "y x y x y x y"]
 def caches(tmp_path_factory):
     folder, made = tmp_path_factory.mktemp("tokens"), []
     for name, lines in (("source", SOURCE), ("target", TARGET)):
-        write_store(folder / name, lines, count_words(lines), name)
+        write_store(folder / name, lines, train_vocabulary(lines), name)
         made.append(Tokens([folder / name]))
     return made
 

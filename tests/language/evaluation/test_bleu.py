@@ -3,7 +3,6 @@ import random
 from collections import Counter
 
 import pytest
-from refusals import refuse
 
 from moh_vision.language.evaluation.translation import bleu, bleu_summary, split_compounds, tokenised_bleu
 
@@ -59,16 +58,6 @@ def test_no_smoothing_in_the_papers_form():
     assert bleu(hypotheses, references)["bleu"] > 20
 
 
-def test_perfect_and_empty():
-    lines = ["Ein Mann, der liest.", "Zwei Hunde spielen im Schnee."]
-    for score in (bleu, tokenised_bleu):
-        assert score(lines, lines)["bleu"] == pytest.approx(100)
-        empty = score(["", ""], lines)
-        assert empty["bleu"] == 0 and empty["hypothesis_length"] == 0
-    half = bleu([lines[0], ""], lines)
-    assert 0 < half["bleu"] < 100
-
-
 def test_13a_is_applied_to_both_sides():
     hypotheses = ["The cat sat on the mat, quietly.", "He said: no (again)!"]
     references = ["The cat sat on a mat, quietly.", "She said: no (again)!"]
@@ -102,10 +91,3 @@ def test_signatures_tell_the_forms_apart():
         assert part in papers["signature"]
     assert "tokenised:given|compounds:whole" in tokenised_bleu(lines, lines, "given")["signature"]
     assert bleu_summary(papers) == f"BLEU 100.00 (100.0/100.0/100.0/100.0, 5 of 5 tokens) {papers['signature']}"
-
-
-@pytest.mark.parametrize("score", (bleu, tokenised_bleu))
-def test_mistakes(score):
-    refuse("^2 hypotheses for 3 references: expected one for each$", lambda: score(["a", "b"], ["a", "b", "c"]))
-    refuse("^there are no sentences to score$", lambda: score([], []))
-    refuse("^tokenizer 'moses' is not one of 13a, given$", lambda: tokenised_bleu(["a"], ["a"], "moses"))

@@ -188,10 +188,10 @@ def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_to
 
 
 @pytest.mark.parametrize("preset", [p for p in PAPERS if p.startswith("clm_") and "wt103" not in p])
-def test_parameters_of_table_a(preset):
+def test_budgets_of_table_a(preset):
+    """tests/commands/test_macs.py counts its parameters."""
     model = empty(preset)
     assert type(model) is MoHLlamaForCausalLM and task_of(preset) == "clm"
-    assert round(sum(p.numel() for p in model.parameters()) / 1e6) == PAPERS[preset][0]
     share = {"75": 0.75, "50": 0.5}.get(preset[-2:], 1.0)
     layers = moh_vision.head_budget(model)["layers"]
     assert {(b["active"], b["shared"]) for b in layers} == {

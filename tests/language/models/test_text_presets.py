@@ -2,7 +2,7 @@
 
 import pytest
 from refusals import each_refused
-from text_tiny import TINY, empty
+from text_tiny import empty
 
 import moh_vision
 from moh_vision.attention import attention_layers
@@ -30,17 +30,6 @@ def test_where_gates_of_mae_pool():
     assert {(layer.router.pool, layer.router.window) for layer in attention_layers(language)} == {("window", 100)}
 
 
-def test_any_moa_name_and_attention_per_kind():
-    fields = dict(TINY, encoder_layers=1, decoder_layers=1)
-    budget = attention_layers(create_text_model("mt_moa_3K7E10D", **fields))[0].budget
-    assert (budget.routed, budget.heads, budget.head_dim) == (3, 7, 10)
-    fields["encoder_attention"] = {"router": "moh", "head_budget": 0.5}
-    fields["cross_attention"] = {"router": "moa", "top_k": 1, "experts": 2, "head_dim": 4}
-    model = create_text_model("mt_transformer_base", **fields)
-    routers = [type(layer.router).__name__ for layer in attention_layers(model)]
-    assert routers == ["MoHRouter", "DenseRouter", "MoARouter"]
-
-
 test_refusals_are_one_line = each_refused(
     lambda preset, overrides: empty(preset, **overrides),
     ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
@@ -65,11 +54,6 @@ test_refusals_are_one_line = each_refused(
     ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
     ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
     ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
-    ("clm_moh_small_75", {"router": "mae"}, "router 'mae' is not for a causal model: give query_norm or moh"),
-    ("clm_moh_small_75", {"head_budget": 2}, "head_budget 2 is not understood"),
-    ("clm_moh_small_75", {"head_budget": [[3, 3]]}, "lists 1 layers, the model has 12"),
-    ("clm_moh_small_75", {"executor": "fast"}, "executor 'fast' is not one of"),
-    ("clm_moh_small_75", {"group": True}, "group=True .* needs 'query_norm', not 'moh'"),
     ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
 )
 

@@ -39,8 +39,8 @@ class Collected(UserList):
     def take(self) -> list[RoutingStats]:
         """The entries, once: a checkpointed layer keeps this object for backward, so it must not hold the graph. Its length
         stays, so that recomputation appends nothing."""
-        found, self.data = self.data, [None] * len(self)
-        return found
+        entries, self.data = self.data, [None] * len(self)
+        return entries
 
 
 class RoutedCausalLM(RoutedLoss):
