@@ -4,7 +4,7 @@ import copy
 import functools
 import zlib
 from contextlib import contextmanager
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import torch
 from attention import Released, copies, draw_router, output
@@ -23,7 +23,7 @@ class Shape(NamedTuple):
     tokens: int
     heads: int
     width: int  # D
-    kv_heads: Optional[int] = None
+    kv_heads: int | None = None
     causal: bool = False
     mask: str = ""  # "keys": bool, of each sequence; "bias": additive, of each head
     scope: str = "token"

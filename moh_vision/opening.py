@@ -1,7 +1,8 @@
 """Open a model that training or others have made, of any wing."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any
 
 import yaml
 from torch import nn

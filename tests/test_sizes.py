@@ -16,15 +16,15 @@ LIMITS = {
     "attention": (5240, 5600),
     "attention, C++": (2065, 2065),
     "models": (3950, 4000),
-    "data": (2560, 2050),
+    "data": (2470, 2050),
     "engine": (3450, 3450),
-    "evaluation": (1310, 1250),
-    "classification": (1000, 1000),
-    "diffusion": (3390, 3300),
-    "language": (5400, 5000),
-    "commands": (3520, 3000),
-    "all of moh_vision": (29790, 28750),
-    "tests": (29920, 24000),
+    "evaluation": (1270, 1250),
+    "classification": (990, 1000),
+    "diffusion": (3340, 3300),
+    "language": (5250, 5000),
+    "commands": (3420, 3000),
+    "all of moh_vision": (29350, 28750),
+    "tests": (26820, 24000),
     "benchmarks": (2400, 2400),
     "words of docs": (27200, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (2250, 2350),
@@ -42,8 +42,9 @@ PATTERNS = {
     "words of README, CHANGELOG, CONTRIBUTING": ("README.md", "CHANGELOG.md", "CONTRIBUTING.md"),
     "configurations": ("configs/**/*.yaml",),
 }
-# Characters of a line of code before parts 20 to 24. Texts do not count: a shorter docstring would make the mean longer.
-MEAN_LENGTH = 51.84
+# Characters of a line of code before parts 20 to 24, without `from __future__ import annotations`, which all files lost.
+# Texts do not count: a shorter docstring would make the mean longer.
+MEAN_LENGTH = 51.95
 
 
 @cache

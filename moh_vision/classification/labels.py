@@ -2,8 +2,9 @@
 
 import os
 import pkgutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Sequence
+from typing import Literal
 
 import numpy as np
 from timm.data import ImageNetInfo

@@ -1,9 +1,9 @@
 """Opens a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
 
 import contextlib
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable, Collection, Sequence
 
 import torch
 from accelerate.utils import send_to_device

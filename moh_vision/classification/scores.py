@@ -2,8 +2,8 @@
 
 import json
 import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
 
 import torch
 from accelerate.utils import gather_object

@@ -4,8 +4,8 @@ Installed: accelerate launch -m moh_vision.classification.train --config cls/NAM
 prints every key.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Callable
 
 import torch
 from accelerate.utils import send_to_device

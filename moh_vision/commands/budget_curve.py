@@ -10,8 +10,8 @@ Latency: median and quartiles of a batch's forward, over rounds in which all mod
 """
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Callable, Sequence
 
 import numpy as np
 import torch

@@ -12,8 +12,8 @@ a configuration, of one run of it.
 """
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 

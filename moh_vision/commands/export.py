@@ -14,10 +14,10 @@ import json
 import logging
 import tempfile
 import warnings
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Callable
 
 import torch
 from torch import Tensor, nn

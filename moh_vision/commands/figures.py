@@ -3,8 +3,9 @@
 import json
 import statistics
 import textwrap
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Iterable, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import matplotlib
 

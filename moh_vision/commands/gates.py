@@ -10,8 +10,8 @@ the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 
 import math
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure

@@ -10,8 +10,8 @@ sorted by load (MoA, figures 3 and 4).
 import math
 import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import numpy as np
 import torch

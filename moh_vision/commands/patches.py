@@ -7,8 +7,9 @@ The figure shows the image as the model sees it, and each head coloured by its g
 """
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch

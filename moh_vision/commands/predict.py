@@ -9,8 +9,8 @@ code is 2.
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Iterator, Sequence
 
 import torch
 from timm.data import ImageNetInfo

@@ -8,9 +8,10 @@ ones a line says what makes them.
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import jinja2
 import matplotlib

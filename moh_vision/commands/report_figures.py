@@ -5,8 +5,9 @@ import io
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np

@@ -3,8 +3,9 @@
 import contextlib
 import json
 import statistics
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import yaml

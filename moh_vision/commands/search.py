@@ -10,10 +10,11 @@ split compare it with the uniform budget and the papers' ramp of equally many he
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn

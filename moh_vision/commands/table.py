@@ -12,9 +12,10 @@ the training's last; for suites scores*.json, the --out of `python -m moh_vision
 package booktabs.
 """
 
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple, Sequence
+from typing import NamedTuple
 
 import yaml
 

@@ -3,8 +3,8 @@
 import itertools
 import os
 import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch

@@ -12,8 +12,8 @@ import os
 import warnings
 from argparse import Namespace
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Callable, Iterator
 
 import numpy as np
 from PIL import Image

@@ -2,9 +2,10 @@
 
 import io
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import BinaryIO, Sequence
+from typing import BinaryIO
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError

@@ -2,8 +2,9 @@
 
 import copy
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, Self
+from typing import Self
 
 import numpy as np
 

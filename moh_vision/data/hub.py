@@ -1,6 +1,6 @@
 """Labelled images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
 
-from typing import Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 

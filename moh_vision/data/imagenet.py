@@ -1,7 +1,7 @@
 """The ImageNet recipe's transforms and mixing: timm's own, every draw a function of (seed, position)."""
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Callable, Mapping, Sequence
 
 import numpy as np
 import torch

@@ -3,9 +3,9 @@
 Nothing here knows of ranks or workers, so resuming is arithmetic and any number of processes sees the same data.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
-from typing import Iterator, Sequence
 
 import numpy as np
 

@@ -7,9 +7,10 @@ import shutil
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, Iterable, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from moh_vision.data.decode import allowed_bad, fraction_for
 from moh_vision.data.records import FORMAT, parts_path, read_record

@@ -5,10 +5,10 @@ import json
 import os
 import stat
 import tarfile
+from collections.abc import Iterator
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 

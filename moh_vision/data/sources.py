@@ -1,8 +1,8 @@
 """What all sources of images share, and the smallest: the digits of scikit-learn, which need no download."""
 
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 from PIL import Image

@@ -4,8 +4,8 @@ import hashlib
 import json
 import shlex
 from collections import Counter
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Callable, Collection
 
 import numpy as np
 from accelerate.utils import gather_object

@@ -5,18 +5,16 @@ webdataset shuffles the shards, divides them among processes and workers, and sh
 buffer. What the exact order promises does not hold here: see `PROMISE`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re
 import sys
 import tarfile
 import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
-from typing import Callable, Collection, Iterable, Iterator
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlparse
 from urllib.request import Request, urlopen
@@ -45,7 +43,7 @@ PROMISE = (
 )
 
 
-def open_stream(data, given: Collection[str], accelerator) -> ShardStream | None:
+def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | None":
     """Open the training images of a `DataConfig`, and read the first sample; None if the order is exact.
 
     `given` are the options on the command line: a command in data.stream is only taken from there, because a

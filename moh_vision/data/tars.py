@@ -2,8 +2,9 @@
 
 import math
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Iterator, Self
+from typing import BinaryIO, Self
 
 from moh_vision.engine.commands import BadData, reason_of
 

@@ -22,11 +22,11 @@ import os
 import signal
 import warnings
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from pathlib import Path
-from typing import Callable, Iterator
 
 import numpy as np
 import webdataset

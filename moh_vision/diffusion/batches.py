@@ -1,6 +1,6 @@
 """Samples of a diffusion step: images, stored latents, or images that a VAE encodes in the step."""
 
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch

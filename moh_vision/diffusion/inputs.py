@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Callable, Iterator
 
 import torch
 from accelerate.utils import send_to_device

@@ -1,9 +1,10 @@
 """Opens a diffusion model again: its data, loss and scores."""
 
 import tempfile
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Callable, Sequence
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device

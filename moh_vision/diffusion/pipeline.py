@@ -3,9 +3,10 @@
 diffusers' DiTPipeline takes 1000 for "no class", drops the learned variance, and draws noise without a generator.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Self, Sequence
+from typing import Any, Self
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, SchedulerMixin

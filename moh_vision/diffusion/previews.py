@@ -2,8 +2,8 @@
 
 import shutil
 import time
+from collections.abc import Callable
 from functools import partial
-from typing import Callable
 
 import torch
 from accelerate.utils import DistributedType

@@ -8,8 +8,9 @@ Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 import contextlib
 import hashlib
 import shlex
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device

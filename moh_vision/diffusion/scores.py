@@ -1,7 +1,7 @@
 """Scores of samples: by a classifier of the same classes, or FID and its kin."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 import torch
 from torch import Tensor

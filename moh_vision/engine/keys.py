@@ -20,7 +20,7 @@ from moh_vision.engine.commands import nearest
 NUMBERS = dict(
     gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
 )  # fmt: skip
-UNIONS = (typing.Union, types.UnionType)  # Optional[X] and X | None
+UNIONS = (typing.Union, types.UnionType)  # Literal[...] | None makes the first
 Idle = tuple[str, Any, str, str]  # keys, their effect, what they need, the keys that decide
 
 

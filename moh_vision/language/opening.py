@@ -1,7 +1,7 @@
 """Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Callable, Sequence
 
 import torch
 from accelerate.utils import send_to_device

@@ -101,8 +101,7 @@ def train(run: Run) -> None:
             own = [send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro]
         # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
         # mean over all its labels.
-        labels = sum((batch["labels"] != -100).sum() for batch in own).float()
-        labels = accelerator.reduce(labels, "sum")
+        labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
         run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
         if run.logs():
             v = dict(run.averages(), epoch=batches.epoch(step))

@@ -8,7 +8,8 @@ import shutil
 import signal
 import socket
 import time
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest

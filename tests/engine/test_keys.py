@@ -113,9 +113,9 @@ def is_of(hint, value):
 
 @pytest.mark.parametrize("hint, fine, wrong", [
     (int, [3], [True, 3.0, "3", None]), (float, [3.0, 3], [True, "3", 10**400]), (str, ["3"], [3, None]), (bool, [True], [1, "true"]),
-    (typing.Optional[int], [3, None], [3.5]), (typing.Literal["no", "7"], ["no", "7"], ["non", 7, False]),
-    (typing.Tuple[float, float], [(1.0, 2.0), [1, 2]], [[1], [1, "x"], 1]), (typing.List[str], [["a"]], [["a", 1], "a"]),
-    (typing.Dict[str, typing.Any], [{"a": [1]}], [[1], 5]), (typing.Union[float, str], [1, "x"], [[1], None]),
+    (int | None, [3, None], [3.5]), (typing.Literal["no", "7"], ["no", "7"], ["non", 7, False]),
+    (tuple[float, float], [(1.0, 2.0), [1, 2]], [[1], [1, "x"], 1]), (list[str], [["a"]], [["a", 1], "a"]),
+    (dict[str, typing.Any], [{"a": [1]}], [[1], 5]), (float | str, [1, "x"], [[1], None]),
 ])  # fmt: skip
 def test_types(hint, fine, wrong):
     assert all(is_of(hint, value) for value in fine) and not any(is_of(hint, value) for value in wrong)
@@ -216,7 +216,7 @@ def met(condition, keys):
         other = value + 1 if isinstance(value, (int, float)) else other
         return name, *((other, value) if differs else (value, other))
     some = next(v for kind, v in {bool: True, int: 1, float: 0.5, str: "x"}.items() if kind in leaves(hint))
-    some = ["x"] if typing.List[str] in leaves(hint) else some
+    some = ["x"] if list[str] in leaves(hint) else some
     none = None if type(None) in others else type(some)()
     return name, *((none, some) if negated else (some, none))
 

@@ -5,9 +5,9 @@ import json
 import math
 import platform
 import re
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
-from typing import Iterable, List
 from unittest.mock import patch
 
 import torch
@@ -191,7 +191,7 @@ def deviation(was: float, now: float) -> float:
     return abs(now - was) / max(abs(was), 1e-3) if math.isfinite(now) else math.inf
 
 
-def differences(record: dict, found: dict, tolerance: float, names: Iterable[str]) -> List[str]:
+def differences(record: dict, found: dict, tolerance: float, names: Iterable[str]) -> list[str]:
     """One line for each of these curves that is not as recorded, with both; none where all are."""
     lines = []
     for name in names:

@@ -3,10 +3,10 @@
 import json
 import math
 import os
+from collections.abc import Iterator
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Iterator
 
 import numpy as np
 import torch

@@ -24,8 +24,8 @@ import os
 import time
 import warnings
 from argparse import Namespace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator
 
 import numpy as np
 import torch

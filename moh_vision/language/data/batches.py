@@ -4,8 +4,8 @@ Sentences of similar lengths share a batch, limited by tokens: pure functions of
 """
 
 from bisect import bisect_right
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Iterable, Iterator
 
 import numpy as np
 import torch

@@ -1,9 +1,9 @@
 """Vocabularies, training and evaluation batches of a run on text, by task."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Iterable
 
 import numpy as np
 from torch import Tensor

@@ -4,11 +4,11 @@ Pure functions of (seed, position), so runs resume by arithmetic, with any numbe
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 from math import lcm
-from typing import Sequence
 
 import numpy as np
 from torch.utils.data import ConcatDataset

@@ -4,8 +4,9 @@ import gzip
 import itertools
 import json
 import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Iterator, NamedTuple, Sequence
+from typing import NamedTuple
 
 from moh_vision.data.hub import PREFIX, hub_split
 from moh_vision.engine.commands import Progress, reason_of

@@ -10,8 +10,8 @@ command goes on with the next.
 
 import contextlib
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
-from typing import Callable
 
 from moh_vision.engine.commands import Progress, refuse_unwritable, say, user_errors
 from moh_vision.engine.io import sha256_of

@@ -11,8 +11,8 @@ meta.json may say what is in `META_FIELDS`.
 import contextlib
 import hashlib
 import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Iterable, Iterator, Sequence
 
 import numpy as np
 

@@ -5,14 +5,13 @@ unknown, and decoding restores the text exactly, so raw text can go in and BLEU 
 words, split at blanks as in WikiText and numbered by falling frequency, for adaptive softmaxes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Callable, Iterable, Sequence
+from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -74,7 +73,7 @@ class Vocabulary:
         self._ends_with_eos = self._tokenizer.encode("").ids[-1:] == [self.eos]
 
     @classmethod
-    def load(cls, path: Path, foreign: bool = False) -> Vocabulary:
+    def load(cls, path: Path, foreign: bool = False) -> Self:
         """Read a tokenizer.json; `foreign`: of any tokenizer."""
         return cls(_read(path), str(path), _companion(path) if foreign else None, foreign)
 

@@ -1,6 +1,6 @@
 """Adaptive input and softmax with shared weights (Grave 2017; Baevski and Auli 2019)."""
 
-from typing import Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
