@@ -119,7 +119,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     rows = plan(items, options.num_fewshot)
     device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
-    from lm_eval.utils import make_table
+    from lm_eval import utils
 
     with accelerator.main_process_first():  # the others find the data sets fetched
         tasks, manager = load_tasks(rows, options.include_path)
@@ -153,7 +153,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
         lines.append(suite_table(name, own) + "\n")
     for row, result in scored:
         if row["metric"] is None:  # of a group, without the tasks inside
-            lines.append(make_table(result, "groups" if result.get("groups") else "results"))
+            lines.append(utils.make_table(result, "groups" if result.get("groups") else "results"))
     named = ("num_fewshot", "include_path", "limit")
     how = dict({name: getattr(options, name) for name in named}, seeds=SEEDS)
     versions = {task: version for _, result in scored for task, version in result["versions"].items()}
