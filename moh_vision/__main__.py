@@ -5,7 +5,7 @@ from importlib import import_module
 from types import ModuleType
 
 from moh_vision.commands.command import run_command
-from moh_vision.engine.commands import closest, say
+from moh_vision.engine.commands import closest, say, user_errors
 
 COMMANDS = {
     "table": "scores, sizes and MACs of runs, as the papers print them",
@@ -65,7 +65,9 @@ def main(argv: list[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"moh_vision: error: {name}: no such command, {closest(name, COMMANDS)}", file=sys.stderr)
         return 2
-    return run_command(name, command_of(name), rest)
+    with user_errors(name, ()):  # the package of an extra may be missing
+        command = command_of(name)
+    return run_command(name, command, rest)
 
 
 if __name__ == "__main__":

@@ -136,3 +136,22 @@ def test_the_package_imports_without_diffusers_and_transformers():
     code = "import sys, moh_vision; print([n for n in ('diffusers', 'transformers', 'accelerate') if n in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.stdout == "[]\n", result.stderr
+
+
+def test_commands_need_no_extra():
+    """Without the packages of the extras, commands explain themselves or name what to install; none ends in a traceback."""
+    code = """import sys
+from moh_vision.engine.commands import EXTRAS
+sys.modules.update(dict.fromkeys(EXTRAS))
+from moh_vision.__main__ import COMMANDS, main
+for name in COMMANDS:
+    try:
+        main([name, "--help"])
+    except SystemExit as end:
+        if end.code:
+            print(name, file=sys.stderr)"""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    named = re.findall(
+        r"^(\w+): error: the package \w+ is missing: pip install 'moh_vision\[\w+\]'$", result.stderr, re.M
+    )
+    assert result.returncode == 0 and set(named) == {"gates", "tokenise"}, result.stderr

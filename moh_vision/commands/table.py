@@ -32,8 +32,8 @@ from moh_vision.commands.runs import (
     suite_titles,
 )
 from moh_vision.engine.commands import say
+from moh_vision.language.config import WORDS
 from moh_vision.language.evaluation.lm_suites import SUITES
-from moh_vision.language.opening import WORDS
 from moh_vision.models.counts import count_macs, count_parameters
 
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}

@@ -230,14 +230,16 @@ def denoise(
 
     set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers have state
     uses_variance = isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
-    # Deterministic solvers such as UniPC's and Heun's take no generator.
-    noise_source = dict(generator=generators) if "generator" in inspect.signature(scheduler.step).parameters else {}
+    # Deterministic solvers such as UniPC's and Heun's take no generator. DDIM's noise must be that of the clipped image,
+    # as in the official DiT: that of the unclipped one turns pixels grey.
+    options = dict(generator=generators, use_clipped_model_output=bool(scheduler.config.get("clip_sample")))
+    options = {name: options[name] for name in options.keys() & inspect.signature(scheduler.step).parameters}
     channels = x.shape[1]
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's lack this and the next
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
         out = predict(scale(x, t), t)
-        x = scheduler.step(out if uses_variance else out[:, :channels], t, x, **noise_source).prev_sample
+        x = scheduler.step(out if uses_variance else out[:, :channels], t, x, **options).prev_sample
         if on_step is not None:
             changed = on_step(step, t, x)
             x = x if changed is None else changed

@@ -198,7 +198,7 @@ def commit(clone: Path) -> str | None:
 def ending(script: str, run: Path, objective: str | None = None) -> str:
     """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
-    names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective))
+    names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
     commands = [*NEXT.get(script, ()), *(command for name, command in OF_FILES.items() if (run / name).exists())]
     following = (f"  python -m moh_vision{command.format(**names)}" for command in commands)
     return "\n".join([f"{run} has {files}", "next", *following])

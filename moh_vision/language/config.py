@@ -12,6 +12,7 @@ TRANSLATES = "model.name=mt_*"
 CAUSAL = "model.name=clm_*"
 MODELS = "model.name=clm_* or model.name=mlm_*"
 OWN_WORDS = "not .tokenizer; not .vocab_size"
+WORDS = 10  # of source and target for counting a translation, as in Zhang 2022, table 1
 
 
 @dataclass

@@ -11,7 +11,7 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
-from moh_vision.language.config import LanguageConfig
+from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
@@ -19,8 +19,6 @@ from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.language.models.weights import saved_model, task_for, text_from_run
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
-
-WORDS = 10  # of source and target for counting a translation, as in Zhang 2022, table 1
 
 
 class OpenedText(Opened):

@@ -2,6 +2,7 @@
 
 from itertools import combinations
 
+import layers
 import numpy as np
 import pytest
 import torch
@@ -38,7 +39,7 @@ def inputs(name, batch=B, tokens=N):
 
 
 def test_every_router_has_a_case():
-    assert CASES.keys() == ROUTERS.keys()
+    assert CASES.keys() == ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -11,10 +11,10 @@ from typing import NamedTuple
 from moh_vision.data.hub import PREFIX, hub_split
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import sha256_of
-from moh_vision.language.data.tokens import IDS
 
 # What a validation split is called elsewhere; other splits go by their own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
+IDS = "ids.bin"  # in a folder of token ids
 TEXTS = (".txt", ".jsonl")  # of language models, or these with .gz
 MAX_LINE = 1 << 28  # bytes; a file may have no line breaks
 BYTE_ORDER_MARK = "\ufeff"

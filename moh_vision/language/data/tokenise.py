@@ -13,13 +13,11 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from moh_vision.engine.commands import Progress, refuse_unwritable, say, user_errors
+from moh_vision.engine.commands import Progress, refuse_unwritable, say
 from moh_vision.engine.io import sha256_of
-
-with user_errors("tokenise"):
-    from moh_vision.language.data.sources import TextFile, form_of
-    from moh_vision.language.data.tokens import IDS, META, Tokens, read_meta, write_store
-    from moh_vision.language.data.vocabulary import Vocabulary, find_tokenizer
+from moh_vision.language.data.sources import IDS, TextFile, form_of
+from moh_vision.language.data.tokens import META, Tokens, read_meta, write_store
+from moh_vision.language.data.vocabulary import Vocabulary, find_tokenizer
 
 KEPT = "stores"
 FORMS = (".txt", ".jsonl", ".json")

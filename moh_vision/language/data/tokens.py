@@ -18,9 +18,10 @@ import numpy as np
 
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import whole_file, write_whole
+from moh_vision.language.data.sources import IDS
 from moh_vision.language.data.vocabulary import FORMAT, Vocabulary, cached
 
-IDS, ENDS, META = "ids.bin", "ends.npy", "meta.json"
+ENDS, META = "ends.npy", "meta.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 TEXTS_AT_ONCE, CHARACTERS_AT_ONCE, IDS_AT_ONCE = 2000, 1 << 23, 1 << 24
 SAMPLES, SAMPLE = 64, 1 << 15  # ids of a fingerprint
