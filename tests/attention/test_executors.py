@@ -33,7 +33,7 @@ from moh_vision.attention.routing import RoutingStats
 # attention matrix is made.
 UNDER_TEST = (*sorted(set(EXECUTORS) - {"reference"}), "packed, called projections", "masked, unfused")
 EVERY_ROUTER = {
-    **{name: ROUTERS[name] for name in ("moh", "query_norm", "moa", "mae", "dense")},
+    **{name: options for name, options in ROUTERS.items() if name == options["router"]},
     "moh all routed": dict(router="moh", budget=(0, 3)),
     "moh all shared": dict(router="moh", budget=(6, 0)),
     "moh all heads": dict(router="moh", budget=(1, 5)),
