@@ -24,7 +24,7 @@ LIMITS = {
     "language": (5250, 5000),
     "commands": (3420, 3000),
     "all of moh_vision": (29350, 28750),
-    "tests": (26850, 24000),
+    "tests": (26860, 24000),
     "benchmarks": (2400, 2400),
     "words of docs": (27500, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (2250, 2350),

@@ -10,7 +10,7 @@ Latency: median and quartiles of a batch's forward, over rounds in which all mod
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
 from moh_vision.commands.search import refuse_budget
 from moh_vision.engine.commands import say
+from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import kind_of, open_run
@@ -69,12 +70,6 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     return dict(sorted(every.items()))
 
 
-def seconds_of(run: Callable[[], object]) -> float:
-    """Measure the seconds that `run` takes, repeated for a moment; waits for a GPU."""
-    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=VISIT).mean
-
-
 def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None) -> list[dict]:
     """Score and time the models of runs at `budgets_of`; check all budgets first."""
     passes = [one.forward() for one in opened]  # also opens what scores
@@ -85,7 +80,7 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     for name, one in zip(names, opened):
-        say(f"{name}: weights of {one.metadata['weights']}")
+        say(f"{name}: weights of {one.metadata['weights']}; scored on {one.scored_on.format(c=one.config)}")
     lines, places = [], []
     for name, one, (forward, size), of in zip(names, opened, passes, budgets):
         first = attention_layers(one.model)[0]
@@ -113,12 +108,16 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         lines.append(line)
     for number in range(ROUNDS + 1):
         for times, model, chosen, forward in random.Random(number).sample(places, len(places)):
+            timer = Timer("run()", globals={"run": forward}, num_threads=torch.get_num_threads())  # waits for a GPU
             with running(model, chosen), torch.no_grad():
-                seconds = seconds_of(forward)
+                seconds = timer.blocked_autorange(min_run_time=VISIT).mean
             if number:  # the first round warms up
                 times.append(1000 * seconds)
     for times, *_ in places:
         times[:] = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
+    for line in lines:
+        for share, (low, middle, high) in zip(line["shares"], line["milliseconds"]):
+            say(f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.3g} ({low:.3g} to {high:.3g}) ms a batch")
     return lines
 
 
@@ -167,9 +166,13 @@ def figure(options) -> Drawn:
     for run, kind in zip(options.runs, kinds):
         if kind != kinds[0]:
             raise ValueError(f"{first} is a {kinds[0]} run, {run} a {kind} run: one figure has one kind")
-    asked = dict(options=options.rest, split="val", scores=True, command="budget-curve")
-    opened = [open_run(run, **asked) for run in options.runs]
-    for one in opened:
-        refuse_budget(one, "--shares")
+    opened: list[Opened] = []
+    for run in options.runs:
+        given = options.rest
+        if opened and kinds[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
+            c = opened[0].config  # a folder that is no run has neither data nor a precision
+            given = ["--data.root", c.data.root, "--mixed_precision", c.mixed_precision, *given]
+        opened.append(open_run(run, options=given, split="val", scores=True, command="budget-curve"))
+        refuse_budget(opened[-1], "--shares")
     lines = measure(options.runs, opened, options.shares)
     return Drawn(draw(lines), dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))

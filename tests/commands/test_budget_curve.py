@@ -1,10 +1,12 @@
 """Score and latency over the share of heads: budgets, what is measured, and the command on small runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import test_moh_vit
 import timm
+from accelerate.state import AcceleratorState
 from refusals import refuse
 
 from moh_vision.attention import attention_layers, head_budget
@@ -54,7 +56,11 @@ def test_shares_that_the_shared_heads_do_not_allow():
 def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     """Scores and times of a model that counts its heads."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 3)
-    monkeypatch.setattr(budget_curve, "seconds_of", lambda run: run() / 1000)
+
+    def clock(_, globals, num_threads):
+        return SimpleNamespace(blocked_autorange=lambda min_run_time: SimpleNamespace(mean=globals["run"]() / 1000))
+
+    monkeypatch.setattr(budget_curve, "Timer", clock)
     model = vit(0.75)
     before = budget_pairs(model)
 
@@ -96,7 +102,8 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     figure, new = tmp_path / "curve.png", ["--output", tmp_path / "new.svg"]
     ask = ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
     (token, sample), shown = curve(*runs, "--output", figure, *ask)
-    assert all(shown.count(f"{run}: weights of {run}/ema.safetensors\n") == 1 for run in runs)
+    told = "/ema.safetensors; scored on digits, val split\n"
+    assert all(shown.count(f"{run}: weights of {run}{told}") == 1 for run in runs) and shown.count(" ms a batch\n") == 6
     assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert (token["scope"], sample["scope"]) == ("token", "sample") and token["shares"] == [0.5, 0.75, 1.0]
@@ -153,3 +160,13 @@ def test_perplexity_of_language_models(trained, tmp_path, curve, refused):
     assert len({scores["perplexity"] for scores in line["scores"]}) == 3
     new = ["--output", tmp_path / "new.png"]
     assert "max_steps has no effect" in refused("budget-curve", run, *new, "--max-steps", "2")
+
+
+def test_a_folder_that_is_no_run_takes_data_and_precision_of_the_first(trained, tmp_path, curve, run_command):
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+    run = trained("cls", 2, *HEADS, "--mixed_precision", "bf16")
+    assert run_command("publish", run, "--output", tmp_path / "folder").code == 0
+    lines, _ = curve(run, tmp_path / "folder", "--output", tmp_path / "curve.png", "--shares", "1")
+    assert lines[0]["data"] == lines[1]["data"]
+    assert lines[0]["scores"][0]["loss"] == lines[1]["scores"][0]["loss"]
+    AcceleratorState._reset_state(reset_partial_state=True)
