@@ -52,8 +52,8 @@ def report(config: ValidateConfig, accelerator) -> None:
     if config.score_file and main:
         write_json(Path(config.score_file), dict(of, img_size=about["img_size"], **scores))
         files.append(f"scores: {config.score_file}")
-    model_and_size = f"{about['architecture']}, {about['img_size']} px{f', labels {split}' if config.labels else ''}"
-    say(f"{about['weights']} ({model_and_size}): {summary(scores)}")
+    size_and_data = f"{about['img_size']} px, {config.data.root}, {f'labels {split}' if config.labels else split}"
+    say(f"{about['weights']} ({about['architecture']}, {size_and_data}): {summary(scores)}")
     if config.labels and len(val) < len(val.source):
         left = len(val.source) - len(val)
         say(f"{left} images of {len(val.source)} have no label and are left out")

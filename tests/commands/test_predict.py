@@ -111,7 +111,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     right = sum(int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits)))
     validate.main(given)
     shown = capsys.readouterr().out
-    assert f"(vit_tiny_patch16_224, 8 px): top-1 {100 * right / len(digits):.2f} %" in shown
+    assert f"(vit_tiny_patch16_224, 8 px, digits, val): top-1 {100 * right / len(digits):.2f} %" in shown
     assert "3 (100.0 % of all)" in shown and "validation: 1 of 4 steps, " in shown
     animals = write_folder(folder / "animals", train=0)
     error = refused(capsys, validate.main, *given, "--data.root", animals)
