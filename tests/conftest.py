@@ -1,3 +1,4 @@
+import functools
 import gc
 import os
 from pathlib import Path
@@ -96,6 +97,15 @@ def refused(capsys):
     from moh_vision.__main__ import main
 
     return lambda *argv: refusals.refused(capsys, main, *argv, silent=True)
+
+
+@pytest.fixture
+def forget_precision():
+    """forget_precision(): another precision may come, of which a process has one; done at the end of the test too."""
+    from accelerate.state import AcceleratorState
+
+    yield (forget := functools.partial(AcceleratorState._reset_state, reset_partial_state=True))
+    forget()
 
 
 @pytest.fixture(scope="session")

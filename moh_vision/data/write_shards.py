@@ -87,9 +87,8 @@ def work(o: Namespace) -> None:
     with only_one(out, "--out", with_children=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
         limit = BadLimit(o.max_bad_fraction, sum(map(len, splits.values())))
-        writers = [
-            ImageShards(o, name, images) for name, images in splits.items()
-        ]  # checked before anything is written
+        # All are checked before anything is written.
+        writers = [ImageShards(o, name, images) for name, images in splits.items()]
         write_whole(names, classes)
         for writer in writers:
             writer.write(limit)

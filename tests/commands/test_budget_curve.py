@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import test_moh_vit
 import timm
-from accelerate.state import AcceleratorState
 from refusals import refuse
 
 from moh_vision.attention import attention_layers, head_budget
@@ -162,11 +161,10 @@ def test_perplexity_of_language_models(trained, tmp_path, curve, refused):
     assert "max_steps has no effect" in refused("budget-curve", run, *new, "--max-steps", "2")
 
 
-def test_a_folder_that_is_no_run_takes_data_and_precision_of_the_first(trained, tmp_path, curve, run_command):
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+def test_a_folder_takes_data_and_precision_of_the_first(trained, tmp_path, curve, run_command, forget_precision):
+    forget_precision()
     run = trained("cls", 2, *HEADS, "--mixed_precision", "bf16")
     assert run_command("publish", run, "--output", tmp_path / "folder").code == 0
     lines, _ = curve(run, tmp_path / "folder", "--output", tmp_path / "curve.png", "--shares", "1")
     assert lines[0]["data"] == lines[1]["data"]
     assert lines[0]["scores"][0]["loss"] == lines[1]["scores"][0]["loss"]
-    AcceleratorState._reset_state(reset_partial_state=True)

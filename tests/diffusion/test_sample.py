@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import refusals
 import torch
-from accelerate.state import AcceleratorState
 from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
 from processes import Command, on_two_ranks
@@ -362,12 +361,11 @@ def test_image_i_and_its_label_depend_on_the_seed_and_i(tmp_path):
     assert np.array_equal(few, many[:20]) and set(few) == {0, 1, 2} and few.tolist() != (np.arange(20) % 3).tolist()
 
 
-def test_bfloat16_is_close(tmp_path):
+def test_bfloat16_is_close(tmp_path, forget_precision):
     run = run_of(tmp_path, 3)
     a, _ = drawn(run)
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process has one precision
+    forget_precision()
     b, _ = drawn(run, "--mixed-precision", "bf16")
-    AcceleratorState._reset_state(reset_partial_state=True)
     assert not np.array_equal(a, b) and np.abs(a.astype(int) - b).mean() < 12
 
 

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from processes import hold
 from refusals import refuse
 
@@ -44,15 +43,14 @@ def test_losses_are_averaged_over_micro_batches():
     assert average_over_step(accelerator, micro) == means
 
 
-def test_accelerate_told_otherwise_is_refused(monkeypatch):
+def test_accelerate_told_otherwise_is_refused(monkeypatch, forget_precision):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     refuse("launched with bf16, but mixed_precision is no", make_accelerator, "no")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert make_accelerator("no").gradient_accumulation_steps == 1
-    AcceleratorState._reset_state(True)
+    forget_precision()
     refuse('fp16 needs a GPU; on a CPU it is "no" or "bf16"', make_accelerator, "fp16")
-    AcceleratorState._reset_state(True)
 
 
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
