@@ -1,6 +1,6 @@
 """Write docs/reference/{config,commands,models}.md from the code: `python docs/make_reference.py [PAGE ...]`.
 
-tests/test_docs.py compares the first two with what this makes, and the names in the third with the registry.
+tests/test_pages.py compares the first two with what this makes, and the names in the third with the registry.
 """
 
 import re
