@@ -230,7 +230,7 @@ NOT_RUN = {
     "python -m venv": "installs packages",
     "make ": "its targets are what runs this",
     "python -m moh_vision.attention.kernels": "compiles the operators; tests/attention/test_kernels_build.py",
-    "python -m moh_vision publish RUN --output FOLDER --push": "uploads; tests/commands/test_publish.py",
+    "python -m moh_vision publish RUN --output FOLDER --repo": "a second one in FOLDER; tests/commands/test_publish.py",
     "python -m moh_vision publish TEXT_RUN": "of a run of text; tests/commands/test_publish.py",
     "accelerate launch train_cls.py --config cls/convert_vit_small_75": "loads weights of the hub; tests/models/test_pretrained.py",
     "accelerate launch --config_file configs/accelerate/fsdp2_layers.yaml": "an 8B model",

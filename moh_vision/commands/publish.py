@@ -1,10 +1,10 @@
 """Publish a run: a folder for timm, diffusers or transformers, with a model card; docs/guides/convert.md.
 
 python -m moh_vision publish RUN --output FOLDER
-python -m moh_vision publish RUN --output FOLDER --push OWNER/NAME --private --license apache-2.0
+python -m moh_vision publish RUN --output FOLDER --repo OWNER/NAME --license apache-2.0
 
 RUN is a run of train_cls.py, train_dit.py or train_text.py, its checkpoints/step_N, or a .safetensors
-file in either. --push creates a repository on the Hugging Face hub and uploads the folder.
+file in either. `hf upload OWNER/NAME FOLDER .` makes a repository of the folder on the Hugging Face hub.
 """
 
 import re
@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import timm
-from huggingface_hub import HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.utils import validate_repo_id
 from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
@@ -35,7 +35,7 @@ from moh_vision.commands.runs import (
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import reason_of, refuse_output, say
-from moh_vision.engine.io import __version__, give_name, run_of, sha256_of, step_of
+from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe
 from moh_vision.models.weight_files import weights_file
@@ -263,37 +263,14 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/<~-])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 
-def check_hub(api: HfApi, repo: str) -> None:
-    """Refuse a repository whose name or token is wrong, or which exists."""
+def check_repo(repo: str) -> None:
+    """Refuse a name that the hub would not take."""
     try:
         validate_repo_id(repo)
         if repo.count("/") != 1:
             raise ValueError("expected OWNER/NAME")
     except ValueError as error:
-        raise ValueError(f"--push {repo}: {reason_of(error)}") from None
-    if not get_token():
-        raise ValueError(f"--push {repo}: no token of the hub; `hf auth login` keeps one, or set HF_TOKEN")
-    try:
-        user = api.whoami()
-        owners = [user["name"], *(org["name"] for org in user.get("orgs", []))]
-        exists = api.repo_exists(repo)
-    except Exception as error:  # hub and network errors share no class
-        raise ValueError(f"--push {repo}: {api.endpoint} does not answer or refuses ({reason_of(error)})") from None
-    if repo.partition("/")[0] not in owners:
-        raise ValueError(f"--push {repo}: the token is of {owners[0]}, allowed owners are {', '.join(owners)}")
-    if exists:
-        raise ValueError(f"--push {repo}: exists; without --push, then hf upload {repo} FOLDER . adds a commit to it")
-
-
-def push(api: HfApi, repo: str, folder: Path, private: bool) -> str:
-    """Make a repository and upload a folder, which is whole; return the address."""
-    try:
-        ModelCard.load(folder / "README.md").validate()
-        url = api.create_repo(repo, private=private or None)
-        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=f"From moh_vision {__version__}")
-    except Exception as error:  # see `check_hub`
-        raise ValueError(f"--push {repo}: {reason_of(error)}; {folder} is whole: hf upload {repo} {folder} .") from None
-    return str(url)
+        raise ValueError(f"--repo {repo}: {reason_of(error)}") from None
 
 
 def options(add) -> None:
@@ -301,18 +278,15 @@ def options(add) -> None:
     add("--output", type=Path, required=True, metavar="FOLDER", help="a new folder")
     text = "for the card, as the hub calls it; left out: that of timm's weights that the run started from, or none"
     add("--license", metavar="NAME", help=text)
-    add("--push", metavar="OWNER/NAME", help="new repository on the Hugging Face hub to upload the folder to")
-    add("--private", action="store_true", help="only its owners see the repository")
+    text = "repository on the Hugging Face hub that the card's code loads; left out: the folder"
+    add("--repo", metavar="OWNER/NAME", help=text)
 
 
 def work(options) -> None:
-    path, folder, repo = options.run, options.output, options.push
-    if options.private and not repo:
-        raise ValueError("--private has no effect without --push")
+    path, folder, repo = options.run, options.output, options.repo
     refuse_output("--output", folder)
-    api = HfApi(library_name="moh_vision", library_version=__version__)
     if repo:
-        check_hub(api, repo)
+        check_repo(repo)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))
@@ -329,5 +303,4 @@ def work(options) -> None:
             weights.chmod(0o644)  # safetensors makes them private
         give_name(hidden, folder)
     say(f"{folder}: for {saved['library']}, weights of {opened.metadata['weights']}")
-    if repo:
-        say(f"uploaded: {push(api, repo, folder, options.private)}")
+    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {folder} .")

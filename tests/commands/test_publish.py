@@ -1,24 +1,18 @@
-"""Runs of each kind as a folder that their libraries load, its model card, and the upload to a stand-in for the hub."""
+"""Runs of each kind as a folder that their libraries load, and its model card."""
 
-import base64
-import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 
-import huggingface_hub
 import pytest
-import refusals
 import small_runs
 import timm
 import torch
 import yaml
 from conftest import ROOT
-from huggingface_hub import constants
 from PIL import Image
 
 from moh_vision import load_run
@@ -202,112 +196,25 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     assert "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
 
 
-class Hub(http.server.ThreadingHTTPServer):
-    """Answers as the hub does where a repository is made and a commit uploaded."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Answers)
-        self.created = []  # bodies of requests for new repositories
-        self.files = {}  # uploaded, by path in the repository
-        self.fails = False  # to take a commit
+def test_the_card_of_a_repository_loads_it(runs, tmp_path, run_command):
+    done = run_command("publish", runs / "cls", "--output", tmp_path / "cls", "--repo", "anna/digits")
+    assert done.code == 0 and done.out.endswith(f"to upload it: hf upload anna/digits {tmp_path}/cls .\n")
+    assert {file.name for file in (tmp_path / "cls").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    _, text = head_and_text(tmp_path / "cls")
+    assert 'timm.create_model("hf-hub:anna/digits", pretrained=True)' in text and "\n# digits\n" in text
 
 
-class Answers(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *args):
-        pass
+def test_mistakes_are_one_line(runs, tmp_path, refused):
+    def told(*argv, run=runs / "cls", output=tmp_path / "out"):
+        return refused("publish", run, "--output", output, *argv)
 
-    def answer(self, content, status=200, **headers):
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in dict(headers, Content_Length=len(data), Content_Type="application/json").items():
-            self.send_header(name.replace("_", "-"), str(value))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def do_GET(self):
-        if self.path == "/api/whoami-v2":
-            return self.answer(dict(type="user", name="anna", orgs=[dict(name="lab")]))
-        name = self.path.removeprefix("/api/models/").partition("?")[0]
-        if name == "anna/there":
-            return self.answer(dict(id=name, siblings=[], tags=[], private=False))
-        self.answer(dict(error="Repository not found"), 404, X_Error_Code="RepoNotFound")
-
-    def do_POST(self):
-        size = int(self.headers.get("Content-Length") or 0)
-        body = self.rfile.read(size) if size else b"".join(self.chunks())
-        if self.path == "/api/validate-yaml":
-            wrong = "license: nobody knows" in json.loads(body)["content"]
-            return self.answer(dict(errors=[], warnings=[]), 400 if wrong else 200)
-        if self.path == "/api/repos/create":
-            self.server.created.append(json.loads(body))
-            return self.answer(dict(url="https://huggingface.co/anna/digits", name="anna/digits", id="anna/digits"))
-        if "/preupload/" in self.path:
-            plain = dict(uploadMode="regular", shouldIgnore=False)
-            return self.answer(dict(files=[dict(path=f["path"], **plain) for f in json.loads(body)["files"]]))
-        if self.server.fails:
-            return self.answer(dict(error="the disk of the hub is full"), 507)
-        for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
-                self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-        self.answer(dict(commitUrl="https://huggingface.co/anna/digits/commit/1", commitOid="1" * 40, success=True))
-
-    def chunks(self):
-        while size := int(self.rfile.readline(), 16):
-            yield self.rfile.read(size)
-            self.rfile.readline()
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    if int(huggingface_hub.__version__.partition(".")[0]) < 2:
-        pytest.skip("huggingface_hub before 2.0 has cards checked by the public hub alone")
-    server = Hub()
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-def test_push(runs, hub, tmp_path, capsys):
-    folder = tmp_path / "cls"
-    assert main(["publish", str(runs / "cls"), "--output", str(folder), "--push", "anna/digits", "--private"]) == 0
-    assert "uploaded: " in capsys.readouterr().out
-    assert [(made["name"], made.get("organization")) for made in hub.created] == [("digits", "anna")]
-    assert hub.created[0].get("private") is True or hub.created[0].get("visibility") == "private"
-    written = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert hub.files == written and {"README.md", "config.json", "model.safetensors"} == set(written)
-    assert 'timm.create_model("hf-hub:anna/digits", pretrained=True)' in (folder / "README.md").read_text()
-
-
-def test_mistakes_are_one_line(runs, hub, tmp_path, capsys, monkeypatch):
-    def refused(*argv, run=runs / "cls", output=tmp_path / "out"):
-        return refusals.refused(capsys, main, "publish", run, "--output", output, *argv)
-
-    assert "none: no such file or folder" in refused(run=tmp_path / "none")
-    assert "is no run: it has no config.yaml" in refused(run=tmp_path)
+    assert "none: no such file or folder" in told(run=tmp_path / "none")
+    assert "is no run: it has no config.yaml" in told(run=tmp_path)
     (tmp_path / "there").mkdir()
-    assert "there exists; give another path" in refused(output=tmp_path / "there")
-    assert "--private has no effect without --push" in refused("--private")
-    assert "expected OWNER/NAME" in refused("--push", "digits")
-    assert "--push anna/a b" in refused("--push", "anna/a b")
-    assert "allowed owners are anna, lab" in refused("--push", "nobody/digits")
-    assert "--push anna/there: exists" in refused("--push", "anna/there")
+    assert "there exists; give another path" in told(output=tmp_path / "there")
+    assert "--repo digits: expected OWNER/NAME" in told("--repo", "digits")
+    assert "--repo anna/a b" in told("--repo", "anna/a b")
     damaged = shutil.copytree(runs / "cls", tmp_path / "damaged")
     (damaged / "data.json").write_text('{"train": 3}')
-    assert "data.json: not the record of a run's data" in refused(run=damaged)
-    monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    assert "no token of the hub; `hf auth login`" in refused("--push", "anna/digits")
-    monkeypatch.setenv("HF_TOKEN", "hf_test")
-    assert not (tmp_path / "out").exists()
-    assert "is whole: " in refused("--push", "anna/digits", "--license", "nobody knows", output=tmp_path / "license")
-    assert not hub.created
-    hub.fails = True  # after the folder is written, which stays
-    assert "is whole: hf upload anna/digits" in refused("--push", "anna/digits")
-    assert (tmp_path / "out" / "README.md").is_file()
-    hub.shutdown()
-    hub.server_close()
-    assert "does not answer or refuses" in refused("--push", "anna/digits", output=tmp_path / "other")
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+    assert "data.json: not the record of a run's data" in told(run=damaged)
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "damaged"}  # nothing is written
