@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from moh_vision.attention import HeadBudget, attention_layers, running
@@ -83,35 +82,13 @@ def search_budget(
 
     all_heads, losses = measured(full, "all heads"), []
     for number, (b, counts) in enumerate(zip(full, allowed)):
-        found = {}
+        by_heads = {}
         for k in counts[:-1]:
             fewer = [*full[:number], replace(b, routed=k - b.shared), *full[number + 1 :]]
-            found[k] = measured(fewer, f"{k} of {b.heads} heads in layer {number}")
-        losses.append({**found, b.heads: all_heads})
+            by_heads[k] = measured(fewer, f"{k} of {b.heads} heads in layer {number}")
+        losses.append({**by_heads, b.heads: all_heads})
         progress(number, losses[-1])
     return Search(cheapest(losses, total), losses, all_heads)
-
-
-@torch.no_grad()
-def losses_without_heads(model: nn.Module, loss_of: LossOf) -> list[Losses]:
-    """Measure the loss without one routed head while all others run: per layer, head -> loss.
-
-    The head's output projection is zero meanwhile, so the gates of the others stay.
-    """
-    found = []
-    with running(model, all_heads_of(model)):
-        for layer in attention_layers(model):
-            b, losses = layer.budget, {}
-            for head in range(b.shared, b.heads):
-                columns = layer.proj.weight[:, head * b.head_dim : (head + 1) * b.head_dim]  # [C, D]
-                kept = columns.clone()
-                columns.zero_()
-                try:
-                    losses[head] = float(loss_of(model))
-                finally:
-                    columns.copy_(kept)
-            found.append(losses)
-    return found
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
@@ -134,14 +111,14 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
     before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
     wide = [HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g) for b, g in zip(before, groups)]
-    counts, found = {"searched": list(active)}, {}
+    counts, compared = {"searched": list(active)}, {}
     for name in ("uniform", "ramp"):
         chosen = spread(name, sum(k // g for k, g in zip(active, groups)), wide)
         counts[name] = [k * g for k, g in zip(chosen, groups)]
     for name, of in counts.items():
         with running(model, [replace(b, routed=k - b.shared) for b, k in zip(before, of)]):
-            found[name] = dict(active=of, loss=float(loss_of(model)))
-    return found
+            compared[name] = dict(active=of, loss=float(loss_of(model)))
+    return compared
 
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
@@ -161,12 +138,6 @@ def refuse_budget(opened: Opened, option: str) -> None:
             raise ValueError(f"{key} has no effect: {option} says how many heads run")
 
 
-def say_above(number: int, above: Losses) -> None:
-    """Print a layer and its losses above the loss of all heads."""
-    text = "  ".join(f"{heads}: {round(loss, 4) + 0.0:+.4f}" for heads, loss in above.items())  # + 0.0: no -0.0000
-    say(f"{number:5d}  {text or 'no routed heads'}")
-
-
 def options(add) -> None:
     add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
     add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
@@ -184,20 +155,22 @@ def work(options) -> None:
     opened = open_run(options.run, options=options.rest, split="train", command="search")
     refuse_budget(opened, "--share")
     searched, others = opened.halves(options.images)
-    what, unit = opened.metadata["weights"], opened.unit
+    weights, unit = opened.metadata["weights"], opened.unit
     if is_dense(opened.model):
         batches = [opened.inputs(batch) for batch in searched]
         opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
-        what += ", converted with its strongest heads shared"
+        weights += ", converted with its strongest heads shared"
     model = opened.model
     full = all_heads_of(model)
-    runs = 1 + sum(2 * b.candidates - 1 for b in full if b.candidates)
-    say(f"{what}: {opened.loss_name} of {options.images} {unit}, about {runs} times")
+    runs = 1 + sum(b.candidates - 1 for b in full if b.candidates)
+    say(f"{weights}: {opened.loss_name} of {options.images} {unit}, about {runs} times")
     say("layer  loss above that of all heads, by the heads that run")
 
     def show(number: int, losses: Losses) -> None:
         top, *fewer = sorted(losses, reverse=True)
-        say_above(number, {heads: losses[heads] - losses[top] for heads in fewer})
+        rises = {heads: round(losses[heads] - losses[top], 4) + 0.0 for heads in fewer}  # + 0.0: no -0.0000
+        text = "  ".join(f"{heads}: {rise:+.4f}" for heads, rise in rises.items())
+        say(f"{number:5d}  {text or 'no routed heads'}")
 
     with Progress("search", runs + 6, "measurement") as progress:  # three budgets are compared, on both halves
 
@@ -207,13 +180,9 @@ def work(options) -> None:
             return loss
 
         loss_of = partial(measured, searched)
-        found = search_budget(model, loss_of, options.share, show)
-        without = losses_without_heads(model, loss_of)
-        compared = compare(model, found.active, loss_of)
-        elsewhere = compare(model, found.active, partial(measured, others))
-    say("layer  loss above that of all heads, without one routed head")
-    for number, losses in enumerate(without):
-        say_above(number, {head: loss - found.all_heads for head, loss in losses.items()})
+        search = search_budget(model, loss_of, options.share, show)
+        compared = compare(model, search.active, loss_of)
+        elsewhere = compare(model, search.active, partial(measured, others))
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer")
     heads = sum(b.heads for b in full)
     for name, budget in compared.items():
@@ -225,9 +194,9 @@ def work(options) -> None:
         say(f"the {best} budget is better on other {unit}: head_budget={best}:{options.share:g}")
     on_others = ", ".join(f"{name} {budget['loss']:.6f}" for name, budget in elsewhere.items())
     lines = [
-        f"# {sum(found.active)} heads by python -m moh_vision search: {what}",
-        f"# {opened.loss_name} of all heads {found.all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
-        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, found.active)),
+        f"# {sum(search.active)} heads by python -m moh_vision search: {weights}",
+        f"# {opened.loss_name} of all heads {search.all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
+        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, search.active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
     say(f'{options.output}: --model.head_budget "$(cat {options.output})"')
