@@ -1,25 +1,20 @@
 """Look at every image of a data set before anyone trains on it.   python -m moh_vision check ROOT
 
 ROOT is what data.root takes: a folder with train/CLASS/* and val/CLASS/*, one of shards, or either without classes;
-also a folder of classes alone. Prints the number of images and classes of each split, what cannot be read, what
-training would refuse, and what it takes but may surprise. Exit code 0: training takes all of it; 1: it does not; 2: ROOT
-cannot be opened.
+also a folder of classes alone. Prints the number of images and classes of each split, what cannot be read, and what
+training would refuse. Exit code 0: training takes all of it; 1: it does not; 2: ROOT cannot be opened.
 """
 
-import contextlib
-import io
 import os
 import warnings
 from argparse import Namespace
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
-from PIL import Image
 from torch.utils.data import DataLoader
 
-from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for, open_image
+from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for
 from moh_vision.data.folder import ImageFolder, holds_images
 from moh_vision.data.shard_writer import one_line
 from moh_vision.data.sources import ImageSource
@@ -27,44 +22,19 @@ from moh_vision.data.splits import EXCHANGED, check_same_classes, dividing, has_
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.commands import Progress, say
 
-SMALL = 32  # pixels of the shorter side
-LONG = 4  # times the shorter side
 SHOWN = 20  # unreadable images that are named
 
 
-def look(source: ImageSource, numbers: list[int]) -> list[tuple[str, int, list[str]]]:
-    """Decode samples as training does; return (file, shorter side, oddities), or of an unreadable one (problem, 0, [])."""
-    seen = []
+def shorter_sides(source: ImageSource, numbers: list[int]) -> tuple[list[int], list[str]]:
+    """Decode samples as training does; return the shorter sides, and what is wrong with the unreadable ones."""
+    sides, problems = [], []
     for index in numbers:
         where = source.where(index)
         try:
-            data = source.read(index)
-            side = min(decode_image(data, where).size)
-            seen.append((where, side, list(oddities(open_image(io.BytesIO(data))))))
+            sides.append(min(decode_image(source.read(index), where).size))
         except UnreadableImage as error:
-            seen.append((str(error), 0, []))
-    return seen
-
-
-def oddities(image: Image.Image) -> Iterator[str]:
-    """Yield what is odd about an image, and what training makes of it."""
-    if image.mode in ("1", "L", "LA", "La"):
-        yield "grey"
-    if image.mode.startswith("I"):
-        yield "16-bit grey, scaled to 8 bits"
-    if image.mode == "CMYK":
-        yield "CMYK, turned into RGB"
-    if image.mode == "P" and "transparency" in image.info:
-        yield "palette with transparency, which is dropped"
-    if image.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
-        yield "transparency, which is dropped"
-    with contextlib.suppress(Exception):  # damage behind the first picture makes many kinds
-        if image.n_frames > 1:
-            yield "several pictures, of which the first is taken"
-    if min(image.size) < SMALL:
-        yield f"under {SMALL} pixels"
-    if max(image.size) > LONG * min(image.size):
-        yield f"over {LONG} times as long as wide"
+            problems.append(str(error))
+    return sides, problems
 
 
 def open_all(root: str) -> dict[str, ImageSource]:
@@ -79,52 +49,47 @@ def open_all(root: str) -> dict[str, ImageSource]:
 
 def check(root: str, split: str, source, workers: int) -> list[str]:
     """Print what a split holds; return what training would refuse, a line each."""
-    rows: dict[str, list[str]] = defaultdict(list)  # what is told -> names of files or classes
     counts = np.bincount(source.labels, minlength=len(source.classes))
-    alike = defaultdict(list)
-    for name in source.classes:
-        alike[name.casefold()].append(name)
     empty = [name for name, count in zip(source.classes, counts) if not count]
-    rows["classes without images"] = empty
-    rows["classes that differ by case alone"] = [" ".join(names) for names in alike.values() if len(names) > 1]
-    rows["files that are no images, passed over"] = getattr(source, "left_out", [])
-
-    title, bad, sides = split or root, [], []
+    title, sides, bad = split or root, [], []
     how = dict(num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
     with Progress(title, len(source), "image") as progress:
-        for batch in DataLoader(range(len(source)), batch_size=64, collate_fn=partial(look, source), **how):
-            bad += [problem for problem, side, _ in batch if not side]
-            sides += [side for _, side, _ in batch if side]
-            for where, _, odd in batch:
-                for oddity in odd:
-                    rows[oddity].append(where)
-            progress.add(len(batch))
-
+        batches = DataLoader(range(len(source)), batch_size=64, collate_fn=partial(shorter_sides, source), **how)
+        for some, problems in batches:
+            sides += some
+            bad += problems
+            progress.add(len(some) + len(problems))
     plain = "" if split else " (neither train nor val is in it: its folders are taken as classes)"
     pixels = f"; shorter side {_range(sides)} pixels, median {np.median(sides):.0f}" if sides else ""
     each = f", {_range(counts)} each" if source.classes else ""
     say(f"{title}{plain}: {len(source)} images {of_classes(source)}{each}{pixels}")
-    rows = {row: (len(names), one_line(names[0])) for row, names in rows.items() if names}
-    rows.update({"unreadable": (len(bad), "")} if bad else {})
-    wide = max(map(len, rows), default=0)
-    for row, (count, first) in rows.items():
-        say(f"  {row:<{wide}}  {count:>9}  {first}".rstrip())
+    for row, names in (
+        ("classes without images", empty),
+        ("files that are no images, passed over", getattr(source, "left_out", [])),
+    ):
+        if names:
+            say(f"  {row}: {len(names)}, the first {one_line(names[0])}")
+    if bad:
+        say(f"  unreadable: {len(bad)}")
     for problem in bad[:SHOWN]:
         say(f"    {one_line(problem)}")
     if len(bad) > SHOWN:
         say(f"    and {len(bad) - SHOWN} more")
-    refused = []
+    return list(refusals(root, split, source, empty, len(bad)))
+
+
+def refusals(root: str, split: str, source, empty: list[str], bad: int) -> Iterator[str]:
+    """Yield what training would refuse of a split with so many unreadable images."""
+    title, fraction = split or root, fraction_for(bad, len(source)) if 0 < bad < len(source) else ""
     if empty and isinstance(source, ImageFolder):
-        refused.append(f"{title}: training refuses class folders without images")
-    some = 0 < len(bad) < len(source)
+        yield f"{title}: training refuses class folders without images"
     if not split:
-        leave = f" --max-bad-fraction {fraction_for(len(bad), len(source))}" if some else ""
-        and_more = " and leaves out what cannot be read" if some else ""
-        refused.append(f"{title}: training needs the classes in train and val; {dividing(root, leave)}{and_more}")
+        leave = f" --max-bad-fraction {fraction}" if fraction else ""
+        and_more = " and leaves out what cannot be read" if fraction else ""
+        yield f"{title}: training needs the classes in train and val; {dividing(root, leave)}{and_more}"
     elif bad:
-        way = f", or leaves them out with --data.max_bad_fraction {fraction_for(len(bad), len(source))}" if some else ""
-        refused.append(f"{title}: {len(bad)} of {len(source)} images cannot be read: training stops{way}")
-    return refused
+        way = f", or leaves them out with --data.max_bad_fraction {fraction}" if fraction else ""
+        yield f"{title}: {bad} of {len(source)} images cannot be read: training stops{way}"
 
 
 def _range(numbers) -> str:

@@ -12,10 +12,10 @@ from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.splits import open_source
 
 
-def rows(text):
-    """What each row of the table says: {what: (number, first)}."""
-    found = re.findall(r"^  (\S.*?)  +(\d+)(?:  (.*))?$", text, re.MULTILINE)
-    return {what: (int(count), first) for what, count, first in found}
+def first_of(out, row):
+    """What a row says: (number, the first of them)."""
+    found = re.search(rf"^  {row}: (\d+), the first (.*)$", out, re.MULTILINE)
+    return int(found[1]), found[2]
 
 
 def odd_folder(root):
@@ -26,11 +26,6 @@ def odd_folder(root):
     photo = encoded(gradient(64, 64), "JPEG")
     (dog / "torn.jpg").write_bytes(photo[: len(photo) // 2])
     (dog / "empty.png").write_bytes(b"")
-    (dog / "long.png").write_bytes(encoded(gradient(400, 40)))
-    palette = gradient(40, 40).convert("P")
-    (dog / "palette.png").write_bytes(encoded(palette, transparency=3))
-    turned = gradient(40, 40).rotate(90)
-    (dog / "moving.webp").write_bytes(encoded(gradient(40, 40), "WEBP", save_all=True, append_images=[turned]))
     return root
 
 
@@ -58,22 +53,12 @@ def test_a_folder(tmp_path, check):
         except UnreadableImage as error:
             unreadable.append(str(error))
     code, out = check(root)
-    assert code == 1 and "train: 18 images of 2 classes, 7 to 11 each; shorter side 8 to 40 pixels, median 8\n" in out
-    assert "val: 4 images of 2 classes, 2 each; shorter side 40 pixels, median 40\ntrain: 2 of 18" in out
-    assert rows(out.partition("val: ")[0]) == {
-        "files that are no images, passed over": (2, "dog/film.gif"),
-        "under 32 pixels": (9, f"{train}/cat/alpha.png"),
-        "transparency, which is dropped": (1, f"{train}/cat/alpha.png"),
-        "grey": (2, f"{train}/cat/bit.png"),
-        "CMYK, turned into RGB": (1, f"{train}/cat/cmyk.jpg"),
-        "16-bit grey, scaled to 8 bits": (1, f"{train}/cat/grey16.png"),
-        "over 4 times as long as wide": (1, f"{train}/dog/long.png"),
-        "several pictures, of which the first is taken": (1, f"{train}/dog/moving.webp"),
-        "palette with transparency, which is dropped": (1, f"{train}/dog/palette.png"),
-        "unreadable": (len(unreadable), ""),
-    }
+    assert code == 1 and "train: 15 images of 2 classes, 4 to 11 each; shorter side 8 to 40 pixels, median 8\n" in out
+    assert "val: 4 images of 2 classes, 2 each; shorter side 40 pixels, median 40\ntrain: 2 of 15" in out
+    assert first_of(out, "files that are no images, passed over") == (2, "dog/film.gif")
+    assert f"  unreadable: {len(unreadable)}\n" in out
     assert len(unreadable) == 2 and all(f"    {problem}\n" in out for problem in unreadable)
-    assert out.endswith("training stops, or leaves them out with --data.max_bad_fraction 0.112\n")
+    assert out.endswith("training stops, or leaves them out with --data.max_bad_fraction 0.134\n")
 
     for name in ("torn.jpg", "empty.png"):
         (train / "dog" / name).unlink()
@@ -84,8 +69,7 @@ def test_a_folder(tmp_path, check):
     (train / "dog" / "0.png").rename(train / "Cat" / "0.png")
     code, out = check(root)
     *_, empty, classes = out.splitlines()
-    assert code == 1 and rows(out)["classes without images"] == (1, "owl")
-    assert rows(out)["classes that differ by case alone"] == (1, "Cat cat")
+    assert code == 1 and first_of(out, "classes without images") == (1, "owl")
     assert empty == "train: training refuses class folders without images"
     with pytest.raises(ValueError, match="a class folder without images"):
         open_source(str(root), "train")
@@ -112,10 +96,8 @@ def test_shards_and_a_folder_of_classes(tmp_path, check):
     with open(tmp_path / "s" / "classes.txt", "a") as file:
         file.write("owl\n")
     code, out = check(tmp_path / "s", workers=1)
-    assert code == 0 and "train: 16 images of 3 classes, 0 to 11 each; " in out
-    found = rows(out.partition("val: ")[0])
-    assert found["classes without images"] == (1, "owl") and found["under 32 pixels"][0] == 9
-    assert re.fullmatch(rf"{tmp_path}/s/train-000000.tar, 0000\d+.jpg at byte \d+", found["CMYK, turned into RGB"][1])
+    assert code == 0 and "train: 13 images of 3 classes, 0 to 11 each; " in out
+    assert first_of(out, "classes without images") == (1, "owl")
     (root / "val" / "dog" / "torn.jpg").write_bytes((root / "train" / "dog" / "torn.jpg").read_bytes())
     root = (root / "val").rename(tmp_path / "my photos")
     code, out = check(root)
