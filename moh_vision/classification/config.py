@@ -172,13 +172,21 @@ class ClsConfig(ImageRunConfig):
             )
 
 
+@dataclass
+class OpenedDataConfig(EvalDataConfig):
+    """The images that a classifier is scored on."""
+
+    root: str | None = key(None)
+    """As in training; left out: that of the run."""
+
+
 @dataclass(kw_only=True)
 class OpenedClsConfig(OpenedConfig, runs=ClsConfig):
     """A classifier that a command opens, and its images."""
 
     labels = None  # those of the images
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: EvalDataConfig = field(default_factory=EvalDataConfig)
+    data: OpenedDataConfig = field(default_factory=OpenedDataConfig)
 
 
 @dataclass(kw_only=True)

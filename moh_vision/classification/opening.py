@@ -130,6 +130,8 @@ def open_with(config: OpenedClsConfig, split: str | None = None, accelerator=Non
 
 def open_images(config: OpenedClsConfig, split: str, accelerator):
     """Open a split of data.root as a source, or the images of --labels."""
+    if config.data.root is None:
+        raise ValueError(f"--data.root is needed: {config.checkpoint} is no run, whose configuration says which images")
     with accelerator.main_process_first():
         if config.labels:
             return open_labelled(config.data.root, config.labels)

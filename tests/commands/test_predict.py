@@ -87,9 +87,11 @@ def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_comma
     probabilities = as_timm(model, Image.open(odd))
     best = probabilities.argmax()
     assert f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | " in first
-    validate.main(["--checkpoint", str(published)])
+    needed = f"--data.root is needed: {published} is no run, whose configuration says which images"
+    assert needed in refused(capsys, validate.main, "--checkpoint", published)
+    validate.main(["--checkpoint", str(published), "--data.root", "digits"])
     assert f"top-1 {results(run)['top1']:.2f} %" in capsys.readouterr().out
-    error = refused(capsys, validate.main, "--checkpoint", published, "--model.depth", 3)
+    error = refused(capsys, validate.main, "--checkpoint", published, "--data.root", "digits", "--model.depth", 3)
     assert f"model.depth has no effect: --checkpoint {published} brings its model, moh_vit_tiny_patch16_224" in error
 
 
@@ -109,7 +111,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     digits = Digits("val")
     right = sum(int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits)))
-    validate.main(given)
+    validate.main([*given, "--data.root", "digits"])
     shown = capsys.readouterr().out
     assert f"(vit_tiny_patch16_224, 8 px, digits, val): top-1 {100 * right / len(digits):.2f} %" in shown
     assert "3 (100.0 % of all)" in shown and "validation: 1 of 4 steps, " in shown
@@ -120,7 +122,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     assert opened.metadata["architecture"] == "vit_tiny_patch16_224" and opened.model.pretrained_cfg["crop_pct"] == 0.6
     for text, words in (('{"model_type": "llama"}', "no 'architecture' in it"), ("{", "Expecting property name")):
         (folder / "empty" / "config.json").write_text(text)
-        error = refused(capsys, validate.main, "--checkpoint", folder / "empty")
+        error = refused(capsys, validate.main, "--checkpoint", folder / "empty", "--data.root", "digits")
         assert "its config.json is of no classifier that is taken" in error and words in error
 
 

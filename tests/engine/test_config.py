@@ -322,7 +322,7 @@ def test_validation_has_keys_of_its_own(tmp_path, capsys):
     assert config.checkpoint == str(tmp_path) and not hasattr(config, "seed")
     (tmp_path / "own.yaml").write_text("max_steps: 3\ndata: {eval_batch_size: 7}\n")
     config = validation("--config", str(tmp_path / "own.yaml"), "--checkpoint", str(tmp_path))
-    assert (config.data.root, config.data.eval_batch_size) == ("digits", 7)
+    assert (config.data.root, config.data.eval_batch_size) == (None, 7)
     (tmp_path / "own.yaml").write_text("max_stesp: 3\n")
     own = ["--config", str(tmp_path / "own.yaml")]
     for more, message in (
