@@ -121,7 +121,7 @@ def test_the_messages_are_those_of_the_code():
 def test_keys_that_a_resumed_run_may_change_are_listed():
     page = (ROOT / "docs" / "guides" / "scale.md").read_text(encoding="utf-8")
     listed = page.split("Accepted keys:")[1].split(";")[0]
-    free = {name for kind in KINDS.values() for name, found in keys_of(kind).items() if found.about["free"]}
+    free = {name for kind in KINDS.values() for name, found in keys_of(kind).items() if found.options["free"]}
     named = set(re.findall(r"`([\w.]+)`", listed))  # a section stands for all its keys
     assert {name.partition(".")[0] if name.partition(".")[0] in named else name for name in free} == named | {"output"}
 

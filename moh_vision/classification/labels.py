@@ -62,12 +62,12 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     plain = os.path.isdir(root) and not has_split(root, "val")
     source = ImageFolder(root, "") if plain else open_source(root, "val")
     if labels == "real":
-        found = _real_labels(root, source)
-        numbers = [n for n, right in enumerate(found) if right]
+        images = _real_labels(root, source)
+        numbers = [n for n, right in enumerate(images) if right]
         if not numbers:
             raise ValueError(f"data.root {root}: none of its {len(source)} images has a label in ReaL")
-        most = max(map(len, found))
-        rows = [(found[n] + found[n][:1] * most)[:most] for n in numbers]
+        most = max(map(len, images))
+        rows = [(images[n] + images[n][:1] * most)[:most] for n in numbers]
         return Relabelled(source, numbers, np.array(rows, np.int64), list(range(len(IMAGENET))))
     columns = list(range(len(IMAGENET)))
     if labels in ("a", "r"):
@@ -76,10 +76,10 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     classes = imagenet_names(with_classes(root, source).classes)
     # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
     places = np.argsort(np.argsort(classes))
-    found = Relabelled(source, range(len(source)), places[source.labels], columns)
-    expected, found.classes = found.classes, sorted(classes)
-    check_same_classes(expected, f"--labels {labels}", found, f"data.root {root}")
-    return found
+    images = Relabelled(source, range(len(source)), places[source.labels], columns)
+    expected, images.classes = images.classes, sorted(classes)
+    check_same_classes(expected, f"--labels {labels}", images, f"data.root {root}")
+    return images
 
 
 def imagenet_names(classes: Sequence[str]) -> list[str]:

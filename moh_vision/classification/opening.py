@@ -121,8 +121,8 @@ def open_with(config: OpenedClsConfig, split: str | None = None, accelerator=Non
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
     source = open_images(config, split, accelerator)
     classes = IMAGENET if config.labels else source.classes
-    found = open_classifier(config, len(source), in_chans=source.channels, num_classes=len(classes))
-    opened = OpenedClassifier(config, *found, {split: source})
+    model_and_metadata = open_classifier(config, len(source), in_chans=source.channels, num_classes=len(classes))
+    opened = OpenedClassifier(config, *model_and_metadata, {split: source})
     opened.accelerator = accelerator
     opened._check_classes(source)
     return opened
@@ -152,27 +152,27 @@ def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> tu
     named = config.model.name, {**config.model.arguments(), **arguments}, {}
     name, own, cfg = _saved_by_timm(path) if saved else named
     with contextlib.nullcontext() if saved else taken_for(name):
-        model, about = to_validate(path, name, own, data.img_size)
+        model, metadata = to_validate(path, name, own, data.img_size)
     if saved:
         plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, named so
         architecture = (plain or name).split(".")[0]
-        about.update(of_run=True, classes=cfg.get("label_names"), architecture=architecture)
+        metadata.update(of_run=True, classes=cfg.get("label_names"), architecture=architecture)
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
             data = replace(data, augment="imagenet")  # crops as the folder says
-    if about["of_run"]:
+    if metadata["of_run"]:
         for key in sorted(config.given):
             if key.partition(".")[0] == "model" and key != "model.head_budget":
                 raise ValueError(
-                    f"{key} has no effect: --checkpoint {path} brings its model, {about['architecture']}; "
+                    f"{key} has no effect: --checkpoint {path} brings its model, {metadata['architecture']}; "
                     "allowed is model.head_budget"
                 )
         if "model.head_budget" in config.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
         if not saved:
-            data = data_as_trained(data, config.given, about)
-    prepare(model, data, about["arguments"].get("img_size"), about["classes"])
-    return model, dict(about, img_size=model.pretrained_cfg["input_size"][-1])
+            data = data_as_trained(data, config.given, metadata)
+    prepare(model, data, metadata["arguments"].get("img_size"), metadata["classes"])
+    return model, dict(metadata, img_size=model.pretrained_cfg["input_size"][-1])
 
 
 def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
@@ -189,15 +189,15 @@ def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
         ) from None
 
 
-def data_as_trained(data: EvalDataConfig, given: Collection[str], about: dict) -> EvalDataConfig:
+def data_as_trained(data: EvalDataConfig, given: Collection[str], metadata: dict) -> EvalDataConfig:
     """Return `data` with the image preparation of the weights' training, except for `given` keys."""
     try:
-        saved = about.get("config", {}).get("data", {})
+        saved = metadata.get("config", {}).get("data", {})
         keys = [key for key in ("augment", "crop_pct", "crop_mode") if key in saved and f"data.{key}" not in given]
         return replace(data, **{key: saved[key] for key in keys})
     except (TypeError, ValueError, AttributeError) as error:  # foreign files may hold anything
         raise ValueError(
-            f"{about['weights']}: data in its metadata are not those of a run ({reason_of(error)})"
+            f"{metadata['weights']}: data in its metadata are not those of a run ({reason_of(error)})"
         ) from None
 
 

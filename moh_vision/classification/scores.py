@@ -85,9 +85,9 @@ def confusion_of(predictions: Tensor) -> Tensor:
 def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]) -> None:
     """Write each image's name, class, predicted class and both probabilities as CSV."""
     rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
-    for number, label, found, *probabilities in predictions.tolist():
+    for number, label, predicted, *probabilities in predictions.tolist():
         shown = (round(p, 6) for p in probabilities)
-        rows.append((names[int(number)], classes[int(label)], classes[int(found)], *shown))
+        rows.append((names[int(number)], classes[int(label)], classes[int(predicted)], *shown))
     write_csv(path, rows)
 
 
@@ -102,10 +102,10 @@ def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> list[tuple[str,
 def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str:
     """Return `class_accuracy` as lines; over `most` classes, one line with the best and the worst."""
     if len(top1) > most:
-        known = sorted((found, name) for name, found in top1 if found is not None)
+        known = sorted((share, name) for name, share in top1 if share is not None)
         return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
     wide = max(len(name) for name, _ in top1)
-    rows = (f"  {name:<{wide}}  {'no images' if found is None else f'{found:6.2f} %'}" for name, found in top1)
+    rows = (f"  {name:<{wide}}  {'no images' if share is None else f'{share:6.2f} %'}" for name, share in top1)
     return "\n".join(["top-1 by class:", *rows])
 
 

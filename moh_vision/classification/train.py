@@ -163,18 +163,18 @@ class Evaluation:
         run, classes = self.run, self.val.classes
         scores, load, predictions = self.judge()
         if run.elastic:
-            found = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)
-            run.log.say("\n".join(f"with a share of {share}: {summary(found[share])}" for share in found))
+            by_share = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)
+            run.log.say("\n".join(f"with a share of {share}: {summary(by_share[share])}" for share in by_share))
             kept = ("top1", "top5", "loss", "active_share")
-            scores["by_share"] = {share: {k: found[share][k] for k in kept} for share in found}
+            scores["by_share"] = {share: {k: by_share[share][k] for k in kept} for share in by_share}
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
         best = run.best.about() if run.best else {}
         run.write_results(dict(scores, weights=self.weights, **best))
         run.log.say(class_table(scores["top1_by_class"]))
         if best:
-            told = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
-            run.log.say(f"best of the validations: {told}, {run.folder / BEST}")
+            weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
+            run.log.say(f"best of the validations: {weights}, {run.folder / BEST}")
         if run.accelerator.is_main_process:
             write_confusion(confusion, classes, run.folder / "confusion.json")
             load.of = dict(model=name, data=run.config.data.root, split="val", weights=self.weights, step=run.done)

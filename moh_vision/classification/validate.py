@@ -30,7 +30,7 @@ def report(config: ValidateConfig, accelerator) -> None:
     --score-file, --head-load and --predictions name further outputs.
     """
     opened = open_with(config, "val", accelerator)
-    model, about, val = opened.model, opened.metadata, opened.splits["val"]
+    model, metadata, val = opened.model, opened.metadata, opened.splits["val"]
     names = image_names(config.data.root, val) if config.predictions else []
     task = SomeClasses(model, val.columns) if config.labels else ClassificationTask(model, 0.0)
     os.environ.setdefault(BUILD, "auto")
@@ -39,7 +39,7 @@ def report(config: ValidateConfig, accelerator) -> None:
     progress = partial(Progress.over, enabled=main)
     scores, load, predictions = validate(task, val, opened.data("val").transform, config.data, accelerator, progress)
     split, files = config.labels or "val", []
-    of = dict(model=about["architecture"], data=config.data.root, split=split, weights=str(about["weights"]))
+    of = dict(model=metadata["architecture"], data=config.data.root, split=split, weights=str(metadata["weights"]))
     # Before anything is printed: who reads it may have gone.
     if config.head_load and main:
         load.of = of
@@ -47,13 +47,13 @@ def report(config: ValidateConfig, accelerator) -> None:
         files.append(f"head load: {config.head_load}")
     if config.predictions and main:
         write_predictions(Path(config.predictions), predictions, names, val.classes)
-        wrong = int((predictions[:, 1] != predictions[:, 2]).sum())
-        files.append(f"predictions: {config.predictions}, {wrong} of {len(predictions)} are wrong")
+        mistakes = int((predictions[:, 1] != predictions[:, 2]).sum())
+        files.append(f"predictions: {config.predictions}, {mistakes} of {len(predictions)} are wrong")
     if config.score_file and main:
-        write_json(Path(config.score_file), dict(of, img_size=about["img_size"], **scores))
+        write_json(Path(config.score_file), dict(of, img_size=metadata["img_size"], **scores))
         files.append(f"scores: {config.score_file}")
-    size_and_data = f"{about['img_size']} px, {config.data.root}, {f'labels {split}' if config.labels else split}"
-    say(f"{about['weights']} ({about['architecture']}, {size_and_data}): {summary(scores)}")
+    size_and_data = f"{metadata['img_size']} px, {config.data.root}, {f'labels {split}' if config.labels else split}"
+    say(f"{metadata['weights']} ({metadata['architecture']}, {size_and_data}): {summary(scores)}")
     if config.labels and len(val) < len(val.source):
         left = len(val.source) - len(val)
         say(f"{left} images of {len(val.source)} have no label and are left out")

@@ -60,13 +60,13 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
         except ValueError:
             return None
 
-    found = {share: spread(share) for share in shares or map(str, SHARES)}
+    spreads = {share: spread(share) for share in shares or map(str, SHARES)}
     for share in shares or ():
-        if found[share] is None:
+        if spreads[share] is None:
             of = share.rpartition(":")[0] + ":" if ":" in share else kind
             least = next(f"{k / heads:.3f}" for k in range(1, heads + 1) if spread(f"{of}{k / heads}"))
             raise ValueError(f"--shares {share}: with the shared heads of this model allowed is {least} to 1")
-    every = {sum(b.active for b in budgets) / heads: budgets for budgets in [*filter(None, found.values()), own]}
+    every = {sum(b.active for b in budgets) / heads: budgets for budgets in [*filter(None, spreads.values()), own]}
     return dict(sorted(every.items()))
 
 
@@ -100,9 +100,9 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         )
         for (share, chosen), times in zip(of.items(), line["milliseconds"]):
             with running(one.model, chosen):
-                found = one.scores()
-            line["scores"].append({key: value for key, value in found.items() if isinstance(value, (int, float, str))})
-            shown = ", ".join(f"{COLUMNS[key].title} {found[key]:.4g}" for key in DRAWN if found.get(key) is not None)
+                scores = one.scores()
+            line["scores"].append({key: value for key, value in scores.items() if isinstance(value, (int, float, str))})
+            shown = ", ".join(f"{COLUMNS[key].title} {scores[key]:.4g}" for key in DRAWN if scores.get(key) is not None)
             say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
             places.append((times, one.model, chosen, forward))
         lines.append(line)

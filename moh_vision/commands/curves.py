@@ -66,7 +66,7 @@ def shipped_log(name: str) -> Path:
 
 def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
     """Read the losses in a log, and the steps per epoch once a second has begun."""
-    found: dict[str, Points] = dict(training=[], validation=[])
+    losses: dict[str, Points] = dict(training=[], validation=[])
     began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
     for entry in read_lines(file):
         step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
@@ -76,15 +76,15 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
         for kind, place in (("training", trained), ("validation", ("validation", "loss"))):
             loss = number_at(entry, place, file)
             if loss is not None:  # a skipped step has null
-                found[kind].append((step, loss))
+                losses[kind].append((step, loss))
         if epoch is not None:
             # An epoch began between the last logged step and this one: take the middle.
             began.setdefault(epoch, (before + step - 1) / 2)
             before = step
-    if not found["training"]:
+    if not losses["training"]:
         raise ValueError(f"{file}: no line has a loss")
     last = max(began)
-    return found, began[last] / last if last else None
+    return losses, began[last] / last if last else None
 
 
 def running_mean(points: Points, window: int) -> Points:
@@ -104,7 +104,7 @@ def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int, first_
         # Seeds differ a little in steps per epoch: one length keeps their steps together.
         unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
         for kind, length in dict(training=window, validation=1).items():
-            losses = [point for found, _ in group for point in running_mean(found[kind], length)]
+            losses = [point for curves, _ in group for point in running_mean(curves[kind], length)]
             points = [(f"{name}, {kind}", step / unit, loss) for step, loss in losses if step / unit >= first_epoch]
             lines += lines_of(points, colour=f"C{number % 10}", dotted=kind == "training")
     if not lines:

@@ -88,17 +88,17 @@ class Denoiser(nn.Module):
 
 
 @torch.no_grad()
-def export(module: nn.Module, file: Path, form: str, batch: int | None = None, about: dict | None = None) -> Run:
+def export(module: nn.Module, file: Path, form: str, batch: int | None = None, metadata: dict | None = None) -> Run:
     """Write a module on the CPU, for any batch or one size; return a runner of the file.
 
     `about` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
-    about = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (about or {}).items()}
+    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (metadata or {}).items()}
     if form == "torch-export":
         dims = {name: None if batch else {0: torch.export.Dim("batch", min=1)} for name in inputs}
         program = torch.export.export(module, (), inputs, dynamic_shapes=dims)
-        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(about)})
+        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
         again = torch.export.load(file).module()
         return lambda inputs: again(**inputs)
     import onnxruntime
@@ -106,7 +106,7 @@ def export(module: nn.Module, file: Path, form: str, batch: int | None = None, a
     dims = {name: None if batch else {0: "batch"} for name in inputs}
     names = dict(input_names=list(inputs), output_names=[module.output])
     written = torch.onnx.export(module, kwargs=inputs, dynamic_shapes=dims, **names, verbose=False)
-    written.model.metadata_props.update(about)
+    written.model.metadata_props.update(metadata)
     for node in written.model.graph.all_nodes():
         node.metadata_props.clear()  # paths of this machine
     written.save(file)
@@ -169,7 +169,7 @@ def heads_text(model: nn.Module, heads: int, computed: int) -> str:
 
 
 @torch.no_grad()
-def write(module: nn.Module, output: Path, form: str, batch: int | None, about: dict, cases: list[list]) -> None:
+def write(module: nn.Module, output: Path, form: str, batch: int | None, metadata: dict, cases: list[list]) -> None:
     """Write a module to `output` if the file gives the outputs of one list in `cases`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name
@@ -178,13 +178,13 @@ def write(module: nn.Module, output: Path, form: str, batch: int | None, about: 
             quiet.callback(logging.disable, logging.root.manager.disable)
             logging.disable(logging.WARNING)
             try:
-                run = export(module, file, form, batch, about)
+                run = export(module, file, form, batch, metadata)
             except Exception as error:  # torch and ONNX raise many kinds
-                raise ValueError(f"{about['architecture']} cannot be exported: {reason_of(error)}") from None
+                raise ValueError(f"{metadata['architecture']} cannot be exported: {reason_of(error)}") from None
         errors = []
         for some in cases:
-            found = [((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in some]
-            error, largest = torch.tensor(found).amax(0).tolist()  # NaN stays NaN
+            errors_and_sizes = [((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in some]
+            error, largest = torch.tensor(errors_and_sizes).amax(0).tolist()  # NaN stays NaN
             errors.append(f"{error:.1e}")
             if error <= TOLERANCE * largest:
                 break
@@ -193,9 +193,9 @@ def write(module: nn.Module, output: Path, form: str, batch: int | None, about: 
                 f"{output} is not written: it differs from PyTorch by {error:.1e} where the largest output is {largest:.3g}; "
                 f"allowed is {TOLERANCE:g} of it"
             )
-        for part in sorted(Path(folder).iterdir(), key=lambda part: part == file):  # its weights come first
-            fsync(part)
-            give_name(part, output.with_name(part.name))
+        for written in sorted(Path(folder).iterdir(), key=lambda written: written == file):  # its weights come first
+            fsync(written)
+            give_name(written, output.with_name(written.name))
     runtime = f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"
     tie = f"; another input differed by {errors[0]}, as where two heads are at a tie" if len(errors) > 1 else ""
     say(f"{runtime} differs from PyTorch by at most {errors[-1]} (largest output {largest:.3g}, float32){tie}")
@@ -227,29 +227,29 @@ def work(options) -> None:
     if t is not None and options.static_heads:
         raise ValueError("--static-heads has no effect beside --timestep, which says which heads run")
     opened = open_source(options.source, options.checkpoint)
-    model, about = opened.model, {key: opened.metadata[key] for key in ("architecture", "classes")}
+    model, metadata = opened.model, {key: opened.metadata[key] for key in ("architecture", "classes")}
     if options.head_budget is not None:
         set_head_budget(model, options.head_budget)
     heads = sum(layer.num_heads for layer in attention_layers(model))
     if options.static_heads:
         fix_heads(model, options.static_heads)
-        about["heads"] = "fixed"
+        metadata["heads"] = "fixed"
     if opened.kind == "classification":
         if t is not None:
-            raise ValueError(f"--timestep {t:g} has no effect: {about['architecture']} is a classifier")
+            raise ValueError(f"--timestep {t:g} has no effect: {metadata['architecture']} is a classifier")
         prepared = model.pretrained_cfg
-        about["classes"] = class_names(about["classes"], model.num_classes)
-        about.update({key: prepared[key] for key in PREPARED})
+        metadata["classes"] = class_names(metadata["classes"], model.num_classes)
+        metadata.update({key: prepared[key] for key in PREPARED})
         module = Classifier(model, prepared["input_size"])
     else:
         config, objective = model.config, opened.metadata["objective"]
-        about.update(objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes)
+        metadata.update(objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes)
         module = Denoiser(model, t)
     cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
     if t is not None:
-        about.update(heads="fixed", timestep=t)
+        metadata.update(heads="fixed", timestep=t)
         fix_timestep(model, t)
-    say(f"{opened.metadata['weights']} ({about['architecture']})")
+    say(f"{opened.metadata['weights']} ({metadata['architecture']})")
     say(heads_text(model, heads, gather_heads(model)))
-    write(module, output, form, options.batch, about, cases)
+    write(module, output, form, options.batch, metadata, cases)
     say(f"{output}: {sum(p.numel() for p in model.parameters()):,} parameters, {output.stat().st_size:,} bytes")

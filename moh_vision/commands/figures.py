@@ -26,34 +26,34 @@ class Line(NamedTuple):
 
     def numbers(self) -> dict:
         """Return the line for JSON; std is None for a single value."""
-        found = list(self.values.values())
+        values_of_runs = list(self.values.values())
         return dict(
             name=self.name,
             x=list(self.values),
-            mean=[statistics.mean(values) for values in found],
-            std=[statistics.stdev(values) if len(values) > 1 else None for values in found],
-            runs=[len(values) for values in found],
+            mean=[statistics.mean(values) for values in values_of_runs],
+            std=[statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs],
+            runs=[len(values) for values in values_of_runs],
         )
 
 
 def lines_of(points: Iterable[tuple[str, float, float]], **look) -> list[Line]:
     """Make lines of (name, x, value) in any order, all with `look`."""
-    found: dict[str, dict[float, list[float]]] = {}
+    by_name: dict[str, dict[float, list[float]]] = {}
     for name, x, value in points:
-        found.setdefault(name, {}).setdefault(x, []).append(value)
-    return [Line(name, dict(sorted(values.items())), **look) for name, values in found.items()]
+        by_name.setdefault(name, {}).setdefault(x, []).append(value)
+    return [Line(name, dict(sorted(values.items())), **look) for name, values in by_name.items()]
 
 
 def draw_lines(lines: Sequence[Line], x: str, y: str):
     """Draw means with bands of one standard deviation."""
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     for line in lines:
-        found = line.numbers()
+        numbers = line.numbers()
         look = dict(linewidth=1, linestyle=":") if line.dotted else dict(linewidth=1.6, marker="o", markersize=3)
-        (drawn,) = axes.plot(found["x"], found["mean"], color=line.colour, label=line.name, **look)
-        if any(found["std"]) and not line.dotted:  # bands of training losses hide the rest
-            ends = [(m - (s or 0), m + (s or 0)) for m, s in zip(found["mean"], found["std"])]
-            axes.fill_between(found["x"], *zip(*ends), color=drawn.get_color(), alpha=0.15, linewidth=0)
+        (drawn,) = axes.plot(numbers["x"], numbers["mean"], color=line.colour, label=line.name, **look)
+        if any(numbers["std"]) and not line.dotted:  # bands of training losses hide the rest
+            ends = [(m - (s or 0), m + (s or 0)) for m, s in zip(numbers["mean"], numbers["std"])]
+            axes.fill_between(numbers["x"], *zip(*ends), color=drawn.get_color(), alpha=0.15, linewidth=0)
     axes.set_xlabel(x)
     if axes.get_xlim()[1] >= 10_000:  # steps, tokens
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))

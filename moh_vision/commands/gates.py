@@ -42,7 +42,7 @@ def figure(options) -> Drawn:
         if options.split == "test" and run.config.get("data.test") is None:
             raise ValueError(f"--split test: {run.folder} has no data.test")
     groups = grouped(runs)
-    found, texts = {}, []
+    records, texts = {}, []
     for name, group in groups:
         for run in group:
             gates, seed = read_split(run, options.split), run.config.get("seed")
@@ -50,7 +50,7 @@ def figure(options) -> Drawn:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
             columns = gates.pop("columns")
             scores = {key: value for key, value in run.scores.items() if key.startswith("bleu") and value is not None}
-            found[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **gates, **scores)
+            records[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **gates, **scores)
     if not texts:
         raise ValueError(
             f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
@@ -58,8 +58,8 @@ def figure(options) -> Drawn:
     if options.kind == "load":
         draw, numbers = draw_gate_load, dict(split=options.split, columns=columns, **gates)
     else:
-        draw, numbers = draw_gate_entropy, dict(split=options.split, runs=list(found.values()))
-    text = "\n".join([markdown(entropy_table(groups, found)) + "\n", *texts])
+        draw, numbers = draw_gate_entropy, dict(split=options.split, runs=list(records.values()))
+    text = "\n".join([markdown(entropy_table(groups, records)) + "\n", *texts])
     return Drawn(draw(numbers), numbers, text, alone=True)
 
 
@@ -72,17 +72,17 @@ def read_split(run: ScoredRun, split: str) -> dict:
     return read_gates(opened.model.to(accelerator.device), batches, text.vocabularies, accelerator)
 
 
-def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], found: dict[Path, dict]) -> Table:
+def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], records: dict[Path, dict]) -> Table:
     """Make a table of entropies, and BLEU with one expert in each encoder attention."""
     rows: list[dict[str, str]] = []
     notes = ["Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."]
     order = ["model", "runs", "entropy, encoder", "entropy, decoder", "entropy, model", "uniform", "BLEU"]
     for name, group in groups:
         notes.append(f"{name}: {', '.join(str(run.folder) for run in group)}; {group[0].how}.")
-        own = [found[run.folder] for run in group]
+        own = [records[run.folder] for run in group]
         row = dict(model=name, runs=str(len(group)))
-        for part in own[0]["mean_entropy"]:
-            row[f"entropy, {part}"] = mean_and_spread([one["mean_entropy"][part] for one in own], 2)
+        for stack in own[0]["mean_entropy"]:
+            row[f"entropy, {stack}"] = mean_and_spread([one["mean_entropy"][stack] for one in own], 2)
         experts = {layer["experts"] for one in own for layer in one["layers"]}
         if experts:
             row["uniform"] = " to ".join(f"{math.log(E):.2f}" for E in sorted({min(experts), max(experts)}))

@@ -88,24 +88,24 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     shares = [every[layer][groups, start:] for layer, start in zip(layers, first)]
     height = min(max(2.8, 1.5 + 0.24 * len(groups)), 16.0)  # inches
     nth = math.ceil(NAME * len(groups) / (height - 1.3))
-    told = by
+    label = by
     if nth > 1 and by != "timestep":
         order = leaves_list(linkage(torch.cat(shares, 1).numpy(), "ward")).tolist()
         shares = [share[order] for share in shares]
         groups = [groups[row] for row in order]
-        told = f"{by} (similar ones side by side, 1 of {nth} is named)"
+        label = f"{by} (similar ones side by side, 1 of {nth} is named)"
 
     cells, heads, shown = [], [], []
     for layer, start, share in zip(layers, first, shares):
-        about = load.layers[layer]
-        shown.append(dict(name=about["name"], first_head=start, share_of_tokens=rounded(share, 3)))
-        heads += ["s"] * about["shared"] + [str(head) for head in range(about["shared"], about["heads"])]
-        always = about["shared" if layer in choosing else "heads"] - start
+        budget = load.layers[layer]
+        shown.append(dict(name=budget["name"], first_head=start, share_of_tokens=rounded(share, 3)))
+        heads += ["s"] * budget["shared"] + [str(head) for head in range(budget["shared"], budget["heads"])]
+        always = budget["shared" if layer in choosing else "heads"] - start
         cell = np.pad(share.numpy(), [(0, 0), (0, 1)], constant_values=np.nan)  # a gap behind each layer
         cell[:, :always] = -1  # below the scale
         cells.append(cell)
     grid = np.hstack(cells)[:, :-1]
-    titles = short_names([about["name"] for about in shown], layers)
+    titles = short_names([budget["name"] for budget in shown], layers)
     wordy = max(map(len, titles)) > 3
     width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
@@ -114,7 +114,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
     axes.set_title(title_of(load, width), fontsize=10)
     axes.set_frame_on(False)
-    axes.set_ylabel(told)
+    axes.set_ylabel(label)
     names = [load.groups[by][group] for group in groups]
     axes.set_yticks(range(0, len(names), nth), [shortened(name) for name in names[::nth]], fontsize=8)
     axes.set_xticks([])
@@ -133,8 +133,8 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:
     """Draw a panel per group: who ran each head of a layer (Jin 2024, figures 3, A and B)."""
-    about, share = load.layers[layer], 100 * load.share(by)[layer]  # [groups, H]
-    heads, shared = about["heads"], about["shared"]
+    budget, share = load.layers[layer], 100 * load.share(by)[layer]  # [groups, H]
+    heads, shared = budget["heads"], budget["shared"]
     width = min(max(5.0, 1.5 + 0.22 * heads), 16.0)
     size = (width, 0.9 + 1.5 * len(groups))
     figure, panels = plt.subplots(len(groups), figsize=size, sharex=True, squeeze=False, layout="constrained")
@@ -150,8 +150,8 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
         axes.tick_params(labelsize=8)
     axes.set_xticks(range(0, heads, math.ceil(0.25 * heads / (width - 1.5))))  # a number needs 0.25 inches
     axes.set_xlabel("head" + (" (grey: shared, always on)" if shared else "") + ", dashed: equal loads")
-    figure.suptitle(title_of(load, width, f"layer {layer} ({about['name']})"), fontsize=10)
-    return Drawn(figure, dict(by=by, layer=about, percent_of_tokens=percents))
+    figure.suptitle(title_of(load, width, f"layer {layer} ({budget['name']})"), fontsize=10)
+    return Drawn(figure, dict(by=by, layer=budget, percent_of_tokens=percents))
 
 
 def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
@@ -165,12 +165,12 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         raise ValueError("no layer chose among heads for these groups, so there are no loads to compare")
     names = short_names([load.layers[layer]["name"] for layer in curves], list(curves))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(curves)))
-    lines, found = [], {}
+    lines, loads = [], {}
     for colour, name, (layer, (percent, order)) in zip(colours, names, curves.items()):
-        about = load.layers[layer]
+        budget = load.layers[layer]
         values = {place: [value] for place, value in enumerate(percent.tolist(), 1)}
         lines.append(Line(f"layer {name}", values, colour))
-        found[about["name"]] = dict(percent=rounded(percent, 3), heads=(about["shared"] + order).tolist())
+        loads[budget["name"]] = dict(percent=rounded(percent, 3), heads=(budget["shared"] + order).tolist())
     for heads in sorted({len(line.values) for line in lines}):
         equal = [100 / heads]
         lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
@@ -179,7 +179,7 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title_of(load, 7.0), fontsize=10)
-    return Drawn(figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=found))
+    return Drawn(figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=loads))
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:

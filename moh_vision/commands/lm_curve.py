@@ -44,7 +44,7 @@ def figure(options) -> Drawn | None:
         for tokens, folder in (weights for run in group for weights in kept[run.folder]):
             for title, value in scores_of(folder, options.rest, accelerator).items():
                 points.setdefault(title, []).append((name, tokens, value))
-    lines = {title: lines_of(found) for title, found in points.items()}
+    lines = {title: lines_of(values) for title, values in points.items()}
     drawn = [title for title in lines if title == "perplexity" or title.startswith("average of ")]
     shown, y = lines[drawn[0]], drawn[0] if asked.perplexity else f"{drawn[0]}, %"
     if len(drawn) > 1:
@@ -64,10 +64,10 @@ def kept_weights(run: ScoredRun) -> list[tuple[int, Path]]:
         raise ValueError(f"{run.folder}: model.name {run.model}; expected runs of {TEXT['clm']}, clm_*")
     tokens = run.config["optim.batch_size"] * run.config["data.block"]  # of a step
     place = run.folder / "weights"
-    found = [(step * tokens, folder) for step, folder in by_age(place) if (folder / "model.safetensors").is_file()]
-    if not found:
+    kept = [(step * tokens, folder) for step, folder in by_age(place) if (folder / "model.safetensors").is_file()]
+    if not kept:
         raise ValueError(f"{run.folder} has kept no weights in {place}: train it with keep_weights_every")
-    return found[::-1]
+    return kept[::-1]
 
 
 def scores_of(folder: Path, argv: list[str], accelerator) -> dict[str, float]:
@@ -84,7 +84,7 @@ def scores_of(folder: Path, argv: list[str], accelerator) -> dict[str, float]:
     if "perplexity" in record:
         return dict(perplexity=record["perplexity"])
     scores = {}
-    for suite, found in record["suites"].items():
-        scores[f"average of {suite}"] = found["average"]
-        scores.update(zip((f"{suite}: {row.title}" for row in SUITES[suite].rows), found["values"]))
+    for suite, results in record["suites"].items():
+        scores[f"average of {suite}"] = results["average"]
+        scores.update(zip((f"{suite}: {row.title}" for row in SUITES[suite].rows), results["values"]))
     return {title: value for title, value in scores.items() if value is not None}

@@ -79,12 +79,12 @@ def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int
 
 def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     """Find the heads and gates of each patch of an image [C, h, w] in every layer."""
-    found = []
+    layers = []
     for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
         prefix, *grid = patch_grid(model, layer["name"], image.shape[-2:])
         active, gates = (t[0, prefix:].T.unflatten(1, grid) for t in (routing.active, routing.weights))
-        found.append(PatchHeads(layer["name"], layer["shared"], active, gates.float()))
-    return found
+        layers.append(PatchHeads(layer["name"], layer["shared"], active, gates.float()))
+    return layers
 
 
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
@@ -118,12 +118,12 @@ def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray,
     return figure
 
 
-def chosen_layers(layers: Sequence[int] | None, found: Sequence[PatchHeads]) -> list[int]:
+def chosen_layers(layers: Sequence[int] | None, every: Sequence[PatchHeads]) -> list[int]:
     """Return --layer, or else a middle and the last of the layers that leave heads out, if any."""
     for number in layers or ():
-        if not 0 <= number < len(found):
-            raise ValueError(f"--layer {number}: expected 0 to {len(found) - 1}")
-    telling = [number for number, heads in enumerate(found) if not heads.active.all()] or range(len(found))
+        if not 0 <= number < len(every):
+            raise ValueError(f"--layer {number}: expected 0 to {len(every) - 1}")
+    telling = [number for number, heads in enumerate(every) if not heads.active.all()] or range(len(every))
     return list(layers or sorted({telling[(len(telling) - 1) // 2], telling[-1]}))
 
 

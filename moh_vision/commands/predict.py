@@ -53,11 +53,11 @@ def image_files(paths: Sequence[str]) -> list[str]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            found = {p: e for e, p in walk(Path(path), f"{path.rstrip('/')}/") if p.lower().endswith(IMAGES)}
-            if not found:
+            images = {p: e for e, p in walk(Path(path), f"{path.rstrip('/')}/") if p.lower().endswith(IMAGES)}
+            if not images:
                 raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
-            for file in sorted(found):
-                refuse_special(found[file])
+            for file in sorted(images):
+                refuse_special(images[file])
                 files.append(file)
         elif os.path.isfile(path):
             files.append(path)
@@ -82,8 +82,8 @@ def predict(model: torch.nn.Module, batches, accelerator, most: int = 5) -> Iter
     for batch in batches:
         with accelerator.autocast():
             logits = model(batch["images"].to(accelerator.device))  # [B, classes]
-        found = logits.float().softmax(-1).topk(min(most, logits.shape[-1]))
-        rows = zip(batch["labels"].tolist(), found.indices.tolist(), found.values.tolist())
+        likeliest = logits.float().softmax(-1).topk(min(most, logits.shape[-1]))
+        rows = zip(batch["labels"].tolist(), likeliest.indices.tolist(), likeliest.values.tolist())
         yield from ((number, list(zip(classes, values))) for number, classes, values in rows)
 
 
@@ -108,25 +108,25 @@ def work(options) -> None:
     opened = open_run(options.run, options=options.rest, command="predict")
     for key in sorted(opened.config.given.intersection(IDLE)):
         raise ValueError(f"{key} has no effect: only the images that are named are read")
-    model, about, accelerator, data = opened.model, opened.metadata, opened.accelerator, opened.config.data
-    names = class_names(about["classes"], model.num_classes)
-    print(f"weights of {about['weights']}", file=sys.stderr, flush=True)  # beside the rows
+    model, metadata, accelerator, data = opened.model, opened.metadata, opened.accelerator, opened.config.data
+    names = class_names(metadata["classes"], model.num_classes)
+    print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)  # beside the rows
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
     slices = rank_slice(len(files), 0, 1, data.eval_batch_size)
     images = LabelledImages(Files(files), validation_transform(model.pretrained_cfg), seed=0, replace=False)
     batches = evaluation_batches(images, slices, data.workers if len(slices) > 1 else 0, unreadable)
-    found = []
+    predictions = []
     for number, likeliest in predict(model.to(accelerator.device), batches, accelerator, options.top):
-        found.append((files[number], [(names[c], probability) for c, probability in likeliest]))
-        read = say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in found[-1][1])}")
+        predictions.append((files[number], [(names[c], probability) for c, probability in likeliest]))
+        read = say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in predictions[-1][1])}")
         if not (read or output):
             return
     if output and output.endswith(".json"):
-        pairs = [dict(image=file, classes=classes) for file, classes in found]
-        of = dict(weights=about["weights"], model=about["architecture"], img_size=about["img_size"])
+        pairs = [dict(image=file, classes=classes) for file, classes in predictions]
+        of = dict(weights=metadata["weights"], model=metadata["architecture"], img_size=metadata["img_size"])
         write_json(Path(output), dict(of, images=pairs))
     elif output:
-        rows = [(file, rank, *pair) for file, classes in found for rank, pair in enumerate(classes, 1)]
+        rows = [(file, rank, *pair) for file, classes in predictions for rank, pair in enumerate(classes, 1)]
         write_csv(Path(output), [("image", "rank", "class", "probability"), *rows])
     if unreadable.seen:
         raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")

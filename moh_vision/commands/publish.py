@@ -67,29 +67,29 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
     return weights_file(str(path))
 
 
-def scores_of(run: ScoredRun, about: dict) -> ScoredRun | None:
+def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     """Read the scores of the weights with this metadata; None without scores."""
-    file = Path(about["weights"])
-    if "best_top1" in about:
-        how = f"the highest of the validations on {run.config.get('data.root')}, after {about.get('step')} steps"
-        return run._replace(scores={"top1": number_at(about, ("best_top1",), file)}, how=how)
+    file = Path(metadata["weights"])
+    if "best_top1" in metadata:
+        how = f"the highest of the validations on {run.config.get('data.root')}, after {metadata.get('step')} steps"
+        return run._replace(scores={"top1": number_at(metadata, ("best_top1",), file)}, how=how)
     try:
         scored = read_run(run.folder)
     except NoScores:
         return None
     in_run = file.parent.resolve() == run.folder.resolve()
-    if run.kind == "diffusion" and (found := run.json("scores.json")):
+    if run.kind == "diffusion" and (results := run.json("scores.json")):
         from moh_vision.diffusion.scores import record_text
 
         own = scored.sampling.get("weights_sha256") == sha256_of(file)
-        more = record_text({key: found.get(key) for key in ("protocol", "versions")})
-    elif found := run.json("results.json"):
-        own = in_run and Path(str(found.get("weights"))).stem == file.stem
-        step = found.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
-        own = own and about.get("step", step) == step
-        more = "\n".join(form["signature"] for form in found.get("bleu", {}).get("soft", {}).values())
+        more = record_text({key: results.get(key) for key in ("protocol", "versions")})
+    elif results := run.json("results.json"):
+        own = in_run and Path(str(results.get("weights"))).stem == file.stem
+        step = results.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
+        own = own and metadata.get("step", step) == step
+        more = "\n".join(form["signature"] for form in results.get("bleu", {}).get("soft", {}).values())
     else:
-        own = in_run and file.name == weights_file(str(run.folder)).name and about.get("step") == scored.steps
+        own = in_run and file.name == weights_file(str(run.folder)).name and metadata.get("step") == scored.steps
         more = ""
     of_suites = in_run and file.stem == "model"  # which the suites' command reads
     kept = {k: v for k, v in scored.scores.items() if (own if k in COLUMNS else of_suites) and v is not None}
@@ -208,7 +208,7 @@ def make_card(
     run: ScoredRun, opened: Opened, saved: dict, scored: ScoredRun | None, name: str, license: str | None
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
-    model, about = opened.model, opened.metadata
+    model, metadata = opened.model, opened.metadata
     inputs, named = opened.example()
     scores = scored.scores if scored else {}
     shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
@@ -217,11 +217,11 @@ def make_card(
         ModelCardData(**head, license=license or license_of_weights(run), tags=["moh_vision"]),
         template_path=Path(__file__).with_name("model_card.md"),
         name=name,
-        about=about,
-        file=Path(about["weights"]).name,
+        metadata=metadata,
+        file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
         kind=run.kind,
-        size=describe(about["architecture"], model, *inputs, **named),
+        size=describe(metadata["architecture"], model, *inputs, **named),
         data=data_of(run),
         scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
         how=scored and scored.how,

@@ -195,8 +195,8 @@ def heads(runs: Named, models: list[tuple]) -> Section:
 def samples(runs: Named) -> Section:
     blocks, missing = [], []
     for name, run in runs.items():
-        found = {f.stem[5:]: f for f in run.folder.glob("previews/step_*.png")}
-        steps = sorted((int(step), file) for step, file in found.items() if step.isdecimal())
+        previews = {f.stem[5:]: f for f in run.folder.glob("previews/step_*.png")}
+        steps = sorted((int(step), file) for step, file in previews.items() if step.isdecimal())
         few = dict(steps[i] for i in (0, len(steps) // 2, -1) if steps)
         shown = {f"after {step:,} steps": file for step, file in few.items()}
         grids = sorted(run.folder.glob("*grid*.png"), key=lambda file: file.stat().st_mtime)
@@ -219,8 +219,8 @@ def confusions(runs: Named) -> Section:
             drawn.append(figures.draw_confusion(matrix, classes, caption))
             continue
         images = np.bincount(counts[:, 0], counts[:, 2], len(classes))
-        wrong = counts[counts[:, 0] != counts[:, 1]]
-        worst = wrong[np.argsort(-wrong[:, 2], kind="stable")[:PAIRS]]
+        confused = counts[counts[:, 0] != counts[:, 1]]
+        worst = confused[np.argsort(-confused[:, 2], kind="stable")[:PAIRS]]
         rows = [(classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()]
         table = Table(["class", "taken for", "images", "% of the class"], rows, [])
         blocks.append(("table", f"{name}: the most confused pairs of classes", table))

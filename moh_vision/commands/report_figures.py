@@ -42,7 +42,7 @@ def draw_curves(title: str, curves: dict[str, Curve], colours: dict[str, str], l
     every = [value for _, values in curves.values() for value in values]
     for name, (steps, values) in curves.items():
         parts = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
-        x, y = [steps[part[-1]] for part in parts], [np.mean([values[i] for i in part]) for part in parts]
+        x, y = [steps[places[-1]] for places in parts], [np.mean([values[i] for i in places]) for places in parts]
         axes.plot(x, y, color=colours[name], linewidth=1.3, marker="o" if len(x) <= 20 else "", markersize=3)
     if log and min(every) > 0 and max(every) > 10 * min(every):
         axes.set_yscale("log")

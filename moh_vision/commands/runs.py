@@ -190,7 +190,7 @@ def find_run(folder: Path) -> ScoredRun:
 def read_run(folder: Path) -> ScoredRun:
     """Read a run and its scores; raise NoScores without scores."""
     run = find_run(folder)
-    told = dict(classification=_of_images, diffusion=_of_samples).get(run.kind, _of_text)
+    described = dict(classification=_of_images, diffusion=_of_samples).get(run.kind, _of_text)
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
         results = _scored_samples(run) if run.kind == "diffusion" else run.json("results.json")
@@ -198,7 +198,7 @@ def read_run(folder: Path) -> ScoredRun:
             raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
         scores |= {key: number_at(results, column.place or (key,), folder) for key, column in COLUMNS.items()}
         steps = number_at(results, ("step",), folder) or 0
-        run = told(run._replace(steps=steps, scores=scores), results)
+        run = described(run._replace(steps=steps, scores=scores), results)
     return run._replace(how="; ".join([run.how, *suites]))
 
 
@@ -213,8 +213,8 @@ def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
 
 
 def _scored_samples(run: ScoredRun) -> dict:
-    if found := run.json("scores.json"):
-        return found
+    if scores := run.json("scores.json"):
+        return scores
     entries = read_lines(run.folder / "metrics.jsonl")
     scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
     if not scored:
@@ -232,14 +232,16 @@ def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
     return run._replace(how=f"{images} validation images of {run.config.get('data.root')}", error=error)
 
 
-def _of_samples(run: ScoredRun, found: dict) -> ScoredRun:
-    sampling, by = found.get("sampling", {}), found.get("label") or found.get("feature_space")
+def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
+    sampling, by = results.get("sampling", {}), results.get("label") or results.get("feature_space")
     if run.scores["recognised"] is not None:
         run.scores["recognised"] *= 100
-    if found.get("extractor"):
-        by = f"{by} by {found['extractor']}"
+    if results.get("extractor"):
+        by = f"{by} by {results['extractor']}"
     drawn = [f"{k} {v}" for k, v in sampling.items() if k != "seed" and not k.endswith("_sha256") and v is not None]
-    images = f"{found.get('num_generated')} images against {found.get('num_reference')} of {found.get('reference')}"
+    images = (
+        f"{results.get('num_generated')} images against {results.get('num_reference')} of {results.get('reference')}"
+    )
     return run._replace(how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
 
 
@@ -263,15 +265,15 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
     for file in sorted(folder.glob("scores*.json")):
         record = read_json(file)
         limit = record.get("limit")
-        for name, found in record.get("suites", {}).items():
+        for name, result in record.get("suites", {}).items():
             if name not in SUITES or name in files:
                 reason = f"and {files[name]} both have scores of {name}" if name in files else f"has a suite {name!r}"
                 raise ValueError(f"{file} {reason}; expected one of {', '.join(SUITES)} once")
             *tasks, average = suite_titles(name)
-            values = found["values"]
+            values = result["values"]
             if len(values) != len(tasks):
                 raise ValueError(f"{file}: {len(values)} values of {name}; expected {len(tasks)}")
-            numbered = dict(zip(tasks, values)) | {average: found["average"]}
+            numbered = dict(zip(tasks, values)) | {average: result["average"]}
             scores |= {title: number_at(numbered, (title,), file) for title in numbered}
             files[name] = file
             suites.append(name if limit is None else f"{name}, --limit {limit:g}")
@@ -303,8 +305,8 @@ def grouped(
         keys = sorted(set().union(*settings))
         differ = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
         for group, its in zip(own, settings):
-            told = "".join(f", {key} {its[key]}" for key in differ if its.get(key) is not None)
-            named.append((given.get(group[0].folder, model + told), group))
+            differences = "".join(f", {key} {its[key]}" for key in differ if its.get(key) is not None)
+            named.append((given.get(group[0].folder, model + differences), group))
     return named
 
 

@@ -66,7 +66,7 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
         return []
     rows = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
-    found = []
+    own = []
     for row in rows:
         if row["model"] != run.model or row.get("pair", pair) != pair:
             continue
@@ -77,8 +77,8 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
                 continue  # any pre-trained model has this name
             values = [*SUITES[name].paper[column], SUITES[name].averages[column]]
             row |= {title: f"{value:.1f}" for title, value in zip([*tasks, average], values)}
-        found.append(row)
-    return found
+        own.append(row)
+    return own
 
 
 def sizes(run: ScoredRun) -> list[float | None]:

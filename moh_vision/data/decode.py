@@ -114,5 +114,5 @@ def shorten(image: Image.Image) -> Image.Image:
     kept = [min(side, LONGEST * min(image.size)) for side in image.size]
     if tuple(kept) == image.size:
         return image
-    left, top = ((side - part) // 2 for side, part in zip(image.size, kept))
+    left, top = ((side - length) // 2 for side, length in zip(image.size, kept))
     return image.crop((left, top, left + kept[0], top + kept[1]))

@@ -28,7 +28,7 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
         record["made_from"] = dict(record["made_from"])
         if record["shards"] is None and unfinished:
             parts = sorted(parts_path(path).glob("*.json"))
-            record["shards"] = [json.loads(part.read_text("utf-8")) for part in parts]
+            record["shards"] = [json.loads(file.read_text("utf-8")) for file in parts]
         _check_entries(record["shards"] or [])
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None

@@ -92,10 +92,10 @@ class ShardWriter:
         changed = [key for key in {**before, **now} if _essence(before.get(key)) != _essence(now.get(key))]
         # Before the first shard is finished nothing depends on them.
         if changed and record["shards"]:
-            told = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
-            told += [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
+            changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
+            changes += [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
             raise ValueError(
-                f"--out {self.out} holds shards of other arguments or another input: {'; '.join(told)}. Take another folder"
+                f"--out {self.out} holds shards of other arguments or another input: {'; '.join(changes)}. Take another folder"
             )
         return {entry["shard"]: entry for entry in record["shards"]}
 

@@ -155,14 +155,14 @@ class DataRecord:
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
         for split, changes in changed.items():
-            told = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
+            problem = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
             if other_classes:
                 raise ValueError(
-                    f"{told}. Bring them back, or start a run of these classes: --output NEW --init-from {run}"
+                    f"{problem}. Bring them back, or start a run of these classes: --output NEW --init-from {run}"
                 )
             if "data.root" not in self.allowed:
-                raise ValueError(f"{told}. Bring them back, or accept the change: --allow-change data.root")
-            say(f"{told}; accepted")
+                raise ValueError(f"{problem}. Bring them back, or accept the change: --allow-change data.root")
+            say(f"{problem}; accepted")
 
     def save(self, run: Path) -> None:
         """Write the record into a run's folder."""

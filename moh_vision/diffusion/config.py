@@ -28,7 +28,7 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
     """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
     if asked and not names:
         raise ValueError(f"{key} {asked[0]}: the model was trained without classes")
-    by_name, found = numbers_by_name(names), []
+    by_name, chosen = numbers_by_name(names), []
     for text in asked:
         by_number = [int(text)] if text.isdecimal() and int(text) < count else []
         numbers = by_name.get(text, by_number)
@@ -38,19 +38,19 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
             near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(names)[:5]
             allowed = f"there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
             raise ValueError(f"{key} {text}: no such class; {allowed}")
-        found += numbers
-    return found
+        chosen += numbers
+    return chosen
 
 
 def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> list[int]:
     """Return the numbers of the classes asked for, each once; None: all of `names`, or "no class" where there are none."""
     if asked is None:
         return list(range(len(names))) or [0]
-    found = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
-    for place, number in enumerate(found):
-        if number in found[:place]:
+    numbers = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
+    for place, number in enumerate(numbers):
+        if number in numbers[:place]:
             raise ValueError(f"{key} {asked[place]}: class {number} ({names[number]}) is named twice")
-    return found
+    return numbers
 
 
 def check_classes(name: str, classes: Classes, images: int) -> None:

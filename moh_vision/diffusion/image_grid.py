@@ -34,8 +34,8 @@ def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Pat
                 for first, batch in batches:
                     array = batch.permute(0, 2, 3, 1).numpy()
                     if first == 0:
-                        about = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
-                        np.lib.format.write_array_header_1_0(file, about)
+                        header = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
+                        np.lib.format.write_array_header_1_0(file, header)
                     file.write(array.tobytes())
             with archive.open("arr_1.npy", "w") as file:
                 np.lib.format.write_array(file, labels.numpy())

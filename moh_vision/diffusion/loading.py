@@ -154,12 +154,12 @@ def published_model(path: str, name: str, weights: str) -> nn.Module:
 
 def _fitting(name: str, path: str, sizes: dict) -> list[str]:
     """Return the other models of the same size that take the weights."""
-    size, found = name.rpartition("_")[0], []
+    size, fitting = name.rpartition("_")[0], []
     for other in [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module)]:
         with contextlib.suppress(ValueError):
             if other != name and load_checkpoint(create(other, "diffusion", **sizes), path):
-                found.append(other)
-    return found
+                fitting.append(other)
+    return fitting
 
 
 def _sizes(file: Path, weights: str) -> dict:
@@ -181,15 +181,15 @@ def _sizes(file: Path, weights: str) -> dict:
     if kernel and positions:
         sizes["img_size"] = math.isqrt(positions[1]) * kernel[-1]
     # diffusers' DiT saves no table of positions, but a config.json.
-    about, beside = file, file.with_name("config.json")
+    config, beside = file, file.with_name("config.json")
     if "transformer_blocks.0.attn1.to_q.weight" in state and beside.is_file():
-        about = beside
+        config = beside
         try:
-            sizes["img_size"] = json.loads(about.read_text())["sample_size"]
+            sizes["img_size"] = json.loads(config.read_text())["sample_size"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{about}: no sample_size can be read ({reason_of(error)})") from None
+            raise ValueError(f"{config}: no sample_size can be read ({reason_of(error)})") from None
     for key, largest in LARGEST.items():
         size = sizes.get(key, 1)
         if not isinstance(size, int) or not 1 <= size <= largest:
-            raise ValueError(f"{about if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}")
+            raise ValueError(f"{config if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}")
     return sizes

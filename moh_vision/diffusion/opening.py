@@ -94,11 +94,11 @@ class OpenedDiffusion(Opened):
         with tempfile.TemporaryDirectory() as folder:
             parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
             drawing.draw(parts)
-            found, _ = drawing.scorer(parts, drawing.labels, self.accelerator.device)
+            scores, _ = drawing.scorer(parts, drawing.labels, self.accelerator.device)
         for key in ("recognised", "recognised_real"):
-            if found.get(key) is not None:
-                found[key] *= 100  # percent, as in tables
-        return found
+            if scores.get(key) is not None:
+                scores[key] *= 100  # percent, as in tables
+        return scores
 
     def forward(self) -> tuple[Callable[[], Any], int]:
         count = min(self.drawing.config.batch_size, self.drawing.config.num_images)

@@ -151,8 +151,8 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     def _weak(self, guide: str | ModelMixin | None, scale: float) -> Callable | None:
         if (guide is None) != (scale == 1):
-            told = f"guide_scale {scale:g} {'without' if guide is None else 'with'} guide"
-            raise ValueError(f"{told}: expected a weak model and a scale other than 1, or neither")
+            problem = f"guide_scale {scale:g} {'without' if guide is None else 'with'} guide"
+            raise ValueError(f"{problem}: expected a weak model and a scale other than 1, or neither")
         return sampling.weak_predict(self.transformer, guide)
 
     def _fitting_scheduler(self, steps: int) -> SchedulerMixin:
@@ -247,8 +247,8 @@ class MoHDiTPipeline(DiffusionPipeline):
 
 def _checked_latents(latents: Tensor, shape: tuple[int, ...]) -> Tensor:
     if not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.is_floating_point():
-        what = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
-        raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*what, list(shape)))
+        described = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
+        raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*described, list(shape)))
     return latents.float()
 
 

@@ -94,8 +94,8 @@ class Samples:
             if len(ends) == 2:  # the first step warms up
                 seconds = (ends[1] - ends[0]) * steps * batches
                 if seconds >= LONG:
-                    what = f"{self.config.section}: {self.config.images} images in {steps} steps each"
-                    log.say(f"{what} take about {tqdm.format_interval(seconds)}")
+                    title = f"{self.config.section}: {self.config.images} images in {steps} steps each"
+                    log.say(f"{title} take about {tqdm.format_interval(seconds)}")
 
         return on_step
 
@@ -136,7 +136,7 @@ class Scores(Samples):
         c, accelerator, folder = self.config, run.accelerator, run.folder / ".scoring"
         clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
         open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=run.done))
-        found = []
+        drawn = []
 
         def draw_own() -> None:
             parts = open_parts()
@@ -151,11 +151,11 @@ class Scores(Samples):
             how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
             how.update(dict(guide=c.guide, guide_scale=c.guide_scale) if c.guide else {})
             how.update(labels="balanced", num_images=c.images, batch_size=BATCH)
-            found.extend([dict(scores, sampling=how), text])
+            drawn.extend([dict(scores, sampling=how), text])
 
         clear()  # a killed run may have left samples of other weights
         problem = attempt(draw_own, Exception) or attempt(score_all, Exception)
         clear()
         self.failed += bool(problem)
-        scores, text = (dict(error=problem), f"no scores: {problem}") if problem else found
+        scores, text = (dict(error=problem), f"no scores: {problem}") if problem else drawn
         run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")

@@ -145,7 +145,7 @@ def fidelity_command(config: SampleConfig) -> str:
 
 def weights_sha256(file: Path) -> str:
     """Return the SHA-256 of a file of weights; in parts, as of a sharded run, of the lines with theirs."""
-    sums = [sha256_of(part) for part in tensor_files(file)]
+    sums = [sha256_of(shard) for shard in tensor_files(file)]
     return sums[0] if len(sums) == 1 else hashlib.sha256("\n".join(sums).encode()).hexdigest()
 
 
@@ -155,8 +155,8 @@ class Drawing:
     def __init__(self, config: SampleConfig, pipe: MoHDiTPipeline, metadata: dict, accelerator):
         self.config, self.pipe, self.accelerator = config, pipe.to(accelerator.device), accelerator
         self.names, self.file = metadata["classes"], metadata["file"]
-        about = metadata["objective"], metadata["vae"] or pipe.vae
-        self.weak = open_guide("--guide", config.guide, pipe.transformer, *about)
+        expected = metadata["objective"], metadata["vae"] or pipe.vae
+        self.weak = open_guide("--guide", config.guide, pipe.transformer, *expected)
         pipe.set_progress_bar_config(disable=True)
         kind = self.file.stem if metadata["run"] else kind_in(self.file, config.weights)
         self.ema = {"ema": True, "model": False}.get(kind)  # None: the file does not tell
@@ -226,8 +226,8 @@ class Drawing:
         for _ in range(2 if todo else 0):  # the first time also warms up
             forward = sum(attention.collect(calls, of, one_pass, training=False) for of, one_pass in passes)
         short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
-        found = ({}, "") if short else None
-        kept.measure(lambda: found or attention.measured_table(calls, forward), parts.folder, self.accelerator)
+        empty = ({}, "") if short else None
+        kept.measure(lambda: empty or attention.measured_table(calls, forward), parts.folder, self.accelerator)
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw this process's missing images; return a `HeadLoad` whose sums are in `parts`."""

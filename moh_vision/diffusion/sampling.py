@@ -57,10 +57,10 @@ class Guidance:
 
     def around(self, predict: Callable, labels: Tensor, null_label: int, weak: Callable | None = None) -> Callable:
         """Return a function of x [B, C, h, w] and a timestep: the guided prediction. `weak`: see `weak_predict`."""
-        wrong = labels[(labels < 0) | (labels > null_label)].tolist()
-        if wrong:
+        outside = labels[(labels < 0) | (labels > null_label)].tolist()
+        if outside:
             allowed = f"0 to {null_label}, where {null_label} is no class"
-            raise ValueError(f"class_labels {wrong[:5]} are out of range: {allowed}")
+            raise ValueError(f"class_labels {outside[:5]} are out of range: {allowed}")
         both = torch.cat([labels, torch.full_like(labels, null_label)])
 
         def guided(x: Tensor, t: Tensor) -> Tensor:
@@ -114,9 +114,9 @@ def weak_predict(
             if few >= all_own:
                 raise ValueError(f"that is {few} heads, and the model runs {all_own}: give a smaller share")
         sizes = ("in_channels", "sample_size", "num_classes")
-        for what, its, needed in [*((size, weak.config[size], model.config[size]) for size in sizes), *others]:
+        for key, its, needed in [*((size, weak.config[size], model.config[size]) for size in sizes), *others]:
             if its != needed:
-                raise ValueError(f"its {what} is {its}, that of the model to guide is {needed}")
+                raise ValueError(f"its {key} is {its}, that of the model to guide is {needed}")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 

@@ -24,23 +24,23 @@ class ClassifierScores:
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source, self.reference = reference.source, reference.name
-        self.classifier, self.about = from_run(extractor, "classifier")
-        if self.about["classes"] != classes or self.source.classes != classes:
+        self.classifier, self.metadata = from_run(extractor, "classifier")
+        if self.metadata["classes"] != classes or self.source.classes != classes:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"
             raise ValueError(f"--extractor {extractor} and --score {self.reference} {needed}")
 
     def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
         """Score samples with their labels [N]; return (scores, text)."""
-        source, about, cfg = self.source, self.about, self.classifier.pretrained_cfg
-        img_size = about["arguments"].get("img_size") or cfg["input_size"][-1]
-        channels = about["arguments"].get("in_chans", 3)
+        source, metadata, cfg = self.source, self.metadata, self.classifier.pretrained_cfg
+        img_size = metadata["arguments"].get("img_size") or cfg["input_size"][-1]
+        channels = metadata["arguments"].get("in_chans", 3)
         transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
         slices = rank_slice(len(source), 0, 1, parts.batch_size)
         real = evaluation_batches(LabelledImages(source, transform, 0), slices, 0)
         as_read = ([transform(v2.functional.to_pil_image(x)) for x in batch] for _, batch in parts.batches())
         fake = (dict(images=torch.stack(x), labels=y) for x, y in zip(as_read, labels.split(parts.batch_size)))
         scores = score_with_classifier(self.classifier.to(device), fake, real, device)
-        space = f"penultimate layer of {about['weights']} ({about['architecture']}); not Inception, not FID"
+        space = f"penultimate layer of {metadata['weights']} ({metadata['architecture']}); not Inception, not FID"
         scores.update(feature_space=space, reference=self.reference)
         recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
         distance = scores["frechet_distance"]
@@ -48,7 +48,7 @@ class ClassifierScores:
         text = f"recognised as the class asked for: {recognised:.1f} % (real images: {on_real:.1f} %)\n"
         text += f"Frechet distance: {shown}; {scores['num_features']} features, {space}"
         if on_real < 50:
-            text += f"\n{about['weights']} misses most of the real images: a weak judge, whose numbers say little"
+            text += f"\n{metadata['weights']} misses most of the real images: a weak judge, whose numbers say little"
         return scores, text
 
 
@@ -84,10 +84,10 @@ def make_scorer(
 def record_text(record: dict) -> str:
     """Return how images were drawn in lines, with shortened hashes."""
     lines = []
-    for name, part in record.items():
-        if isinstance(part, dict):
-            shown = {k: v[:12] if k.endswith("_sha256") else v for k, v in part.items() if v is not None}
-            part = ", ".join(f"{k} {v}" for k, v in shown.items())
-        if part:
-            lines.append(f"{name}: {part}")
+    for name, value in record.items():
+        if isinstance(value, dict):
+            shown = {k: v[:12] if k.endswith("_sha256") else v for k, v in value.items() if v is not None}
+            value = ", ".join(f"{k} {v}" for k, v in shown.items())
+        if value:
+            lines.append(f"{name}: {value}")
     return "\n".join(lines)

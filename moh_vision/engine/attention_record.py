@@ -102,6 +102,6 @@ def _read(file: Path) -> dict:
         if record["path"] not in ("cpp", "triton", "torch") or not isinstance(record["table"], (dict, type(None))):
             raise ValueError("path is cpp, triton or torch, table is a mapping or null")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        what = f"not a record of attention that can be read ({error!r})"
-        raise ValueError(f"{file}: {what}; delete it to take this machine's settings") from None
+        problem = f"not a record of attention that can be read ({error!r})"
+        raise ValueError(f"{file}: {problem}; delete it to take this machine's settings") from None
     return record

@@ -36,8 +36,8 @@ class Best:
         file = run / BEST
         if from_file and file.exists():
             try:
-                about = TensorFiles(file).metadata
-                self.value, self.step = about[f"best_{self.key}"], about["step"]
+                metadata = TensorFiles(file).metadata
+                self.value, self.step = metadata[f"best_{self.key}"], metadata["step"]
             except Exception as error:  # damaged headers make many kinds
                 raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):

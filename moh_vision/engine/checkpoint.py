@@ -81,10 +81,10 @@ class TrainingState:
             files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
             stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}
             _load(self.task, stored | {name: (files[BESIDE], name) for name in files[BESIDE].shapes})
-            for number, (optimizer, about) in enumerate(zip(self.optimizers, record["optimizers"], strict=True)):
-                if about["parameters"] != self._parameters(optimizer):
+            for number, (optimizer, began) in enumerate(zip(self.optimizers, record["optimizers"], strict=True)):
+                if began["parameters"] != self._parameters(optimizer):
                     raise ValueError(f"optimiser {number} has other parameters, or the same in another order")
-                optimizer.load_state_dict(_optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", about["plain"]))
+                optimizer.load_state_dict(_optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", began["plain"]))
             if self.scaler and record["scaler"]:
                 self.scaler.load_state_dict(record["scaler"])
             if self.ema and files[EMA].shapes:
@@ -96,8 +96,8 @@ class TrainingState:
             raise
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
             version, reason = record.get("version"), reason_of(error)
-            told = f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
-            raise ValueError(told) from error
+            problem = f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
+            raise ValueError(problem) from error
 
     def _parameters(self, optimizer) -> list[str]:
         names = {p: WRAPPED.sub("", name) for name, p in self.task.named_parameters()}

@@ -76,9 +76,9 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
 
 def _make(kind: type, values: dict[str, Any]) -> Any:
     """A configuration of values by dotted name."""
-    for name, found in keys_of(kind).items():
-        if found.default is MISSING and values.get(name) is None:
-            raise ValueError(f"--{name} is needed: {found.text}")
+    for name, known in keys_of(kind).items():
+        if known.default is MISSING and values.get(name) is None:
+            raise ValueError(f"--{name} is needed: {known.text}")
     arguments = {}
     for f in fields(kind):
         start = f"{f.name}."
@@ -123,7 +123,7 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
             texts.append(rest.pop(0))
         if name in keys:
             yield name, _value(name, texts, keys[name])
-        elif any(name.startswith(f"{known}.") and "mapping" in found.allowed for known, found in keys.items()):
+        elif any(name.startswith(f"{k}.") and "mapping" in known.allowed for k, known in keys.items()):
             yield name, load(_single(name, texts), f"--{name}")
         elif any(known.startswith(f"{name}.") for known in keys):
             yield from _known({name: load(_single(name, texts), f"--{name}")}, keys, f"--{name}")
@@ -131,17 +131,17 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
             raise ValueError(unknown_key(name, keys))
 
 
-def _value(name: str, texts: list[str], found: Key) -> Any:
+def _value(name: str, texts: list[str], known: Key) -> Any:
     """Return the first reading of the texts that has the key's type: YAML, as they stand, or a list."""
     if name == "help":
         return texts or [""]
-    if not texts and found.hint is bool:  # a switch that stands alone
+    if not texts and known.hint is bool:  # a switch that stands alone
         return True
     values = [load(text, "", text) for text in texts]
     readings = [values, texts] if len(texts) > 1 else [values[0], texts[0], values, texts] if texts else []
     for reading in readings:
         try:
-            return as_type(found.hint, reading)
+            return as_type(known.hint, reading)
         except TypeError:
             pass
     return readings[0] if len(texts) == 1 else _single(name, texts)
@@ -237,7 +237,7 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
             expected, kind = keys["kind"].default if "kind" in keys else None, tree.get("kind")
             other = expected and kind and kind != expected
             raise ValueError(f"{where}: {f'kind {kind}, not {expected}' if other else unknown_key(name, keys)}")
-        if not keys[name].about["kept"]:
+        if not keys[name].options["kept"]:
             raise ValueError(f"{where}: {name} is an option of one call, which no file holds: --{name}")
         yield name, value
 
@@ -245,30 +245,30 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
 def groups_of(kind: type) -> list[tuple[str, dict[str, Key]]]:
     """Return (title, keys by name) of every script's keys, keys outside sections, and each section."""
     groups: dict[str, dict[str, Key]] = {"": {}}
-    for name, found in keys_of(kind).items():
-        groups.setdefault(name.rpartition(".")[0], {})[name] = found
+    for name, known in keys_of(kind).items():
+        groups.setdefault(name.rpartition(".")[0], {})[name] = known
     titles = [next(iter(own.values())).kind.__doc__ for own in groups.values()]
     titles = [re.split(r"\.(?=\s|$)", title)[0] for title in titles]
     return [("Options of every script", keys_of(_Asked)), *zip(titles, groups.values())]
 
 
-def default_of(found: Key) -> str:
+def default_of(known: Key) -> str:
     """A key's default as YAML; empty for null, and where there is none."""
-    if found.default is None or found.default is MISSING:
+    if known.default is None or known.default is MISSING:
         return ""
-    return found.default if isinstance(found.default, str) else json.dumps(found.default)
+    return known.default if isinstance(known.default, str) else json.dumps(known.default)
 
 
-def help_text(prog: str, kind: type, about: list[str]) -> str:
-    """Write `--help`: at most two lines of text a key, or the whole text of keys and sections `about`."""
-    groups, every, found = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
-    for name in (word.removeprefix("--").replace("-", "_") for text in about for word in text.split()):
+def help_text(prog: str, kind: type, names: list[str]) -> str:
+    """Write `--help`: at most two lines of text a key, or the whole text of keys and sections in `names`."""
+    groups, every, texts = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
+    for name in (word.removeprefix("--").replace("-", "_") for text in names for word in text.split()):
         own = [(k, f) for _, keys in groups for k, f in keys.items() if k == name or k.startswith(f"{name}.")]
         if not own:
             raise ValueError(f"--help {name}: no such key or section")
-        found += [f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text} {needs_of(k, every)}".rstrip() for k, f in own]
-    if found:
-        return "\n\n".join(found)
+        texts += [f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text} {needs_of(k, every)}".rstrip() for k, f in own]
+    if texts:
+        return "\n\n".join(texts)
     width = max(80, shutil.get_terminal_size().columns)
     lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += ["A key comes with its default here. In names - and _ are the same.", ""]
@@ -277,11 +277,11 @@ def help_text(prog: str, kind: type, about: list[str]) -> str:
     return "\n".join([*lines, f"The whole text of a key or section: {prog} --help KEY ..."])
 
 
-def _lines(name: str, found: Key, width: int) -> list[str]:
+def _lines(name: str, known: Key, width: int) -> list[str]:
     """Return the key with its default, then its text, and what leaving it out means."""
-    head = f"  --{name} {default_of(found)}".rstrip()
-    text = re.split(r"(?<=[^.])[.;] |[:;]? *$", found.text)[0].rstrip(".:;")
-    left_out = re.search(r"; (left out: .+?)(?=[.;] |[.;]?$)", found.text)
+    head = f"  --{name} {default_of(known)}".rstrip()
+    text = re.split(r"(?<=[^.])[.;] |[:;]? *$", known.text)[0].rstrip(".:;")
+    left_out = re.search(r"; (left out: .+?)(?=[.;] |[.;]?$)", known.text)
     if left_out:
         text += f"; {left_out[1]}"
     lines = textwrap.wrap(text, width - KEY_WIDTH - 2, max_lines=2, placeholder="...", break_on_hyphens=False)

@@ -150,8 +150,8 @@ class Progress(contextlib.AbstractContextManager):
     def over(cls, things: Iterable, title: str, unit: str = "step", **options) -> Iterator:
         """The same things, one step each."""
         with cls(title, len(things) if isinstance(things, Sized) else None, unit, **options) as progress:
-            for thing in things:
-                yield thing
+            for item in things:
+                yield item
                 progress.add()
 
     def note(self, text: str) -> None:

@@ -253,13 +253,13 @@ class RunConfig(CommonConfig):
         convert = getattr(self.model, "convert", None) or {}
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
-        yield "model.head_budget budget_range", routers - {"dense", "mae"}, "a model that routes its heads", model
-        yield "model.scope", routers - {"dense"}, "a model that routes its heads", model
-        yield "balance_weight", routers & {"moh", "query_norm"}, "router moh or query_norm", model
-        yield "moa_balance_weight z_weight", "moa" in routers, "router moa", model
-        yield "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"
+        yield Idle("model.head_budget budget_range", routers - {"dense", "mae"}, "a model that routes its heads", model)
+        yield Idle("model.scope", routers - {"dense"}, "a model that routes its heads", model)
+        yield Idle("balance_weight", routers & {"moh", "query_norm"}, "router moh or query_norm", model)
+        yield Idle("moa_balance_weight z_weight", "moa" in routers, "router moa", model)
+        yield Idle("block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs")
         for option, words in OPTIONS.items():
-            yield f"optim.{option}", takes(self.optim.name, option), f"an optim.name with {words}", "optim.name"
+            yield Idle(f"optim.{option}", takes(self.optim.name, option), f"an optim.name with {words}", "optim.name")
 
     def moa_weights(self) -> dict:
         """Keyword arguments of a `RoutedTask`."""

@@ -42,8 +42,8 @@ def run_of(path: str | Path) -> Path:
 
 def step_of(folder: Path) -> int | None:
     """Return N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
-    found = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
-    return int(found[2]) if found and Path(found[1], "config.yaml").is_file() else None
+    match = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
+    return int(match[2]) if match and Path(match[1], "config.yaml").is_file() else None
 
 
 def by_age(parent: Path) -> list[tuple[int, Path]]:
@@ -73,11 +73,11 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
                 if attempt == ATTEMPTS:
                     file.seek(0)
                     owner = file.read(200).strip() or "another process"
-                    told = f"{option} {folder}: {owner} is writing there; wait, or take another folder"
-                    raise ValueError(told) from None
+                    problem = f"{option} {folder}: {owner} is writing there; wait, or take another folder"
+                    raise ValueError(problem) from None
             except OSError as error:
-                told = f"{folder} cannot be locked ({error.strerror}): start one run there"
-                logging.getLogger(__name__).warning(told)
+                problem = f"{folder} cannot be locked ({error.strerror}): start one run there"
+                logging.getLogger(__name__).warning(problem)
                 break
             opened.pop_all().close()
             time.sleep(PAUSE)
@@ -185,7 +185,7 @@ class TensorFiles:
                 self.parts.setdefault(name, []).append(file.get_slice(name))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self.parts.items():
-            shapes = [part.get_shape() for part in parts]
+            shapes = [shard.get_shape() for shard in parts]
             rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
             self.shapes[name] = (*rows, *shapes[0][1:])
 
@@ -199,12 +199,12 @@ class TensorFiles:
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read the rows from `start` to `stop`."""
-        found, begin = [], 0
-        for part in self.parts[name]:
-            count = part.get_shape()[0]
-            found.append(part[min(max(start - begin, 0), count) : min(max(stop - begin, 0), count)])
+        pieces, begin = [], 0
+        for shard in self.parts[name]:
+            count = shard.get_shape()[0]
+            pieces.append(shard[min(max(start - begin, 0), count) : min(max(stop - begin, 0), count)])
             begin += count
-        return torch.cat(found)
+        return torch.cat(pieces)
 
 
 def _json(text: str) -> object:

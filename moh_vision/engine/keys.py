@@ -21,10 +21,9 @@ NUMBERS = dict(
     gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
 )  # fmt: skip
 UNIONS = (typing.Union, types.UnionType)  # Literal[...] | None makes the first
-Idle = tuple[str, Any, str, str]  # keys, their effect, what they need, the keys that decide
 
 
-def key(default: Any = MISSING, **about: Any) -> Any:
+def key(default: Any = MISSING, **options: Any) -> Any:
     """Return a field of a `Section`. A subclass that repeats a key inherits what it leaves out.
 
     Args:
@@ -38,10 +37,19 @@ def key(default: Any = MISSING, **about: Any) -> Any:
         free: another value does not make a run another run.
         kept: False: an option of one call, which no file holds and no run remembers.
     """
-    assert set(about) <= {*NUMBERS, "rising", "ends", "needs", "also", "free", "kept"}, about
+    assert set(options) <= {*NUMBERS, "rising", "ends", "needs", "also", "free", "kept"}, options
     if isinstance(default, list):
-        return dataclasses.field(default_factory=lambda: list(default), metadata=about)
-    return dataclasses.field(default=default, metadata=about)
+        return dataclasses.field(default_factory=lambda: list(default), metadata=options)
+    return dataclasses.field(default=default, metadata=options)
+
+
+class Idle(NamedTuple):
+    """Keys that may have no effect, for reasons that no `needs` can tell."""
+
+    keys: str  # patterns
+    has_effect: Any
+    needs: str  # in words
+    deciding: str  # the keys that decide
 
 
 class Key(NamedTuple):
@@ -51,7 +59,7 @@ class Key(NamedTuple):
     field: str  # its name there
     hint: Any  # its type
     default: Any
-    about: dict[str, Any]  # what `key` was told
+    options: dict[str, Any]  # of `key`
 
     def as_type(self, value: Any, name: str) -> Any:
         """Return the value as the key's type, or raise ValueError, naming the key."""
@@ -68,8 +76,8 @@ class Key(NamedTuple):
         for _, holds, bound in self.bounds:
             bound = getattr(section, bound) if isinstance(bound, str) else bound
             fine = fine and all(holds(n, bound) for n in numbers)
-        fine = fine and not (self.about.get("rising") and value[0] > value[1])
-        fine = fine and not (value and "ends" in self.about and not value.endswith(self.about["ends"]))
+        fine = fine and not (self.options.get("rising") and value[0] > value[1])
+        fine = fine and not (value and "ends" in self.options and not value.endswith(self.options["ends"]))
         if not fine:
             allowed = "at least one" if value == [] else self.limits or "a finite number"
             raise ValueError(f"{name} {value!r} is out of range: {allowed}")
@@ -77,16 +85,16 @@ class Key(NamedTuple):
     @property
     def bounds(self) -> list[tuple[str, Callable, Any]]:
         """Words, comparison and bound of each limit of its numbers."""
-        return [(*how, self.about[limit]) for limit, how in NUMBERS.items() if limit in self.about]
+        return [(*how, self.options[limit]) for limit, how in NUMBERS.items() if limit in self.options]
 
     @property
     def limits(self) -> str:
         """Its range in words."""
         section = f"{self.kind.section}."
-        found = [f"{words} {section * isinstance(bound, str)}{bound}" for words, _, bound in self.bounds]
-        if "ends" in self.about:
-            found.append(f"a path that ends in {' or '.join(self.about['ends'])}")
-        return " and ".join(found) + ", the smaller one first" * self.about.get("rising", False)
+        texts = [f"{words} {section * isinstance(bound, str)}{bound}" for words, _, bound in self.bounds]
+        if "ends" in self.options:
+            texts.append(f"a path that ends in {' or '.join(self.options['ends'])}")
+        return " and ".join(texts) + ", the smaller one first" * self.options.get("rising", False)
 
     @property
     def allowed(self) -> str:
@@ -117,17 +125,17 @@ class Section:
     runs: ClassVar[type | None] = None  # configuration of the runs for its key checkpoint
     given: ClassVar[frozenset[str]] = frozenset()  # options on the command line
 
-    def __init_subclass__(cls, **about: Any) -> None:
-        for name, value in about.items():
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        for name, value in arguments.items():
             setattr(cls, name, value)
 
     def __post_init__(self):
-        own = [found for found in keys_of(type(self)).values() if found.kind is type(self)]
-        named = {f"{self.section}.{found.field}".strip("."): found for found in own}
-        for name, found in named.items():
-            setattr(self, found.field, found.as_type(getattr(self, found.field), name))
-        for name, found in named.items():
-            found.check(getattr(self, found.field), name, self)
+        own = [key for key in keys_of(type(self)).values() if key.kind is type(self)]
+        named = {f"{self.section}.{key.field}".strip("."): key for key in own}
+        for name, key in named.items():
+            setattr(self, key.field, key.as_type(getattr(self, key.field), name))
+        for name, key in named.items():
+            key.check(getattr(self, key.field), name, self)
         self.agree()
 
     def agree(self) -> None:
@@ -139,7 +147,7 @@ class Section:
 
     def tree(self) -> dict:
         """The configuration as nested plain values, as it is saved."""
-        of_a_call = {name for name, found in keys_of(type(self)).items() if not found.about["kept"]}
+        of_a_call = {name for name, key in keys_of(type(self)).items() if not key.options["kept"]}
         return plain({name: value for name, value in dataclasses.asdict(self).items() if name not in of_a_call})
 
 
@@ -163,27 +171,27 @@ def _fields(kind: type, prefix: str, made: Section | None = None) -> Iterator[tu
         if isinstance(hint, type) and issubclass(hint, Section):
             yield from _fields(hint, f"{name}.", f.default_factory())
             continue
-        about: dict[str, Any] = dict(free=kind.free, kept=True)
+        options: dict[str, Any] = dict(free=kind.free, kept=True)
         for base in reversed(kind.__mro__):
-            about.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
-        needs = [*kind.needs.split("; "), *about.get("needs", "").split("; ")]
+            options.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
+        needs = [*kind.needs.split("; "), *options.get("needs", "").split("; ")]
         # A key does not need itself.
         named = [re.sub(r"(?<!\w)\.(?=\w)", prefix, need) for need in filter(None, needs)]
-        about["needs"] = [need for need in named if name not in deciding(need)]
+        options["needs"] = [need for need in named if name not in deciding(need)]
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        yield name, Key(kind, f.name, hint, default if made is None else getattr(made, f.name), about)
+        yield name, Key(kind, f.name, hint, default if made is None else getattr(made, f.name), options)
 
 
 @functools.cache
 def texts_of(kind: type) -> dict[str, str]:
     """The strings below the keys of a section."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed([base for base in kind.__mro__ if issubclass(base, Section)]):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for line, below in zip(body, body[1:]):
             if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
-                found[line.target.id] = " ".join(ast.literal_eval(below.value).split())
-    return found
+                texts[line.target.id] = " ".join(ast.literal_eval(below.value).split())
+    return texts
 
 
 def as_type(hint: Any, value: Any) -> Any:
@@ -224,13 +232,13 @@ def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
     """Yield (key, what it needs, the keys that decide) for keys without effect beside the others."""
     keys = keys_of(type(config))
     values = {name: operator.attrgetter(name)(config) for name in keys}
-    for name, found in keys.items():
-        for need in found.about["needs"]:
+    for name, key in keys.items():
+        for need in key.options["needs"]:
             if not any(condition.holds(values) for condition in conditions(need)):
                 yield name, _in_words(need, keys), deciding(need)
-    for patterns, has_effect, words, decide in config.idle():
-        for pattern in patterns.split() if not has_effect else ():
-            yield from ((name, words, set(decide.split())) for name in fnmatch.filter(keys, pattern))
+    for idle in config.idle():
+        for pattern in idle.keys.split() if not idle.has_effect else ():
+            yield from ((name, idle.needs, set(idle.deciding.split())) for name in fnmatch.filter(keys, pattern))
 
 
 class Condition(NamedTuple):
@@ -271,7 +279,7 @@ def deciding(need: str) -> set[str]:
 
 def needs_of(name: str, keys: dict[str, Key]) -> str:
     """Return a sentence that says what a key needs to have an effect; empty if it always has one."""
-    needs = "; ".join(_in_words(need, keys) for need in keys[name].about["needs"])
+    needs = "; ".join(_in_words(need, keys) for need in keys[name].options["needs"])
     return f"Needs {needs}." if needs else ""
 
 
@@ -285,7 +293,7 @@ def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> list[str]:
         raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
     keys = keys_of(type(new))
     before, now = dict(flat(old, keys)), dict(flat(new.tree(), keys))
-    free = {*allowed, *(name for name, found in keys.items() if found.about["free"])}
+    free = {*allowed, *(name for name, key in keys.items() if key.options["free"])}
     free.update(name for name, *_ in idle_keys(new))
     names = [name for name in sorted({*before, *now}) if name not in free and before.get(name) != now.get(name)]
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names]
@@ -305,7 +313,7 @@ def unknown_key(name: str, keys: dict[str, Key]) -> str:
     """The message for a name that is no key, with the one that it may mean."""
     known = [*keys, *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key and "." not in name)]
     leaf = name.rpartition(".")[2]
-    near = [k for k, found in keys.items() if {name, name.partition(".")[2]} & set(found.about.get("also", "").split())]
+    near = [k for k, key in keys.items() if {name, name.partition(".")[2]} & set(key.options.get("also", "").split())]
     # Else a right name without its section, or under a wrong one.
     same = [k for k in known if k.rpartition(".")[2] == leaf]
     near = near or ("." not in name and same) or nearest(name, known, 1) or same

@@ -179,11 +179,11 @@ def record_start(folder: Path, **start) -> None:
 
 def versions() -> dict[str, str]:
     """Return versions of this package and of those that its numbers depend on."""
-    found = {"moh_vision": __version__}
+    numbers = {"moh_vision": __version__}
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):  # of an extra
-            found[name] = version(name)
-    return found
+            numbers[name] = version(name)
+    return numbers
 
 
 def commit(clone: Path) -> str | None:

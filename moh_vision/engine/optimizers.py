@@ -34,8 +34,8 @@ def check_name(name: str) -> None:
 
 def takes(name: str, option: str) -> bool:
     """Whether an optimiser has "betas" (a pair), "eps" or "momentum"."""
-    about = get_optimizer_info(name)
-    return getattr(about, f"has_{option}") and (option != "betas" or about.num_betas == 2)
+    info = get_optimizer_info(name)
+    return getattr(info, f"has_{option}") and (option != "betas" or info.num_betas == 2)
 
 
 def check_sharded(name: str) -> None:
@@ -49,9 +49,9 @@ def own_value(name: str, option: str):
     """Return an optimiser's value of a missing `option`; None if it lacks it or finds the value itself."""
     if not takes(name, option):
         return None
-    about = get_optimizer_info(name)
-    usual = inspect.signature(about.opt_class).parameters[option].default
-    value = (about.defaults or {}).get(option, usual)
+    info = get_optimizer_info(name)
+    usual = inspect.signature(info.opt_class).parameters[option].default
+    value = (info.defaults or {}).get(option, usual)
     return value or 0.9 if option == "momentum" else value  # timm's, for a class's 0
 
 

@@ -21,7 +21,7 @@ def say(text: str) -> None:
         commands.say(text)
 
 
-def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
+def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
     """Do this process's part of a write and wait for the others.
 
     Return None if all did theirs, else the first failed process's message, on every process. A thread beside others has
@@ -29,7 +29,7 @@ def attempt(part: Callable[[], object], kinds=(OSError, SafetensorError), group=
     """
     problem = None
     try:
-        part()
+        call()
     except kinds as error:
         problem = str(error) or repr(error)
     return next((p for p in from_all(problem, group) if p), None)
@@ -44,24 +44,24 @@ def from_all(value: T, group=None) -> list[T]:
     return values
 
 
-def by_main(part: Callable[[], None], accelerator) -> None:
+def by_main(call: Callable[[], None], accelerator) -> None:
     """Let the main process do `part`; if it raises one of MISTAKES, all raise ValueError."""
-    problem = attempt(part if accelerator.is_main_process else lambda: None, MISTAKES)
+    problem = attempt(call if accelerator.is_main_process else lambda: None, MISTAKES)
     if problem:
         raise ValueError(problem)
 
 
 def from_first(make: Callable[[], T]) -> T:
     """Return make() of the main process on every one; a mistake there ends all."""
-    told: list = [False, None]
+    shared: list = [False, None]
     try:
         if PartialState().is_main_process:
-            told = [True, make()]
+            shared = [True, make()]
     finally:
-        broadcast_object_list(told)
-    if not told[0]:
+        broadcast_object_list(shared)
+    if not shared[0]:
         raise SystemExit(2)  # the main process says why
-    return told[1]
+    return shared[1]
 
 
 def first(make: Callable[[], T]) -> T:

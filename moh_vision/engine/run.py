@@ -100,8 +100,8 @@ class Run:
 
     def take_up(self, steps: int) -> Path | None:
         """Lock an earlier run in config.output; return the checkpoint to resume from, or None."""
-        found = self._place.take_up(steps, lock=not self.config.dry_run)
-        self.start, self.checkpoint = found or (0, None)
+        point = self._place.take_up(steps, lock=not self.config.dry_run)
+        self.start, self.checkpoint = point or (0, None)
         self.stop, self.done = steps, self.start
         return self.checkpoint
 
@@ -280,9 +280,9 @@ class Run:
         best, value = self.best, scores[self.best.key]
         better = best.better(value)
         if better and self._writes_best:
-            file, about = self.folder / BEST, dict(self.metadata, step=self.done)
-            about[f"best_{best.key}"], write = value, self.accelerator.is_main_process
-            problem = attempt(lambda: export_weights(model, file, about, write=write))
+            file, metadata = self.folder / BEST, dict(self.metadata, step=self.done)
+            metadata[f"best_{best.key}"], write = value, self.accelerator.is_main_process
+            problem = attempt(lambda: export_weights(model, file, metadata, write=write))
             if problem:
                 self.log.say(f"{file} could not be written: {problem}")
             better = not problem
@@ -292,8 +292,8 @@ class Run:
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""
         if self.accelerator.is_main_process:
-            about = self.descent.about() if self.done else {}
-            write_json(self.folder / "results.json", dict(results, step=self.done, **about))
+            descent = self.descent.about() if self.done else {}
+            write_json(self.folder / "results.json", dict(results, step=self.done, **descent))
 
     def _say_new_schedule(self, lr: Callable[..., float]) -> None:
         """Print how a changed max_steps changes the next step's learning rate, if it does."""

@@ -58,8 +58,8 @@ class Saver:
         self.wait()
         if self.problem and (last or self.in_a_row >= MAX_FAILED_SAVES):
             count = f", the {self.in_a_row}. failure in a row" if self.in_a_row > 1 else ""
-            told = "earlier checkpoints are intact, and the same command resumes from them"
-            raise SaveError(f"{self.problem}{count}; {told}")
+            hint = "earlier checkpoints are intact, and the same command resumes from them"
+            raise SaveError(f"{self.problem}{count}; {hint}")
 
     def wait(self) -> None:
         """Wait for what is being written."""
@@ -104,8 +104,8 @@ class Saver:
                 tidy(self.run)
         return problem
 
-    def _by_main(self, part: Callable[[], object]) -> str | None:
-        return attempt(part if self.main else lambda: None, group=self.group)
+    def _by_main(self, call: Callable[[], object]) -> str | None:
+        return attempt(call if self.main else lambda: None, group=self.group)
 
 
 def write_files(folder: Path, files: dict[str, dict[str, Tensor]], metadata: dict[str, object]) -> dict[str, str]:

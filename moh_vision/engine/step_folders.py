@@ -41,7 +41,7 @@ def damage(folder: Path, step: int) -> str | None:
     try:
         text = (folder / RECORD).read_text()
         record = json.loads(text)
-        form, version, found = record["format"], record["version"], record["step"]
+        form, version, recorded = record["format"], record["version"], record["step"]
         if form != FORMAT:
             return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
         sums = dict(record["sha256"])
@@ -52,8 +52,8 @@ def damage(folder: Path, step: int) -> str | None:
         return f"{RECORD} is missing"
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{RECORD} is not readable ({error})"
-    if found != step:
-        return f"{RECORD} is of step {found}"
+    if recorded != step:
+        return f"{RECORD} is of step {recorded}"
     for name, expected in sums.items():
         if name != Path(name).name:
             return f"{RECORD} names {name}, which is outside of the folder"
@@ -83,17 +83,17 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[in
         say(f"checkpoint {folder} is skipped: {reason}")
     if candidates or (run / EXPORTED[0]).exists():
         alone = f"{run} holds {EXPORTED[0]}, but {parent} no checkpoint"
-        wrong = f"every checkpoint in {parent} is damaged, or of another version" if candidates else alone
-        raise ValueError(f"{wrong}; --fresh moves the run aside and starts over")
+        problem = f"every checkpoint in {parent} is damaged, or of another version" if candidates else alone
+        raise ValueError(f"{problem}; --fresh moves the run aside and starts over")
     return None
 
 
 def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) -> tuple[int, Path] | None:
     """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
-    found = None if fresh else latest_checkpoint(run, say)
-    if found and found[0] > max_steps:
-        raise ValueError(f"--max-steps {max_steps}: {run} has already done {found[0]} steps")
-    return found
+    latest = None if fresh else latest_checkpoint(run, say)
+    if latest and latest[0] > max_steps:
+        raise ValueError(f"--max-steps {max_steps}: {run} has already done {latest[0]} steps")
+    return latest
 
 
 def begin(run: Path, hidden: Path) -> None:

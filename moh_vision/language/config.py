@@ -125,7 +125,7 @@ class TextDataConfig(Section, section="data"):
 
 def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Check data.mixture, and name unnamed sources after the last part of their root."""
-    found = []
+    checked = []
     for number, source in enumerate(sources):
         where = f"data.mixture {number}"
         for other in source:
@@ -137,10 +137,10 @@ def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
             raise ValueError(f"{where}: weight {weight!r}; expected a number above 0")
         name = source.get("name", root.rstrip("/").rpartition("/")[2])
-        if not isinstance(name, str) or name in [other["name"] for other in found]:
+        if not isinstance(name, str) or name in [other["name"] for other in checked]:
             raise ValueError(f"{where}: name {name!r}; expected a text that no other source has")
-        found.append(dict(root=root, weight=weight, name=name))
-    return found
+        checked.append(dict(root=root, weight=weight, name=name))
+    return checked
 
 
 @dataclass
@@ -231,9 +231,9 @@ class LanguageConfig(RunConfig):
 
     def routers(self) -> set[str]:
         """Those in its name and its arguments."""
-        told = f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
-        found = {router for router in ("moh", "moa", "mae", "query_norm") if router in told}
-        return found | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
+        names = f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
+        routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in names}
+        return routers | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
 
     def model_arguments(self, sizes: dict) -> dict:
         """Merge `sizes`, which follow from the text, with the configured arguments."""

@@ -202,14 +202,14 @@ def join_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     A missing key bias becomes zeros.
     """
     joined: dict[str, Tensor] = {}
-    found: dict[str, dict[str, Tensor]] = {}
+    projections: dict[str, dict[str, Tensor]] = {}
     for name, tensor in state_dict.items():
-        part = re.fullmatch(r"(.*\battn\.)([qkv])_(?:proj\.)?(weight|bias)", name)
-        if part:
-            found.setdefault(f"{part[1]}qkv.{part[3]}", {})[part[2]] = tensor
+        match = re.fullmatch(r"(.*\battn\.)([qkv])_(?:proj\.)?(weight|bias)", name)
+        if match:
+            projections.setdefault(f"{match[1]}qkv.{match[3]}", {})[match[2]] = tensor
         else:
             joined[name] = tensor
-    for name, parts in found.items():
+    for name, parts in projections.items():
         if name.endswith("bias") and "q" in parts:
             parts.setdefault("k", torch.zeros_like(parts["q"]))
         joined[name] = torch.cat([parts[which] for which in "qkv"])

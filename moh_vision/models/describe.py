@@ -81,8 +81,8 @@ def _groups(macs: Macs) -> list[tuple]:
         counts = row.part == "table" or row.dense or row.ideal
         groups.setdefault(alike if counts else None, []).append(row)
     small = groups.pop(None)
-    found = [(_label(*key[:2], rows), len(rows), *_sums(rows)) for key, rows in groups.items()]
-    return found + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
+    groups_of_rows = [(_label(*key[:2], rows), len(rows), *_sums(rows)) for key, rows in groups.items()]
+    return groups_of_rows + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
 
 
 def _sums(rows: Sequence[tuple]) -> list[int]:

@@ -77,11 +77,11 @@ class ElasticBudget:
             score: scores the model as it is.
             at_largest: its result for the largest share.
         """
-        found = {}
+        scores = {}
         for share in (self.smallest, self.between[len(self.between) // 2]):
             with self.running(model, share):
-                found[share] = score()
-        return {**found, self.largest: at_largest}
+                scores[share] = score()
+        return {**scores, self.largest: at_largest}
 
 
 def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:

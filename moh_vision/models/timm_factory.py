@@ -24,7 +24,7 @@ def register_variants(module: str, create: Callable[..., nn.Module], variants: d
         variants: name -> (docstring, arguments).
     """
 
-    def register(variant: str, about: str, arguments: dict) -> None:
+    def register(variant: str, description: str, arguments: dict) -> None:
         def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
             trained = trained_budget(variant, kwargs) if pretrained else None
             if trained is None:
@@ -34,11 +34,11 @@ def register_variants(module: str, create: Callable[..., nn.Module], variants: d
             return model if wanted in (None, trained) else set_head_budget(model, wanted)
 
         entrypoint.__name__ = entrypoint.__qualname__ = variant
-        entrypoint.__module__, entrypoint.__doc__ = module, about
+        entrypoint.__module__, entrypoint.__doc__ = module, description
         setattr(sys.modules[module], variant, register_model(entrypoint))
 
-    for variant, (about, arguments) in variants.items():
-        register(variant, about, arguments)
+    for variant, (description, arguments) in variants.items():
+        register(variant, description, arguments)
 
 
 def image_cfg(**kwargs) -> dict:

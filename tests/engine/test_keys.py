@@ -46,9 +46,9 @@ def test_every_key_says_what_it_is(kind):
     keys = keys_of(kind)
     for name, found in keys.items():
         assert found.text.endswith((".", ")")), f"{name}: its text"
-        assert {other for need in found.about["needs"] for other in deciding(need)} <= set(keys), name
+        assert {other for need in found.options["needs"] for other in deciding(need)} <= set(keys), name
         numbers = leaves(found.hint) & {int, float}
-        assert not numbers or {"gt", "ge"} & set(found.about), f"a new number, {name}: what is its range?"
+        assert not numbers or {"gt", "ge"} & set(found.options), f"a new number, {name}: what is its range?"
 
 
 # ---------------------------------------------------------------- misspelt keys
@@ -95,7 +95,7 @@ def test_misspelt_keys_are_refused_on_the_command_line_and_in_a_file(kind, tmp_p
         wrong = f"{head}.{name}".strip(".")
         file.write_text(f"{head}: {{{name}: 1}}\n" if head else f"{wrong}: 1\n")
         refuse(f"^unknown key '{wrong}', did you mean '{key}'", parse, kind, f"--{wrong}", "1")
-        if own[key].about["kept"]:
+        if own[key].options["kept"]:
             refuse(f"^{file}: unknown key '{wrong}', did you mean '{key}'", parse, kind, "--config", str(file))
 
 
@@ -126,7 +126,7 @@ def test_a_value_of_another_type_is_refused_in_a_file(kind, tmp_path):
     """The message holds the key, the value and what is expected."""
     file, tried = tmp_path / "c.yaml", 0
     for name, found in keys_of(kind).items():
-        if not found.about["kept"]:
+        if not found.options["kept"]:
             continue
         for text in VALUES:
             value = load(text, "")
@@ -148,8 +148,8 @@ def test_a_value_of_another_type_is_refused_in_a_file(kind, tmp_path):
 
 def outside(found, section):
     """Values that are just out of a key's range, and others at its ends."""
-    about, step = found.about, 1 if int in leaves(found.hint) else 0.001
-    bounds = {name: about[name] for name in ("gt", "ge", "lt", "le") if name in about}
+    options, step = found.options, 1 if int in leaves(found.hint) else 0.001
+    bounds = {name: options[name] for name in ("gt", "ge", "lt", "le") if name in options}
     bounds = {name: getattr(section, b) if isinstance(b, str) else b for name, b in bounds.items()}
     beyond, inside = dict(gt=0, ge=-step, lt=0, le=step), dict(gt=step, ge=0, lt=-step, le=0)
     wrong, fine = ([b + by[name] for name, b in bounds.items()] for by in (beyond, inside))
@@ -158,9 +158,9 @@ def outside(found, section):
     if tuple in map(typing.get_origin, (found.hint, *typing.get_args(found.hint))):
         low, high = min(fine), max(fine)
         wrong, fine = [[value, high] for value in wrong] + [[low, value] for value in wrong], [[low, high]]
-        wrong += [[high, low]] if about.get("rising") else []
-    fine += [f"x{ending}" for ending in about.get("ends", ())]
-    return wrong + ["x.jpg", ".pngx"] * ("ends" in about), fine
+        wrong += [[high, low]] if options.get("rising") else []
+    fine += [f"x{ending}" for ending in options.get("ends", ())]
+    return wrong + ["x.jpg", ".pngx"] * ("ends" in options), fine
 
 
 @every_kind
@@ -225,7 +225,7 @@ def met(condition, keys):
 def test_a_key_has_no_effect_without_what_it_needs(kind):
     keys, tried = keys_of(kind), 0
     for name, found in keys.items():
-        for need in found.about["needs"]:
+        for need in found.options["needs"]:
             conditions = [met(condition, keys) for condition in need.split(" or ")]
             unmet = {other: no for other, _, no in conditions}
             for other, yes in [(None, None), *((other, yes) for other, yes, _ in conditions)]:  # each of them is enough
@@ -309,9 +309,11 @@ def test_the_whole_text_of_keys_and_sections(kind, names, shown, capsys):
 
 def test_a_key_that_is_said_again_keeps_the_rest():
     lr, mine = keys_of(OptimConfig)["lr"], keys_of(LanguageConfig)["optim.lr"]
-    assert (lr.default, mine.default) == (1e-3, 7e-4) and lr.about == mine.about and lr.text == mine.text
-    assert keys_of(LanguageConfig)["max_steps"].about["ge"] == 0 and keys_of(DitConfig)["max_steps"].about["ge"] == 1
-    assert keys_of(DitConfig)["preview.seed"].about["needs"] == ["preview.every"]
+    assert (lr.default, mine.default) == (1e-3, 7e-4) and lr.options == mine.options and lr.text == mine.text
+    assert (
+        keys_of(LanguageConfig)["max_steps"].options["ge"] == 0 and keys_of(DitConfig)["max_steps"].options["ge"] == 1
+    )
+    assert keys_of(DitConfig)["preview.seed"].options["needs"] == ["preview.every"]
     assert parse(DitConfig, "--model.depth", "3").model.name == DitConfig().model.name == "moh_dit_small_patch2_75"
     assert BlockDescentConfig() == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
     assert [f.name for f in dataclasses.fields(ClsDataConfig)].count("augment") == 1

@@ -41,26 +41,26 @@ class LatentCache:
     """
 
     def __init__(self, root: str, split: str):
-        folder, record = Path(root), latents_path(Path(root), split)
-        if not record.is_file():
-            raise FileNotFoundError(f"data.root {root}: no {record.name} in it, which latents have")
-        self.about = about = read_record(record)
+        folder, file = Path(root), latents_path(Path(root), split)
+        if not file.is_file():
+            raise FileNotFoundError(f"data.root {root}: no {file.name} in it, which latents have")
+        self.record = record = read_record(file)
         try:
-            self.space, self.size, self.classes = LatentSpace(**about["vae"]), about["size"], about["classes"]
-            self.shape, self.dtype = stored_shape(self.space, self.size), about["dtype"]
-            _refuse_other_kinds(about, self.shape)
+            self.space, self.size, self.classes = LatentSpace(**record["vae"]), record["size"], record["classes"]
+            self.shape, self.dtype = stored_shape(self.space, self.size), record["dtype"]
+            _refuse_other_kinds(record, self.shape)
         except ValueError as error:
-            raise ValueError(f"{record}: {error}") from None
+            raise ValueError(f"{file}: {error}") from None
         except Exception as error:  # what is missing or of another kind fails anywhere
-            raise ValueError(f"{record}: not a record of latents ({type(error).__name__}: {error})") from None
+            raise ValueError(f"{file}: not a record of latents ({type(error).__name__}: {error})") from None
         self.img_size, self.channels, self.name = self.shape[-1], self.space.latent_channels, folder.name
         self.paths = sorted(folder.glob(f"{split}-*.npy"))
-        entries = entries_for(record, about, self.paths)
+        entries = entries_for(file, record, self.paths)
         self.shard_sizes = tuple(entries[path.name]["samples"] for path in self.paths)
         self._ends = np.cumsum(self.shard_sizes)
         self._stats = [path.stat() for path in self.paths]
-        for path, found, samples in zip(self.paths, self._stats, self.shard_sizes):
-            refuse_difference(path, found.st_size, samples, entries[path.name], record)
+        for path, status, samples in zip(self.paths, self._stats, self.shard_sizes):
+            refuse_difference(path, status.st_size, samples, entries[path.name], file)
         self.labels = _read_labels(labels_path(folder, split), len(self), len(self.classes))
 
     def __len__(self) -> int:
@@ -79,12 +79,10 @@ class LatentCache:
     def moments(self, index: int) -> Tensor:
         """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
         shard, row = self._place(index)
-        found, samples, kind = self._stats[shard], self.shard_sizes[shard], DTYPES[self.dtype]
+        status, samples, kind = self._stats[shard], self.shard_sizes[shard], DTYPES[self.dtype]
         path, size = self.paths[shard], kind.itemsize * math.prod(self.shape)
         try:
-            file, start, shape, dtype = _opened(path, found.st_size, found.st_mtime_ns)
-            if shape != (samples, *self.shape) or dtype != kind:
-                raise ValueError(f"{dtype} of shape {shape}, expected {self.dtype} of {(samples, *self.shape)}")
+            file, start = _opened(path, status.st_size, status.st_mtime_ns, (samples, *self.shape), kind)
             # Not by a map of the file: one that is cut off, or a bad disk, would kill the process.
             data = os.pread(file.fileno(), size, start + row * size)
             if len(data) != size:
@@ -96,20 +94,22 @@ class LatentCache:
 
     def listing(self) -> Iterator[bytes]:
         """Yield what tells these latents from others: the shards with their SHA-256."""
-        yield json.dumps(self.about["shards"]).encode()
+        yield json.dumps(self.record["shards"]).encode()
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _opened(path: Path, size: int, mtime_ns: int) -> tuple[FileIO, int, tuple, np.dtype]:
-    """Open a shard; return file, start, shape and dtype of its array. Raise ValueError if it has changed."""
+def _opened(path: Path, size: int, mtime_ns: int, shape: tuple, dtype: np.dtype) -> tuple[FileIO, int]:
+    """Open a shard; return file and start of its array. Raise ValueError if it has changed, or is another array."""
     file = open(path, "rb", buffering=0)
-    found = os.fstat(file.fileno())
-    if (found.st_size, found.st_mtime_ns) != (size, mtime_ns):
+    status = os.fstat(file.fileno())
+    if (status.st_size, status.st_mtime_ns) != (size, mtime_ns):
         raise ValueError("the shard has changed since the run began")
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(file)
-    return file, file.tell(), shape, dtype
+    own_shape, _, own_dtype = read(file)
+    if (own_shape, own_dtype) != (shape, dtype):
+        raise ValueError(f"{own_dtype} of shape {own_shape}, expected {dtype} of {shape}")
+    return file, file.tell()
 
 
 def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
@@ -127,13 +127,13 @@ def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
     return labels
 
 
-def _refuse_other_kinds(about: dict, shape: tuple) -> None:
-    vae, classes = about["vae"], about["classes"]
-    if about["dtype"] not in DTYPES or about["shape"] != list(shape):
-        raise ValueError(f"dtype {about['dtype']}, shape {about['shape']} are not those of its VAE and size")
+def _refuse_other_kinds(record: dict, shape: tuple) -> None:
+    vae, classes = record["vae"], record["classes"]
+    if record["dtype"] not in DTYPES or record["shape"] != list(shape):
+        raise ValueError(f"dtype {record['dtype']}, shape {record['shape']} are not those of its VAE and size")
     if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
         raise ValueError("name and sha256 of its VAE are not texts")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError("classes are not a list of names")
-    if not about["shards"]:
+    if not record["shards"]:
         raise ValueError("shards are an empty list")

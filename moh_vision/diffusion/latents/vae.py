@@ -186,7 +186,7 @@ def _load(name: str, local: bool, decodes: bool):
     shown = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # missing weights are reported below
     try:
-        vae, found = getattr(diffusers, kind).from_pretrained(
+        vae, loading = getattr(diffusers, kind).from_pretrained(
             name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True,
             local_files_only=local,
         )  # fmt: skip
@@ -195,7 +195,7 @@ def _load(name: str, local: bool, decodes: bool):
         raise kind(f"vae {name}: {reason_of(error)}") from None
     finally:
         logging.set_verbosity(shown)
-    missing = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
+    missing = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
     if _is_rae(vae) and not decodes:
         vae.decoder = None
         missing = [key for key in missing if not key.startswith("decoder.")]

@@ -166,13 +166,13 @@ class ImageTensors:
         first, size = 0, None
         parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
         for number, batch in enumerate(parts):
-            told, shape = f"{self.name}: batch {number}", list(getattr(batch, "shape", ()))
+            where, shape = f"{self.name}: batch {number}", list(getattr(batch, "shape", ()))
             if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
                 given = f"{batch.dtype} {shape}" if isinstance(batch, Tensor) else type(batch).__name__
-                raise ValueError(f"{told} is {given}; expected a uint8 tensor [B, 3, height, width]")
+                raise ValueError(f"{where} is {given}; expected a uint8 tensor [B, 3, height, width]")
             size = size or shape[2:]
             if shape[2:] != size:
-                raise ValueError(f"{told} has images of {shape[2:]}, the first of {size}")
+                raise ValueError(f"{where} has images of {shape[2:]}, the first of {size}")
             if number % world == rank:
                 yield first, batch
             first += len(batch)

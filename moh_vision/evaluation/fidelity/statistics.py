@@ -142,9 +142,9 @@ class SetStatistics:
         """Add what another process has seen of the same set."""
         self.size = other.size or self.size
         self.features.update(other.features)
-        for name, part in other.parts.items():
-            if self.parts.setdefault(name, part) is not part:
-                self.parts[name].merge(part)
+        for name, statistics in other.parts.items():
+            if self.parts.setdefault(name, statistics) is not statistics:
+                self.parts[name].merge(statistics)
 
     def all_features(self) -> Tensor | None:
         """Return [N, F] in the order of the images; None if they were not kept."""

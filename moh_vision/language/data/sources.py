@@ -172,9 +172,9 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
     if not folder.is_dir():
         wanted = " and ".join(split + endings[0] for endings in sides)
         raise FileNotFoundError(f"data.root {root}: no such folder (give a folder with {wanted}, or hfds/NAME)")
-    found = {name: [_there(folder, name, endings) for endings in sides] for name in names}
-    best = max(names, key=lambda name: sum(map(bool, found[name])))
-    for endings, paths in zip(sides, found[best]):
+    files = {name: [_there(folder, name, endings) for endings in sides] for name in names}
+    best = max(names, key=lambda name: sum(map(bool, files[name])))
+    for endings, paths in zip(sides, files[best]):
         if not paths:
             held = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
             listed = ", ".join(held[:12]) + (f" and {len(held) - 12} more" if len(held) > 12 else "")
@@ -184,7 +184,7 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
             raise ValueError(f"data.root {folder}: both {paths[0].name} and {paths[1].name}; remove one")
         if not paths[0].is_file():
             raise ValueError(f"{paths[0]}: not a file but a folder, pipe, socket or device")
-    return [paths[0] for paths in found[best]]
+    return [paths[0] for paths in files[best]]
 
 
 def _decoded(line: bytes, first: bool) -> str:
@@ -202,9 +202,9 @@ def _decoded(line: bytes, first: bool) -> str:
 
 def _under(key: str, line: str) -> str:
     """Return the text under a key of a JSON object."""
-    found = json.loads(line)
-    if not isinstance(found, dict) or not isinstance(found.get(key), str):
+    content = json.loads(line)
+    if not isinstance(content, dict) or not isinstance(content.get(key), str):
         raise ValueError(f"no text under the key {key!r}; expected an object a line that has it (tokenise: --key)")
-    if "\0" in found[key]:
+    if "\0" in content[key]:
         raise ValueError("a NUL character; expected text")
-    return found[key]
+    return content[key]

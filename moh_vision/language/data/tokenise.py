@@ -36,8 +36,8 @@ def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train"
             raise ValueError(f"{file}: expected {', '.join(FORMS)}, or one of these with .gz")
     vocabulary = Vocabulary.load(place, foreign=True)
     made = [out / f"{split}-{number:05d}" for number in range(len(files))]
-    found = (path for path in out.glob(f"{split}-*") if path.suffix == ".bin" or (path / IDS).exists())
-    extra = sorted(set(found) - set(made))
+    stores = (path for path in out.glob(f"{split}-*") if path.suffix == ".bin" or (path / IDS).exists())
+    extra = sorted(set(stores) - set(made))
     if extra:
         raise ValueError(
             f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
@@ -49,8 +49,8 @@ def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train"
         else:
             with Progress(file.name, file.stat().st_size, "byte", scaled=True) as progress:
                 texts = TextFile(file, None if form_of(file) == ".txt" else key).read(progress)
-                about = write_store(store, filter(None, texts), vocabulary, str(file), **made_from)
-            say(f"{store}: {about['texts']:,} documents, {about['tokens']:,} tokens")
+                meta = write_store(store, filter(None, texts), vocabulary, str(file), **made_from)
+            say(f"{store}: {meta['texts']:,} documents, {meta['tokens']:,} tokens")
     return made
 
 

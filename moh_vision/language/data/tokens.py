@@ -56,8 +56,8 @@ class Tokens:
         self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
         known = {meta["eos"]: path.name for path, meta in zip(paths, self.metas) if meta["eos"] is not None}
         if len(known) > 1:
-            told = ", ".join(f"{name} {eos}" for eos, name in known.items())
-            raise ValueError(f"{paths[0].parent}: files of one split with different eos: {told}")
+            listed = ", ".join(f"{name} {eos}" for eos, name in known.items())
+            raise ValueError(f"{paths[0].parent}: files of one split with different eos: {listed}")
         self.eos = next(iter(known), None)
         words = [meta["words"] for meta in self.metas]
         self.words = None if None in words else sum(words)

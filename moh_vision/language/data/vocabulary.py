@@ -97,12 +97,12 @@ class Vocabulary:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode texts as the tokenizer does, with LLaMA's bos, but without eos. Special tokens in them are text."""
-        found = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self._ends_with_eos:
-            return [ids[:-1] for ids in found]
+            return [ids[:-1] for ids in rows]
         if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
-            return [[i if i >= self.specials else UNK for i in ids] for ids in found]
-        return found
+            return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
+        return rows
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, on one line, without special tokens but "<unk>"."""
@@ -240,16 +240,16 @@ def _companion(path: Path) -> dict[str, str]:
         return {}
     try:
         content = json.loads(_read(file))
-        found = {role: content.get(role) for role in USUAL_ROLES}
+        values = {role: content.get(role) for role in USUAL_ROLES}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: not a tokenizer_config.json ({reason_of(error)})") from None
-    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in found.items()}
+    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 def _roles(named: dict[str, str], numbers: dict[str, int], where: str) -> dict[str, str]:
     """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
-    found = {}
+    roles = {}
     for role, usual in USUAL_ROLES.items():
         there = [named[role]] if role in named else [] if named else [name for name in usual if name in numbers]
         if len(there) > 1:
@@ -258,7 +258,7 @@ def _roles(named: dict[str, str], numbers: dict[str, int], where: str) -> dict[s
             )
         if there and there[0] not in numbers:
             raise ValueError(f"{where}: it has no token {there[0]!r}, which its {COMPANION} names as {role}")
-        found.update((role, name) for name in there)
-    if "eos_token" not in found:
+        roles.update((role, name) for name in there)
+    if "eos_token" not in roles:
         raise ValueError(f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it")
-    return found
+    return roles

@@ -136,20 +136,20 @@ def read_gates(
         for r in readings
     }
     columns = {f"{r.part}, {r.text}": r.columns for r in readings}
-    mean = {part: statistics.mean(values) for part, values in parts.items()}
+    mean = {stack: statistics.mean(values) for stack, values in parts.items()}
     return dict(columns=columns, mean_entropy=mean, layers=layers, tokens=tokens)
 
 
 def gate_text(record: dict, title: str) -> str:
     """Return Markdown of a result of `read_gates`: entropy, load and tokens."""
     paragraphs = [title]
-    for (part, text), group in itertools.groupby(record["layers"], lambda layer: (layer["part"], layer["reads"])):
+    for (stack, text), group in itertools.groupby(record["layers"], lambda layer: (layer["part"], layer["reads"])):
         layers = list(group)
         first = layers[0]["name"]
         paragraphs += [
-            f"Gates of the {part} that read the {text}:",
+            f"Gates of the {stack} that read the {text}:",
             gate_table(layers),
-            record["columns"][f"{part}, {text}"],
+            record["columns"][f"{stack}, {text}"],
             f"Tokens that point to each expert of {first} (largest PMI, at least 5 times):",
             token_table([[f"`{token}`" for token in tokens] for tokens in record["tokens"][first]]),
         ]
@@ -195,20 +195,20 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     for place, (name, layer) in enumerate(named):
         mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
         if mixes or layer.budget.routed and not layer.router.all_heads:
-            part = name.partition(".")[0]
-            part = part if part in ("encoder", "decoder") else "model"
-            own = part == "decoder" and not layer.by_context
+            stack = name.partition(".")[0]
+            stack = stack if stack in ("encoder", "decoder") else "model"
+            own = stack == "decoder" and not layer.by_context
             text = "target" if own else "source" if translates else "text"
-            groups.setdefault((part, text), []).append(place)
+            groups.setdefault((stack, text), []).append(place)
     readings = []
-    for (part, text), places in groups.items():
+    for (stack, text), places in groups.items():
         names, layers = zip(*(named[place] for place in places))
         vocabulary = vocabularies[1 if text == "target" else 0]
         size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may be larger
         sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
         counted = GateStatistics([gate_of(layer) for layer in layers], size)
-        readings.append(GateReading(part, text, dict(zip(places, names)), counted, vocabulary, columns))
+        readings.append(GateReading(stack, text, dict(zip(places, names)), counted, vocabulary, columns))
     return readings
 
 
@@ -237,10 +237,10 @@ def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttentio
     alike = [other.budget for other in layers if type(other.router) is type(router)]
     routed = span([budget.routed for budget in alike])
     shared = span([budget.shared for budget in alike])
-    told = f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
+    columns = f"EN is the share of choices that fell on expert N; every {unit} chooses {routed}."
     if shared != "0":
-        told += f" The first {shared} heads are shared: they always run, and E1 is the next."
-    return told
+        columns += f" The first {shared} heads are shared: they always run, and E1 is the next."
+    return columns
 
 
 def span(numbers: Sequence[int]) -> str:

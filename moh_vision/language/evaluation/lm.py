@@ -61,9 +61,9 @@ def parse(argv: list[str]) -> Namespace:
     """Return the options of another command that scores with this one, checked."""
     parser = Parser("python -m moh_vision lm", __doc__)
     options(parser.add_argument)
-    found = parser.parse(argv)
-    check(found)
-    return found
+    parsed = parser.parse(argv)
+    check(parsed)
+    return parsed
 
 
 def check(options: Namespace) -> None:
@@ -126,7 +126,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     if 1 <= (options.limit or math.inf) < accelerator.num_processes:
         processes = f"fewer questions than processes ({accelerator.num_processes})"
         raise ValueError(f"--limit {options.limit:g}: {processes}")
-    model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    model, circumstances = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
     load, counting = None, lambda row: contextlib.nullcontext()
     if options.head_load:
         load = HeadLoad(head_budget(model)["layers"], {"task": [row.title for row in rows]})
@@ -143,8 +143,8 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
             load.save(Path(options.head_load))
     lines = [f"head load: {options.head_load}"] if load else []
     if options.limit is not None:
-        part = "these are scores of a part of each task, not to be compared with the paper's"
-        lines.append(f"--limit {options.limit:g}: {part}")
+        warning = "these are scores of a part of each task, not to be compared with the paper's"
+        lines.append(f"--limit {options.limit:g}: {warning}")
     values = {(row["title"], *row["tasks"]): row["value"] for row, _ in scored}
     suites: dict[str, dict] = {}
     for name in dict.fromkeys(item for item in items if item in SUITES and scored):
@@ -157,8 +157,8 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     named = ("num_fewshot", "include_path", "limit")
     how = dict({name: getattr(options, name) for name in named}, seeds=SEEDS)
     versions = {task: version for _, result in scored for task, version in result["versions"].items()}
-    about["versions"].update(lm_eval=metadata.version("lm_eval"), tasks=versions)
-    return dict(suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **about), lines
+    circumstances["versions"].update(lm_eval=metadata.version("lm_eval"), tasks=versions)
+    return dict(suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **circumstances), lines
 
 
 def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
@@ -167,7 +167,7 @@ def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
 
     device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=True)
-    model, about = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    model, circumstances = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # None: it does not say
     context = options.context or min(2048, most or 2048)
     stride = options.stride or max(1, context // 4)
@@ -193,7 +193,7 @@ def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
         f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {size} bytes",
     ]
     file = str(Path(options.perplexity).resolve())
-    return dict(scores, file=file, context=context, stride=stride, **about), lines
+    return dict(scores, file=file, context=context, stride=stride, **circumstances), lines
 
 
 def score(options: Namespace, accelerator) -> None:
@@ -291,7 +291,7 @@ def evaluate_rows(
     """
     from lm_eval import simple_evaluate
 
-    found = []
+    scored = []
     for number, (row, objects) in enumerate(tasks.items()):
         shots = None if row.shots < 0 else row.shots
         with counting(number):
@@ -302,13 +302,13 @@ def evaluate_rows(
             continue
         metrics = {name: _numbers(values) for name, values in result["results"].items()}
         scores = [metrics.get(name, {}).get(row.metric) for name in row.tasks]
-        found.append((dict(
+        scored.append((dict(
             title=row.title, tasks=list(row.tasks), shots=shots,
             used_shots={name: result["n-shot"].get(name) for name in metrics},
             metric=row.metric or None, value=None if None in scores else 100 * sum(scores) / len(scores),
             metrics=metrics, samples={name: count["effective"] for name, count in result["n-samples"].items()},
         ), result))  # fmt: skip
-    return found
+    return scored
 
 
 def _numbers(values: dict) -> dict[str, float]:

@@ -78,11 +78,11 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         raise ValueError(f"--model {folder}: not read as a causal language model: {reason_of(error)}") from None
     size = model.config.get_text_config().vocab_size
     if len(tokenizer) > size:
-        told = f"{size} tokens, its tokenizer has {len(tokenizer)}"
-        raise ValueError(f"--model {folder}: {told}: they do not belong together")
+        sizes = f"{size} tokens, its tokenizer has {len(tokenizer)}"
+        raise ValueError(f"--model {folder}: {sizes}: they do not belong together")
     weights = sorted([*place.glob("*.safetensors"), *place.glob("pytorch_model*.bin")])
     cheap = sum(file.stat().st_size for file in weights) <= MOST_HASHED
-    about = dict(
+    circumstances = dict(
         model=str(place.resolve()),
         model_type=model.config.model_type,
         moh=getattr(model.config, "moh", None),
@@ -91,7 +91,7 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         device=str(device),
         versions=versions(),
     )
-    return model.to(device).eval(), about
+    return model.to(device).eval(), circumstances
 
 
 @contextlib.contextmanager

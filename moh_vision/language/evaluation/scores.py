@@ -115,11 +115,11 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
         if dataset is None:
             continue
         counts = texts and dataset is text.val
-        results[title] = found = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
+        results[title] = scores = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
         # To compare byte-pair vocabularies; text that comes as ids may not say its words.
         if isinstance(text, CausalInputs) and dataset.tokens.words:
-            found["word_perplexity"] = exp(found["loss"] * found["tokens"] / dataset.tokens.words)
-        log.say(f"{title}: {summary(found)}")
+            scores["word_perplexity"] = exp(scores["loss"] * scores["tokens"] / dataset.tokens.words)
+        log.say(f"{title}: {summary(scores)}")
     for number, (name, dataset) in enumerate(texts[1:], 1):
         evaluate(dataset, f"head load, {name}", lambda stats, number=number: load.add(stats, number))
     if texts:
@@ -134,9 +134,9 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
             write_json(run.folder / "gates.json", dict(split=config.data.val, **gates))
             write_whole(run.folder / "gates.md", gate_text(gates, f"# What the gates do with {config.data.val}"))
         results["gate_entropy"] = {layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]}
-        results["mean_gate_entropy"] = {part: round(mean, 4) for part, mean in gates["mean_entropy"].items()}
-    for part, mean in results.get("mean_gate_entropy", {}).items():
-        log.say(f"mean entropy of the gates of the {part}: {mean:.3f} nats")
+        results["mean_gate_entropy"] = {stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()}
+    for stack, mean in results.get("mean_gate_entropy", {}).items():
+        log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
     return results | (_translations(run, text) if isinstance(text, TranslationInputs) else {})
 
 

@@ -55,9 +55,9 @@ class AdaptiveVocabulary(nn.Module):
         x = None
         for band, (embedding, projection) in enumerate(zip(self.embeddings, self.projections)):
             where, words = self._inside(ids, band)
-            part = projection(embedding(words))
-            x = part.new_zeros(*ids.shape, self.dim) if x is None else x
-            x = x.index_put(where, part)
+            embedded = projection(embedding(words))
+            x = embedded.new_zeros(*ids.shape, self.dim) if x is None else x
+            x = x.index_put(where, embedded)
         return x
 
     def log_probs(self, hidden: Tensor) -> Tensor:

@@ -140,9 +140,9 @@ class TextLayer(nn.Module):
             x = self.around(x, self.cross_norm, self.cross_attn, stats, **inputs)
         return self.around(x, self.ffn_norm, self.ffn)
 
-    def around(self, x: Tensor, norm: nn.Module, part: nn.Module, stats: list | None = None, **inputs) -> Tensor:
+    def around(self, x: Tensor, norm: nn.Module, layer: nn.Module, stats: list | None = None, **inputs) -> Tensor:
         """The residual sum of a part, normalised; the part is attention, which also returns statistics, or feed-forward."""
-        y = part(norm(x) if self.pre_norm else x, **inputs)
+        y = layer(norm(x) if self.pre_norm else x, **inputs)
         if isinstance(y, tuple):
             y, routing = y
             if stats is not None:

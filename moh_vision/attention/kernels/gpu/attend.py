@@ -283,8 +283,8 @@ def write_zeros(x, gates, n, first, stop, low, high, H, how: tl.constexpr):
         taken = tl.where(first + tl.arange(0, how.BLOCK_M) < stop, n, -1)
         for start in range(low, high, how.BLOCK_M):
             free = start + tl.arange(0, how.BLOCK_M)
-            found = tl.max((free[:, None] == taken[None, :]).to(tl.int32), 1)
-            real = (free < high) & (found == 0)
+            is_taken = tl.max((free[:, None] == taken[None, :]).to(tl.int32), 1)
+            real = (free < high) & (is_taken == 0)
             row = free.to(tl.int64) * H
             store(x, row * how.D, zeros(how.BLOCK_M, how), real, how)
             if gates is not None:
