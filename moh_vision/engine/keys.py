@@ -43,9 +43,7 @@ def key(default: Any = MISSING, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata=options)
 
 
-class Idle(NamedTuple):
-    """Keys that may have no effect, for reasons that no `needs` can tell."""
-
+class Idle(NamedTuple):  # where no `needs` can tell
     keys: str  # patterns
     has_effect: Any
     needs: str  # in words

@@ -45,7 +45,7 @@ def from_all(value: T, group=None) -> list[T]:
 
 
 def by_main(call: Callable[[], None], accelerator) -> None:
-    """Let the main process do `part`; if it raises one of MISTAKES, all raise ValueError."""
+    """Let the main process do `call`; if it raises one of MISTAKES, all raise ValueError."""
     problem = attempt(call if accelerator.is_main_process else lambda: None, MISTAKES)
     if problem:
         raise ValueError(problem)
