@@ -238,7 +238,6 @@ NOT_RUN = {
     "python train_cls.py --config cls/convert_vit_small_75 --data.root IMAGENET --distill": "loads weights of the hub; tests/classification/test_distillation.py",
     "python train_dit.py --config quickstart/dit --data.root DATA --model.name pretrained": "a folder of a DiT; tests/models/test_pretrained.py",
     "python -m moh_vision export moh_dit_xlarge_patch2_90": "released weights; tests/commands/test_export.py",
-    "python -m moh_vision export RUN --format onnx --output model.onnx": "takes long; tests/commands/test_export.py",
     "python -m moh_vision gates TEXT_RUN": "runs of text; tests/commands/test_gates.py",
     "python -m moh_vision curves TEXT_RUN": "runs of text; tests/commands/test_curves.py",
     "python -m moh_vision lm-curve": "needs lm_eval; tests/commands/test_lm_curve.py",
