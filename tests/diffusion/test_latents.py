@@ -20,7 +20,6 @@ from tiny_vae import save_tiny_vae
 from moh_vision.__main__ import main
 from moh_vision.data.decode import UnreadableImage, center_crop
 from moh_vision.data.folder import ImageFolder
-from moh_vision.data.splits import open_source
 from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import encode_moments, load_vae
@@ -241,13 +240,6 @@ def test_more_shards_than_files_may_be_open(tmp_path, vae_folder, root):
     for i in (*range(20), 0, 19):
         assert cache.moments(i).isfinite().all()
     assert len(os.listdir("/proc/self/fd")) <= before + 16
-
-
-def test_classifiers_are_told(tmp_path, vae_folder, written, capfd):
-    with one_line("data.root .*: latents, which train_dit.py reads; images are needed here"):
-        open_source(str(written), "train")
-    assert run(vae_folder, written, tmp_path / "again") == 2
-    assert "images are needed here" in error_line(capfd)
 
 
 def on_a_rank(rank, folder, *argv):

@@ -3,8 +3,8 @@
 import contextlib
 import functools
 import json
-import subprocess
-import sys
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import refusals
 import torch
 from diffusers import AutoencoderKL, DiffusionPipeline
 from PIL import Image
-from processes import Command, on_two_ranks
+from processes import Command, hold, on_two_ranks
 from refusals import one_line
 from safetensors.torch import load_file, save_file
 from tiny_vae import coarse_vae, no_longer_zero, save_tiny_vae
@@ -31,7 +31,7 @@ from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.io import sha256_of
+from moh_vision.engine.io import only_one, sha256_of
 from moh_vision.engine.seeds import derive_seed
 from moh_vision.evaluation.fidelity import Extracted, Extractor, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
@@ -313,27 +313,18 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, capsys):
 
 def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
     """Or the first to end would remove the samples of the other."""
-    run, lock = run_of(tmp_path, 3), sample.only_one
-    hold = "import fcntl, sys, time; file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX)"
-    hold, others = hold + "; print(flush=True); time.sleep(60)", []
-
-    def after_another(folder, option):
-        command = [sys.executable, "-c", hold, folder / ".lock"]
-        others.append(subprocess.Popen(command, stdout=subprocess.PIPE))
-        others[0].stdout.readline()
-        return lock(folder, option)
-
+    run, out = run_of(tmp_path, 3), ["--out", tmp_path / "a.npz"]
+    interrupted(run, *out)
+    (folder,) = tmp_path.glob(".samples-*")
+    other = hold(only_one, folder, "another")
     monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
-    monkeypatch.setattr(sample, "only_one", after_another)
     try:
-        error = refused(capsys, run, "--out", tmp_path / "a.npz")
+        error = refused(capsys, run, *out)
     finally:
-        others[0].kill()
-        others[0].communicate()
-    assert "error: samples in" in error and "another process is writing there" in error
-    assert not list(tmp_path.glob(".samples-*/*.npy"))
-    monkeypatch.setattr(sample, "only_one", lock)
-    call(run, "--out", tmp_path / "a.npz")
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert "error: samples in" in error and f": process {other} on " in error
+    call(run, *out)
     assert not list(tmp_path.glob(".samples-*"))
 
 

@@ -35,18 +35,11 @@ def test_guidance_extrapolates_from_no_class(sampler, scale):
     torch.testing.assert_close(images, torch.full_like(images, -0.1 + scale * 0.3), atol=1e-2, rtol=0)
 
 
-def test_official_guidance_leaves_the_fourth_channel_alone():
-    """The official forward_with_cfg, written out: three guided channels, the rest of the class's half."""
+@pytest.mark.parametrize("channels", [1, 3, 8])
+def test_only_latents_of_four_channels_have_one_that_is_not_guided(channels):
     cond, uncond = torch.randn(2, 8, 3, 3), torch.randn(2, 8, 3, 3)
-    three = Guidance(4.0).combine(cond, uncond, 4)
-    assert torch.equal(three[:, :3], uncond[:, :3] + 4.0 * (cond[:, :3] - uncond[:, :3]))
-    assert torch.equal(three[:, 3:], cond[:, 3:])  # the fourth channel, and the variance
-    every = Guidance(4.0, channels="all").combine(cond, uncond, 4)
-    assert torch.equal(every[:, :4], uncond[:, :4] + 4.0 * (cond[:, :4] - uncond[:, :4]))
-    assert torch.equal(every[:, 4:], cond[:, 4:])
-    for channels in (1, 3, 8):  # images in pixels, latents of other VAEs
-        every = Guidance(2.0, "all").combine(cond, uncond, channels)
-        assert torch.equal(Guidance(2.0).combine(cond, uncond, channels), every)
+    every = Guidance(2.0, "all").combine(cond, uncond, channels)
+    assert torch.equal(Guidance(2.0).combine(cond, uncond, channels), every)
 
 
 @pytest.mark.parametrize("channels, n", [(None, 3), (1, 1), ("all", 4)])
