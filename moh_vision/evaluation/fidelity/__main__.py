@@ -6,10 +6,8 @@ Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes
 import argparse
 from pathlib import Path
 
-import torch
-
 from moh_vision.data.batches import check_images_fit
-from moh_vision.engine.commands import Parser, exit_code, reason_of, refuse_output, say
+from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
 from moh_vision.engine.logging import versions, write_json
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.evaluation import fidelity
@@ -34,7 +32,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--extractor", default="inception", help="inception, timm:NAME, timm:local-dir:FOLDER or a run (inception)")
     add("--inception-weights", metavar="FILE", help="torch-fidelity's .pth; without it, it is fetched once")
     add("--batch-size", type=int, default=64, help="images at a time (64)")
-    add("--device", help="where the extractor runs (a GPU if there is one)")
     add("--allow-biased", action="store_true", help="also with no more images than features; labelled FID@N")
     add("--out", metavar="FILE", help="write the numbers as JSON; must not exist")
     add("--save-statistics", metavar="FILE", help="instead of REFERENCE: write those of GENERATED, to be one later")
@@ -49,10 +46,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: expected 1 or more")
     check_images_fit("--size", options.size, 3, options.batch_size)
-    try:
-        torch.zeros(1, device=options.device)
-    except (RuntimeError, AssertionError) as error:  # for devices that torch does not know or have
-        raise ValueError(f"--device {options.device}: {reason_of(error)}") from None
     refuse_output("--out", options.out)
     refuse_output("--save-statistics", options.save_statistics)
     if options.save_statistics and not options.save_statistics.endswith(".npz"):
@@ -82,7 +75,7 @@ def _work(options: argparse.Namespace) -> None:
     with accelerator.main_process_first():
         generated, *reference = _open_sets(options)
     network = make_extractor(options.extractor, options.inception_weights)
-    how = dict(batch_size=options.batch_size, device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    how = dict(batch_size=options.batch_size, device=accelerator.device)
     if options.save_statistics:
         statistics = statistics_of(generated, network, title="images", **how)
         if accelerator.is_main_process:

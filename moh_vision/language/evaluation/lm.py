@@ -18,7 +18,6 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from moh_vision.attention import head_budget
@@ -51,7 +50,6 @@ def options(add: Callable) -> None:
     add("--context", type=int, help="tokens of a window for --perplexity (2048, or what the model allows if less)")
     add("--stride", type=int, help="tokens from window to window (a quarter of the context)")
     add("--batch-size", default="1", help="questions or windows at a time on each process; for tasks also auto (1)")
-    add("--device", help="where the model runs (a GPU if there is one)")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
     add("--head-load", metavar="FILE", help="write as JSON which heads the tokens of each task ran; must not exist")
@@ -98,26 +96,12 @@ def check(options: Namespace) -> None:
     refuse_output("--head-load", options.head_load)
 
 
-def _device(asked: str | None, accelerator) -> torch.device:
-    if accelerator.num_processes > 1:
-        if asked:
-            raise ValueError(f"--device {asked}: processes of accelerate launch have their own; leave it out")
-        return accelerator.device
-    try:
-        device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch's, for a wrong name and for a backend not built
-        raise ValueError(f"--device {asked}: {reason_of(error)}") from None
-    return device
-
-
 def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     """Return (what --out gets, lines to print) on the main process."""
     from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
     rows = plan(items, options.num_fewshot)
-    device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
     from lm_eval import utils
 
@@ -126,7 +110,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     if 1 <= (options.limit or math.inf) < accelerator.num_processes:
         processes = f"fewer questions than processes ({accelerator.num_processes})"
         raise ValueError(f"--limit {options.limit:g}: {processes}")
-    model, circumstances = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    model, circumstances = load_model(options.model, options.dtype, accelerator.device, tokenizer, options.moh_llama3)
     load, counting = None, lambda row: contextlib.nullcontext()
     if options.head_load:
         load = HeadLoad(head_budget(model)["layers"], {"task": [row.title for row in rows]})
@@ -165,9 +149,8 @@ def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     """Do as `_tasks`, for a text."""
     from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, read_text, sliding_windows
 
-    device = _device(options.device, accelerator)
     tokenizer = load_tokenizer(options.tokenizer or options.model, text=True)
-    model, circumstances = load_model(options.model, options.dtype, device, tokenizer, options.moh_llama3)
+    model, circumstances = load_model(options.model, options.dtype, accelerator.device, tokenizer, options.moh_llama3)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # None: it does not say
     context = options.context or min(2048, most or 2048)
     stride = options.stride or max(1, context // 4)
@@ -180,7 +163,7 @@ def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     windows = sliding_windows(ids, context, stride, options.batch_size, **share)
     windows = Progress.over(windows, "perplexity", enabled=accelerator.is_main_process)
     try:
-        scores = perplexity(causal_losses(model), windows, device, total)
+        scores = perplexity(causal_losses(model), windows, accelerator.device, total)
     except ValueError as error:
         raise ValueError(f"{options.perplexity}: {error}") from None
     nats, words, size = scores["loss"] * scores["tokens"], text["words"], text["bytes"]

@@ -275,7 +275,7 @@ def test_processes_share_questions_and_windows(model, tmp_path):
     records = {}
     for kind, extra in (("tasks", questions), ("text", windows)):
         one, two = tmp_path / f"{kind}1.json", tmp_path / f"{kind}2.json"
-        command = ["--model", model, *extra, "--device", "cpu", "--out", one]
+        command = ["--model", model, *extra, "--out", one]
         assert run(*command) == 0
         command = [*launch, "moh_vision", "lm", "--model", model, *extra, "--out", str(two)]
         subprocess.run(command, check=True, cwd=ROOT, env=environment)
@@ -388,7 +388,6 @@ def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
     ):  # fmt: skip
         assert mistake(capsys, *arguments) == want
     assert "no tokenizer (tokenizer_config.json" in mistake(capsys, "--model", tmp_path, "--perplexity", text)
-    assert mistake(capsys, *read, "--device", "nonsense").startswith("--device nonsense: ")
     text.write_bytes(b"caf\xe9\n")
     assert "line 1: not UTF-8" in mistake(capsys, *read)
 
