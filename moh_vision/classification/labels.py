@@ -23,8 +23,7 @@ IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the 
 class Relabelled:
     """Samples of a source with other labels: class numbers [n], or all right ones [n, L].
 
-    Images with fewer than L right classes repeat the first. `columns` are the competing
-    classes of ImageNet's 1,000.
+    Images with fewer than L right classes repeat the first. `columns` are the competing classes of ImageNet's 1,000.
     """
 
     def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: list[int]):
@@ -55,9 +54,8 @@ class SomeClasses(ClassificationTask):
 def open_labelled(root: str, labels: Labels) -> Relabelled:
     """Open the images of a label set: the val split of `root`, or class folders, as V2, A, R and Sketch.
 
-    "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without.
-    The others go by the names of class folders: synsets, or V2's numbers. "a" and "r" have 200
-    classes; others do not compete.
+    "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without. The others go by
+    the names of class folders: synsets, or V2's numbers. "a" and "r" have 200 classes; others do not compete.
     """
     plain = os.path.isdir(root) and not has_split(root, "val")
     source = ImageFolder(root, "") if plain else open_source(root, "val")

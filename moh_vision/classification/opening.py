@@ -141,9 +141,8 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
 def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> tuple[nn.Module, dict]:
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
-    A run, or a folder saved by timm or moh_vision.publish, brings its model: only
-    `model.head_budget` may change it. Other weights need the configuration's `model` and
-    `arguments`. `images`, their number, decides the memory that they take.
+    A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
+    need the configuration's `model` and `arguments`. `images`, their number, decides the memory that they take.
     """
     path, data = config.checkpoint, config.data
     batch = min(data.eval_batch_size, images)

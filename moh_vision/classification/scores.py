@@ -1,6 +1,5 @@
 """Scores of a classifier: exact over processes, by class, with the use of its heads."""
 
-import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from moh_vision.attention import head_budget
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.io import write_csv, write_whole
+from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total
 from moh_vision.engine.weights import whole_weights
@@ -107,8 +106,3 @@ def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str
     wide = max(len(name) for name, _ in top1)
     rows = (f"  {name:<{wide}}  {'no images' if share is None else f'{share:6.2f} %'}" for name, share in top1)
     return "\n".join(["top-1 by class:", *rows])
-
-
-def write_confusion(confusion: Tensor, classes: Sequence[str], path: Path) -> None:
-    """Write `confusion_of` as JSON: classes (names), counts: [class, predicted class, images]."""
-    write_whole(path, json.dumps(dict(classes=list(classes), counts=confusion.tolist())) + "\n")

@@ -4,6 +4,7 @@ Installed: accelerate launch -m moh_vision.classification.train --config cls/NAM
 prints every key.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict
 
@@ -13,7 +14,7 @@ from torch import nn
 
 from moh_vision.attention import settings
 from moh_vision.classification.config import ClsConfig
-from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate, write_confusion
+from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data import splits
 from moh_vision.data.batches import (
@@ -30,6 +31,7 @@ from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST
 from moh_vision.engine.commands import BadData, message_of
+from moh_vision.engine.io import write_whole
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
@@ -176,7 +178,8 @@ class Evaluation:
             weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
             run.log.say(f"best of the validations: {weights}, {run.folder / BEST}")
         if run.accelerator.is_main_process:
-            write_confusion(confusion, classes, run.folder / "confusion.json")
+            counted = dict(classes=list(classes), counts=confusion.tolist())  # counts: class, predicted class, images
+            write_whole(run.folder / "confusion.json", json.dumps(counted) + "\n")
             load.of = dict(model=name, data=run.config.data.root, split="val", weights=self.weights, step=run.done)
             try:
                 load.save(run.folder / FILE)

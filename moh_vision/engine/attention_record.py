@@ -30,9 +30,8 @@ def keep_settings(attention, folder: Path | None, accelerator, held: ExitStack, 
 class AttentionRecord:
     """The path of the attention operators and the table of `auto`, kept in FOLDER/attention.json.
 
-    Both decide the last bits of results, so resumed work keeps what it began with, and all processes, each of which
-    makes the record, use the main one's. Settings in `allowed`, keys of --allow-change, are this machine's. `table` is
-    None until `measure` makes one; `refused` names unusable stored settings; `line` says which path runs and why.
+    Both decide the last bits of results: all processes use the main one's, and resumed work its first ones, but for
+    `allowed`, keys of --allow-change. `table` is None until `measure`; `refused` names unusable ones, `line` what runs.
     """
 
     def __init__(self, attention, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):

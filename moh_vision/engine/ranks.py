@@ -22,11 +22,7 @@ def say(text: str) -> None:
 
 
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
-    """Do this process's part of a write and wait for the others.
-
-    Return None if all did theirs, else the first failed process's message, on every process. A thread beside others has
-    a process `group` of its own.
-    """
+    """Call it on every process; return None, or the first failed one's message. A thread needs a process `group` of its own."""
     problem = None
     try:
         call()

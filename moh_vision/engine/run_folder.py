@@ -42,8 +42,7 @@ class RunFolder:
     def open(self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
-        A run that `resumes` may have an allowed change that does not fit: it calls `write_records` once the checkpoint
-        is loaded.
+        A run that `resumes` calls `write_records` itself, with its checkpoint loaded: an allowed change may not fit.
         """
         self.config = config
         self.records = [record for record in (data, attention) if record]
