@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.cache import ContextCache, look_up
+from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors import EXECUTORS, Masked, choose
-from moh_vision.attention.executors.choice import is_traced, way_to_skip, ways
-from moh_vision.attention.linear import plain
+from moh_vision.attention.executors.choice import way_to_skip, ways
+from moh_vision.attention.linear import is_traced, plain
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
@@ -172,7 +172,15 @@ class HeadMixtureAttention(nn.Module):
                 a cache where routing reads the whole sequence, padding of another length, or a condition where every
                 token has its own heads.
         """
-        context, context_padding, past, keys, crosses = look_up(cache, x, context, context_padding)
+        crosses, past = context is not None or isinstance(cache, ContextCache), 0
+        keys = x.shape[1] if context is None else context.shape[1]
+        if isinstance(cache, ContextCache):
+            context = cache.take(x, context, context_padding)
+            keys, context_padding = cache.length or keys, cache.padding
+        elif cache is not None:
+            if crosses:
+                raise ValueError("a KeyValueCache is for self-attention, not with a context: give a ContextCache")
+            past, keys = cache.length, cache.length + keys
         self.check(x, padding_mask, rotary, condition, context_padding, past, keys, crosses)
         padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
         hidden = context_padding if crosses else padding_mask

@@ -87,20 +87,6 @@ def test_a_group_is_one_wide_head(padded):
     assert len(got.active.flatten(0, 1).unique(dim=0)) == 3  # the choices differ from token to token
 
 
-def test_balance_loss_at_balance_is_the_number_of_routed_heads():
-    """Three tokens whose norms are turned round: every group is chosen as often and as probably as any other."""
-    length = torch.tensor([1.0, 2.0, 4.0])
-    rows = torch.stack([length.roll(n) for n in range(3)], dim=1)  # [3 groups, 3 tokens]
-    q = torch.cat([torch.ones(1, 3), rows]).repeat_interleave(GROUP, 0)  # [H, 3]
-    q = q.view(1, H, 3, 1).expand(1, H, 3, D)
-    stats = QueryNormRouter(C, BUDGET, group=GROUP)(torch.zeros(1, 3, C), q).stats
-    assert stats.counts.tolist() == [[3, 3, 2, 2, 2, 2, 2, 2]]
-    torch.testing.assert_close(load_balance_loss([stats]), torch.tensor(float(BUDGET.routed)))
-    # And above it where all tokens agree.
-    same = QueryNormRouter(C, BUDGET, group=GROUP)(torch.zeros(1, 3, C), q[:, :, :1].expand(1, H, 3, D)).stats
-    assert load_balance_loss([same]) > BUDGET.routed + 0.1
-
-
 @pytest.mark.parametrize("budget", [(H, 0), (6, 2)], ids=["all shared", "one group to choose from"])
 def test_nothing_to_choose(budget):
     router = QueryNormRouter(C, HeadBudget(H, D, *budget), group=GROUP)

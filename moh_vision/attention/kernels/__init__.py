@@ -20,7 +20,7 @@ from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
-SHORT_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the operators in C++ or Triton
 WIDEST = 256  # head width of Triton's kernels
 
 
@@ -49,7 +49,7 @@ def attend_path(
     if dropout_p == 0 and not learned:
         if native(device, dtype, "attend"):
             return "cpp"
-        if path(device.type) == "triton" and dtype in SHORT_OR_SINGLE and head_dim <= WIDEST:
+        if path(device.type) == "triton" and dtype in DTYPES and head_dim <= WIDEST:
             return "triton"
     return "torch"
 

@@ -9,11 +9,12 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from moh_vision.attention.kernels import DTYPES
 from moh_vision.attention.kernels.build import path
 from moh_vision.attention.kernels.eager import choose, gate_logits
+from moh_vision.attention.linear import is_traced
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing
@@ -54,14 +55,8 @@ def route(
 
 
 def _operator(x: Tensor, weight: Tensor):
-    """The operator that routes x, None where there is none. Not while torch.jit traces or a model is exported."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return None
-    if not torch.compiler.is_compiling():
-        # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
-        if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
-            return None
-    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
+    """The operator that routes x, None where there is none."""
+    if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return None
     where = path(x.device.type)
     if where == "cpp":

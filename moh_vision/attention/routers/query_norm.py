@@ -34,9 +34,6 @@ class QueryNormRouter(TopKRouter):
     """
 
     needs_query = True
-    reads = "token"
-    all_heads = False
-    aux_loss = "moh"
 
     def __init__(
         self, dim: int, budget: HeadBudget, group: int = 1, device: Device = None, dtype: torch.dtype | None = None

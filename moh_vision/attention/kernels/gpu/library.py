@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moh_vision.attention.kernels import eager
+from moh_vision.attention.kernels import DTYPES, WIDEST, eager
 from moh_vision.attention.kernels.contract import describe_route, differentiate
 from moh_vision.attention.kernels.gpu import route
 from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
@@ -18,8 +18,6 @@ from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 NAME = "moh_vision_triton"
 LIBRARY = torch.library.Library(NAME, "DEF")
 OPS = torch.ops.moh_vision_triton
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256  # head width
 
 
 def define(schema: str, run: Callable, fake: Callable | None = None) -> None:
