@@ -1,9 +1,12 @@
 """What a layer keeps between calls, for decoding one token after another."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
-from moh_vision.attention.routing import Routing, RoutingStats
+from moh_vision.attention.routing import Routing
 
 
 class Cache:
@@ -13,6 +16,8 @@ class Cache:
     causal pool): tensors [B, ..], which the layer sets; None for others.
     """
 
+    by_row = ("keys", "values", "router_state")  # a row for every sequence of the batch
+
     def __init__(self):
         self.length = 0
         self.keys: Tensor | None = None  # [B, kv_heads, length, D], or room for more
@@ -21,10 +26,12 @@ class Cache:
 
     def reorder(self, indices: Tensor) -> None:
         """Keep rows `indices` [B'] of the batch, in that order; a row may come several times or not at all."""
-        if self.keys is not None:
-            self.keys, self.values = self.keys.index_select(0, indices), self.values.index_select(0, indices)
-        if self.router_state is not None:
-            self.router_state = tuple(t.index_select(0, indices) for t in self.router_state)
+
+        def chosen(value: Any) -> Any:
+            return value.index_select(0, indices) if isinstance(value, Tensor) else value
+
+        for name in self.by_row:
+            setattr(self, name, tree_map(chosen, getattr(self, name)))
 
     def repeat(self, times: int) -> None:
         """Repeat every row of the batch `times` times, copies side by side: beams of one sequence."""
@@ -95,6 +102,8 @@ class ContextCache(Cache):
     context_padding, and ignore them.
     """
 
+    by_row = (*Cache.by_row, "padding", "routing")
+
     def __init__(self):
         super().__init__()
         self.padding: Tensor | None = None  # [B, M]
@@ -116,12 +125,3 @@ class ContextCache(Cache):
         """Keep k and v [B, kv_heads, M, D]."""
         self.keys, self.values, self.length = k.contiguous(), v.contiguous(), k.shape[2]
         return self.keys, self.values
-
-    def reorder(self, indices: Tensor) -> None:
-        super().reorder(indices)
-        if self.padding is not None:
-            self.padding = self.padding.index_select(0, indices)
-        if self.routing is not None:
-            weights, active, stats, count, _ = self.routing
-            weights, active = (None if t is None else t.index_select(0, indices) for t in (weights, active))
-            self.routing = Routing(weights, active, RoutingStats(*(t.index_select(0, indices) for t in stats)), count)

@@ -16,7 +16,7 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path
 from moh_vision.attention.kernels.build import use as use
-from moh_vision.attention.linear import product_dtype
+from moh_vision.attention.linear import in_float, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
@@ -59,11 +59,6 @@ def list_pairs(active: Tensor) -> Pairs:
     if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
         return Pairs(*OPS.pairs(active))
     return eager.pairs(active)
-
-
-def in_float(weights: Tensor) -> Tensor:
-    """Return weights in float32, or wider if they are."""
-    return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None) -> Tensor:

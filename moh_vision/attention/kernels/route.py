@@ -48,10 +48,12 @@ def route(
         The Routing, in float32 or better. The operators also list the pairs, and write gates below 1e-30 as 0:
         products with denormal numbers are slow.
     """
-    operator = _operator(x, weight)
-    if operator is not None:
-        return _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask)
-    return choose(gate_logits(x, weight), candidates, shared, routed, kind, balanced, padding_mask)
+    operator, router = _operator(x, weight), (candidates, shared, routed, kind)
+    if operator is None:
+        return choose(gate_logits(x, weight), *router, balanced, padding_mask)
+    weights, active, rows, probs, counts, *pairs = operator(x, weight, *router, padding_mask)
+    stats = RoutingStats(probs, counts, rows[..., :candidates])
+    return Routing(weights, active, stats, shared + routed, Pairs(*pairs))
 
 
 def _operator(x: Tensor, weight: Tensor):
@@ -64,11 +66,3 @@ def _operator(x: Tensor, weight: Tensor):
     if where == "triton" and weight.shape[0] <= MOST_ROWS:
         return torch.ops.moh_vision_triton.route
     return None
-
-
-def _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
-    weights, active, rows, probs, counts, token, offsets = operator(
-        x, weight, candidates, shared, routed, kind, padding_mask
-    )
-    stats = RoutingStats(probs, counts, rows[..., :candidates])
-    return Routing(weights, active, stats, shared + routed, Pairs(token, offsets))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
+from moh_vision.attention.linear import in_float
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
 
@@ -51,7 +52,7 @@ class GateLinear(nn.Linear):
 
 def no_logits(x: Tensor) -> Tensor:
     """[B, N, 0], for a layer that routes nothing."""
-    return torch.zeros((x.shape[0], x.shape[1], 0), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return in_float(x.new_zeros(x.shape[0], x.shape[1], 0))
 
 
 def real_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -86,7 +87,7 @@ def causal_mean(
     Returns:
         the means [B, N, C], and the state after x.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = in_float(x)
     real, past = real_tokens(x, padding_mask), 0
     if padding_mask is not None:
         x = x * real

@@ -6,6 +6,7 @@ import torch.fx
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from moh_vision.attention.linear import in_float
 from moh_vision.attention.routers.common import real_tokens
 
 torch.fx.wrap("moments")  # leaves while tracing
@@ -71,7 +72,7 @@ def moments(x: Tensor, padding_mask: Tensor | None, of_all: bool = True) -> tupl
 
     Two passes: a mean square less a squared mean would lose the digits of a small variance.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    x = in_float(x)
     real = real_tokens(x, padding_mask)
     total = summed(torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))]), of_all)  # [C + 1]
     n = total[-1].detach()
