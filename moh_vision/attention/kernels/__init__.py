@@ -16,12 +16,11 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path
 from moh_vision.attention.kernels.build import use as use
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST
 from moh_vision.attention.linear import in_float, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of the operators in C++ or Triton
-WIDEST = 256  # head width of Triton's kernels
 
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:

@@ -9,8 +9,8 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from moh_vision.attention.kernels import DTYPES
 from moh_vision.attention.kernels.build import path
+from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.eager import choose, gate_logits
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats

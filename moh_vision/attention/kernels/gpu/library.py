@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moh_vision.attention.kernels import DTYPES, WIDEST, eager
-from moh_vision.attention.kernels.contract import describe_route, differentiate
+from moh_vision.attention.kernels import eager
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST, describe_route, differentiate
 from moh_vision.attention.kernels.gpu import route
 from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward

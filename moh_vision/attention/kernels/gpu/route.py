@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels import DTYPES
+from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.gpu.attend import uses_tf32
 
 KINDS = ("released", "paper", "renormalised")
