@@ -256,7 +256,3 @@ def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
         y = compiled(x)[0]
     assert [r.message for r in caplog.records] == ["auto picked Tokens: measured on this machine"]
     torch.testing.assert_close(y, layer(x)[0])
-
-
-def test_a_model_without_such_layers(folder):
-    refuse("Linear has no HeadMixtureAttention layer", lambda: moh_vision.measure(nn.Linear(2, 2), torch.randn(1, 2)))
