@@ -122,11 +122,11 @@ def _pairs_of_share(spec: float | str, heads: Sequence[int], shared_share: float
     """Return (shared, routed) of each layer for a share of all heads, uniform or a ramp."""
     kind, target, said = parse_share(spec)
     share = shared_share if said is None else said
+    least = 1 if math.floor(target * sum(heads) + 0.5) >= len(heads) else 0
+    active = _active(kind, target, heads, [least] * len(heads))
     if kind == "ramp":
-        active = _ramp_active(target, heads)
         shared = _shared_of(share, active, heads)
     else:
-        active = [math.floor(target * h + 0.5) for h in heads]
         shared = [_shared_of(share, [a], [h])[0] for a, h in zip(active, heads)]
     for layer, (a, h) in enumerate(zip(active, heads)):
         if a < 1:
@@ -191,11 +191,7 @@ def change_routed(
                 + f"; give a list of pairs with ({heads[layer]}, 0) there"
             )
         least = [b.shared + (b.candidates > 0) for b in budgets]
-        if kind == "ramp":
-            total = math.floor(target * sum(heads) + 0.5)
-            active = _round_to_total(_ramp_wanted(target, heads), total, least, heads)
-        else:
-            active = [math.floor(target * h + 0.5) for h in heads]
+        active = _active(kind, target, heads, least)
         advice = "give the lower budget when the model is made or converted, it then shares fewer heads"
         for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
             if a < low:
@@ -332,10 +328,12 @@ def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
     return [(target + half_range * p) * h for p, h in zip(position, heads)]
 
 
-def _ramp_active(target: float, heads: Sequence[int]) -> list[int]:
-    active = math.floor(target * sum(heads) + 0.5)
-    least = 1 if active >= len(heads) else 0
-    return _round_to_total(_ramp_wanted(target, heads), active, [least] * len(heads), heads)
+def _active(kind: str, target: float, heads: Sequence[int], least: Sequence[int]) -> list[int]:
+    """Active heads of each layer; a ramp is rounded over the model, and keeps `least` in every layer."""
+    if kind == "uniform":
+        return [math.floor(target * h + 0.5) for h in heads]
+    total = math.floor(target * sum(heads) + 0.5)
+    return _round_to_total(_ramp_wanted(target, heads), total, least, heads)
 
 
 def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> list[int]:

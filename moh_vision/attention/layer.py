@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.cache import ContextCache, look_up
+from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors import EXECUTORS, Masked, choose
-from moh_vision.attention.executors.choice import is_traced, way_to_skip, ways
-from moh_vision.attention.linear import plain
+from moh_vision.attention.executors.choice import way_to_skip, ways
+from moh_vision.attention.linear import is_traced, plain
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import masked_mean
@@ -172,7 +172,16 @@ class HeadMixtureAttention(nn.Module):
                 a cache where routing reads the whole sequence, padding of another length, or a condition where every
                 token has its own heads.
         """
-        context, context_padding, past, keys, crosses = look_up(cache, x, context, context_padding)
+        kept = isinstance(cache, ContextCache)
+        crosses = context is not None or kept
+        past = 0 if cache is None or crosses else cache.length
+        keys = past + (x.shape[1] if context is None else context.shape[1])
+        if kept:
+            context = cache.take(x, context, context_padding)
+            keys = cache.length or keys
+            context_padding = cache.padding
+        elif crosses and cache is not None:
+            raise ValueError("a KeyValueCache is for self-attention, not with a context: give a ContextCache")
         self.check(x, padding_mask, rotary, condition, context_padding, past, keys, crosses)
         padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
         hidden = context_padding if crosses else padding_mask
@@ -227,7 +236,7 @@ class HeadMixtureAttention(nn.Module):
             if cache is None or cache.length == 0:
                 routing = self.router(context, None, context_padding)
                 if cache is not None:
-                    cache.routing = routing
+                    cache.routing = routing._replace(pairs=None)
             return routing if cache is None else cache.routing, None
         if cache is not None and (self.scope == "sample" or self.router.reads == "sequence"):
             raise ValueError(

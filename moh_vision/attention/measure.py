@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from moh_vision.attention.executors import measured
-from moh_vision.attention.executors.choice import is_traced, key_of, sizes_of
+from moh_vision.attention.executors.choice import key_of, sizes_of
 from moh_vision.attention.executors.masked import Masked
 from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Call, Routing

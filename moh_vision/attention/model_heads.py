@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,14 +13,19 @@ from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import Routing
 
 
-def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
-    """Every `HeadMixtureAttention` of a model, in order."""
-    layers = [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
+def named_layers(model: nn.Module) -> dict[str, HeadMixtureAttention]:
+    """Every `HeadMixtureAttention` of a model by its name, in order."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, HeadMixtureAttention)}
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
         )
     return layers
+
+
+def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
+    """Every `HeadMixtureAttention` of a model, in order."""
+    return list(named_layers(model).values())
 
 
 def routed_budgets(model: nn.Module, spec: BudgetSpec) -> Sequence[HeadBudget]:
@@ -80,17 +86,8 @@ def head_budget(model: nn.Module) -> dict:
         dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
         are head-weighted totals, the figure that the papers quote.
     """
-    layers = []
-    for name, module in model.named_modules():
-        if isinstance(module, HeadMixtureAttention):
-            b = module.budget
-            layers.append(
-                dict(name=name, heads=b.heads, head_dim=b.head_dim, shared=b.shared, routed=b.routed, active=b.active)
-            )
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
-        )
+    budgets = {name: layer.budget for name, layer in named_layers(model).items()}
+    layers = [dict(name=name, **asdict(budget), active=budget.active) for name, budget in budgets.items()]
     active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)
     return dict(layers=layers, active=active, heads=heads, share=active / heads)
 
@@ -113,11 +110,7 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
         with gate 1. Shared heads come first. Class and register tokens are tokens as others, in the order of the
         model; the N tokens of a map [H, W] are its rows, one after another.
     """
-    layers = {layer: name for name, layer in model.named_modules() if isinstance(layer, HeadMixtureAttention)}
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
-        )
+    layers = {layer: name for name, layer in named_layers(model).items()}
     of_router = {layer.router: layer for layer in layers}
     routings: dict[nn.Module, list[Routing]] = {layer: [] for layer in layers}
     tokens: dict[nn.Module, tuple[int, int]] = {}

@@ -165,30 +165,19 @@ def test_importing_builds_and_loads_nothing():
 def test_where_the_cache_is(monkeypatch, tmp_path):
     for name in ("MOH_VISION_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for variable, folder in (
-        ("HOME", ".cache/moh_vision"),
-        ("XDG_CACHE_HOME", "moh_vision"),
-        ("MOH_VISION_CACHE", "."),
-    ):
+    for variable, folder in (("HOME", ".cache/moh_vision"), ("XDG_CACHE_HOME", "moh_vision"), ("MOH_VISION_CACHE", "")):
         monkeypatch.setenv(variable, str(tmp_path / variable))
-        place = building.library_path()
-        assert place.parents[1:3] == (tmp_path / variable / folder / "kernels", tmp_path / variable / folder)
-        assert place.name == "moh_vision_kernels.so"
+        assert building.library_path().parents[1] == tmp_path / variable / folder / "kernels"
 
 
 def test_a_build_is_of_one_instruction_set(monkeypatch):
-    places = set()
-    for capability, isa, flag in (
-        ("AVX512", "avx512", "-march=x86-64-v4"),
-        ("AVX2", "avx2", "-march=x86-64-v3"),
-        ("DEFAULT", "default", None),
-        ("SVE256", "default", None),
-    ):
+    builds = {}
+    for capability in ("AVX512", "AVX2", "DEFAULT", "SVE256"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda c=capability: c)
-        assert building.library_path().parent.name.startswith(f"{torch.__version__}-{isa}-")
-        assert [f for f in building._flags() if f.startswith("-march")] == ([flag] if flag else [])
-        places.add(building.library_path())
-    assert len(places) == 3
+        flags = [flag for flag in building._flags() if flag.startswith("-march")]
+        builds.setdefault(building.library_path().parent.name, []).append((building.isa(), *flags))
+    default = [("default",)] * 2
+    assert list(builds.values()) == [[("avx512", "-march=x86-64-v4")], [("avx2", "-march=x86-64-v3")], default]
 
 
 @pytest.mark.parametrize(
@@ -197,7 +186,6 @@ def test_a_build_is_of_one_instruction_set(monkeypatch):
         ("compiler", "ValueError: no C compiler"),
         ("choice", "chooses other heads"),
         ("float32", "gradients of the weight are not those of PyTorch (released, tokens torch.float32"),
-        ("bfloat16", "gradients of the weight are not those of PyTorch (released, tokens torch.bfloat16"),
         ("renormalised", "gradients of tokens are not those of PyTorch (renormalised, tokens torch.float32"),
     ],
 )
@@ -248,7 +236,6 @@ def test_kernels_are_tried_wherever_the_first_call_is(monkeypatch):
 
 
 def test_a_cpu_beside_a_gpu_does_not_run_triton(monkeypatch):
-    """Tensors on a CPU are for the interpreter alone."""
     monkeypatch.setattr(building, "_runs_triton", lambda: True)
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     building.use("triton")

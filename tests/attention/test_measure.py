@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from refusals import refuse
+from refusals import each_refused, refuse
 from small_runs import same
 from test_moh_transnext import scramble, small
 from torch import nn
@@ -68,7 +68,7 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
     asked = takes(0.5)
     rows = moh_vision.measure(layer, x)
     assert [row for kind in rows.values() for row in kind] == [[9, 9, 4, 2, SKIPS[path], 0.5]]
-    assert "0.50 of the time of all heads" in capsys.readouterr().out
+    assert capsys.readouterr().out.splitlines()[1:] == [f"  {SKIPS[path]:<15} 0.50 of the time of all heads"]
     assert picked(layer, x) == [SKIPS[path]]
     assert picked(layer.train(), x) == ["Masked"]  # training was not measured
     takes(0.96)
@@ -94,43 +94,34 @@ def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
     assert inference.startswith("inference") and inference.endswith("all heads")
     took = "0.96 of the time of all heads" if path == "cpp" else "no compiled operator runs the call (attention runs"
     assert tokens.split(maxsplit=1)[0] == "Tokens" and took in tokens
-    takes(0.5)
-    moh_vision.measure(layer_of(), torch.randn(4, 9, 32))
-    assert (
-        capsys.readouterr().out.splitlines()[1:] == [f"  {SKIPS[path]:<15} 0.50 of the time of all heads"]
-        or path == "torch"
-    )
 
 
-def test_a_smaller_batch_and_fewer_heads_follow_the_row_of_the_nearest(takes):
+@pytest.mark.parametrize(
+    "rows, calls",  # batch, active heads and ratio of what is measured; calls and whether they skip heads
+    [
+        ([(4, 2, 0.5)], {(4, 2): True, (3, 2): True, (5, 2): False, (4, 3): False, (4, 1): True}),
+        (
+            [(2, 2, 0.5), (4, 2, 1.5), (4, 3, 0.5)],
+            {(1, 2): True, (2, 1): True, (3, 2): False, (3, 1): False, (4, 3): True, (1, 3): True},
+        ),
+    ],
+)
+def test_a_smaller_batch_and_fewer_heads_follow_the_row_of_the_nearest(rows, calls, takes):
     x = torch.randn(5, 9, 32)
-    takes(0.5)
-    moh_vision.measure(layer_of(), x[:4])
-    (skips,) = picked(layer_of(), x[:4])
-    assert skips != "Masked"
-    for active, shape, expected in (
-        (2, (3, 9), skips), (2, (5, 9), "Masked"), (2, (4, 8), "Masked"), (3, (4, 9), "Masked"), (1, (4, 9), skips)
-    ):  # fmt: skip
-        assert picked(layer_of(active), torch.randn(*shape, 32)) == [expected]
-    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
-    assert picked(layer_of(), x[:4], attn_mask=mask) == ["Masked"]
-    with torch.autocast("cpu", torch.bfloat16):
-        assert picked(layer_of(), x[:4]) == ["Masked"]
-
-    measured.place().unlink()
-    measured.use_table(None)
-    for batch, active, ratio in ((2, 2, 0.5), (4, 2, 1.5), (4, 3, 0.5)):
+    for batch, active, ratio in rows:
         takes(ratio)
         moh_vision.measure(layer_of(active), x[:batch])
-    for batch, active, expected in (
-        (1, 2, True),
-        (2, 1, True),
-        (3, 2, False),
-        (3, 1, False),
-        (4, 3, True),
-        (1, 3, True),
-    ):
-        assert (picked(layer_of(active), x[:batch]) != ["Masked"]) == expected, (batch, active)
+    assert {call: picked(layer_of(call[1]), x[: call[0]]) != ["Masked"] for call in calls} == calls
+
+
+def test_other_calls_do_not_follow(takes):
+    takes(0.5)
+    layer, x = layer_of(), torch.randn(4, 9, 32)
+    moh_vision.measure(layer, x)
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
+    assert picked(layer, x) != picked(layer, x[:, :8]) == picked(layer, x, attn_mask=mask) == ["Masked"]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert picked(layer, x) == ["Masked"]
 
 
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
@@ -230,15 +221,14 @@ def test_a_cache_that_cannot_be_written(folder, takes, caplog):
     assert "what was measured is not kept" in caplog.text and picked(layer, x) != ["Masked"]
 
 
-@pytest.mark.parametrize(
-    "rows", [1, [[1, 2, 3, 4, 5, 6]], [[1, True, 3, 4, "Masked", None]], [[1, 2, 3, 4, "Masked", None, 7]]]
+test_a_malformed_table_is_refused = each_refused(
+    lambda table: measured.use_table(dict(device="", rows=table)),
+    *(
+        (table, "rows of the table of auto are four numbers, a name and a ratio")
+        for row in ([1, 2, 3, 4, 5, 6], [1, True, 3, 4, "Masked", None], [1, 2, 3, 4, "Masked", None, 7])
+        for table in ([], {"a": 1}, {"a": [row]})
+    ),
 )
-def test_a_malformed_table_is_refused(folder, rows):
-    before = measured.table()
-    for table in ([], {"a": rows}):
-        words = "rows of the table of auto are four numbers, a name and a ratio"
-        refuse(words, measured.use_table, dict(device="", rows=table))
-    assert measured.table() == before
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
@@ -266,7 +256,3 @@ def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
         y = compiled(x)[0]
     assert [r.message for r in caplog.records] == ["auto picked Tokens: measured on this machine"]
     torch.testing.assert_close(y, layer(x)[0])
-
-
-def test_a_model_without_such_layers(folder):
-    refuse("Linear has no HeadMixtureAttention layer", lambda: moh_vision.measure(nn.Linear(2, 2), torch.randn(1, 2)))

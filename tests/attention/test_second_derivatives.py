@@ -18,11 +18,13 @@ LAYERS = {
 LOSSES = {"sum": torch.Tensor.sum, "squares": lambda y: y.square().sum()}
 
 
-def twice(layer, x, loss):
+def twice(layer, x, loss, **call):
     """Gradients of the squared norm of the gradients of a loss, for x and every parameter; 0 where there is none."""
     inputs = [x, *layer.parameters()]
     with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of PyTorch refuse second derivatives themselves
-        first = torch.autograd.grad(loss(layer(x)[0]), inputs, create_graph=True, allow_unused=True)
+        y, stats = layer(x, **call)
+        total = loss(y) + loss(stats.probs) + loss(stats.logits)
+        first = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
         norm = sum(g.square().sum() for g in first if g is not None)
         second = torch.autograd.grad(norm, inputs, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, second)]
@@ -52,3 +54,18 @@ def test_the_reference_against_differences(router, scope):
     layer = build(dtype=torch.float64, scope=scope, executor="reference", **LAYERS[router]).eval()
     x = torch.randn(1, 3, C, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), atol=1e-4)
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("how", ["plain", "causal", "mask", "longer list"])
+def test_triton_equals_the_reference(how, loss, path):
+    """A list of pairs is longer than what runs where sequences choose."""
+    scope = "sample" if how == "longer list" else "token"
+    layer = build(scope=scope, width=16, kv_heads=3, executor="packed", **ROUTERS["moh"]).eval()
+    x = torch.randn(B, N, C, requires_grad=True)
+    calls = dict(causal=dict(is_causal=True), mask=dict(attn_mask=torch.rand(B, 1, N, N) < 0.6))
+    got = twice(layer, x, LOSSES[loss], **calls.get(how, {}))
+    layer.executor = "reference"
+    for a, b in zip(got, twice(layer, x, LOSSES[loss], **calls.get(how, {})), strict=True):
+        assert (a - b).norm() <= 1e-3 * (1 + b.norm())

@@ -4,7 +4,7 @@ import logging
 from functools import lru_cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
@@ -13,7 +13,7 @@ from moh_vision.attention.executors.measured import rows_of
 from moh_vision.attention.executors.packed import OnGpu, Tokens, WholeSequences
 from moh_vision.attention.executors.reference import Reference
 from moh_vision.attention.executors.sequences import Sequences
-from moh_vision.attention.linear import plain, product_dtype
+from moh_vision.attention.linear import is_traced, plain, product_dtype
 from moh_vision.attention.routing import Call
 
 log = logging.getLogger("moh_vision.attention")
@@ -146,14 +146,6 @@ def trains(layer: nn.Module) -> bool:
     # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
     # the same executor must draw the dropout.
     return layer.training or torch.is_grad_enabled()
-
-
-def is_traced(x: Tensor) -> bool:
-    """Return whether a call is traced, exported, transformed by torch.func or on the meta device: it has no values."""
-    # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
-    special = type(x) not in (Tensor, nn.Parameter)
-    traced = special or x.is_meta or torch.jit.is_tracing() or torch.compiler.is_exporting()
-    return traced or torch._C._are_functorch_transforms_active()
 
 
 @torch.compiler.assume_constant_result  # under torch.compile: when it traces

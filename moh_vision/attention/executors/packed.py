@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.masked import Masked
+from moh_vision.attention.linear import in_float
 from moh_vision.attention.routing import Call, Pairs
 
 
@@ -45,7 +46,7 @@ class Tokens(Masked):
 
     def combine(self, o: Tensor) -> Tensor:
         layer, (B, N, _) = self.layer, self.call.x.shape
-        gates = kernels.in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
+        gates = in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
         y = kernels.combine(o, gates, layer.proj.weight, layer.proj.bias, self.pairs, layer.num_heads)
         return y.view(B, N, -1)
 

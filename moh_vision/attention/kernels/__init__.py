@@ -16,12 +16,11 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path
 from moh_vision.attention.kernels.build import use as use
-from moh_vision.attention.linear import product_dtype
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST
+from moh_vision.attention.linear import in_float, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
-SHORT_OR_SINGLE = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256  # head width of Triton's kernels
 
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
@@ -49,7 +48,7 @@ def attend_path(
     if dropout_p == 0 and not learned:
         if native(device, dtype, "attend"):
             return "cpp"
-        if path(device.type) == "triton" and dtype in SHORT_OR_SINGLE and head_dim <= WIDEST:
+        if path(device.type) == "triton" and dtype in DTYPES and head_dim <= WIDEST:
             return "triton"
     return "torch"
 
@@ -59,11 +58,6 @@ def list_pairs(active: Tensor) -> Pairs:
     if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
         return Pairs(*OPS.pairs(active))
     return eager.pairs(active)
-
-
-def in_float(weights: Tensor) -> Tensor:
-    """Return weights in float32, or wider if they are."""
-    return weights.to(torch.promote_types(weights.dtype, torch.float32))
 
 
 def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None) -> Tensor:

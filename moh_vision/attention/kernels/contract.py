@@ -13,6 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention.kernels import eager
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 256  # head width of Triton's kernels
+
 
 def differentiate(
     name: str, oracle: Callable, backward: Callable, kept: tuple[int, ...] = (), constant: tuple[int, ...] = ()

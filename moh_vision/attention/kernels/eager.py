@@ -9,6 +9,7 @@ import torch.fx
 from torch import Tensor
 from torch.nn import functional as F
 
+from moh_vision.attention.linear import in_float
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 torch.fx.wrap("select_top_k")  # a leaf while tracing
@@ -155,7 +156,7 @@ def heads_first(logits: Tensor) -> Tensor:
     A head's numbers lie side by side, so that what follows (a softmax over four heads, say) is vectorised over tokens:
     on a CPU several times faster than with heads last, and routing must not cost what it is there to save.
     """
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).permute(2, 0, 1).contiguous()
+    return in_float(logits).permute(2, 0, 1).contiguous()
 
 
 def heads_last(x: Tensor) -> Tensor:

@@ -10,10 +10,11 @@ import torch.fx
 from torch import Tensor
 
 from moh_vision.attention.kernels.build import path
+from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.eager import choose, gate_logits
+from moh_vision.attention.linear import is_traced
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing
@@ -47,21 +48,17 @@ def route(
         The Routing, in float32 or better. The operators also list the pairs, and write gates below 1e-30 as 0:
         products with denormal numbers are slow.
     """
-    operator = _operator(x, weight)
-    if operator is not None:
-        return _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask)
-    return choose(gate_logits(x, weight), candidates, shared, routed, kind, balanced, padding_mask)
+    operator, router = _operator(x, weight), (candidates, shared, routed, kind)
+    if operator is None:
+        return choose(gate_logits(x, weight), *router, balanced, padding_mask)
+    weights, active, rows, probs, counts, *pairs = operator(x, weight, *router, padding_mask)
+    stats = RoutingStats(probs, counts, rows[..., :candidates])
+    return Routing(weights, active, stats, shared + routed, Pairs(*pairs))
 
 
 def _operator(x: Tensor, weight: Tensor):
-    """The operator that routes x, None where there is none. Not while torch.jit traces or a model is exported."""
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        return None
-    if not torch.compiler.is_compiling():
-        # A subclass of Tensor stands for something else: an fx proxy, a fake tensor, a shard.
-        if type(x) not in (Tensor, torch.nn.Parameter) or torch._C._are_functorch_transforms_active():
-            return None
-    if x.dtype not in DTYPES or weight.dtype not in DTYPES:
+    """The operator that routes x, None where there is none."""
+    if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return None
     where = path(x.device.type)
     if where == "cpp":
@@ -69,11 +66,3 @@ def _operator(x: Tensor, weight: Tensor):
     if where == "triton" and weight.shape[0] <= MOST_ROWS:
         return torch.ops.moh_vision_triton.route
     return None
-
-
-def _route_in_one(operator, x, weight, candidates, shared, routed, kind, padding_mask) -> Routing:
-    weights, active, rows, probs, counts, token, offsets = operator(
-        x, weight, candidates, shared, routed, kind, padding_mask
-    )
-    stats = RoutingStats(probs, counts, rows[..., :candidates])
-    return Routing(weights, active, stats, shared + routed, Pairs(token, offsets))

@@ -5,7 +5,7 @@ A router knows nothing of attention kernels; it looks at tokens and says which h
     q             queries [B, H, N, D] as projected, where the router has `needs_query`
     padding_mask  [B, N], True at padding, which is left out of statistics (and of pooling)
 
-A router says five things of itself:
+A router says five things of itself (`TopKRouter` says all of them where each token chooses its best heads):
     budget        the HeadBudget that it was made with, or that `set_budgets` gave it since
     needs_query   it looks at queries; the layer then projects them for all heads first
     reads         "token": a token is routed by itself alone; "earlier": by itself and the tokens before it, and

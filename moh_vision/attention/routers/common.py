@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
+from moh_vision.attention.linear import in_float
 
 torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
 
@@ -13,7 +14,11 @@ torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in eve
 class TopKRouter(nn.Module):
     """Base of routers whose tokens choose the best heads: the numbers of their budget, which `set_budgets` may change."""
 
-    shared_share = SHARED_SHARE  # of the active heads, where a budget does not say
+    needs_query = False
+    reads = "token"
+    all_heads = False
+    aux_loss = "moh"
+    shared_share = SHARED_SHARE
 
     def __init__(self, budget: HeadBudget):
         super().__init__()
@@ -47,14 +52,21 @@ class GateLinear(nn.Linear):
 
 def no_logits(x: Tensor) -> Tensor:
     """[B, N, 0], for a layer that routes nothing."""
-    return torch.zeros((x.shape[0], x.shape[1], 0), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    return in_float(x.new_zeros(x.shape[0], x.shape[1], 0))
+
+
+def real_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """1 where a token is real and 0 at padding: x [B, N, C], padding_mask [B, N] -> [B, N, 1] of the dtype of x."""
+    if padding_mask is None:
+        return torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
+    return (~padding_mask).unsqueeze(-1).to(x.dtype)
 
 
 def masked_mean(x: Tensor, padding_mask: Tensor | None) -> Tensor:
     """Mean over the unpadded tokens: x [B, .., N, C], padding_mask [B, N] (True at padding) -> [B, .., 1, C]."""
     if padding_mask is None:
         return x.mean(-2, keepdim=True)
-    real = (~padding_mask).unsqueeze(-1).to(x.dtype)  # [B, N, 1]
+    real = real_tokens(x, padding_mask)  # [B, N, 1]
     if x.dim() == 4:
         real = real.unsqueeze(1)  # [B, 1, N, 1], for all heads
     return (x * real).sum(-2, keepdim=True) / real.sum(-2, keepdim=True).clamp_min(1)
@@ -75,13 +87,10 @@ def causal_mean(
     Returns:
         the means [B, N, C], and the state after x.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if padding_mask is None:
-        real = torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
-    else:
-        real = (~padding_mask).unsqueeze(-1).to(x.dtype)
+    x = in_float(x)
+    real, past = real_tokens(x, padding_mask), 0
+    if padding_mask is not None:
         x = x * real
-    past = 0
     if state is not None:
         past = state[0].shape[1]
         x, real = torch.cat([state[0], x], dim=1), torch.cat([state[1], real], dim=1)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import no_logits
+from moh_vision.attention.routers.common import no_logits, real_tokens
 from moh_vision.attention.routing import Routing, RoutingStats
 
 
@@ -24,14 +24,9 @@ class DenseRouter(nn.Module):
             raise ValueError(
                 f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
             )
-        self.num_heads = budget.heads
 
     def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
-        B, N, _ = x.shape
         none = no_logits(x)
-        if padding_mask is None:
-            counts = torch.full((B, self.num_heads), float(N), device=x.device)
-        else:
-            counts = (~padding_mask).sum(1, keepdim=True).expand(-1, self.num_heads).float()
+        counts = real_tokens(none.float(), padding_mask).sum(1).expand(-1, self.budget.heads)
         return Routing(None, None, RoutingStats(none, counts, none))

@@ -6,6 +6,9 @@ import torch.fx
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from moh_vision.attention.linear import in_float
+from moh_vision.attention.routers.common import real_tokens
+
 torch.fx.wrap("moments")  # leaves while tracing
 torch.fx.wrap("normalise")
 torch.fx.wrap("recomputing")
@@ -69,11 +72,8 @@ def moments(x: Tensor, padding_mask: Tensor | None, of_all: bool = True) -> tupl
 
     Two passes: a mean square less a squared mean would lose the digits of a small variance.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
-    if padding_mask is None:
-        real = torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
-    else:
-        real = (~padding_mask).unsqueeze(-1).to(x.dtype)
+    x = in_float(x)
+    real = real_tokens(x, padding_mask)
     total = summed(torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))]), of_all)  # [C + 1]
     n = total[-1].detach()
     mean = total[:-1] / n.clamp_min(1)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import GateLinear, causal_mean, masked_mean, no_logits
+from moh_vision.attention.routers.common import GateLinear, causal_mean, masked_mean, no_logits, real_tokens
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing, RoutingStats
 
@@ -148,7 +148,7 @@ class MAERouter(nn.Module):
         weights = self.scale * (g @ members)  # [B, P, H]
         works = (weights.detach() > 0).to(probs.dtype)  # [B, P, H]
         if padding_mask is not None:
-            real = (~padding_mask).unsqueeze(-1).to(probs.dtype)
+            real = real_tokens(probs, padding_mask)
             probs, works = probs * real, works * real
         counts = works.sum(1)  # [B, H]
         count = None if active is None else self.budget.heads - self.leave_out

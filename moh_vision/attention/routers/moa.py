@@ -25,9 +25,6 @@ class MoARouter(TopKRouter):
         noisy: in training, add noise of a learned scale to the logits before choosing (eq. 3; off in the paper's runs).
     """
 
-    needs_query = False
-    reads = "token"
-    all_heads = False
     aux_loss = "moa"
     shared_share = 0.0
 

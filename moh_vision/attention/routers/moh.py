@@ -34,11 +34,6 @@ class MoHRouter(TopKRouter):
         two_stage: False leaves out W_h and fixes a_1 = a_2 = 1/2 (the paper's ablation, Table 6).
     """
 
-    needs_query = False
-    reads = "token"
-    all_heads = False
-    aux_loss = "moh"
-
     def __init__(
         self,
         dim: int,

@@ -7,6 +7,7 @@ from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget, check_groups
 from moh_vision.attention.kernels.eager import active_heads, heads_last, select_top_k, top_k_stats
+from moh_vision.attention.linear import in_float
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.attention.routing import Routing, RoutingStats
 
@@ -34,9 +35,6 @@ class QueryNormRouter(TopKRouter):
     """
 
     needs_query = True
-    reads = "token"
-    all_heads = False
-    aux_loss = "moh"
 
     def __init__(
         self, dim: int, budget: HeadBudget, group: int = 1, device: Device = None, dtype: torch.dtype | None = None
@@ -87,8 +85,7 @@ class QueryNormRouter(TopKRouter):
 
     def norms(self, q: Tensor) -> Tensor:
         """What candidates are compared by: q [B, H, N, D] -> [E / group, B, N], in float32 or better."""
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(q[:, self.num_shared :].to(dtype), dim=-1).transpose(0, 1)  # [E, B, N]
+        norms = torch.linalg.vector_norm(in_float(q[:, self.num_shared :]), dim=-1).transpose(0, 1)  # [E, B, N]
         if self.group > 1:  # the norm of what is put together is the norm of the norms
             norms = torch.linalg.vector_norm(norms.unflatten(0, (self.num_candidates // self.group, self.group)), dim=1)
         return norms

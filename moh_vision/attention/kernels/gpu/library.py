@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.contract import describe_route, differentiate
+from moh_vision.attention.kernels.contract import DTYPES, WIDEST, describe_route, differentiate
 from moh_vision.attention.kernels.gpu import route
 from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
@@ -18,8 +18,6 @@ from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 NAME = "moh_vision_triton"
 LIBRARY = torch.library.Library(NAME, "DEF")
 OPS = torch.ops.moh_vision_triton
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-WIDEST = 256  # head width
 
 
 def define(schema: str, run: Callable, fake: Callable | None = None) -> None:

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.gpu.attend import uses_tf32
 
 KINDS = ("released", "paper", "renormalised")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALLEST_GATE = tl.constexpr(1e-30)
 
 
