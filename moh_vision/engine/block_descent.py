@@ -125,14 +125,14 @@ class BlockDescent:
         finally:
             self._switch(WEIGHTS, "soft")
 
-    def about(self) -> dict[str, int]:
-        """Return how many parameters are trained; empty for a model without gates."""
+    def results(self) -> dict[str, int]:
+        """Return how many parameters are trained, for results.json; empty for a model without gates."""
         return dict(trained_parameters=self.trained) if self.gates else {}
 
     def announce(self, log, start: int) -> None:
         """Log that number, at the beginning of a run."""
         if self.gates and start == 0:
-            log.event(0, self.about(), f"training {self.trained:,} of {self.total:,} parameters")
+            log.event(0, self.results(), f"training {self.trained:,} of {self.total:,} parameters")
 
     @torch.no_grad()
     def _step_gates(self, optimizer, args, kwargs) -> None:

@@ -225,7 +225,9 @@ def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), opt
             raise ValueError(f"{path}: base {base!r}: expected a file, and at most {MAX_DEPTH} of them upon each other")
         yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
     script = SCRIPTS.get(path.parent.name, prog)
-    yield from _known(tree, keys, f"{script} takes this file; {path}" if prog and script != prog else str(path))
+    where = f"{script} takes this file; {path}" if prog and script != prog else str(path)
+    for key_name, value in _known(tree, keys, where):
+        yield key_name, keys[key_name].as_type(value, key_name, f"{where}: ")
 
 
 def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:

@@ -18,7 +18,7 @@ def test_stops_after_so_many_without_a_lower_loss():
     found = judged(best, [3.0, 2.0, 2.5, 2.0, 1.9, 2.0, 2.0, 2.0])
     assert [better for better, _ in found] == [True, True, False, False, True, False, False, False]
     assert [end for _, end in found] == [False] * 7 + [True]
-    assert best.about() == dict(best_loss=1.9, best_step=5)
+    assert best.results() == dict(best_loss=1.9, best_step=5)
     assert not any(end for _, end in judged(Best("loss"), [1.0] * 50))
 
 
@@ -41,5 +41,5 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert earlier_scores(log, "loss", 20) == [(10, 2.0), (20, 2.1)]
     best = Best("loss", 2)
     best.replay(tmp_path, 20, from_file=False)
-    assert (best.about(), best.waited, best.exhausted) == (dict(best_loss=2.0, best_step=10), 1, False)
+    assert (best.results(), best.waited, best.exhausted) == (dict(best_loss=2.0, best_step=10), 1, False)
     assert earlier_scores(tmp_path / "none", "loss", 5) == []

@@ -234,7 +234,7 @@ def test_a_model_without_gates_has_one_plain_phase():
         (task(**batch)["loss"] / 2).backward()
     optimizer.step()
     assert same(model, twin)
-    assert training.descent.about() == {}
+    assert training.descent.results() == {}
     refuse("train_only gates: the model has no gates of MAE; it needs router mae", train_only, model, "gates")
     with pytest.raises(ValueError, match="train_only gates_and_outputs: .* mode soft"):
         train_only(vit(router_kwargs=dict(mode="uniform")), "gates_and_outputs")
