@@ -19,11 +19,13 @@ from PIL import Image
 from refusals import one_line, refused
 from small_runs import arguments, entries, logged, results, same, script
 
+from moh_vision.attention import head_budget
 from moh_vision.classification import validate
 from moh_vision.data.sources import Digits
 from moh_vision.diffusion import sample
-from moh_vision.diffusion.config import PreviewConfig
+from moh_vision.diffusion.config import PreviewConfig, SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
+from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
@@ -216,6 +218,8 @@ def test_sampling_writes_grid_images_and_scores(runs, tmp_path, capsys):
     assert drawn["arr_0"].shape == (70, 8, 8, 1) and drawn["arr_0"].dtype == np.uint8
     assert drawn["arr_1"].tolist() == [i % 10 for i in range(70)]
     grid_of(tmp_path / "grid.png", columns=7, rows=10)
+    fewer = SampleConfig(checkpoint=f"{folder}/dit", head_budget=0.5, out="x")
+    assert head_budget(open_pipeline(fewer)[0].transformer)["share"] == 0.5
     assert HeadLoad.read(tmp_path / "load.json").choosing()
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert 0 <= scores["recognised"] <= 1 and scores["frechet_distance"] > 0 and scores["num_reference"] == 355
