@@ -146,8 +146,9 @@ def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
     assert max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates) > 1e-4
 
 
-def test_the_batch_is_fetched_once_and_later_epochs_have_f_alone():
-    training, fetched = Training(vit()), []
+def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone():
+    training, fetched, counts = Training(vit()), [], []
+    training.task.register_forward_pre_hook(lambda *_: counts.append(len(fetched)))
 
     def stream():
         for number in itertools.count():
@@ -162,20 +163,7 @@ def test_the_batch_is_fetched_once_and_later_epochs_have_f_alone():
         assert changed(before, training.model) == set().union(*split(training.model)[epoch % 5 > 0 :])
         assert len(training.seen) == 2 * len(training.phases())
         assert all(one is other for one, other in zip(training.seen, training.seen[2:]))
-    assert fetched == list(range(8))
-
-
-def test_micro_batches_are_taken_one_by_one():
-    """A step of many micro-batches does not wait for all of them, nor keep them where nothing asks for them again."""
-    taken, training = [], Training(vit())
-    for epoch, counts in ((0, [1, 2, 2, 2]), (1, [1, 2])):
-        taken.clear()
-        seen = []
-        for phase in training.descent.phases(epoch, (taken.append(b) or b for b in micro_batches(0))):
-            for _ in range(2):
-                next(phase.batches)
-                seen.append(len(taken))
-        assert seen == counts
+    assert fetched == list(range(8)) and counts == [1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8]
 
 
 def test_between_steps_the_model_is_as_it_is_evaluated():

@@ -64,6 +64,7 @@ def test_options(tmp_path, kind, text, argv, values):
     ("cls", "", "--config /no/where.yaml", "--config /no/where.yaml: no such file"),
     ("cls", "", "--config cls/cifar10_vit", "--config cls/cifar10_vit: no such file, did you mean cls/cifar10_vit_cpu"),
     ("cls", "", "--allow-change optim.lrr", "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
+    ("cls", "", "--allow-change optim.name", "--allow-change optim.name: a checkpoint keeps the state of its own optimiser"),
     ("cls", "", "--optim.warmup_epochs 1 --optim.warmup_steps 1", "are the same thing: give one"),
     # keys without effect
     ("cls", "", "--data.auto_augment rand-m9", "data.auto_augment 'rand-m9' needs data.augment imagenet"),

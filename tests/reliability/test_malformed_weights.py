@@ -168,7 +168,6 @@ def test_files_that_are_not_there(tmp_path, vit):
 
 STATS = {
     "no mean": statistics_file(mu=None),
-    "no covariance": statistics_file(sigma=None),
     "a covariance that is no square": statistics_file(sigma=np.zeros((4, 5))),
     "a mean of rank 0": statistics_file(mu=np.zeros(())),
     "other features": statistics_file(features=np.zeros((20, 7))),
@@ -209,10 +208,6 @@ NPZ = {
         {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((2**20, 2**20))},
         r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]",
     ),
-    "other features": (
-        {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((3, 3), data=bytes(72))},
-        r"sigma is float64 \[3, 3\]; expected floats \[4, 4\]",
-    ),
     "too few bytes": ({"mu": raw_npy((4,)), "sigma": raw_npy((4, 4))}, "mu is damaged"),
     "objects": ({"mu": raw_npy((4,), "|O"), "sigma": raw_npy((4, 4), "|O")}, "mu is object"),
     "no array": ({"mu": b"hello", "sigma": b"hello"}, "mu is not an array"),
@@ -220,7 +215,6 @@ NPZ = {
         {"arr_0": raw_npy((9, 2**20, 2**20, 3), "|u1")},
         "arr_0 has images of 1048576 x 1048576 pixels",
     ),
-    "images of 2**62": ({"arr_0": raw_npy((2**62, 4, 4, 3), "|u1")}, "ends within image 0"),
     "negative images": ({"arr_0": raw_npy((-1, 4, 4, 3), "|u1")}, "holds no images|is not an array|ends within"),
     "no pixels": ({"arr_0": raw_npy((4, 0, 4, 3), "|u1")}, "images of 4 x 0 pixels"),
     "a header of code": ({"arr_0": raw_npy("__import__('os').getcwd()")}, "arr_0 is not an array"),
