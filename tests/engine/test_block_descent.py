@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -130,19 +129,27 @@ def gradients_by_hand(model, batches, mode, draws, names):
     return dict(zip(names, torch.autograd.grad(sum(losses) / len(losses), [own[name] for name in names])))
 
 
-def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
-    training, batches = Training(vit()), micro_batches(1)
-    gates, weights = split(training.model)
-    states = [copy.deepcopy(training.model)]
-    updated = training.step(3, 0, batches, partial(remember_model, training.model, states))
-    assert updated == [True, True]
-    phases = (GATES, "soft", gates, 1.0), (WEIGHTS, "sampled", weights, 0.1)
-    for (phase, mode, names, lr), model, moved in zip(phases, states, states[1:]):
+def assert_moved_by_hand(states, step, epoch, batches, rank=0, mean=lambda gradient: gradient):
+    """From each state to the next one a phase moved its own parameters alone, by their gradients."""
+    gates, weights = split(states[0])
+    phases = {GATES: ("soft", gates, 1.0), WEIGHTS: ("sampled", weights, 0.1)}
+    for phase, model, moved in zip(phases_of(epoch, 5), states[:-1], states[1:], strict=True):
+        mode, names, lr = phases[phase]
         before, after = snapshot(model), snapshot(moved)
         assert changed(before, moved) == names
         model = copy.deepcopy(model).train().requires_grad_(True)
-        for name, gradient in gradients_by_hand(model, batches, mode, draws_of(3, phase), sorted(names)).items():
-            torch.testing.assert_close(after[name], before[name] - lr * gradient, rtol=0, atol=1e-7)
+        for name, gradient in gradients_by_hand(
+            model, batches, mode, draws_of(step, phase, rank), sorted(names)
+        ).items():
+            torch.testing.assert_close(after[name], before[name] - lr * mean(gradient), rtol=0, atol=1e-7)
+
+
+def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
+    training, batches = Training(vit()), micro_batches(1)
+    states = [copy.deepcopy(training.model)]
+    assert training.step(3, 0, batches, lambda: states.append(copy.deepcopy(training.model))) == [True, True]
+    assert_moved_by_hand(states, 3, 0, batches)
+    gates, _ = split(training.model)
     assert max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates) > 1e-4
 
 
@@ -371,8 +378,9 @@ def test_fine_tuning_a_run(tmp_path, capsys):
 # ---------------------------------------------------------------- two processes
 
 
-def remember_model(model, states):
-    states.append(copy.deepcopy(model))
+def mean_of_two(gradient):
+    torch.distributed.all_reduce(gradient)
+    return gradient / 2
 
 
 def train_with_another(rank):
@@ -380,26 +388,11 @@ def train_with_another(rank):
     torch.distributed.init_process_group("gloo")
     training = Training(vit())
     assert type(training.task).__name__ == "DistributedDataParallel"
-    gates, weights = split(training.model)
     for step, epoch in enumerate((0, 1, 5)):
-        states = [copy.deepcopy(training.model)]
-        batches = [micro_batches(10 * step + r) for r in range(2)]
-        remember = partial(remember_model, training.model, states)
-        assert all(training.step(step, epoch, batches[rank], remember))
-        phases = phases_of(epoch, 5)
-        assert len(states) == 1 + len(phases)
-        for phase, model, after in zip(phases, states, states[1:]):
-            own, others = (sorted(gates), weights) if phase == GATES else (sorted(weights), gates)
-            before, moved = snapshot(model), snapshot(after)
-            assert all(torch.equal(before[name], moved[name]) for name in others)
-            model.train().requires_grad_(True)
-            draws = draws_of(step, phase, rank)
-            mode, lr = ("soft", 1.0) if phase == GATES else ("sampled", 0.1)
-            # Both compute their half at the same time, because the gates' batch norm is that of both.
-            for name, gradient in gradients_by_hand(model, batches[rank], mode, draws, own).items():
-                torch.distributed.all_reduce(gradient)
-                gradient /= 2
-                torch.testing.assert_close(moved[name], before[name] - lr * gradient, rtol=0, atol=1e-6)
+        states, batches = [copy.deepcopy(training.model)], micro_batches(10 * step + rank)
+        assert all(training.step(step, epoch, batches, lambda: states.append(copy.deepcopy(training.model))))  # noqa: B023
+        # Both compute their half at the same time, because the gates' batch norm is that of both.
+        assert_moved_by_hand(states, step, epoch, batches, rank, mean_of_two)
     # One process meets a bad batch: both skip both phases, batch statistics included.
     before, batch = snapshot(training.model), micro_batches(99)
     batch[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0
