@@ -16,7 +16,7 @@ import torch
 from conftest import ROOT
 from pictures import write_folder
 from PIL import Image
-from refusals import one_line, refused
+from refusals import refused
 from small_runs import arguments, entries, logged, results, same, script
 
 from moh_vision.attention import head_budget
@@ -31,8 +31,7 @@ from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
 from moh_vision.models import dit_transformer, vit
-from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weights import create, from_run, init_from
+from moh_vision.models.weights import create, from_run
 
 STEPS = 30
 
@@ -148,27 +147,11 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
     assert 0 < out.index("init_from: pos_embed is ") < out.index("active heads: 12 of 16 (75.0 %)")
     assert "parameters:" in out and "MACs:" in out
     assert f"init_from: weights of {runs[0]}/{kind}/ema.safetensors\n" in out
-    with pytest.raises(SystemExit, match="2"):
-        script(kind).main([*argv, "--model.embed_dim=64"])
-    out, error = capsys.readouterr()
-    assert " has shape [" in error and ", the model needs [" in error and error.count("\n") == 1
-    assert "init_from" not in out and not (tmp_path / "run").exists()
-
-
-def test_init_from_a_run_remakes_the_head_and_names_it(runs, capsys):
-    source, about = from_run(str(runs[0] / "cls"), "classifier")
-
-    def other(**changes):
-        return create(about["architecture"], "classifier", **{**about["arguments"], **changes})
-
-    model = other(num_classes=7, img_size=12)
-    init_from(model, str(runs[0] / "cls"))
-    out = capsys.readouterr().out
-    assert "head.weight is made anew, [10, 32] -> [7, 32]" in out
-    assert torch.equal(model.blocks[1].mlp.fc1.weight, source.blocks[1].mlp.fc1.weight)
-    assert model.pos_embed.shape == (1, 37, 32) and model(torch.zeros(1, 1, 12, 12)).shape == (1, 7)
-    with one_line("does not fit .* are unexpected .*router"):
-        init_from(other(head_budget=None, router="dense"), str(runs[0] / "cls"))
+    for more, words in (("embed_dim=64", ", the model needs ["), ("router=dense", "does not fit")):
+        with pytest.raises(SystemExit, match="2"):
+            script(kind).main([*argv, f"--model.{more}"])
+        out, error = capsys.readouterr()
+        assert words in error.splitlines()[-1] and "init_from" not in out and not (tmp_path / "run").exists()
 
 
 def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, capsys):
@@ -205,29 +188,21 @@ def grid_of(path, columns, rows):
         assert 0 < grid.width - (columns * 50 + 2) < 40, "the names of the classes"
 
 
-def test_sampling_writes_grid_images_and_scores(runs, tmp_path, capsys):
-    """The same again is not drawn over it, another number of images takes its place where that is asked for."""
-    folder = runs[0]
-    scored = f"--score digits --extractor {folder}/cls --score-file {tmp_path}/scores.json".split()
+def test_samples_of_digits_are_recognised_and_take_the_place_of_others_where_that_is_asked_for(runs, tmp_path, capsys):
+    folder, grid, scores = runs[0], tmp_path / "grid.png", tmp_path / "scores.json"
     argv = f"--checkpoint {folder}/dit --sampler ddim --steps 4 --cfg-scale 1.5 --batch-size 35 --num-images".split()
-    outputs = f"--out {tmp_path}/a.npz --grid {tmp_path}/grid.png --head-load {tmp_path}/load.json".split()
-    sample.main([*argv, "70", *outputs, *scored])
-    out = capsys.readouterr().out
+    sample.main([*argv, *f"70 --grid {grid} --score digits --extractor {folder}/cls --score-file {scores}".split()])
+    out, scores = capsys.readouterr().out, json.loads(scores.read_text())
     assert "recognised as the class asked for" in out and "not Inception, not FID" in out
-    drawn = np.load(tmp_path / "a.npz")
-    assert drawn["arr_0"].shape == (70, 8, 8, 1) and drawn["arr_0"].dtype == np.uint8
-    assert drawn["arr_1"].tolist() == [i % 10 for i in range(70)]
-    grid_of(tmp_path / "grid.png", columns=7, rows=10)
-    fewer = SampleConfig(checkpoint=f"{folder}/dit", head_budget=0.5, out="x")
-    assert head_budget(open_pipeline(fewer)[0].transformer)["share"] == 0.5
-    assert HeadLoad.read(tmp_path / "load.json").choosing()
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    grid_of(grid, columns=7, rows=10)
     assert 0 <= scores["recognised"] <= 1 and scores["frechet_distance"] > 0 and scores["num_reference"] == 355
     place = ["--out", f"{tmp_path}/folder"]
     sample.main([*argv, "5", *place])
     assert "exists; give another path, or --overwrite" in refused(capsys, sample.main, *argv, 5, *place)
     sample.main([*argv, "2", *place, "--overwrite", "true"])
     assert len(list((tmp_path / "folder").iterdir())) == 2
+    fewer = SampleConfig(checkpoint=f"{folder}/dit", head_budget=0.5, out="x")
+    assert head_budget(open_pipeline(fewer)[0].transformer)["share"] == 0.5
 
 
 def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):

@@ -8,7 +8,6 @@ import torch
 from processes import hold
 from refusals import refuse
 
-from moh_vision.engine.commands import user_errors
 from moh_vision.engine.run import make_accelerator
 from moh_vision.engine.run_folder import RunFolder
 from moh_vision.engine.step import average_over_step, learning_rate, set_learning_rate
@@ -120,11 +119,3 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
     (run / "config.yaml").unlink()
     monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text(""))
     refuse("another process has begun a run there meanwhile", open_here, run, {})
-
-
-def test_user_errors_are_one_line_and_exit_2(capsys):
-    with pytest.raises(SystemExit) as stop, user_errors("train.py"):
-        raise ValueError("first\n   second")
-    assert stop.value.code == 2 and capsys.readouterr().err == "train.py: error: first second\n"
-    with pytest.raises(KeyError), user_errors("train.py"):
-        raise KeyError("a mistake of ours keeps its traceback")

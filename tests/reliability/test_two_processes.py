@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -35,17 +36,8 @@ class Launched:
 
     def ranks(self):
         """Pids of the workers of torchrun, by rank."""
-        workers = {}
-        for place in Path("/proc").glob("[0-9]*"):
-            try:
-                parent = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                environment = (place / "environ").read_bytes().split(b"\0")
-            except (OSError, IndexError):
-                continue
-            rank = [e for e in environment if e.startswith(b"RANK=")]
-            if parent == self.process.pid and rank:
-                workers[int(rank[0][5:])] = int(place.name)
-        return workers
+        workers = psutil.Process(self.process.pid).children()
+        return {int(worker.environ()["RANK"]): worker.pid for worker in workers if "RANK" in worker.environ()}
 
     def reach(self, run, steps):
         deadline = time.monotonic() + 120
