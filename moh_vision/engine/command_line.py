@@ -59,13 +59,21 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
     if not files and saved and saved.is_file():
         files = [str(saved)]
     known = keys_of(runs) | keys if runs else keys
-    values = {name: value for file in files for name, value in _read(file, known, "" if runs else prog) if name in keys}
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}  # where keys of files stand
+    for file in files:
+        for name, value, place in _read(file, known, "" if runs else prog):
+            if name in keys:
+                values[name], places[name] = value, place
     prints = options.pop("print_config", False)
     given: set[str] = set()
     for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
         whole = next((known for known in keys if name.startswith(f"{known}.")), name)
         values[whole] = _put(values.get(whole), name[len(whole) :].split(".")[1:], value)
         given.add(whole)
+    for name, place in places.items():
+        if name not in given:
+            keys[name].as_type(values[name], name, f"{place}: ")
     config = _without_idle(_make(kind, values), values, given, ", ".join(files), prog)
     config.given = frozenset(given)
     if prints:
@@ -208,7 +216,7 @@ def dump(tree: dict) -> str:
 
 
 def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
-    """Yield dotted keys and values of a file, beside a folder or shipped, for a script ("": any), its base's first."""
+    """Yield (dotted key, value, file) of a file, beside a folder or shipped, for a script ("": any), its base's first."""
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
     if path is None:
@@ -226,8 +234,7 @@ def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), opt
         yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
     script = SCRIPTS.get(path.parent.name, prog)
     where = f"{script} takes this file; {path}" if prog and script != prog else str(path)
-    for key_name, value in _known(tree, keys, where):
-        yield key_name, keys[key_name].as_type(value, key_name, f"{where}: ")
+    yield from ((*entry, where) for entry in _known(tree, keys, where))
 
 
 def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:

@@ -207,22 +207,16 @@ def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
             torch.testing.assert_close(moved, -0.25 * gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_uniform_experts_have_one_phase_and_train_everything():
-    model = vit(router_kwargs=dict(mode="uniform"))
-    training = Training(model)
-    before = snapshot(model)
-    assert training.step(0, 0, micro_batches(0)) == [True]
-    gates, weights = split(model)
-    assert not gates and changed(before, model) == weights
-    assert {router.mode for router in mae_routers(model)} == {"uniform"}
+UNIFORM = dict(router_kwargs=dict(mode="uniform"))
 
 
-def test_a_model_without_gates_has_one_plain_phase():
+@pytest.mark.parametrize("options", [dict(router="moh", head_budget=0.5), UNIFORM])
+def test_a_model_without_gates_has_one_plain_phase(options):
     torch.manual_seed(0)
-    model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, "router": "moh", "head_budget": 0.5})
+    model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, **options})
     training, batches = Training(model), micro_batches(0)
     twin = copy.deepcopy(model).train()
-    training.step(0, 0, batches)
+    assert training.step(0, 0, batches) == [True]
     optimizer, task = torch.optim.SGD(twin.parameters(), lr=0.1), ClassificationTask(twin, 0.01).train()
     for draw, batch in zip(draws_of(0, WEIGHTS), batches):
         torch.manual_seed(draw)
@@ -230,9 +224,7 @@ def test_a_model_without_gates_has_one_plain_phase():
     optimizer.step()
     assert same(model, twin)
     assert training.descent.results() == {}
-    refuse("train_only gates: the model has no gates of MAE; it needs router mae", train_only, model, "gates")
-    with pytest.raises(ValueError, match="train_only gates_and_outputs: .* mode soft"):
-        train_only(vit(router_kwargs=dict(mode="uniform")), "gates_and_outputs")
+    refuse("train_only gates: the model has no gates of MAE; .* router mae with mode soft", train_only, model, "gates")
 
 
 def test_fsdp_is_refused_in_turns_only():

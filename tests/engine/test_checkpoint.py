@@ -202,7 +202,7 @@ def save(run, step, state, keep=2):
     Saver(PartialState(), run, state, keep).save(step, {"architecture": "linear"}, last=True)
 
 
-def test_ema_switched_on_and_off(trained):
+def test_ema_and_scaler_switched_on_and_off(trained):
     run, state = trained
     save(run, 8, TrainingState(state.task, state.optimizers))
     save(run, 9, TrainingState(state.task, state.optimizers), keep=3)
@@ -210,6 +210,8 @@ def test_ema_switched_on_and_off(trained):
     said = []
     state.restore(run / "checkpoints" / "step_8", said.append)
     assert "has no EMA" in said[0] and torch.equal(state.ema.module.head.weight, state.task.model.head.weight)
+    scaler = torch.amp.GradScaler("cpu")
+    TrainingState(state.task, state.optimizers, scaler=scaler).restore(run / "checkpoints" / "step_8")
 
 
 def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained, tmp_path):

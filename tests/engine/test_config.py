@@ -82,7 +82,7 @@ def test_options(tmp_path, kind, text, argv, values):
     ("cls", "base: nowhere", "", "c.yaml: base nowhere: no such file"),
     ("cls", "base: c.yaml", "", "c.yaml: base 'c.yaml': expected a file, and at most 20 of them upon each other"),
     ("cls", "base: b.yaml", "", "b.yaml: unknown key 'modle', did you mean 'model'"),
-    ("cls", "seed: many", "--seed 3", 'c.yaml: key "seed": Expected int. Got value: many'),
+    ("cls", "seed: many", "--log-every 3", 'c.yaml: key "seed": Expected int. Got value: many'),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, kind, text, argv, words):
     (tmp_path / "b.yaml").write_text("modle: 1")

