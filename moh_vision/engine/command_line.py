@@ -59,12 +59,10 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
     if not files and saved and saved.is_file():
         files = [str(saved)]
     known = keys_of(runs) | keys if runs else keys
-    values: dict[str, Any] = {}
-    places: dict[str, str] = {}  # where keys of files stand
-    for file in files:
-        for name, value, place in _read(file, known, "" if runs else prog):
-            if name in keys:
-                values[name], places[name] = value, place
+    entries = (_read(file, known, "" if runs else prog) for file in files)
+    of_files = [entry for file in entries for entry in file if entry[0] in keys]
+    values = {name: value for name, value, _ in of_files}
+    places = {name: place for name, _, place in of_files}
     prints = options.pop("print_config", False)
     given: set[str] = set()
     for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
