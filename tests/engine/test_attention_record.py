@@ -198,11 +198,6 @@ def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
     assert written(tmp_path / "run")["table"]["rows"]
 
 
-def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
-    train_dit.main(train.options(tmp_path / "run", 1, "off", "--dry-run"))
-    assert "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off" in capsys.readouterr().out
-
-
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))  # without operators: all runs in plain PyTorch

@@ -222,18 +222,6 @@ def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(tr
     refuse("--max-steps 1: .* has already done 2 steps", resume_point, run, 1, fresh=False)
 
 
-@pytest.mark.parametrize("warmup, average", [(False, 0.1), (True, 5 ** (-2 / 3))])
-def test_a_moving_average_with_and_without_warmup(warmup, average):
-    """timm's warm-up: the decay after n updates is 1 - (1 + n) ** (-2 / 3), at most the given one."""
-    model = torch.nn.Linear(1, 1)
-    torch.nn.init.zeros_(model.weight)
-    ema = make_ema(model, 0.9, warmup, "cpu")
-    torch.nn.init.ones_(model.weight)
-    ema.update(model, step=5)
-    assert ema.module.weight.item() == pytest.approx(average)
-    assert make_ema(model, 0.0, warmup, "cpu") is None
-
-
 def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state = trained
     folder = run / "checkpoints" / "step_2"

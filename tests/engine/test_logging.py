@@ -101,10 +101,7 @@ def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
     assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(finite, step=1)
 
 
-def test_no_tracker_and_a_missing_package(tmp_path, monkeypatch):
-    assert open_tracker(None, tmp_path, 0, "t", {}, True) is None
-    assert open_tracker("tensorboard", tmp_path, 0, "t", {}, False) is None
-    check_tracker(None)
+def test_a_tracker_whose_package_is_missing(monkeypatch):
     monkeypatch.setattr(logging, "find_spec", lambda name: None)
     refuse("tracker wandb: the package is not installed", check_tracker, "wandb")
 

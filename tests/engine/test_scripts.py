@@ -145,7 +145,7 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
     script(kind).main(argv)
     out = capsys.readouterr().out
     assert 0 < out.index("init_from: pos_embed is ") < out.index("active heads: 12 of 16 (75.0 %)")
-    assert "parameters:" in out and "MACs:" in out
+    assert "parameters:" in out and "MACs:" in out and "attention runs " in out
     assert f"init_from: weights of {runs[0]}/{kind}/ema.safetensors\n" in out
     for more, words in (("embed_dim=64", ", the model needs ["), ("router=dense", "does not fit")):
         with pytest.raises(SystemExit, match="2"):
