@@ -171,7 +171,7 @@ class Evaluation:
             scores["by_share"] = {share: {k: by_share[share][k] for k in kept} for share in by_share}
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
-        best = run.best.about() if run.best else {}
+        best = run.best.results() if run.best else {}
         run.write_results(dict(scores, weights=self.weights, **best))
         run.log.say(class_table(scores["top1_by_class"]))
         if best:

@@ -52,13 +52,13 @@ class AttentionRecord:
             here["stored"] = _read(file) if file and file.exists() else {}
             if os.environ.setdefault(BUILD, "later") == "later" and build and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
-            here.update(path=attention.path(device), about=attention.about(device), off=attention.off())
+            here.update(path=attention.path(device), line=attention.about(device), off=attention.off())
 
         problem = attempt(look, MISTAKES)
         if problem:
             raise ValueError(problem)
         ranks = gather_object([here])
-        here, self.line, self.refused = ranks[0], ranks[0]["about"], []
+        here, self.line, self.refused = ranks[0], ranks[0]["line"], []
         # Operators of another kind of device are ignored: the bits differ anyway.
         kept_path = kept(PATH) if kept(PATH) in attention.PATHS[device] else None
         self.path, self.table = kept_path or here["path"], kept(TABLE)
@@ -68,7 +68,7 @@ class AttentionRecord:
         lacking = [rank for rank, seen in enumerate(ranks) if seen["path"] != self.path]
         plain = "attention runs in plain PyTorch"
         if self.path != "torch" and lacking:
-            why = f"process {lacking[0]}: " * (lacking[0] > 0) + ranks[lacking[0]]["about"]
+            why = f"process {lacking[0]}: " * (lacking[0] > 0) + ranks[lacking[0]]["line"]
             if kept_path:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({why})")
             self.path, self.line = "torch", f"{plain} on all processes ({why})"

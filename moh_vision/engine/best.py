@@ -50,7 +50,7 @@ class Best:
         """Whether patience is exhausted and the run should end."""
         return 0 < self.patience <= self.waited
 
-    def about(self) -> dict[str, float]:
+    def results(self) -> dict[str, float]:
         """Return the best score and its step for results.json, if there was a validation."""
         return {} if self.value is None else {f"best_{self.key}": self.value, "best_step": self.step}
 

@@ -44,11 +44,6 @@ class Phase:
         return norm, updated
 
 
-def phases_of(epoch: int, period: int) -> tuple[str, ...]:
-    """Return the phases of the steps of an epoch, from 0 (Peng 2020, algorithm 3)."""
-    return (GATES, WEIGHTS) if epoch % period == 0 else (WEIGHTS,)
-
-
 class BlockDescent:
     """Leads a training loop through its phases; `settings` is a `BlockDescentConfig`.
 
@@ -100,9 +95,9 @@ class BlockDescent:
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
         """Enter the phases of a step one after the other, then leave the model as it is evaluated."""
-        names = phases_of(epoch, self.period) if self.in_turns else (WEIGHTS,)
-        if not self.weights and self.in_turns:  # only gates to train: in every epoch
-            names = (GATES,)
+        names = [WEIGHTS] if self.weights or not self.in_turns else []
+        if self.in_turns and (epoch % self.period == 0 or not self.weights):  # Peng 2020, algorithm 3
+            names.insert(0, GATES)
         for name, own in zip(names, tee(batches, len(names))):  # taken when the first phase asks
             # Taken anew in each step: a model that moves to another device gets new buffers.
             buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
@@ -125,14 +120,14 @@ class BlockDescent:
         finally:
             self._switch(WEIGHTS, "soft")
 
-    def about(self) -> dict[str, int]:
-        """Return how many parameters are trained; empty for a model without gates."""
+    def results(self) -> dict[str, int]:
+        """Return how many parameters are trained, for results.json; empty for a model without gates."""
         return dict(trained_parameters=self.trained) if self.gates else {}
 
     def announce(self, log, start: int) -> None:
         """Log that number, at the beginning of a run."""
         if self.gates and start == 0:
-            log.event(0, self.about(), f"training {self.trained:,} of {self.total:,} parameters")
+            log.event(0, self.results(), f"training {self.trained:,} of {self.total:,} parameters")
 
     @torch.no_grad()
     def _step_gates(self, optimizer, args, kwargs) -> None:

@@ -59,13 +59,19 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
     if not files and saved and saved.is_file():
         files = [str(saved)]
     known = keys_of(runs) | keys if runs else keys
-    values = {name: value for file in files for name, value in _read(file, known, "" if runs else prog) if name in keys}
+    entries = (_read(file, known, "" if runs else prog) for file in files)
+    of_files = [entry for file in entries for entry in file if entry[0] in keys]
+    values = {name: value for name, value, _ in of_files}
+    places = {name: place for name, _, place in of_files}
     prints = options.pop("print_config", False)
     given: set[str] = set()
     for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
         whole = next((known for known in keys if name.startswith(f"{known}.")), name)
         values[whole] = _put(values.get(whole), name[len(whole) :].split(".")[1:], value)
         given.add(whole)
+    for name, place in places.items():
+        if name not in given:
+            keys[name].as_type(values[name], name, f"{place}: ")
     config = _without_idle(_make(kind, values), values, given, ", ".join(files), prog)
     config.given = frozenset(given)
     if prints:
@@ -208,7 +214,7 @@ def dump(tree: dict) -> str:
 
 
 def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
-    """Yield dotted keys and values of a file, beside a folder or shipped, for a script ("": any), its base's first."""
+    """Yield (dotted key, value, file) of a file, beside a folder or shipped, for a script ("": any), its base's first."""
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
     if path is None:
@@ -225,7 +231,8 @@ def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), opt
             raise ValueError(f"{path}: base {base!r}: expected a file, and at most {MAX_DEPTH} of them upon each other")
         yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
     script = SCRIPTS.get(path.parent.name, prog)
-    yield from _known(tree, keys, f"{script} takes this file; {path}" if prog and script != prog else str(path))
+    where = f"{script} takes this file; {path}" if prog and script != prog else str(path)
+    yield from ((*entry, where) for entry in _known(tree, keys, where))
 
 
 def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:

@@ -59,13 +59,13 @@ class Key(NamedTuple):
     default: Any
     options: dict[str, Any]  # of `key`
 
-    def as_type(self, value: Any, name: str) -> Any:
-        """Return the value as the key's type, or raise ValueError, naming the key."""
+    def as_type(self, value: Any, name: str, where: str = "") -> Any:
+        """Return the value as the key's type, or raise ValueError, naming the key and `where` it stands."""
         try:
             return as_type(self.hint, value)
         except TypeError:
             got = "null" if value is None else str(value)[:200]
-            raise ValueError(f'key "{name}": Expected {words_of(self.hint)}. Got value: {got}') from None
+            raise ValueError(f'{where}key "{name}": Expected {words_of(self.hint)}. Got value: {got}') from None
 
     def check(self, value: Any, name: str, section: "Section") -> None:
         """Raise ValueError, naming the key, for a value that is out of its range."""

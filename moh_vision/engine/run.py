@@ -292,7 +292,7 @@ class Run:
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""
         if self.accelerator.is_main_process:
-            descent = self.descent.about() if self.done else {}
+            descent = self.descent.results() if self.done else {}
             write_json(self.folder / "results.json", dict(results, step=self.done, **descent))
 
     def _say_new_schedule(self, lr: Callable[..., float]) -> None:

@@ -1,9 +1,8 @@
 """Saves a run in the background, and lets it live on when a save fails."""
 
 import contextlib
-import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
@@ -13,7 +12,7 @@ from moh_vision.engine.checkpoint import Snapshot, TrainingState
 from moh_vision.engine.commands import refuse_unwritable
 from moh_vision.engine.io import fsync, hidden_path, save_tensors, sha256_of
 from moh_vision.engine.ranks import attempt, from_all, say
-from moh_vision.engine.step_folders import begin, export, put_in_place, rotate, seal, tidy
+from moh_vision.engine.step_folders import export, put_in_place, rotate, seal, tidy
 
 MAX_FAILED_SAVES = 3
 
@@ -35,7 +34,8 @@ class Saver:
         self.main, self.run, self.state = accelerator.is_main_process, run, state
         self.keep, self.every, self.background = keep, every, background
         self.failed = self.in_a_row = 0
-        self.problem = self.unexpected = self.thread = None
+        self.problem: str | None = None
+        self.writing: Future | None = None
         # The threads' own: what they tell each other does not meet what training sends.
         self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
 
@@ -44,12 +44,13 @@ class Saver:
 
         SaveError on every process, after three failures in a row or a failed `last` save.
         """
-        if self.thread and self.thread.is_alive():
+        if self.writing and not self.writing.done():
             say(f"step {step} waits for the checkpoint that is being written")
         self.finish()
         snapshot = self.state.snapshot()
-        self.thread = threading.Thread(target=self._work, args=(step, snapshot, dict(metadata, step=step), last))
-        self.thread.start()
+        writer = ThreadPoolExecutor(1)
+        self.writing = writer.submit(self._work, step, snapshot, dict(metadata, step=step), last)
+        writer.shutdown(wait=False)  # its thread ends with this save
         if last or not self.background:
             self.finish(last)
 
@@ -62,29 +63,28 @@ class Saver:
             raise SaveError(f"{self.problem}{count}; {hint}")
 
     def wait(self) -> None:
-        """Wait for what is being written."""
-        if self.thread:
-            self.thread.join()
-        self.thread, unexpected, self.unexpected = None, self.unexpected, None
-        if unexpected:
-            raise unexpected
+        """Wait for what is being written; raise what its thread raised, if that is a fault of ours."""
+        writing, self.writing = self.writing, None
+        if writing:
+            writing.result()
 
     def _work(self, *save) -> None:
         step, *_, last = save
-        try:
-            problem = self._write(*save)
-        except BaseException as error:  # for the thread that waits
-            self.unexpected = error
-            return
+        problem = self._write(*save)
         self.problem = problem and f"{self.run}: step {step} could not be saved ({problem})"
         self.failed += problem is not None
         self.in_a_row = self.in_a_row + 1 if problem else 0
         if problem and not last and self.in_a_row < MAX_FAILED_SAVES:
-            say(f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
+            with contextlib.suppress(OSError):  # the log may be on the same full disk
+                say(f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
 
     def _write(self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool) -> str | None:
         """Write a checkpoint, whole or not at all; return what went wrong on any process."""
         hidden, sums = hidden_path(self.run / "checkpoints" / f"step_{step}"), {}
+
+        def begin():
+            tidy(self.run)
+            hidden.mkdir(parents=True)
 
         def write():
             sums.update(write_files(hidden, snapshot.files, metadata))
@@ -95,7 +95,7 @@ class Saver:
             rotate(self.run, step, self.keep, self.every)
             export(self.run, folder, join=last)
 
-        problem = self._by_main(lambda: begin(self.run, hidden)) or attempt(write, group=self.group)
+        problem = self._by_main(begin) or attempt(write, group=self.group)
         if not problem:
             all_sums = {name: total for own in from_all(sums, self.group) for name, total in own.items()}
             problem = self._by_main(end)

@@ -96,12 +96,6 @@ def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) 
     return latest
 
 
-def begin(run: Path, hidden: Path) -> None:
-    """Make the folder of a save."""
-    tidy(run)
-    hidden.mkdir(parents=True)
-
-
 def tidy(run: Path) -> None:
     """Delete leftovers of interrupted saves."""
     checkpoints, exports = run / "checkpoints", (hidden_path(run / name) for name in EXPORTED)

@@ -151,7 +151,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
         if step == run.done and results["weights"] != "model.safetensors":
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             run.log.say(f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights")
-    run.write_results(dict(results, **run.best.about()))
+    run.write_results(dict(results, **run.best.results()))
     run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
 
 

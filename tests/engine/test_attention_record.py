@@ -48,30 +48,28 @@ class Machine:
         self.used[1] = table
 
 
-def begin(folder, path, table, device="cpu"):
+def begin(folder, path, table):
     """A record of work that begins with these settings and has measured, written into a folder."""
     machine = Machine(path, table)
-    record = AttentionRecord(machine, None, device=device)
+    record = AttentionRecord(machine, None)
     record.measure(lambda: (table, ""), folder, Accelerator(cpu=True))
     return machine, record
 
 
-def goes_on(folder, path, table, *allowed):
+def goes_on(folder, path, table, *allowed, device="cpu"):
     """(what a process with these settings uses, what it refuses, whether it is to measure) when it goes on with a folder."""
     machine = Machine(path, table)
-    record = AttentionRecord(machine, folder, allowed)
+    record = AttentionRecord(machine, folder, allowed, device)
     return machine.used, record.refused, record.table is None
 
 
-@pytest.mark.parametrize("path", ["cpp", "torch"])
-def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path, path):
-    machine, record = begin(tmp_path, path, COLD)
-    assert machine.used == [path, COLD] and not record.refused and record.line == f"attention runs on {path}"
-    assert written(tmp_path) == dict(path=path, table=COLD)
-    assert goes_on(tmp_path, path, COLD) == ([path, COLD], [], False)
+def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path):
+    machine, record = begin(tmp_path, "cpp", COLD)
+    assert machine.used == ["cpp", COLD] and not record.refused and record.line == "attention runs on cpp"
+    assert written(tmp_path) == dict(path="cpp", table=COLD)
     for table, kept in ((None, {}), (COLD, None)):  # before it has measured
-        AttentionRecord(Machine(path, table), None).save(tmp_path)
-        assert written(tmp_path) == dict(path=path, table=kept)
+        AttentionRecord(Machine("torch", table), None).save(tmp_path)
+        assert written(tmp_path) == dict(path="torch", table=kept)
 
 
 def written(folder):
@@ -87,32 +85,25 @@ def written(folder):
     (("cpp", COLD), "torch", "attention.path", (["torch", COLD], [], False)),
     (("torch", {"border": 3}), "torch", "attention.table", (["torch", {}], [], True)),
     (None, "cpp", "", (["cpp", {}], [], True)),
+    # unusable: operators that are gone, a table of another version
+    (("cpp", COLD), "torch", "", ([None, None], ["attention.path: 'cpp' -> 'torch' (attention runs on torch)"], False)),
+    (("torch", {"border": 3}), "torch", "", (["torch", None], ["attention.table: a table has a limit"], False)),
+    # of another kind of device
+    (("triton", COLD), "torch", "", (["torch", COLD], [], False)),
+    (("cpp", COLD), "triton", "", (["triton", COLD], [], False)),
+    (("triton", COLD), "triton", "attention.table", (["triton", {}], [], True)),
 ])  # fmt: skip
 def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(tmp_path, stored, path, allowed, found):
     if stored:
         (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
-    assert goes_on(tmp_path, path, WARM, allowed) == found
+    device = "cuda" if path == "triton" else "cpu"
+    assert goes_on(tmp_path, path, WARM, allowed, device=device) == found
 
 
-@pytest.mark.parametrize("stored, words", [
-    (("cpp", COLD), "attention.path: 'cpp' -> 'torch' (attention runs on torch)"),  # operators that are gone
-    (("torch", {"border": 3}), "attention.table: a table has a limit"),  # of another version
-])  # fmt: skip
-def test_what_is_unusable_is_refused_by_name(tmp_path, stored, words):
-    (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
-    assert goes_on(tmp_path, "torch", WARM)[1] == [words]
-
-
-def test_on_a_gpu(tmp_path):
-    """Triton's kernels that are gone are refused; a path of a CPU says nothing about them."""
-    begin(tmp_path, "triton", COLD, "cuda")
-    record = AttentionRecord(Machine("torch", COLD), tmp_path, device="cuda")
-    assert record.refused == ["attention.path: 'triton' -> 'torch' (attention runs on torch)"]
-    assert AttentionRecord(Machine("triton", WARM), tmp_path, device="cuda").path == "triton"
-    assert AttentionRecord(Machine("torch", WARM), tmp_path).path == "torch"
-    begin(tmp_path, "cpp", COLD)
-    machine = Machine("triton", WARM)
-    assert not AttentionRecord(machine, tmp_path, device="cuda").refused and machine.used == ["triton", COLD]
+def test_kernels_that_are_gone_are_refused(tmp_path):
+    (tmp_path / "attention.json").write_text(json.dumps(dict(path="triton", table=COLD)))
+    words = "attention.path: 'triton' -> 'torch' (attention runs on torch)"
+    assert goes_on(tmp_path, "torch", WARM, device="cuda")[1] == [words]
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9])
@@ -205,11 +196,6 @@ def measure_on_a_rank(rank, folder):
 def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
     on_two_ranks(measure_on_a_rank, tmp_path)
     assert written(tmp_path / "run")["table"]["rows"]
-
-
-def test_dry_runs_say_which_path_runs(tmp_path, train, capsys):
-    train_dit.main(train.options(tmp_path / "run", 1, "off", "--dry-run"))
-    assert "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off" in capsys.readouterr().out
 
 
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):

@@ -1,35 +1,24 @@
 import json
+import math
+
+import pytest
 
 from moh_vision.engine.best import Best, earlier_scores
 
 
-def judged(best, scores):
-    """(better, exhausted) after each score."""
-    found = []
-    for step, value in enumerate(scores, 1):
-        better = best.better(value)
-        best.take(step, value, better)
-        found.append((better, best.exhausted))
-    return found
-
-
-def test_stops_after_so_many_without_a_lower_loss():
-    best = Best("loss", 3)
-    found = judged(best, [3.0, 2.0, 2.5, 2.0, 1.9, 2.0, 2.0, 2.0])
-    assert [better for better, _ in found] == [True, True, False, False, True, False, False, False]
-    assert [end for _, end in found] == [False] * 7 + [True]
-    assert best.about() == dict(best_loss=1.9, best_step=5)
-    assert not any(end for _, end in judged(Best("loss"), [1.0] * 50))
-
-
-def test_of_other_scores_the_highest_is_the_best():
-    assert [better for better, _ in judged(Best("top1"), [50, 40, 50, 60])] == [True, False, False, True]
-
-
-def test_nan_is_not_better():
-    nan = float("nan")
-    found = judged(Best("loss", 2), [nan, 1.0, nan, nan])
-    assert found == [(False, False), (True, False), (False, False), (False, True)]
+@pytest.mark.parametrize("key, patience, scores, better, ends", [
+    ("loss", 3, [3.0, 2.0, 2.5, 2.0, 1.9, 2.0, 2.0, 2.0], "11001000", True),
+    ("loss", 0, [1.0] * 50, "1" + "0" * 49, False),
+    ("loss", 2, [math.nan, 1.0, math.nan, math.nan], "0100", True),  # nan is never the best
+    ("top1", 0, [50, 40, 50, 60], "1001", False),  # of other scores the highest is
+])  # fmt: skip
+def test_the_best_and_when_patience_is_exhausted(key, patience, scores, better, ends):
+    best = Best(key, patience)
+    for step, (value, expected) in enumerate(zip(scores, better, strict=True), 1):
+        assert not best.exhausted and best.better(value) == bool(int(expected))
+        best.take(step, value, best.better(value))
+    step = better.rindex("1") + 1
+    assert best.results() == {f"best_{key}": scores[step - 1], "best_step": step} and best.exhausted == ends
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
@@ -41,5 +30,5 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert earlier_scores(log, "loss", 20) == [(10, 2.0), (20, 2.1)]
     best = Best("loss", 2)
     best.replay(tmp_path, 20, from_file=False)
-    assert (best.about(), best.waited, best.exhausted) == (dict(best_loss=2.0, best_step=10), 1, False)
+    assert (best.results(), best.waited, best.exhausted) == (dict(best_loss=2.0, best_step=10), 1, False)
     assert earlier_scores(tmp_path / "none", "loss", 5) == []

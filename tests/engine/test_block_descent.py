@@ -3,7 +3,6 @@
 import copy
 import itertools
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +17,7 @@ from safetensors.torch import load_file
 from small_runs import arguments, entries, logged, outcome, results, same, script, whole_and_resumed
 
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent, phases_of
+from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent
 from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.step import Step, Updater
@@ -106,11 +105,11 @@ def snapshot(model):
 
 
 def test_gates_move_in_every_fifth_epoch_from_the_first_one():
-    names = ["".join(phases_of(epoch, 5)) for epoch in range(12)]
+    descents = [Training(vit(), period=period).descent for period in (5, 1)]
+    names = ["".join(phase.name for phase in descents[0].phases(epoch, [])) for epoch in range(12)]
     assert names == ["GF", "F", "F", "F", "F"] * 2 + ["GF", "F"]
-    assert all(phases_of(epoch, 1) == (GATES, WEIGHTS) for epoch in range(3))
-    salts = [phase.salt for phase in Training(vit()).descent.phases(0, [])]
-    assert salts == [(1,), ()]  # F draws what a model without gates draws
+    # F draws what a model without gates draws.
+    assert [[phase.salt for phase in descents[1].phases(epoch, [])] for epoch in (0, 1)] == [[(1,), ()]] * 2
 
 
 # ---------------------------------------------------------------- what moves
@@ -130,24 +129,33 @@ def gradients_by_hand(model, batches, mode, draws, names):
     return dict(zip(names, torch.autograd.grad(sum(losses) / len(losses), [own[name] for name in names])))
 
 
-def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
-    training, batches = Training(vit()), micro_batches(1)
-    gates, weights = split(training.model)
-    states = [copy.deepcopy(training.model)]
-    updated = training.step(3, 0, batches, partial(remember_model, training.model, states))
-    assert updated == [True, True]
-    phases = (GATES, "soft", gates, 1.0), (WEIGHTS, "sampled", weights, 0.1)
-    for (phase, mode, names, lr), model, moved in zip(phases, states, states[1:]):
+def assert_moved_by_hand(states, step, epoch, batches, rank=0, mean=lambda gradient: gradient):
+    """From each state to the next one a phase moved its own parameters alone, by their gradients."""
+    gates, weights = split(states[0])
+    phases = {GATES: ("soft", gates, 1.0), WEIGHTS: ("sampled", weights, 0.1)}
+    for phase, model, moved in zip("GF" if epoch % 5 == 0 else "F", states[:-1], states[1:], strict=True):
+        mode, names, lr = phases[phase]
         before, after = snapshot(model), snapshot(moved)
         assert changed(before, moved) == names
         model = copy.deepcopy(model).train().requires_grad_(True)
-        for name, gradient in gradients_by_hand(model, batches, mode, draws_of(3, phase), sorted(names)).items():
-            torch.testing.assert_close(after[name], before[name] - lr * gradient, rtol=0, atol=1e-7)
+        for name, gradient in gradients_by_hand(
+            model, batches, mode, draws_of(step, phase, rank), sorted(names)
+        ).items():
+            torch.testing.assert_close(after[name], before[name] - lr * mean(gradient), rtol=0, atol=1e-7)
+
+
+def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
+    training, batches = Training(vit()), micro_batches(1)
+    states = [copy.deepcopy(training.model)]
+    assert training.step(3, 0, batches, lambda: states.append(copy.deepcopy(training.model))) == [True, True]
+    assert_moved_by_hand(states, 3, 0, batches)
+    gates, _ = split(training.model)
     assert max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates) > 1e-4
 
 
-def test_the_batch_is_fetched_once_and_later_epochs_have_f_alone():
-    training, fetched = Training(vit()), []
+def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone():
+    training, fetched, counts = Training(vit()), [], []
+    training.task.register_forward_pre_hook(lambda *_: counts.append(len(fetched)))
 
     def stream():
         for number in itertools.count():
@@ -162,20 +170,7 @@ def test_the_batch_is_fetched_once_and_later_epochs_have_f_alone():
         assert changed(before, training.model) == set().union(*split(training.model)[epoch % 5 > 0 :])
         assert len(training.seen) == 2 * len(training.phases())
         assert all(one is other for one, other in zip(training.seen, training.seen[2:]))
-    assert fetched == list(range(8))
-
-
-def test_micro_batches_are_taken_one_by_one():
-    """A step of many micro-batches does not wait for all of them, nor keep them where nothing asks for them again."""
-    taken, training = [], Training(vit())
-    for epoch, counts in ((0, [1, 2, 2, 2]), (1, [1, 2])):
-        taken.clear()
-        seen = []
-        for phase in training.descent.phases(epoch, (taken.append(b) or b for b in micro_batches(0))):
-            for _ in range(2):
-                next(phase.batches)
-                seen.append(len(taken))
-        assert seen == counts
+    assert fetched == list(range(8)) and counts == [1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8]
 
 
 def test_between_steps_the_model_is_as_it_is_evaluated():
@@ -212,32 +207,24 @@ def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
             torch.testing.assert_close(moved, -0.25 * gradient, rtol=1e-4, atol=1e-7)
 
 
-def test_uniform_experts_have_one_phase_and_train_everything():
-    model = vit(router_kwargs=dict(mode="uniform"))
-    training = Training(model)
-    before = snapshot(model)
-    assert training.step(0, 0, micro_batches(0)) == [True]
-    gates, weights = split(model)
-    assert not gates and changed(before, model) == weights
-    assert {router.mode for router in mae_routers(model)} == {"uniform"}
+UNIFORM = dict(router_kwargs=dict(mode="uniform"))
 
 
-def test_a_model_without_gates_has_one_plain_phase():
+@pytest.mark.parametrize("options", [dict(router="moh", head_budget=0.5), UNIFORM])
+def test_a_model_without_gates_has_one_plain_phase(options):
     torch.manual_seed(0)
-    model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, "router": "moh", "head_budget": 0.5})
+    model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, **options})
     training, batches = Training(model), micro_batches(0)
     twin = copy.deepcopy(model).train()
-    training.step(0, 0, batches)
+    assert training.step(0, 0, batches) == [True]
     optimizer, task = torch.optim.SGD(twin.parameters(), lr=0.1), ClassificationTask(twin, 0.01).train()
     for draw, batch in zip(draws_of(0, WEIGHTS), batches):
         torch.manual_seed(draw)
         (task(**batch)["loss"] / 2).backward()
     optimizer.step()
     assert same(model, twin)
-    assert training.descent.about() == {}
-    refuse("train_only gates: the model has no gates of MAE; it needs router mae", train_only, model, "gates")
-    with pytest.raises(ValueError, match="train_only gates_and_outputs: .* mode soft"):
-        train_only(vit(router_kwargs=dict(mode="uniform")), "gates_and_outputs")
+    assert training.descent.results() == {}
+    refuse("train_only gates: the model has no gates of MAE; .* router mae with mode soft", train_only, model, "gates")
 
 
 def test_fsdp_is_refused_in_turns_only():
@@ -260,9 +247,6 @@ def test_fine_tuning_sets(which, count):
     gates, weights = split(model)
     outputs = {f"blocks.{layer}.attn.proj.weight" for layer in range(DEPTH)}
     assert training.descent.trained == count
-    events = []
-    training.descent.announce(SimpleNamespace(event=lambda *args: events.append(args)), 0)
-    assert events[0][:2] == (0, dict(trained_parameters=count)) and f"training {count:,} of" in events[0][2]
     for epoch, expected in ((0, "G" if which == "gates" else "GF"), (1, "G" if which == "gates" else "F")):
         before = snapshot(model)
         training.step(epoch, epoch, micro_batches(epoch))
@@ -347,11 +331,10 @@ MAE = (
 ).split()
 
 
-@pytest.mark.parametrize("kind", ["cls", "dit"])
-def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, kind):
+def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
     """Weights, batch statistics, EMA and both optimisers."""
     root = write_folder(tmp_path / "d", train=8)  # two steps an epoch: 0, 1, 4 and 5 have a G phase
-    _, run = whole_and_resumed(kind, tmp_path, [3, 6], *MAE, "--data.root", root)
+    _, run = whole_and_resumed("cls", tmp_path, [3, 6], *MAE, "--data.root", root)
     _, gates = outcome(run)["optimizers"]
     assert [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")] == [1, 0, 0]
     lines = logged(run)
@@ -360,8 +343,7 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path, kind):
     states = [load_file(run / f"checkpoints/step_{step}/model.safetensors") for step in (3, 6)]
     gates = [name for name in states[0] if ".router." in name]
     assert gates and all(not torch.equal(states[0][name], states[1][name]) for name in gates)
-    if kind == "cls":
-        assert entries(run)[0] == dict(step=0, trained_parameters=results(run)["trained_parameters"])
+    assert entries(run)[0] == dict(step=0, trained_parameters=results(run)["trained_parameters"])
 
 
 def test_fine_tuning_a_run(tmp_path, capsys):
@@ -374,8 +356,9 @@ def test_fine_tuning_a_run(tmp_path, capsys):
     before, after = (load_file(folder / "model.safetensors") for folder in ends)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {name for name in before if ".router." in name or name.endswith("attn.proj.weight")}
-    assert results(tmp_path / "two")["trained_parameters"] == 2 * (16 * 256 + 256 + 256 * 8 + 8 + 2 * 16 + 16 * 16)
-    capsys.readouterr()
+    count = 2 * (16 * 256 + 256 + 256 * 8 + 8 + 2 * 16 + 16 * 16)
+    assert results(tmp_path / "two")["trained_parameters"] == count
+    assert f"training {count:,} of" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
     left_out, error = capsys.readouterr().err.splitlines()
@@ -387,8 +370,9 @@ def test_fine_tuning_a_run(tmp_path, capsys):
 # ---------------------------------------------------------------- two processes
 
 
-def remember_model(model, states):
-    states.append(copy.deepcopy(model))
+def mean_of_two(gradient):
+    torch.distributed.all_reduce(gradient)
+    return gradient / 2
 
 
 def train_with_another(rank):
@@ -396,26 +380,11 @@ def train_with_another(rank):
     torch.distributed.init_process_group("gloo")
     training = Training(vit())
     assert type(training.task).__name__ == "DistributedDataParallel"
-    gates, weights = split(training.model)
     for step, epoch in enumerate((0, 1, 5)):
-        states = [copy.deepcopy(training.model)]
-        batches = [micro_batches(10 * step + r) for r in range(2)]
-        remember = partial(remember_model, training.model, states)
-        assert all(training.step(step, epoch, batches[rank], remember))
-        phases = phases_of(epoch, 5)
-        assert len(states) == 1 + len(phases)
-        for phase, model, after in zip(phases, states, states[1:]):
-            own, others = (sorted(gates), weights) if phase == GATES else (sorted(weights), gates)
-            before, moved = snapshot(model), snapshot(after)
-            assert all(torch.equal(before[name], moved[name]) for name in others)
-            model.train().requires_grad_(True)
-            draws = draws_of(step, phase, rank)
-            mode, lr = ("soft", 1.0) if phase == GATES else ("sampled", 0.1)
-            # Both compute their half at the same time, because the gates' batch norm is that of both.
-            for name, gradient in gradients_by_hand(model, batches[rank], mode, draws, own).items():
-                torch.distributed.all_reduce(gradient)
-                gradient /= 2
-                torch.testing.assert_close(moved[name], before[name] - lr * gradient, rtol=0, atol=1e-6)
+        states, batches = [copy.deepcopy(training.model)], micro_batches(10 * step + rank)
+        assert all(training.step(step, epoch, batches, lambda: states.append(copy.deepcopy(training.model))))  # noqa: B023
+        # Both compute their half at the same time, because the gates' batch norm is that of both.
+        assert_moved_by_hand(states, step, epoch, batches, rank, mean_of_two)
     # One process meets a bad batch: both skip both phases, batch statistics included.
     before, batch = snapshot(training.model), micro_batches(99)
     batch[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0

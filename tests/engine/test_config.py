@@ -56,40 +56,33 @@ def test_options(tmp_path, kind, text, argv, values):
     ("cls", "", "--optim.learning-rate 1", "unknown key 'optim.learning_rate', did you mean 'optim.lr'"),
     ("cls", "", "--name x", "unknown key 'name', did you mean 'model.name'"),
     ("cls", "", "--zebra 1", "unknown key 'zebra'; --help lists the known ones"),
-    ("cls", "", "--optim.foo 1", "unknown key 'optim.foo'; --help lists the known ones"),
-    ("cls", "", "--optim.betas 0.8 --seed 3", 'key "optim.betas"'),
     ("cls", "", "--seed many", 'key "seed": Expected int. Got value: many'),
     ("cls", "", "--model 5", "is a section of keys"),
     ("cls", "", "--model '{dpeth: 3}'", "unknown key 'model.dpeth', did you mean 'model.depth'"),
     ("sample", "", "--steps 5", "--checkpoint is needed"),
-    ("sample", "", "--checkpoint run --out x --extractor runs/cls", "extractor 'runs/cls' needs score, and"),
-    ("cls", "", "--config text/foo", "^--config text/foo: no such file$"),
     ("cls", "", "--config text/wt103", "train_text.py takes this file; .*wt103.yaml: unknown key"),
     ("cls", "", "--config /no/where.yaml", "--config /no/where.yaml: no such file"),
     ("cls", "", "--config cls/cifar10_vit", "--config cls/cifar10_vit: no such file, did you mean cls/cifar10_vit_cpu"),
     ("cls", "", "--allow-change optim.lrr", "--allow-change optim.lrr: unknown key 'optim.lrr', did you mean 'optim.lr'"),
+    ("cls", "", "--allow-change optim.name", "--allow-change optim.name: a checkpoint keeps the state of its own optimiser"),
     ("cls", "", "--optim.warmup_epochs 1 --optim.warmup_steps 1", "are the same thing: give one"),
     # keys without effect
     ("cls", "", "--data.auto_augment rand-m9", "data.auto_augment 'rand-m9' needs data.augment imagenet"),
-    ("cls", "", "--optim.schedule constant --optim.min_lr 0.0001", "optim.min_lr 0.0001 needs optim.schedule other than constant"),
     ("cls", "", "--data.crop_scale 0.08 1", r"data.crop_scale \(0.08, 1.0\) needs data.augment imagenet"),  # the default, too
     ("cls", "optim: {schedule: constant, min_lr: 0.0001}", "--seed 1", "--config .*c.yaml: optim.min_lr 0.0001 needs"),
     ("cls", "optim: {min_lr: 0.0001}", "--optim.schedule constant --optim.min_lr 0.0002", "^optim.min_lr 0.0002 needs"),
     ("cls", "model: {router: dense}", "--model.head_budget 0.5", "^model.head_budget 0.5 needs a model that routes its heads"),
     # of files
     ("cls", "model: {dept: 3}", "", "c.yaml: unknown key 'model.dept', did you mean 'model.depth'"),
-    ("cls", "- 1", "", "c.yaml: expected keys and values, found list"),
     ("cls", "hello", "", "c.yaml: expected keys and values, found str"),
-    ("cls", "1: 2", "", "c.yaml: unknown key '1'"),
     ("cls", "a: &a [x, x]\nmodel: {kwargs: {b: [*a, *a]}}", "", "c.yaml: .*an alias, \\*a; write the value out"),
     ("cls", "# " + "x" * 2**21, "", "c.yaml: .*a configuration has at most 1048576"),
     ("cls", "optim: 3", "", 'c.yaml: key "optim" is a section of keys, got 3'),
     ("cls", "fresh: true", "", "c.yaml: fresh is an option of one call, which no file holds: --fresh"),
     ("cls", "base: nowhere", "", "c.yaml: base nowhere: no such file"),
-    ("cls", "base: cls/cifar10_vit", "", "did you mean cls/cifar10_vit_cpu"),
     ("cls", "base: c.yaml", "", "c.yaml: base 'c.yaml': expected a file, and at most 20 of them upon each other"),
-    ("cls", "base: [a]", "", "base \\['a'\\]: expected a file"),
     ("cls", "base: b.yaml", "", "b.yaml: unknown key 'modle', did you mean 'model'"),
+    ("cls", "seed: many", "--log-every 3", 'c.yaml: key "seed": Expected int. Got value: many'),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, kind, text, argv, words):
     (tmp_path / "b.yaml").write_text("modle: 1")
@@ -323,11 +316,4 @@ def test_validation_has_keys_of_its_own(tmp_path, capsys):
     (tmp_path / "own.yaml").write_text("max_steps: 3\ndata: {eval_batch_size: 7}\n")
     config = validation("--config", str(tmp_path / "own.yaml"), "--checkpoint", str(tmp_path))
     assert (config.data.root, config.data.eval_batch_size) == (None, 7)
-    (tmp_path / "own.yaml").write_text("max_stesp: 3\n")
-    own = ["--config", str(tmp_path / "own.yaml")]
-    for more, message in (
-        (["--optim.lr", "1"], "unknown key 'optim.lr'"),
-        (["--dry-run"], "unknown key 'dry_run'"),
-        (own, "unknown key 'max_stesp', did you mean 'max_steps'"),
-    ):
-        refuse(message, validation, "--checkpoint", "x", *more)
+    refuse("unknown key 'dry_run'", validation, "--checkpoint", "x", "--dry-run")

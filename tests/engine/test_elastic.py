@@ -2,15 +2,12 @@
 
 import pytest
 import timm
-import torch
 from refusals import each_refused
 from small_runs import logged, results, whole_and_resumed
 
 import moh_vision
 from moh_vision.classification import validate
 from moh_vision.commands.table import make_table
-from moh_vision.diffusion.config import SampleConfig
-from moh_vision.diffusion.loading import open_pipeline
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
@@ -52,20 +49,6 @@ def test_a_share_runs_what_set_head_budget_sets(kind):
         assert active(other) == ran
 
 
-def test_every_router_learns_at_every_share():
-    torch.manual_seed(0)
-    model = small_model(head_budget=0.5).train()
-    elastic = ElasticBudget(model, (0.5, 1.0), seed=0)
-    x = torch.randn(4, 3, 8, 8)
-    for share in elastic.budgets:
-        model.zero_grad()
-        with elastic.running(model, share):
-            model(x).square().sum().backward()
-        for name, parameter in model.named_parameters():
-            if ".router.routed" in name:
-                assert parameter.grad.abs().sum() > 0, (share, name)
-
-
 test_ranges_that_cannot_be = each_refused(
     lambda model, ends: ElasticBudget(small_model(**model), ends, seed=0),
     ({}, (1.0, 0.5), r"budget_range \[1.0, 0.5\]: expected two shares above 0 and up to 1, the smallest first"),
@@ -80,10 +63,9 @@ test_ranges_that_cannot_be = each_refused(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["cls", "dit"])
-def test_a_run_that_resumes_has_the_same_bits(tmp_path, kind, capsys):
+def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     """Ended between two steps of a cycle; what is saved runs the largest share."""
-    whole, resumed = whole_and_resumed(kind, tmp_path, [2, 6], *ELASTIC)
+    whole, resumed = whole_and_resumed("cls", tmp_path, [2, 6], *ELASTIC)
     one, two = logged(whole), logged(resumed)
     assert [(e["loss"], e["active_share"]) for e in one] == [(e["loss"], e["active_share"]) for e in two]
     assert {e["active_share"] for e in one} >= {0.5, 1.0}
@@ -91,10 +73,6 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, kind, capsys):
         assert sum(map(sum, e["head_usage"])) / 16 == pytest.approx(e["active_share"], abs=2e-3)
     assert moh_vision.head_budget(moh_vision.load_run(whole))["share"] == 1
     capsys.readouterr()
-    if kind == "dit":
-        config = SampleConfig(checkpoint=str(whole), head_budget=0.5, out="x")
-        assert moh_vision.head_budget(open_pipeline(config)[0].transformer)["share"] == 0.5
-        return
     validation = results(whole)
     assert list(validation["by_share"]) == ["0.5", "0.75", "1"]
     assert validation["by_share"]["1"]["loss"] == validation["loss"] and validation["active_share"] == 1

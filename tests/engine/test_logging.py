@@ -101,21 +101,12 @@ def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
     assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(finite, step=1)
 
 
-def test_no_tracker_and_a_missing_package(tmp_path, monkeypatch):
-    assert open_tracker(None, tmp_path, 0, "t", {}, True) is None
-    assert open_tracker("tensorboard", tmp_path, 0, "t", {}, False) is None
-    check_tracker(None)
+def test_a_tracker_whose_package_is_missing(monkeypatch):
     monkeypatch.setattr(logging, "find_spec", lambda name: None)
     refuse("tracker wandb: the package is not installed", check_tracker, "wandb")
 
 
 # ---------------------------------------------------------------- starts and the end
-
-
-def git(folder, *words):
-    name = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    done = subprocess.run(["git", "-C", str(folder), *name, *words], check=True, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path, capsys):
@@ -136,13 +127,16 @@ def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path
 
 
 def test_commit(tmp_path):
-    assert commit(tmp_path) is None
-    git(tmp_path, "init", "-q")
+    def git(*words):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
     assert commit(tmp_path) is None  # nothing is committed
     (tmp_path / "file").write_text("1")
-    git(tmp_path, "add", "file")
-    git(tmp_path, "commit", "-q", "-m", "first")
-    head = git(tmp_path, "rev-parse", "HEAD")
+    git("add", "file")
+    git("commit", "-q", "-m", "first")
+    head = git("rev-parse", "HEAD").strip()
     assert commit(tmp_path) == head
     (tmp_path / "file").write_text("2")
     assert commit(tmp_path) == f"{head}-dirty"

@@ -8,7 +8,6 @@ import torch
 from processes import hold
 from refusals import refuse
 
-from moh_vision.engine.commands import user_errors
 from moh_vision.engine.run import make_accelerator
 from moh_vision.engine.run_folder import RunFolder
 from moh_vision.engine.step import average_over_step, learning_rate, set_learning_rate
@@ -56,16 +55,12 @@ def test_accelerate_told_otherwise_is_refused(monkeypatch, forget_precision):
 ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: None, print=print)
 
 
-def differs_from(new):
-    return lambda old: [] if old == new else ["lr: 1 -> 2"]
-
-
 @contextlib.contextmanager
 def opened(path, config, fresh=False):
     with contextlib.ExitStack() as held:
         folder = RunFolder(str(path), fresh, ACCELERATOR, held)
         folder.take_up(1)
-        folder.open(config, differs_from(config))
+        folder.open(config, lambda earlier: ["lr: 1 -> 2"] * (earlier != config))
         yield
 
 
@@ -120,11 +115,3 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
     (run / "config.yaml").unlink()
     monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text(""))
     refuse("another process has begun a run there meanwhile", open_here, run, {})
-
-
-def test_user_errors_are_one_line_and_exit_2(capsys):
-    with pytest.raises(SystemExit) as stop, user_errors("train.py"):
-        raise ValueError("first\n   second")
-    assert stop.value.code == 2 and capsys.readouterr().err == "train.py: error: first second\n"
-    with pytest.raises(KeyError), user_errors("train.py"):
-        raise KeyError("a mistake of ours keeps its traceback")

@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import math
 import platform
 import re
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from small_text import ENGLISH, write_pairs, write_plain
@@ -181,27 +180,10 @@ def write(case: str, found: dict) -> None:
     (HERE / f"{case}.json").write_text(re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m[0].split()), text) + "\n")
 
 
-def read(case: str) -> dict:
-    """What was recorded."""
-    return json.loads((HERE / f"{case}.json").read_text())
+def as_recorded(curves: dict, tolerance: float):
+    """What equals curves to a relative tolerance, of values below 1e-3 to that of 1e-3."""
+    return pytest.approx(by_step(curves), rel=tolerance, abs=1e-3 * tolerance)
 
 
-def deviation(was: float, now: float) -> float:
-    """Relative, of values below 1e-3 absolute; infinite for NaN."""
-    return abs(now - was) / max(abs(was), 1e-3) if math.isfinite(now) else math.inf
-
-
-def differences(record: dict, found: dict, tolerance: float, names: Iterable[str]) -> list[str]:
-    """One line for each of these curves that is not as recorded, with both; none where all are."""
-    lines = []
-    for name in names:
-        was, now = (curves.get(name, []) for curves in (record["curves"], found))
-        off = [deviation(a, b) for a, b in zip(was, now)]
-        first = next((step for step, d in enumerate(off) if d > tolerance), None)
-        if len(was) == len(now) and first is None:
-            continue
-        lines.append(f"{name}: {len(was)} values recorded, {len(now)} now; step {first} is the first that differs; ")
-        lines[-1] += f"largest relative difference {max(off, default=math.inf):.1e}, allowed {tolerance:.0e}"
-        for title, values in (("recorded", was), ("now", now)):
-            lines.append(f"  {title:9}" + " ".join(f"{value:.7g}" for value in values))
-    return lines
+def by_step(curves: dict) -> dict:
+    return {f"{name} {step}": value for name, values in curves.items() for step, value in enumerate(values)}

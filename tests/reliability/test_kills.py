@@ -1,13 +1,14 @@
 """SIGKILL, SIGTERM and SIGINT at random instants: the run ends with the bits of an undisturbed one."""
 
+import contextlib
 import functools
 import os
 import signal
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 from processes import Command
 from repeat import cases
@@ -192,15 +193,12 @@ def test_two_thousand_steps(start, tmp_path, kind, workers):
     """Memory, open files and files on disk stay bounded."""
     argv = arguments(kind, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers)
     command, seen = start(kind, argv, tmp_path), []
-    place = Path(f"/proc/{command.pid}")
-    while True:
-        made = losses(tmp_path, kind)
-        try:
-            memory = next(line for line in (place / "status").read_text().splitlines() if line.startswith("VmRSS"))
-            seen.append((len(made), int(memory.split()[1]) / 1024, len(os.listdir(place / "fd"))))
-        except (OSError, StopIteration):
-            break  # it has ended
-        time.sleep(0.1)
+    process = psutil.Process(command.pid)
+    with contextlib.suppress(psutil.Error, ValueError):  # it has ended
+        while True:
+            steps = len(losses(tmp_path, kind))
+            seen.append((steps, process.memory_info().rss / 2**20, process.num_fds()))
+            time.sleep(0.1)
     assert command.wait() == 0, command.said()[-2000:]
     steps, mib, files = (np.array(column) for column in zip(*[s for s in seen if 300 <= s[0] < 1990]))
     assert len(steps) > 30, "too few looks at it"

@@ -168,7 +168,6 @@ def test_files_that_are_not_there(tmp_path, vit):
 
 STATS = {
     "no mean": statistics_file(mu=None),
-    "no covariance": statistics_file(sigma=None),
     "a covariance that is no square": statistics_file(sigma=np.zeros((4, 5))),
     "a mean of rank 0": statistics_file(mu=np.zeros(())),
     "other features": statistics_file(features=np.zeros((20, 7))),
@@ -200,39 +199,24 @@ def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
 
 
-NPZ = {
-    "a mean of terabytes": (
-        {"mu": raw_npy((2**40,)), "sigma": raw_npy((4, 4))},
-        r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]",
-    ),
-    "a covariance of terabytes": (
-        {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((2**20, 2**20))},
-        r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]",
-    ),
-    "other features": (
-        {"mu": raw_npy((4,), data=bytes(32)), "sigma": raw_npy((3, 3), data=bytes(72))},
-        r"sigma is float64 \[3, 3\]; expected floats \[4, 4\]",
-    ),
-    "too few bytes": ({"mu": raw_npy((4,)), "sigma": raw_npy((4, 4))}, "mu is damaged"),
-    "objects": ({"mu": raw_npy((4,), "|O"), "sigma": raw_npy((4, 4), "|O")}, "mu is object"),
-    "no array": ({"mu": b"hello", "sigma": b"hello"}, "mu is not an array"),
-    "images of terabytes": (
-        {"arr_0": raw_npy((9, 2**20, 2**20, 3), "|u1")},
-        "arr_0 has images of 1048576 x 1048576 pixels",
-    ),
-    "images of 2**62": ({"arr_0": raw_npy((2**62, 4, 4, 3), "|u1")}, "ends within image 0"),
-    "negative images": ({"arr_0": raw_npy((-1, 4, 4, 3), "|u1")}, "holds no images|is not an array|ends within"),
-    "no pixels": ({"arr_0": raw_npy((4, 0, 4, 3), "|u1")}, "images of 4 x 0 pixels"),
-    "a header of code": ({"arr_0": raw_npy("__import__('os').getcwd()")}, "arr_0 is not an array"),
-}
+MEAN = raw_npy((4,), data=bytes(32))
 
 
-@pytest.mark.parametrize("case", NPZ)
-def test_archives_that_are_wrong(tmp_path, case):
-    members, words = NPZ[case]
+@pytest.mark.parametrize("words, arrays", [
+    (r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
+    (r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
+    ("mu is damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
+    ("mu is object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
+    ("mu is not an array", dict(mu=b"hello", sigma=MEAN)),
+    ("arr_0 has images of 1048576 x 1048576 pixels", dict(arr_0=raw_npy((9, 2**20, 2**20, 3), "|u1"))),
+    ("holds no images|is not an array|ends within", dict(arr_0=raw_npy((-1, 4, 4, 3), "|u1"))),
+    ("images of 4 x 0 pixels", dict(arr_0=raw_npy((4, 0, 4, 3), "|u1"))),
+    ("arr_0 is not an array", dict(arr_0=raw_npy("__import__('os').getcwd()"))),
+])  # fmt: skip
+def test_archives_that_are_wrong(tmp_path, words, arrays):
     file = tmp_path / "r.npz"
     with zipfile.ZipFile(file, "w") as archive:
-        for name, data in members.items():
+        for name, data in arrays.items():
             archive.writestr(f"{name}.npy", data)
     images = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
     refuse(f"r.npz: .*({words})", score, images, file, extractor=torch.nn.Flatten(), allow_biased=True)

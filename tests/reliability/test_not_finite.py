@@ -13,18 +13,17 @@ from small_runs import arguments, logged, same, script
 from moh_vision.engine.step import Updater
 
 
-@pytest.mark.parametrize("kind, value", [("cls", math.nan), ("dit", math.inf)])
-def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch, kind, value):
-    batches = script(kind).training_batches
+def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
+    batches = script("dit").training_batches
 
     def poisoned(*args, **kwargs):
         for step, batch in enumerate(batches(*args, **kwargs)):
             if step in (2, 3):
-                batch["images"][0, 0, 0, 0] = value
+                batch["images"][0, 0, 0, 0] = math.nan if step == 2 else math.inf
             yield batch
 
-    monkeypatch.setattr(script(kind), "training_batches", poisoned)
-    script(kind).main(arguments(kind, tmp_path, 6, 1, "--keep-checkpoints", 9))
+    monkeypatch.setattr(script("dit"), "training_batches", poisoned)
+    script("dit").main(arguments("dit", tmp_path, 6, 1, "--keep-checkpoints", 9))
     for name in ("model", "ema", "optimizer"):
         steps = [load_file(tmp_path / f"checkpoints/step_{step}/{name}.safetensors") for step in (2, 4, 5)]
         assert same(*steps[:2]), name  # after 2 steps, and after two bad ones
