@@ -56,9 +56,7 @@ class ImageParts:
     def images(self, numbers: list[int]) -> Tensor:
         """Return the images of these numbers, [len(numbers), C, h, w]."""
         places = [divmod(number, self.batch_size) for number in numbers]
-        return torch.stack(
-            [torch.from_numpy(np.load(self._path(k, IMAGES), mmap_mode="r")[i].copy()) for k, i in places]
-        )
+        return torch.from_numpy(np.stack([np.load(self._path(k, IMAGES), mmap_mode="r")[i] for k, i in places]))
 
     def sums(self) -> Tensor:
         """Return the sums over all batches."""

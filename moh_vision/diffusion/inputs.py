@@ -1,7 +1,6 @@
 """What a diffusion run trains on: pixels, stored latents, or images that a VAE encodes."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -101,10 +100,6 @@ class PixelInputs:
         """Return a function from samples [B, C, h, w] to images in [-1, 1]; None for pixels."""
         return None
 
-    def about_vae(self) -> dict | None:
-        """Return the `LatentSpace` as a dict for metadata; None without a VAE."""
-        return self.space and dataclasses.asdict(self.space)
-
 
 class CachedInputs(PixelInputs):
     """Diffusion on stored latents."""
@@ -126,10 +121,8 @@ class CachedInputs(PixelInputs):
         space = LatentSpace.of(vae, name)
         if space.sha256 != self.space.sha256:
             different = space.difference(self.space)
-            raise ValueError(
-                f"vae {space}: the latents in {self.root} were made with another one, {self.space}"
-                f"{different and f': {different}'}"
-            )
+            made = f"the latents in {self.root} were made with another one, {self.space}"
+            raise ValueError(f"vae {space}: {made}{different and f': {different}'}")
         self.vae, self.space = vae, space
 
     def describe_vae(self) -> str:
@@ -145,9 +138,8 @@ class CachedInputs(PixelInputs):
                 except (ValueError, FileNotFoundError) as error:
                     reason = error
         if self.vae is None:
-            raise ValueError(
-                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0 ({reason})"
-            )
+            needed = f"need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0"
+            raise ValueError(f"preview.every and score.every {needed} ({reason})")
         return partial(decode, self.vae.to(device))
 
 

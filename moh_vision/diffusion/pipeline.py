@@ -166,7 +166,11 @@ class MoHDiTPipeline(DiffusionPipeline):
         shape = (config.in_channels, config.sample_size, config.sample_size)
         if latents is None:
             return sampling.initial_noise(shape, generators, self._execution_device)
-        return _checked_latents(latents, (len(generators), *shape))
+        given = list(getattr(latents, "shape", [])), getattr(latents, "dtype", type(latents).__name__)
+        expected = [len(generators), *shape]
+        if not isinstance(latents, Tensor) or given[0] != expected or not latents.is_floating_point():
+            raise ValueError(f"latents are {given[1]} {given[0]}: expected floating-point numbers {expected}")
+        return latents.float()
 
     def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         transformer = self.transformer
@@ -239,17 +243,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             this = "this one was trained with label_drop 0: pass guidance_scale=1"
             raise ValueError(f"{scale} needs a model that was trained without some labels too; {this}")
         if guidance.scale != 1 and (labels == null).any():
-            raise ValueError(
-                f"class_labels {null} means no class, which {scale} cannot guide to: pass guidance_scale=1"
-            )
+            no_class = f"class_labels {null} means no class"
+            raise ValueError(f"{no_class}, which {scale} cannot guide to: pass guidance_scale=1")
         return labels.long()
-
-
-def _checked_latents(latents: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.is_floating_point():
-        described = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
-        raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*described, list(shape)))
-    return latents.float()
 
 
 def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:

@@ -50,7 +50,7 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment
     for inputs in (cached, encoded):
         assert (inputs.img_size, inputs.channels, inputs.space.downsampling) == (8, 4, 2)
     assert open_inputs(made["images"], made["vae"], None, augment).img_size == 128  # of 256 pixels
-    assert encoded.about_vae() == cached.about_vae()
+    assert encoded.space == cached.space
     numbers = np.load(f"{made['cache']}/train.numbers.npy")  # in the folder of images
     stored, images = (inputs.dataset(7, draw_step, 0.3) for inputs in (cached, encoded))
     positions = range(100, 140)
@@ -96,7 +96,7 @@ def test_encoding_under_autocast_gives_float32_near_by(made):
 
 def test_pixels_of_other_shapes_are_cropped(made):
     inputs = open_inputs(made["images"], "none", 16, "none")
-    assert type(inputs) is PixelInputs and inputs.about_vae() is None
+    assert type(inputs) is PixelInputs and inputs.space is None
     seen = inputs.dataset(0, draw_step, 0)[(0, 4)]["images"]
     pixels = np.asarray(inputs.source.image(4))[:, 2:18].transpose(2, 0, 1)
     assert np.allclose(seen, pixels / 127.5 - 1, atol=1e-6)
@@ -124,7 +124,7 @@ def test_training(made, tmp_path, capsys, root):
     lines = train(tmp_path / "run", *more)
     assert [line["step"] for line in lines] == [1, 2] and all(np.isfinite(line["loss"]) for line in lines)
     assert all(("repa_loss" in line) == (root == "images") for line in lines)
-    space = open_inputs(made["cache"], "none", None, "none").about_vae()
+    space = vars(open_inputs(made["cache"], "none", None, "none").space)
     for weights in ("ema", "model"):
         model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
         assert about["vae"] == space

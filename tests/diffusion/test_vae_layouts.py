@@ -96,7 +96,7 @@ def stored(images, name, tmp_path):
 def test_stored_latents_are_those_that_are_made_in_every_step(name, images, tmp_path):
     vae, cache = stored(images, name, tmp_path)
     cached, online = open_inputs(cache, "none", None, "none"), open_inputs(str(images), vae, 64, "none")
-    assert cached.about_vae() == online.about_vae() == vars(LatentSpace.of(layout(name), vae))
+    assert cached.space == online.space == LatentSpace.of(layout(name), vae)
     for inputs in (cached, online):
         assert (inputs.img_size, inputs.channels) == (64 // DOWNSAMPLING[name], CHANNELS[name])
     numbers = np.load(f"{cache}/train.numbers.npy").tolist()  # shards are shuffled

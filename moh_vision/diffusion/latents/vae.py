@@ -16,7 +16,7 @@ from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "AutoencoderRAE")  # classes of diffusers
-IGNORED = ("sample_size", "force_upcast")  # entries of a configuration that change nothing of what is computed here
+IGNORED = {"sample_size", "force_upcast"}  # entries of a configuration that change nothing of what is computed here
 STATISTICS = ("latents_mean", "latents_std")
 
 
@@ -50,9 +50,8 @@ class LatentSpace:
         for key, numbers in zip(STATISTICS, (self.latents_mean, self.latents_std)):
             if not isinstance(numbers, list) or len(numbers) != self.latent_channels:
                 there = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
-                raise ValueError(
-                    f"{key}: {there}, expected a list with one for each of {self.latent_channels} channels"
-                )
+                expected = f"a list with one for each of {self.latent_channels} channels"
+                raise ValueError(f"{key}: {there}, expected {expected}")
             for number in numbers:
                 _refuse_no_number(key, number, above_zero=key == "latents_std")
         if self.shift_factor:
@@ -109,9 +108,8 @@ class LatentSpace:
         if img_size != (self.img_size or img_size):
             raise ValueError(f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels")
         if img_size % self.downsampling:
-            raise ValueError(
-                f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
-            )
+            factor = f"{self.downsampling}, the downsampling of the VAE {self.name}"
+            raise ValueError(f"{key} {img_size}: not a multiple of {factor}")
         return img_size // self.downsampling
 
     def scale(self, draw: Tensor) -> Tensor:
@@ -160,11 +158,10 @@ class NotAtHand(ValueError):
 
 
 def load_vae(name: str, fetch: bool = True, decodes: bool = True):
-    """Load a VAE of diffusers, of one of the classes `VAES`: float32, eval mode, frozen.
+    """Load a VAE of diffusers, of one of the classes `VAES`, from safetensors: float32, eval mode, frozen.
 
-    `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise
-    NotAtHand where the hub would be asked. Without `decodes`, an AutoencoderRAE comes, and may be stored, without
-    its decoder. Weights are read from safetensors only.
+    `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise NotAtHand
+    where the hub would be asked. Without `decodes`, an AutoencoderRAE comes, and may be stored, without its decoder.
     """
     try:
         return _load(name, True, decodes)
@@ -263,11 +260,9 @@ def vae_fingerprint(vae) -> str:
     An AutoencoderRAE's decoder does not count: an encoder may have several.
     """
     defaults = inspect.signature(type(vae).__init__).parameters
-    shown = {
-        k: (json.dumps(v), json.dumps(defaults[k].default, default=str)) for k, v in vae.config.items() if k in defaults
-    }
+    shown = {k: json.dumps(v) for k, v in vae.config.items() if k in defaults.keys() - IGNORED}
     # Only what is no default: entries that a later diffusers adds change nothing.
-    changed = {k: value for k, (value, default) in shown.items() if value != default and k not in IGNORED}
+    changed = {k: v for k, v in shown.items() if v != json.dumps(defaults[k].default, default=str)}
     tensors = vae.state_dict()
     if _is_rae(vae):
         changed, tensors = ({k: v for k, v in d.items() if not k.startswith("decoder")} for d in (changed, tensors))

@@ -17,7 +17,6 @@ after a kill at any moment. Another VAE, other arguments or changed images are r
 """
 
 import contextlib
-import dataclasses
 import datetime
 import io
 import os
@@ -61,14 +60,7 @@ def options(add: Callable) -> None:
 
 
 def work(options: Namespace) -> None:
-    with warnings.catch_warnings(), launched_ranks():
-        warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
-        write_latents(options)
-
-
-@contextlib.contextmanager
-def launched_ranks() -> Iterator[None]:
-    """Connect the ranks that the environment names, if there are several (accelerate's PartialState)."""
+    """Write latents, with the ranks that the environment names, if there are several."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
         # An orphan would write on beside the run that is started next.
@@ -76,7 +68,9 @@ def launched_ranks() -> Iterator[None]:
         # A rank waits until the slowest has written its last shard.
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
+            write_latents(options)
     finally:
         if several:
             PartialState().destroy_process_group()
@@ -103,7 +97,7 @@ def write_latents(o: Namespace) -> None:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
             made_from = {"--vae": str(space), **kept, **fingerprint(source)}
-            writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
+            writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=vars(space), **said)
             todo = writer.begin(max(1, o.workers))
             limit.check(writer.bad)
             return writer, todo
@@ -118,10 +112,8 @@ def write_latents(o: Namespace) -> None:
             limit.check(writer.bad)
             left_out = {number for number, _ in writer.bad}
             numbers = np.array([n for samples in plan.values() for n in samples if n not in left_out])
-            for place, values in (
-                (labels_path(out, o.split), source.labels[numbers]),
-                (out / f"{o.split}.numbers.npy", numbers),
-            ):
+            beside = {labels_path(out, o.split): source.labels[numbers], out / f"{o.split}.numbers.npy": numbers}
+            for place, values in beside.items():
                 npy = io.BytesIO()
                 np.save(npy, values.astype(np.int64), allow_pickle=False)
                 write_whole(place, npy.getvalue())  # which leaves an equal file alone
@@ -164,10 +156,8 @@ class Encoder:
         images = LabelledImages(self.source, transform, seed=0, replace=False)
         stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)
         title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
-        entries, bad = [], []
-        with Progress(
-            title, sum(len(plan[name]) for name in names), "image", enabled=state.is_main_process
-        ) as progress:
+        entries, bad, count = [], [], sum(len(plan[name]) for name in names)
+        with Progress(title, count, "image", enabled=state.is_main_process) as progress:
             for name in names:
                 before, arrays = len(bad), []
                 for numbers in batches[name]:
@@ -190,16 +180,14 @@ class Encoder:
         try:
             moments = torch.stack([encode_moments(self.model, x) for x in (images, images.flip(-1))], 1)
         except torch.OutOfMemoryError:
-            raise ValueError(
-                f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
-            ) from None
+            memory = f"the memory of {images.device}"
+            raise ValueError(f"--batch-size: {len(images)} images do not fit into {memory}") from None
         stored = moments.cpu().to(getattr(torch, self.o.dtype))
         for number, finite in zip(numbers, stored.isfinite().flatten(1).all(1).tolist()):
             if not finite:
-                raise ValueError(
-                    f"the latents of image {number} of {self.source.name} are not finite in {self.o.dtype}"
-                    f"{'; take --dtype float32' if self.o.dtype == 'float16' else ''}"
-                )
+                wider = "; take --dtype float32" if self.o.dtype == "float16" else ""
+                image = f"image {number} of {self.source.name}"
+                raise ValueError(f"the latents of {image} are not finite in {self.o.dtype}{wider}")
         return (stored.view(torch.int16) if self.o.dtype == "bfloat16" else stored).numpy().view(DTYPES[self.o.dtype])
 
 
