@@ -119,18 +119,15 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak)
 
 def test_only_the_pipeline(tmp_path, capsys, monkeypatch):
     sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
-    weights = f"{tmp_path}/ema.safetensors"
-    assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {tmp_path}/pipe, weights of {weights}\n"
+    weights, folder = f"{tmp_path}/ema.safetensors", str(tmp_path / "pipe")
+    assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {folder}, weights of {weights}\n"
     with one_line(f"weights model: {weights} holds the EMA; give its folder, or model.safetensors in it"):
         load_run(weights, "model")
-    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
-    assert type(pipe.scheduler).__name__ == "DDPMScheduler" and pipe.scheduler.config.clip_sample and pipe.vae is None
-    assert pipe([0], num_inference_steps=2).images[0].mode == "L"
     monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    folder = str(tmp_path / "pipe")
-    found = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
-    assert type(found) is MoHDiTPipeline
-    assert "pipe exists; give another path" in refused(capsys, tmp_path, "--save-pipeline", tmp_path / "pipe")
+    pipe = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
+    assert type(pipe) is MoHDiTPipeline and pipe.scheduler.config.clip_sample and pipe.vae is None
+    assert type(pipe.scheduler).__name__ == "DDPMScheduler"
+    assert pipe([0], num_inference_steps=2).images[0].mode == "L"
 
 
 def test_latents_are_decoded_by_the_runs_vae(tmp_path):
@@ -152,30 +149,23 @@ def test_latents_are_decoded_by_the_runs_vae(tmp_path):
 
 def test_guidance_options(tmp_path, capsys):
     run = run_of(tmp_path, 4, vae=recorded(vae_in(tmp_path / "vae")))
-    three, every = drawn(run)[0], drawn(run, "--guide-channels", "all")[0]
+    three, every = drawn(run, "--cfg-interval", "0", "1")[0], drawn(run, "--guide-channels", "all")[0]
     assert np.array_equal(drawn(run, "--guide-channels", "4")[0], every) and not np.array_equal(three, every)
-    assert np.array_equal(drawn(run, "--cfg-interval", "0", "1")[0], three)
-    assert "guidance 2 between 0.2 and 0.5 of the timesteps" not in capsys.readouterr().out
-    part, _ = drawn(run, "--cfg-interval", "0.2", "0.5")
-    assert "guidance 2 between 0.2 and 0.5 of the timesteps" in capsys.readouterr().out
-    assert not np.array_equal(part, three)
+    words = "guidance 2 between 0.2 and 0.5 of the timesteps"
+    assert words not in capsys.readouterr().out
+    assert not np.array_equal(drawn(run, "--cfg-interval", "0.2", "0.5")[0], three)
+    assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "argv, words",
     [
-        ("--guide heads:1 --guide-scale 2", "--guide heads:1: that is 2 heads, and the model runs 2: give a smaller"),
         ("--guide {0}/weak --guide-scale 2", "--guide {0}/weak: no such file or folder"),
         ("--num-images 0", "num_images 0 is out of range: at least 1"),
         ("--num-images 0 --save-pipeline x --out y", "num_images 0 leaves nothing for --out"),
-        ("--sampler ddim --steps 600", "would begin at timestep 599 of 1000"),
         ("--out {0}/x.zip", "x.zip' is out of range: a path that ends in"),
         ("--grid {0}/g.png --head-load {0}/g.png", "--grid {0}/g.png is given for two outputs"),
         ("--out {0}", "--out {0} exists; give another path"),
-        (
-            "--out {0}/ema.safetensors/a",
-            "--out {0}/ema.safetensors/a cannot be written: {0}/ema.safetensors: Not a dir",
-        ),
         ("--out /proc/x.npz", "--out /proc/x.npz cannot be written: /proc: No such file or directory"),
         ("--score {0} --score-file {0}", "is a folder, expected a file"),
     ],
@@ -190,49 +180,44 @@ def test_weak_models_that_do_not_fit(tmp_path):
     space = vars(LatentSpace("some", "1" * 64, 1.0, None, 2, 4))
     model, _ = from_run(str(run_of(tmp_path / "run", 4, vae=space)), "diffusion")
     flow = dict(kind="diffusion", objective="flow", flow=dict(timesteps="uniform", shift=1.0))
-    for channels, more, words in (
-        (3, {}, "in_channels is 3"),
-        (4, dict(config=flow), "objective is flow"),
-        (4, dict(vae=dict(space, sha256="2" * 64)), "VAE is 2222"),
+    for more, words in (
+        (dict(config=flow), "objective is flow"),
+        (dict(vae=dict(space, sha256="2" * 64)), "VAE is 2222"),
     ):
-        weak = run_of(tmp_path / "weak", channels, **more)
-        with one_line(f"^--guide {weak}: its {words}.* of the model to guide is (4|n|1)"):
+        weak = run_of(tmp_path / "weak", 4, **more)
+        with one_line(f"^--guide {weak}: its {words}.* of the model to guide is (n|1)"):
             open_guide("--guide", str(weak), model, "noise", space)
 
 
-@pytest.mark.parametrize("more", [[], ["--save-pipeline", "pipe"], ["--allow-biased"]])
-def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys, more):
-    error = refusals.refused(capsys, lambda argv: call(tmp_path, *argv), *more)
-    assert "num_images 5: nothing would be written; give --out, --grid," in error
+def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys):
+    for more in ([], ["--save-pipeline", "pipe"]):
+        error = refusals.refused(capsys, lambda argv: call(tmp_path, *argv), *more)
+        assert "num_images 5: nothing would be written; give --out, --grid," in error
 
 
 def test_mistakes_with_vaes(tmp_path, capsys):
-    about, three = recorded(vae_in(tmp_path / "vae")), vae_in(tmp_path / "three", channels=3)
-    coarse = tmp_path / "coarse"
-    coarse_vae().save_pretrained(coarse)
-    run, pixels, unlabelled = (
-        run_of(tmp_path / "a", 4, vae=about), run_of(tmp_path / "b", 3, pixels=True), run_of(tmp_path / "c", 3, label_drop=0)
-    )  # fmt: skip
-    lost = run_of(tmp_path / "d", 4, vae=dict(about, name=str(tmp_path / "gone")))
-    other = run_of(tmp_path / "e", 4, vae=dict(about, sha256="0" * 64))
-    sample.main(f"--checkpoint {run} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
-    (tmp_path / "file.d").write_text("precious")
-    unlike = (
-        f"does not fit the latents of {tmp_path}/vae (sha256 {about['sha256'][:12]}): downsampling is 4 here, 2 there"
+    known, three, coarse = (
+        recorded(vae_in(tmp_path / "vae")),
+        vae_in(tmp_path / "three", channels=3),
+        tmp_path / "coarse",
     )
+    coarse_vae().save_pretrained(coarse)
+    run, pixels = run_of(tmp_path / "a", 4, vae=known), run_of(tmp_path / "b", 3, pixels=True)
+    lost = run_of(tmp_path / "c", 4, vae=dict(known, name=str(tmp_path / "gone")))
+    other = run_of(tmp_path / "d", 4, vae=dict(known, sha256="0" * 64))
+    sample.main(f"--checkpoint {run} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
+    unlike = f"the latents of {tmp_path}/vae (sha256 {known['sha256'][:12]}): downsampling is 4 here, 2 there"
     for checkpoint, argv, words in (
         (run, ("--vae", tmp_path / "none"), f"vae {tmp_path}/none"),
         (run, ("--vae", three), "the VAE has latents of 3 channels, the transformer works on 4"),
-        (run, ("--vae", coarse), f"vae {coarse}: {unlike}"),
+        (run, ("--vae", coarse), f"vae {coarse}: does not fit {unlike}"),
         (tmp_path / "pipe", ("--vae", coarse), ": downsampling is 4 here, 2 there"),
         (pixels, ("--vae", three), f"--vae {three}: {pixels} was trained on pixels"),
         (lost, (), f"vae {tmp_path}/gone"),
         (other, (), f"the VAE {tmp_path}/vae is not the one of the run (sha256 {'0' * 12})"),
-        (unlabelled, (), "--cfg-scale 2 needs a run trained with label_drop above 0"),
-        (pixels, ("--save-pipeline", tmp_path / "file.d", "--overwrite"), "file.d is a file, expected a folder"),
+        (run_of(tmp_path / "e", 3, label_drop=0), (), "--cfg-scale 2 needs a run trained with label_drop above 0"),
     ):
         assert words in refused(capsys, checkpoint, *argv)
-    assert (tmp_path / "file.d").read_text() == "precious"
 
 
 # ---------------------------------------------------------------- many images
@@ -264,9 +249,7 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     monkeypatch.setattr(measured, "_table", None)
     interrupted(run, "--out", tmp_path / "a.npz")
     (record,) = tmp_path.glob(".samples-*/attention.json")
-    began = json.loads(record.read_text())
-    assert began["path"] == "torch"
-    record.write_text(json.dumps(dict(began, path="cpp")))
+    record.write_text(record.read_text().replace('"torch"', '"cpp"'))
     error = refused(capsys, run, "--out", tmp_path / "a.npz")
     assert f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain" in error
 
@@ -281,17 +264,15 @@ def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(tmp_path, 
     assert "attention measured" not in capsys.readouterr().out
     monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
     monkeypatch.setattr(measure, "timed", lambda call, left: (2.0, 0.0))  # all heads run
-    long = [*weak, "--overwrite", "--out", tmp_path / "drawn.npz"]
-    interrupted(run, *long)
+    interrupted(run, *weak, "--overwrite", "--out", tmp_path / "drawn.npz")
     assert capsys.readouterr().out.count("attention measured in ") == 1
     (record,) = tmp_path.glob(".samples-*/attention.json")
-    table = json.loads(record.read_text())["table"]
-    assert table.keys() == {"device", "rows"} and table["rows"]
+    assert json.loads(record.read_text())["table"]["rows"]
     assert np.array_equal(drawn(run, *weak)[0], short)
     assert "attention measured" not in capsys.readouterr().out
 
 
-def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, capsys):
+def test_head_usage_is_of_all_images_after_an_interruption(tmp_path):
     """By class and by timestep; also if the interrupted command did not count: its batches are drawn again."""
     run, loads, file = run_of(tmp_path, 3), [], tmp_path / "load.json"
     for first in (None, "--head-load", "--grid"):
@@ -308,7 +289,6 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path, capsys):
     tokens = by_class[:, -1]
     assert load.groups["class"][-1] == "none" and tokens[-1] == tokens[:-1].sum() > 0  # half of them without a class
     assert load.groups["timestep"][-1] == "0" and len(by_time) == 4 and load.of["model"].startswith("moh_dit")
-    assert "load.json exists; give another path" in refused(capsys, run, "--head-load", file)
 
 
 def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
@@ -416,30 +396,27 @@ def test_grids_have_one_class_a_row(tmp_path, capsys):
     run, grid = run_of(tmp_path, 3), tmp_path / "g.png"
 
     def size(*more):
-        """Rows and columns of the grid, and the labels that were drawn."""
+        """Rows and columns of the grid, the labels that were drawn, and what was said."""
         _, labels = drawn(run, "--grid", grid, *more)
         with Image.open(grid) as picture:
             assert 0 < (picture.width - 2) % 50 and (picture.height - 2) % 50 == 0  # names are beside it
-            return (picture.height - 2) // 50, (picture.width - 2) // 50, labels
+            return (picture.height - 2) // 50, (picture.width - 2) // 50, labels, capsys.readouterr().out
 
-    rows, columns, labels = size("--labels", "random")
+    rows, columns, labels, _ = size("--labels", "random")
     counts = np.bincount(labels, minlength=3)
     assert len(set(counts)) > 1  # or this would show nothing
     assert (rows, columns) == ((counts > 0).sum(), counts[counts > 0].min())
-    capsys.readouterr()
-    rows, columns, labels = size("--classes", "c", "0")
-    assert (rows, columns, labels.tolist()) == (2, 2, [2, 0, 2, 0, 2])
-    assert "grid, one class a row: " in capsys.readouterr().out
+    rows, columns, labels, said = size("--classes", "c", "0")
+    assert (rows, columns, labels.tolist()) == (2, 2, [2, 0, 2, 0, 2]) and "grid, one class a row: " in said
     _, labels = drawn(run, *"--classes c 0 --num-images 50 --labels random --steps 1".split())
     assert set(labels.tolist()) == {0, 2}
-    size("--num-images", "1")
-    assert f"grid, one class a row (1 of 3 classes; --classes chooses): {grid}" in capsys.readouterr().out
-    for asked, words in (
+    assert f"grid, one class a row (1 of 3 classes; --classes chooses): {grid}" in size("--num-images", "1")[-1]
+    for classes, words in (
         ("3", "--classes 3: no such class; there are 3, such as a, b, c, or 0 to 2"),
         ("a 0", "--classes 0: class 0 (a) is named twice"),
         ("a b c a a a", "classes names 6 classes, more than the 5 images"),
     ):
-        assert words in refused(capsys, run, "--classes", *asked.split())
+        assert words in refused(capsys, run, "--classes", *classes.split())
 
 
 def test_denoising(tmp_path, monkeypatch, capsys):
@@ -535,28 +512,15 @@ def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatc
     assert (tmp_path / "h.json").exists()
 
 
-def fidelity_on_a_rank(rank, folder, *argv):
-    with open(folder / f"said.{rank}", "w") as file, contextlib.redirect_stdout(file):
-        assert fidelity_command([*argv, "--out", str(folder / "two.json")]) == 0
-
-
 def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
-    """On one process, and the same on two, of which one prints."""
     a, b = (str(noise_file(tmp_path / f"{name}.npz", n, 4, 4, 3)) for name, n in (("a", 21), ("b", 30)))
     run = classifier_in(tmp_path / "cls")
-    argv = [a, b, "--extractor", str(run), "--batch-size", "4"]
-    assert fidelity_command([*argv, "--out", str(tmp_path / "one.json")]) == 0
+    assert fidelity_command([a, b, "--extractor", str(run), "--out", str(tmp_path / "s.json")]) == 0
     model, _ = from_run(str(run), "classifier")
     want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}/model.safetensors"))
     text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
     assert f"FD-moh_vit_tiny_patch16_224 of {run}/model.safetensors" in text
     assert f"\nFD{want['fd']:>{width}.4f}\n" in text  # the long name does not push the number
-    on_two_ranks(fidelity_on_a_rank, tmp_path, *argv)
-    assert [(tmp_path / f"said.{rank}").read_text().count("scores: ") for rank in (0, 1)] == [1, 0]
-    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
-    assert one.keys() == two.keys()
-    for name, value in one.items():
-        assert two[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
     assert fidelity_command([a, b, "--extractor", str(tmp_path)]) == 2 and str(tmp_path) in capsys.readouterr().err
 
 
@@ -641,31 +605,27 @@ def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, c
     monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
     run, adm, images = run_of(tmp_path, 3), adm_file(tmp_path / "adm.npz"), noise_file(tmp_path / "n.npz", 9, 4, 4, 3)
     for reference, more, kind in (
-        (adm, [], "random"),
-        (images, [], "balanced"),
-        (adm, ["--labels=balanced"], "balanced"),
+        (adm, "", "random"),
+        (images, "", "balanced"),
+        (adm, "--labels=balanced", "balanced"),
     ):
-        scored = f"--num-images 30 --steps 2 --cfg-scale 1 --score {reference} --score-file {run}/s.json".split()
-        _, labels = drawn(run, *scored, *more)
+        scored = f"--num-images 30 --steps 2 --cfg-scale 1 --score {reference} --score-file {run}/s.json {more}"
+        _, labels = drawn(run, *scored.split())
         assert (labels.tolist() != [i % 3 for i in range(30)]) == (kind == "random")
         assert json.loads((run / "s.json").read_text())["sampling"]["labels"] == kind
         assert f", {kind} labels, " in capsys.readouterr().out
 
 
 def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, capsys):
+    """More of them: tests/evaluation/test_fidelity.py."""
     run, judge = run_of(tmp_path / "run", 3), classifier_in(tmp_path / "cls")
     (tmp_path / "classes/train/cat").mkdir(parents=True)
     (tmp_path / "latents").mkdir()
     latents_path(tmp_path / "latents", "val").write_text("{}")
-    np.savez(tmp_path / "wide.npz", mu=np.zeros(9), sigma=np.eye(9))
-    for name, shape in dict(pairs=(20, 4, 4, 2), grey=(20, 4, 4, 1), few=(5, 4, 4, 3)).items():
-        noise_file(tmp_path / f"{name}.npz", *shape)
+    noise_file(tmp_path / "grey.npz", 20, 4, 4, 1), noise_file(tmp_path / "few.npz", 5, 4, 4, 3)
     for name, words in {
-        "pairs.npz": "arr_0 is uint8 [20, 4, 4, 2]; expected uint8 [N, height, width, 3 or 1]",
         "grey.npz": f"the generated images are in colour, those of {tmp_path}/grey.npz grey; convert one of the sets",
         "few.npz": "5 reference images for 8 features",
-        "wide.npz": "does not say which weights made it",
-        "none.npz": "no such file",
         "classes": "classes: neither val-*.tar shards nor a folder val in it",
         "latents": "latents: latents, which train_dit.py reads; images are needed here",
     }.items():
@@ -677,12 +637,10 @@ def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, ca
 def test_mistakes_in_scoring(tmp_path, capsys):
     run, some = run_of(tmp_path, 3), noise_file(tmp_path / "some.npz", 5, 4, 4, 3)
     for argv, words in {
-        f"--score {some} --score-split val": f"--score {some} is no data set, so a split (val) has no effect",
-        f"--score digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as",
-        f"--score digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
-        f"--score {some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
-        "--score nowhere --extractor timm:resnet10t": "--score nowhere: no such file or folder",
-        "--score digits --extractor vgg": "is not inception, timm:NAME",
-        f"--score digits --inception-weights {tmp_path}/none.pth": "none.pth: no such file",
+        f"{some} --score-split val": f"--score {some} is no data set, so a split (val) has no effect",
+        f"digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as",
+        f"digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
+        f"{some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
+        "nowhere --extractor timm:resnet10t": "--score nowhere: no such file or folder",
     }.items():
-        assert words in refused(capsys, run, *argv.split())
+        assert words in refused(capsys, run, "--score", *argv.split())
