@@ -14,7 +14,6 @@ from diffusers import (
     DiTPipeline,
     DiTTransformer2DModel,
     HeunDiscreteScheduler,
-    UniPCMultistepScheduler,
 )
 from refusals import each_refused, one_line, refuse
 from tiny_vae import coarse_vae, no_longer_zero, tiny_vae
@@ -129,12 +128,11 @@ def test_one_generator_gives_image_i_its_own_noise():
     def run(labels, generator):
         return pipe(labels, num_inference_steps=4, generator=generator, output_type="pt").images
 
-    three = run([0, 1, 2], seeded(3)[0])
-    assert torch.equal(three, run([0, 1, 2], seeded(3)[0]))
+    three, (generator,) = run([0, 1, 2], seeded(3)[0]), seeded(3)
     torch.testing.assert_close(run([0, 1], seeded(3)[0]), three[:2])
     assert torch.equal(run([0, 5, 6], seeded(3)[0])[0], three[0])
-    (generator,) = seeded(3)
-    assert not torch.equal(run([0, 1, 2], generator), run([0, 1, 2], generator))  # the next images are others
+    assert torch.equal(run([0, 1, 2], generator), three)
+    assert not torch.equal(run([0, 1, 2], generator), three)  # the next images are others
     torch.manual_seed(11)
     unseeded = run([4], None)
     assert not torch.equal(run([4], None), unseeded)
@@ -142,23 +140,22 @@ def test_one_generator_gives_image_i_its_own_noise():
     assert torch.equal(run([4], None), unseeded)
 
 
-@pytest.mark.parametrize("with_vae", [False, True])
-def test_round_trip(tmp_path, with_vae):
-    names = {i: f"class {i}" for i in range(7)}
-    pipe = pipeline(with_vae, id2label=names, label_drop=0.1)
+def test_round_trip(tmp_path):
+    """Of pixels, and of flows and their schedulers: tests of sample.py and of flow matching."""
+    pipe = pipeline(True, id2label={i: f"class {i}" for i in range(7)}, label_drop=0.1)
     set_head_budget(pipe.transformer, 0.5)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    assert index["_class_name"] == "MoHDiTPipeline"
-    assert index["transformer"] == ["moh_vision.models.dit_transformer", "MoHDiTTransformer2DModel"]
-    assert index["scheduler"] == ["diffusers", "DDPMScheduler"]
-    assert index["vae"] == (["diffusers", "AutoencoderKL"] if with_vae else [None, None])
+    names = dict(
+        _class_name="MoHDiTPipeline", scheduler=["diffusers", "DDPMScheduler"], vae=["diffusers", "AutoencoderKL"]
+    )
+    names["transformer"] = ["moh_vision.models.dit_transformer", "MoHDiTTransformer2DModel"]
+    assert index.items() >= names.items()
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
     again = MoHDiTPipeline.from_pretrained(tmp_path)
     assert head_budget(again.transformer) == head_budget(pipe.transformer)
-    assert again.labels == pipe.labels == {"class " + str(i): i for i in range(7)} and again.config.label_drop == 0.1
-    assert again.scheduler.config.variance_type == "learned_range"
-    assert again.scheduler.config.timestep_spacing == "linspace" and again.scheduler.config.clip_sample != with_vae
+    assert again.labels == pipe.labels == {f"class {i}": i for i in range(7)} and again.config.label_drop == 0.1
+    assert again.scheduler.config.items() >= dict(variance_type="learned_range", clip_sample=False).items()
     assert torch.equal(draw(again, [0, 6], 1, 2), draw(pipe, [0, 6], 1, 2))
 
 
@@ -180,16 +177,6 @@ def test_a_fresh_process_needs_only_the_class(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     got, want = (np.fromfile(tmp_path / name, dtype=np.float32) for name in ("got", "want"))
     np.testing.assert_allclose(got, want, atol=1e-5)  # other threads and settings there, so not to the bit
-
-
-@pytest.mark.parametrize("kind", [UniPCMultistepScheduler, HeunDiscreteScheduler])
-def test_a_deterministic_scheduler_takes_the_place(kind):
-    """It takes no generator, and is made from the configuration of another."""
-    pipe = pipeline()
-    pipe.scheduler = kind.from_config(pipe.scheduler.config)
-    images, again = (draw(pipe, [1, 2], 5, 6, steps=10, output_type="latent") for _ in range(2))
-    assert images.shape == (2, 3, 4, 4) and images.abs().max() <= 1.001  # clipped
-    torch.testing.assert_close(again, images)  # it starts over
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
