@@ -1,5 +1,7 @@
 """sample.py on what is no run: published files under a model's name, and folders of pipelines."""
 
+import json
+
 import numpy as np
 import pytest
 import refusals
@@ -128,22 +130,33 @@ def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
         assert f"{folder}/config.json: " in error and words in error
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
+    """Loaded and drawn from, it gives the images of diffusers' pipeline; sample.py those of ours with its noise."""
     torch.manual_seed(3)
     theirs = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=1, sample_size=4,
+        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=4,
         norm_num_groups=4,
-    )  # fmt: skip
+    ).eval()  # fmt: skip
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.1)
-    folder = tmp_path / "dit"
-    DiTPipeline(theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02)).save_pretrained(folder)
-    images, labels = draw("--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png")
+    theirs.transformer_blocks[1].norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
+    other = DiTPipeline(theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False))
+    other.save_pretrained(folder := tmp_path / "dit")
+    index = folder / "model_index.json"  # published ones have names in it
+    index.write_text(json.dumps(dict(json.loads(index.read_text()), id2label={"0": "tench", "7": "cock"})))
     pipe = MoHDiTPipeline.from_pretrained(folder)
-    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, clip_sample=False, timestep_spacing="leading")
+    how = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
+    want = other([7], generator=torch.Generator().manual_seed(2), **how).images
+    got = pipe("cock", generator=[torch.Generator().manual_seed(2)], guide_channels="all", **how).images
+    np.testing.assert_allclose(got, want, atol=1e-4)
+    assert want.std() > 0.01
+
+    images, labels = draw("--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png")
+    pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
     assert np.abs(by_pipeline(pipe, labels.tolist()) - images).max() <= 1
     capsys.readouterr()
-    (folder / "model_index.json").write_text("{")
+    index.write_text("{")
     for more, words in ((("--weights", "model"), "--weights model has no effect"), ((), f"{folder}: not a pipeline")):
         assert words in refused(capsys, "--checkpoint", folder, *more)
 

@@ -11,8 +11,6 @@ import torch
 from diffusers import (
     DDIMScheduler,
     DDPMScheduler,
-    DiTPipeline,
-    DiTTransformer2DModel,
     HeunDiscreteScheduler,
 )
 from refusals import each_refused, one_line, refuse
@@ -177,31 +175,6 @@ def test_a_fresh_process_needs_only_the_class(tmp_path):
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     got, want = (np.fromfile(tmp_path / name, dtype=np.float32) for name in ("got", "want"))
     np.testing.assert_allclose(got, want, atol=1e-5)  # other threads and settings there, so not to the bit
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_folder_of_diffusers_own_dit(tmp_path):
-    """Loaded and drawn from, it gives the images of diffusers' pipeline."""
-    torch.manual_seed(3)
-    theirs = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=4,
-        norm_num_groups=4,
-    ).eval()  # fmt: skip
-    for p in theirs.parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    shared = theirs.transformer_blocks[0].norm1.emb.state_dict()
-    theirs.transformer_blocks[1].norm1.emb.load_state_dict(shared)
-    scheduler = DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
-    other = DiTPipeline(theirs, tiny_vae(2), scheduler)
-    other.save_pretrained(tmp_path)
-    index = json.loads((tmp_path / "model_index.json").read_text())  # published ones have names in it
-    (tmp_path / "model_index.json").write_text(json.dumps(dict(index, id2label={"0": "tench", "7": "cock"})))
-    pipe = MoHDiTPipeline.from_pretrained(tmp_path)
-    how = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
-    want = other([7], generator=torch.Generator().manual_seed(2), **how).images
-    got = pipe("cock", generator=seeded(2), guide_channels="all", **how).images
-    np.testing.assert_allclose(got, want, atol=1e-4)
-    assert want.std() > 0.01
 
 
 def test_guidance_is_the_official_forward_with_cfg():
