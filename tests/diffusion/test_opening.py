@@ -10,10 +10,10 @@ import torch
 from diffusers import DDIMScheduler, DiTPipeline
 from diffusers.models import DiTTransformer2DModel
 from safetensors.torch import load_file
+from test_sample import by_pipeline
 from tiny_vae import save_tiny_vae, tiny_vae
 
 from moh_vision.diffusion import MoHDiTPipeline, sample
-from moh_vision.engine.seeds import derive_seed
 from moh_vision.models.weights import create, load_checkpoint
 
 FEW = "--num-images 3 --batch-size 3 --sampler ddim --steps 2 --cfg-scale 2".split()
@@ -50,13 +50,6 @@ def refused(capsys, *argv):
     return refusals.refused(capsys, sample.main, *FEW, "--grid", "never.png", *argv)
 
 
-def by_pipeline(pipe, labels):
-    """What a pipeline draws of the noise of images 0, 1 and 2."""
-    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    images = pipe(labels, 2.0, num_inference_steps=2, generator=generators).images
-    return np.stack([np.array(i) for i in images]).astype(int)
-
-
 def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
     name = "moh_dit_small_patch2_75"
     file, vae = published(tmp_path, name), tmp_path / "vae"
@@ -72,7 +65,7 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
     assert draw("--checkpoint", tmp_path / "pipe", "--classes", *some)[1].tolist() == [207, 130, 0]
     with refusals.one_line("class_labels crane: classes 134, 517 are called so; give a number"):  # a bird and a machine
         pipe.get_label_ids("crane")
-    assert np.abs(by_pipeline(pipe, [0, 1, 2]) - images).max() <= 1
+    assert np.abs(by_pipeline(pipe, [0, 1, 2], 2) - images).max() <= 1
     assert (draw("--checkpoint", tmp_path / "pipe")[0] == images).all()
     capsys.readouterr()
     for more, words in (
@@ -154,7 +147,7 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
 
     images, labels = draw("--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png")
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
-    assert np.abs(by_pipeline(pipe, labels.tolist()) - images).max() <= 1
+    assert np.abs(by_pipeline(pipe, labels.tolist(), 2) - images).max() <= 1
     capsys.readouterr()
     index.write_text("{")
     for more, words in ((("--weights", "model"), "--weights model has no effect"), ((), f"{folder}: not a pipeline")):

@@ -94,12 +94,10 @@ def refused(capsys, run, *more):
     return refusals.refused(capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more)
 
 
-def drawn_by_pipeline(folder, **more):
-    """The pipeline in a folder, and the first three images that `call` asks for, [3, h, w, channels] in 0 .. 255."""
-    pipe = MoHDiTPipeline.from_pretrained(folder)
+def by_pipeline(pipe, labels, steps=4, **more):
+    """What a pipeline draws with the noise of images 0, 1 and 2, [3, h, w, channels] in 0 .. 255."""
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    images = pipe([0, 1, 2], 2.0, num_inference_steps=4, generator=generators, output_type="np", **more).images
-    return pipe, images * 255
+    return 255 * pipe(labels, 2.0, num_inference_steps=steps, generator=generators, output_type="np", **more).images
 
 
 @pytest.mark.parametrize("sampler, weak", [("ddpm", None), ("ddim", "heads:0.5"), ("dpm-solver++", "weak")])
@@ -113,9 +111,9 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak)
         more = ["--guide", weak, "--guide-scale", "1.5"]
     images, _ = drawn(run, "--sampler", sampler, "--save-pipeline", tmp_path / "pipe", *more)
     assert (f", guidance 2, 1.5 away from {weak}, balanced" in capsys.readouterr().out) == bool(weak)
-    pipe, again = drawn_by_pipeline(tmp_path / "pipe", **guide)
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert pipe.labels == {"a": 0, "b": 1, "c": 2} and pipe.config.label_drop == 0.1
-    assert images.std() > 10 and np.abs(again - images[:3]).max() <= 0.51
+    assert images.std() > 10 and np.abs(by_pipeline(pipe, [0, 1, 2], **guide) - images[:3]).max() <= 0.51
 
 
 def test_only_the_pipeline(tmp_path, capsys, monkeypatch):
@@ -137,9 +135,9 @@ def test_latents_are_decoded_by_the_runs_vae(tmp_path):
     run = run_of(tmp_path, 4, vae=recorded(folder))
     images, _ = drawn(run, "--save-pipeline", tmp_path / "pipe")
     assert images.shape == (5, 8, 8, 3) and images.std() > 1
-    pipe, again = drawn_by_pipeline(tmp_path / "pipe")
+    pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert pipe.vae.config.scaling_factor == 0.7 and not pipe.scheduler.config.clip_sample
-    assert np.abs(again - images[:3]).max() <= 0.51
+    assert np.abs(by_pipeline(pipe, [0, 1, 2]) - images[:3]).max() <= 0.51
     assert not np.array_equal(drawn(run, "--vae", save_tiny_vae(tmp_path / "other"))[0], images)
 
 
@@ -613,31 +611,23 @@ def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, c
         assert f", {kind} labels, " in capsys.readouterr().out
 
 
-def test_a_reference_that_cannot_be_used_is_refused_before_sampling(tmp_path, capsys):
-    """More of them: tests/evaluation/test_fidelity.py."""
+def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
+    """More references: tests/evaluation/test_fidelity.py."""
     run, judge = run_of(tmp_path / "run", 3), classifier_in(tmp_path / "cls")
     (tmp_path / "classes/train/cat").mkdir(parents=True)
     (tmp_path / "latents").mkdir()
     latents_path(tmp_path / "latents", "val").write_text("{}")
     noise_file(tmp_path / "grey.npz", 20, 4, 4, 1), noise_file(tmp_path / "few.npz", 5, 4, 4, 3)
-    for name, words in {
-        "grey.npz": f"the generated images are in colour, those of {tmp_path}/grey.npz grey; convert one of the sets",
-        "few.npz": "5 reference images for 8 features",
-        "classes": "classes: neither val-*.tar shards nor a folder val in it",
-        "latents": "latents: latents, which train_dit.py reads; images are needed here",
-    }.items():
-        error = refused(capsys, run, "--num-images", 30, "--extractor", judge, "--score", tmp_path / name)
-        assert words in error and name in error
-        assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
-
-
-def test_mistakes_in_scoring(tmp_path, capsys):
-    run, some = run_of(tmp_path, 3), noise_file(tmp_path / "some.npz", 5, 4, 4, 3)
     for argv, words in {
-        f"{some} --score-split val": f"--score {some} is no data set, so a split (val) has no effect",
-        f"digits --extractor {run} --inception-weights x": "inception_weights x has no effect with a run as",
-        f"digits --extractor {run} --allow-biased true": "allow_biased True has no effect with a run as extractor",
-        f"{some} --extractor {run} --inception-weights x": "inception_weights x has no effect with extractor",
-        "nowhere --extractor timm:resnet10t": "--score nowhere: no such file or folder",
+        f"{{}}/grey.npz --extractor {judge}": "are in colour, those of {}/grey.npz grey; convert one of the sets",
+        f"{{}}/few.npz --extractor {judge}": "5 reference images for 8 features",
+        "{}/classes": "{}/classes: neither val-*.tar shards nor a folder val in it",
+        "{}/latents": "{}/latents: latents, which train_dit.py reads; images are needed here",
+        "{}/few.npz --score-split val": "--score {}/few.npz is no data set, so a split (val) has no effect",
+        "digits --extractor {}/run --inception-weights x": "inception_weights x has no effect with a run as",
+        "digits --extractor {}/run --allow-biased true": "allow_biased True has no effect with a run as extractor",
+        "{}/few.npz --extractor {}/run --inception-weights x": "inception_weights x has no effect with extractor",
     }.items():
-        assert words in refused(capsys, run, "--score", *argv.split())
+        argv = argv.replace("{}", str(tmp_path)).split()
+        assert words.replace("{}", str(tmp_path)) in refused(capsys, run, "--num-images", 30, "--score", *argv)
+        assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
