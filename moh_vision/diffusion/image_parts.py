@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,9 +60,6 @@ class ImageParts:
     def sums(self) -> Tensor:
         """Return the sums over all batches."""
         return sum(torch.from_numpy(np.load(self._path(k, SUMS))["arr_0"]) for k in range(self.count))
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder)
 
     def _path(self, batch: int, kind: str) -> Path:
         return self.folder / f"{batch:08d}{kind}"

@@ -27,9 +27,8 @@ def test_noise_level_is_the_product_of_the_single_steps():
     loss, x0, noise, xt, t = batch(torch.tensor([0, 250, 999]))
     for i, step in enumerate(t.tolist()):
         keep = math.prod(1 - b for b in BETA[: step + 1].tolist())
-        torch.testing.assert_close(
-            xt[i], math.sqrt(keep) * x0[i] + math.sqrt(1 - keep) * noise[i], atol=1e-5, rtol=1e-4
-        )
+        want = math.sqrt(keep) * x0[i] + math.sqrt(1 - keep) * noise[i]
+        torch.testing.assert_close(xt[i], want, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("value", [-1.0, 1.0, 127 / 127.5 - 1, 20 / 127.5 - 1])
@@ -155,7 +154,6 @@ def test_min_snr_weighs_the_noises_error(learned):
     snr = ALPHA_BAR[t] / (1 - ALPHA_BAR[t])
     weight = torch.minimum(snr, torch.tensor(5.0)) / snr
     assert weight[0] < 1e-3 and 0 < weight[1] < 1 and weight[2:].tolist() == [1, 1]
-    torch.testing.assert_close(
-        weighted["loss"], weight.float() * plain["mse"] + plain.get("vb", 0), rtol=1e-4, atol=1e-6
-    )
+    want = weight.float() * plain["mse"] + plain.get("vb", 0)
+    torch.testing.assert_close(weighted["loss"], want, rtol=1e-4, atol=1e-6)
     assert torch.equal(weighted["mse"], plain["mse"])

@@ -21,7 +21,7 @@ from moh_vision.data.decode import UnreadableImage, center_crop
 from moh_vision.data.folder import ImageFolder
 from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
-from moh_vision.diffusion.latents.vae import encode_moments, load_vae
+from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments, load_vae
 from moh_vision.engine.io import sha256_of
 
 
@@ -88,15 +88,11 @@ def test_the_record_and_what_reads_without_us(vae_folder, written, out):
     assert run(vae_folder, written.parent / "images", out, "--split", "val") == 0
     m = json.loads((out / "train.meta.json").read_text())
     shards, made_from = m.pop("shards"), m.pop("made_from")
-    sha = m["vae"].pop("sha256")
+    sha = m["vae"]["sha256"]
     assert re.fullmatch("[0-9a-f]{64}", sha) and made_from["--vae"] == f"{vae_folder} (sha256 {sha[:12]})"
     assert m == dict(
-        format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
-        vae=dict(
-            name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4,
-            latents_mean=None, latents_std=None, deterministic=False, img_size=None,
-        ),
-        classes=["cat", "dog"],
+        format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8], classes=["cat", "dog"],
+        vae=vars(LatentSpace(vae_folder, sha, 0.18215, None, 2, 4)),
     )  # fmt: skip
     assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.npy", n) for i, n in enumerate((6, 7, 7))]
     assert all(s["sha256"] == sha256_of(out / s["shard"]) for s in shards)

@@ -8,12 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DDPMScheduler,
-    HeunDiscreteScheduler,
-)
-from refusals import each_refused, one_line, refuse
+from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler
+from refusals import each_refused, refuse
 from tiny_vae import coarse_vae, no_longer_zero, tiny_vae
 
 from moh_vision import set_head_budget
@@ -115,9 +111,9 @@ def test_latents_begin_the_loop():
         noise = torch.stack([torch.randn((3, 4, 4), generator=g) for g in seeded(5, 6)])
         assert torch.equal(draw(pipe, [1, 2], 7, 8, latents=noise), draw(pipe, [1, 2], 5, 6))
     assert pipe.scheduler.init_noise_sigma > 10
-    for wrong in (noise[:1], noise.long(), noise.tolist()):
-        with one_line(r"latents are .*: expected floating-point numbers \[2, 3, 4, 4\]"):
-            draw(pipe, [1, 2], 7, 8, latents=wrong)
+    for other in (noise[:1], noise.long(), noise.tolist()):
+        words = r"latents are .*: expected floating-point numbers \[2, 3, 4, 4\]"
+        refuse(words, draw, pipe, [1, 2], 7, 8, latents=other)
 
 
 def test_one_generator_gives_image_i_its_own_noise():
@@ -144,11 +140,9 @@ def test_round_trip(tmp_path):
     set_head_budget(pipe.transformer, 0.5)
     pipe.save_pretrained(tmp_path)
     index = json.loads((tmp_path / "model_index.json").read_text())
-    names = dict(
-        _class_name="MoHDiTPipeline", scheduler=["diffusers", "DDPMScheduler"], vae=["diffusers", "AutoencoderKL"]
-    )
+    names = dict(scheduler=["diffusers", "DDPMScheduler"], vae=["diffusers", "AutoencoderKL"])
     names["transformer"] = ["moh_vision.models.dit_transformer", "MoHDiTTransformer2DModel"]
-    assert index.items() >= names.items()
+    assert index.items() >= dict(names, _class_name="MoHDiTPipeline").items()
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
     again = MoHDiTPipeline.from_pretrained(tmp_path)
     assert head_budget(again.transformer) == head_budget(pipe.transformer)
@@ -253,24 +247,20 @@ def test_images_that_are_not_finite_are_refused(part, words):
 
 def test_guidance_without_dropped_labels_is_refused():
     pipe = pipeline(label_drop=0.0)
-    with one_line("label_drop 0: pass guidance_scale=1"):
-        draw(pipe, [0], 1)
+    refuse("label_drop 0: pass guidance_scale=1", draw, pipe, [0], 1)
     draw(pipe, [7], 1, guidance_scale=1.0)  # no class, no guidance
 
 
 def test_parts_that_do_not_fit_are_refused():
-    with one_line("latents of 4 channels, the transformer works on 3"):
-        MoHDiTPipeline(transformer(3), DDPMScheduler(), tiny_vae(2))
-    with one_line("the transformer is a AutoencoderKL, expected a DiT of moh_vision or diffusers"):
-        MoHDiTPipeline(tiny_vae(2), DDPMScheduler())
+    ddpm = DDPMScheduler()
+    refuse("latents of 4 channels, the transformer works on 3", MoHDiTPipeline, transformer(3), ddpm, tiny_vae(2))
+    refuse("the transformer is a AutoencoderKL, expected a DiT of moh_vision", MoHDiTPipeline, tiny_vae(2), ddpm)
     for key in ("latents_mean", "latents_std"):  # training refuses one without the other too
-        with one_line("the VAE: latents_(mean|std): None, expected a list with one for each of 4"):
-            MoHDiTPipeline(transformer(4), DDPMScheduler(), tiny_vae(2, **{key: [0.1] * 4}))
+        half = tiny_vae(2, **{key: [0.1] * 4})
+        refuse("the VAE: latents_(mean|std): None, expected a list", MoHDiTPipeline, transformer(4), ddpm, half)
     plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
-    with one_line("4 channels are no image and there is no VAE"):
-        plain([0])
-    with one_line("needs a model with a learned variance"):
-        plain([0], output_type="latent")
+    refuse("4 channels are no image and there is no VAE", plain, [0])
+    refuse("needs a model with a learned variance", plain, [0], output_type="latent")
 
 
 def test_a_vae_of_another_downsampling_is_refused(tmp_path):
@@ -278,11 +268,9 @@ def test_a_vae_of_another_downsampling_is_refused(tmp_path):
     pipe = pipeline(with_vae=True)
     pipe.save_pretrained(tmp_path)
     words = "the VAE has 4 pixels to the side of a latent, the transformer was trained with 2"
-    with one_line(words):
-        MoHDiTPipeline.from_pretrained(tmp_path, vae=coarse_vae())
+    refuse(words, MoHDiTPipeline.from_pretrained, tmp_path, vae=coarse_vae())
     pipe.vae = coarse_vae()
-    with one_line(words):
-        draw(pipe, [0], 1)
+    refuse(words, draw, pipe, [0], 1)
     pipe.vae = tiny_vae(3)
     assert draw(pipe, [0], 1).shape == (1, 3, 8, 8)
 

@@ -174,10 +174,8 @@ def test_weak_models_that_do_not_fit(tmp_path):
     space = vars(LatentSpace("some", "1" * 64, 1.0, None, 2, 4))
     model, _ = from_run(str(run_of(tmp_path / "run", 4, vae=space)), "diffusion")
     flow = dict(kind="diffusion", objective="flow", flow=dict(timesteps="uniform", shift=1.0))
-    for more, words in (
-        (dict(config=flow), "objective is flow"),
-        (dict(vae=dict(space, sha256="2" * 64)), "VAE is 2222"),
-    ):
+    other = dict(space, sha256="2" * 64)
+    for more, words in ((dict(config=flow), "objective is flow"), (dict(vae=other), "VAE is 2222")):
         weak = run_of(tmp_path / "weak", 4, **more)
         with one_line(f"^--guide {weak}: its {words}.* of the model to guide is (n|1)"):
             open_guide("--guide", str(weak), model, "noise", space)
@@ -190,11 +188,8 @@ def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys):
 
 
 def test_mistakes_with_vaes(tmp_path, capsys):
-    known, three, coarse = (
-        recorded(vae_in(tmp_path / "vae")),
-        vae_in(tmp_path / "three", channels=3),
-        tmp_path / "coarse",
-    )
+    known, three = recorded(vae_in(tmp_path / "vae")), vae_in(tmp_path / "three", channels=3)
+    coarse = tmp_path / "coarse"
     coarse_vae().save_pretrained(coarse)
     run, pixels = run_of(tmp_path / "a", 4, vae=known), run_of(tmp_path / "b", 3, pixels=True)
     lost = run_of(tmp_path / "c", 4, vae=dict(known, name=str(tmp_path / "gone")))
@@ -485,13 +480,19 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     more = ["--score-split", "train", "--inception-weights", "w.pth", "--allow-biased", "true"]
     there = (run / "drawn.npz").rename(tmp_path / "a b.npz")
     error = refused(capsys, run, *argv, tmp_path / "t.json", *more, "--out", there)
-    fidelity = (
-        f"fidelity '{there}' {ref} --reference-split train --extractor {judge} "
-        "--inception-weights w.pth --allow-biased scores what is there"
-    )
-    assert f"b.npz exists; give another path, or --overwrite true; python -m moh_vision.evaluation.{fidelity}" in error
+    fidelity = f"fidelity '{there}' {ref} --reference-split train --extractor {judge} --inception-weights w.pth"
+    assert f"--overwrite true; python -m moh_vision.evaluation.{fidelity} --allow-biased scores what is there" in error
     error = refused(capsys, run, *argv, tmp_path / "t.json", "--num-images", "8")
     assert error.count("allow_biased") == 1
+
+    capsys.readouterr()
+    assert fidelity_command([str(there), str(ref), "--extractor", str(judge), "--out", str(tmp_path / "c.json")]) == 0
+    text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
+    assert (
+        scores["label"] in text and f"\nFD{want['fd']:>{width}.4f}\n" in text
+    )  # the long name does not push the number
+    argv = [str(there), str(ref), "--extractor", str(tmp_path)]
+    assert fidelity_command(argv) == 2 and str(tmp_path) in capsys.readouterr().err
 
 
 def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
@@ -506,18 +507,6 @@ def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatc
     call(run, *argv, "--overwrite")
     assert "4 of 4 batches of this process are there already" in capsys.readouterr().out
     assert (tmp_path / "h.json").exists()
-
-
-def test_a_run_as_extractor_of_the_fidelity_command(tmp_path, capsys):
-    a, b = (str(noise_file(tmp_path / f"{name}.npz", n, 4, 4, 3)) for name, n in (("a", 21), ("b", 30)))
-    run = classifier_in(tmp_path / "cls")
-    assert fidelity_command([a, b, "--extractor", str(run), "--out", str(tmp_path / "s.json")]) == 0
-    model, _ = from_run(str(run), "classifier")
-    want = score(a, b, extractor=TimmExtractor(model, f"moh_vit_tiny_patch16_224 of {run}/model.safetensors"))
-    text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
-    assert f"FD-moh_vit_tiny_patch16_224 of {run}/model.safetensors" in text
-    assert f"\nFD{want['fd']:>{width}.4f}\n" in text  # the long name does not push the number
-    assert fidelity_command([a, b, "--extractor", str(tmp_path)]) == 2 and str(tmp_path) in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [{}, dict(dynamic_img_size=True)])
@@ -587,11 +576,8 @@ def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
 def test_what_contradicts_a_protocol_is_refused_by_name():
     config = SampleConfig(checkpoint="run", out="x", protocol="adm")
     assert (config.num_images, config.labels) == (50_000, "random")
-    for name, value, allowed in (
-        ("num_images", 100, 50_000),
-        ("labels", "balanced", "random"),
-        ("classes", ["7"], "all"),
-    ):
+    rows = ("num_images", 100, 50_000), ("labels", "balanced", "random"), ("classes", ["7"], "all")
+    for name, value, allowed in rows:
         with one_line(re.escape(f"{name} {value}: protocol adm stands for {allowed}")):
             SampleConfig(checkpoint="run", out="x", protocol="adm", **{name: value})
 
@@ -599,11 +585,8 @@ def test_what_contradicts_a_protocol_is_refused_by_name():
 def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
     run, adm, images = run_of(tmp_path, 3), adm_file(tmp_path / "adm.npz"), noise_file(tmp_path / "n.npz", 9, 4, 4, 3)
-    for reference, more, kind in (
-        (adm, "", "random"),
-        (images, "", "balanced"),
-        (adm, "--labels=balanced", "balanced"),
-    ):
+    rows = (adm, "", "random"), (images, "", "balanced"), (adm, "--labels=balanced", "balanced")
+    for reference, more, kind in rows:
         scored = f"--num-images 30 --steps 2 --cfg-scale 1 --score {reference} --score-file {run}/s.json {more}"
         _, labels = drawn(run, *scored.split())
         assert (labels.tolist() != [i % 3 for i in range(30)]) == (kind == "random")

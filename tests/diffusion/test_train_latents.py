@@ -200,12 +200,8 @@ def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_pa
         assert from_run(str(tmp_path / str(i)), "diffusion")[1]["vae"]["name"] == "some/vae"
         argv = [*ARGV, *PICTURES, "--output", tmp_path / "no", "--data.root", cache, "--vae", vae]
         error = refused(capsys, train_dit.main, *argv)
-        words = (
-            "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set both to 0"
-        )
-        assert words in error and (
-            f"(vae {vae}: no folder of that name here, and from the hub: the hub" in error
-        ) == bool(i)
+        assert "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set" in error
+        assert (f"(vae {vae}: no folder of that name here, and from the hub: the hub" in error) == bool(i)
     assert not (tmp_path / "no").exists()
 
 
