@@ -1,7 +1,10 @@
 """The stochastic sampler of SiT (Ma 2024), missing in diffusers. Saved pipelines name this path."""
 
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SchedulerMixin  # noqa: F401  diffusers looks for it here
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    SchedulerMixin,  # noqa: F401  where diffusers looks for it to load this class in a pipeline
+)
 from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor

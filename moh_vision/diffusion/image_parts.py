@@ -15,10 +15,7 @@ IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
 
 
 class ImageParts:
-    """Batches of uint8 images, a file each, in a hidden folder named after their `settings`.
-
-    If `counted`, a batch also has sums over its images, as of a `HeadLoad`.
-    """
+    """Batches of uint8 images in a hidden folder named after `settings`; if `counted`, with sums as of a `HeadLoad`."""
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
@@ -55,7 +52,8 @@ class ImageParts:
     def images(self, numbers: list[int]) -> Tensor:
         """Return the images of these numbers, [len(numbers), C, h, w]."""
         places = [divmod(number, self.batch_size) for number in numbers]
-        return torch.from_numpy(np.stack([np.load(self._path(k, IMAGES), mmap_mode="r")[i] for k, i in places]))
+        images = [np.load(self._path(k, IMAGES), mmap_mode="r")[i] for k, i in places]
+        return torch.from_numpy(np.stack(images))
 
     def sums(self) -> Tensor:
         """Return the sums over all batches."""

@@ -121,8 +121,10 @@ class CachedInputs(PixelInputs):
         space = LatentSpace.of(vae, name)
         if space.sha256 != self.space.sha256:
             different = space.difference(self.space)
-            made = f"the latents in {self.root} were made with another one, {self.space}"
-            raise ValueError(f"vae {space}: {made}{different and f': {different}'}")
+            raise ValueError(
+                f"vae {space}: the latents in {self.root} were made with another one, {self.space}"
+                f"{different and f': {different}'}"
+            )
         self.vae, self.space = vae, space
 
     def describe_vae(self) -> str:
@@ -138,8 +140,10 @@ class CachedInputs(PixelInputs):
                 except (ValueError, FileNotFoundError) as error:
                     reason = error
         if self.vae is None:
-            needed = f"need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0"
-            raise ValueError(f"preview.every and score.every {needed} ({reason})")
+            raise ValueError(
+                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; "
+                f"or set both to 0 ({reason})"
+            )
         return partial(decode, self.vae.to(device))
 
 

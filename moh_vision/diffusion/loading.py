@@ -68,11 +68,15 @@ def open_vae(config: SampleConfig, channels: int, trained):
     of_pipeline = isinstance(trained, nn.Module)
     if of_pipeline and not config.vae:
         return trained
-    space = LatentSpace.of(trained, f"{config.checkpoint}/vae") if of_pipeline else LatentSpace(**trained)
+    if of_pipeline:
+        trained = vars(LatentSpace.of(trained, f"{config.checkpoint}/vae"))
+    space = LatentSpace(**trained)
     vae = load_vae(config.vae or space.name)
     if not config.vae and vae_fingerprint(vae) != space.sha256:
-        other = f"is not the one of the run (sha256 {space.sha256[:12]}); --vae takes another on purpose"
-        raise ValueError(f"the VAE {space.name} {other}")
+        raise ValueError(
+            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); "
+            "--vae takes another on purpose"
+        )
     # Latents were scaled by the factor of the training, whatever this decoder's own is.
     return fit_vae(vae, config.vae or space.name, space)
 
@@ -109,10 +113,7 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
 
 
 def open_guide(key: str, guide: str | None, model: nn.Module, objective: str, vae) -> nn.Module | str | None:
-    """Open the weak model that `key` names, as `weak_predict` takes it; refuse one that does not fit `model`.
-
-    `objective` and `vae` are of the model's metadata, see `open_model`.
-    """
+    """Open the weak model that `key` names, as `weak_predict` takes it; refuse one unlike `model` and its metadata."""
     opened, others = guide, []
     if guide and not guide.startswith("heads:"):
         refuse_missing(key, guide)

@@ -166,10 +166,11 @@ class MoHDiTPipeline(DiffusionPipeline):
         shape = (config.in_channels, config.sample_size, config.sample_size)
         if latents is None:
             return sampling.initial_noise(shape, generators, self._execution_device)
-        given = list(getattr(latents, "shape", [])), getattr(latents, "dtype", type(latents).__name__)
+        given = list(getattr(latents, "shape", []))
+        dtype = getattr(latents, "dtype", type(latents).__name__)
         expected = [len(generators), *shape]
-        if not isinstance(latents, Tensor) or given[0] != expected or not latents.is_floating_point():
-            raise ValueError(f"latents are {given[1]} {given[0]}: expected floating-point numbers {expected}")
+        if not isinstance(latents, Tensor) or given != expected or not dtype.is_floating_point:
+            raise ValueError(f"latents are {dtype} {given}: expected floating-point numbers {expected}")
         return latents.float()
 
     def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -243,8 +244,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             this = "this one was trained with label_drop 0: pass guidance_scale=1"
             raise ValueError(f"{scale} needs a model that was trained without some labels too; {this}")
         if guidance.scale != 1 and (labels == null).any():
-            no_class = f"class_labels {null} means no class"
-            raise ValueError(f"{no_class}, which {scale} cannot guide to: pass guidance_scale=1")
+            raise ValueError(
+                f"class_labels {null} means no class, which {scale} cannot guide to: pass guidance_scale=1"
+            )
         return labels.long()
 
 

@@ -46,7 +46,8 @@ class LatentCache:
             raise FileNotFoundError(f"data.root {root}: no {file.name} in it, which latents have")
         self.record = record = read_record(file)
         try:
-            self.space, self.size, self.classes = LatentSpace(**record["vae"]), record["size"], record["classes"]
+            self.space = LatentSpace(**record["vae"])
+            self.size, self.classes = record["size"], record["classes"]
             self.shape, self.dtype = stored_shape(self.space, self.size), record["dtype"]
             _refuse_other_kinds(record, self.shape)
         except ValueError as error:

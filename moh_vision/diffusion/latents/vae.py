@@ -50,8 +50,9 @@ class LatentSpace:
         for key, numbers in zip(STATISTICS, (self.latents_mean, self.latents_std)):
             if not isinstance(numbers, list) or len(numbers) != self.latent_channels:
                 there = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
-                expected = f"a list with one for each of {self.latent_channels} channels"
-                raise ValueError(f"{key}: {there}, expected {expected}")
+                raise ValueError(
+                    f"{key}: {there}, expected a list with one for each of {self.latent_channels} channels"
+                )
             for number in numbers:
                 _refuse_no_number(key, number, above_zero=key == "latents_std")
         if self.shift_factor:
@@ -108,8 +109,9 @@ class LatentSpace:
         if img_size != (self.img_size or img_size):
             raise ValueError(f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels")
         if img_size % self.downsampling:
-            factor = f"{self.downsampling}, the downsampling of the VAE {self.name}"
-            raise ValueError(f"{key} {img_size}: not a multiple of {factor}")
+            raise ValueError(
+                f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
+            )
         return img_size // self.downsampling
 
     def scale(self, draw: Tensor) -> Tensor:
@@ -255,17 +257,15 @@ def _find(name: str, local: bool):
 
 
 def vae_fingerprint(vae) -> str:
-    """Return the SHA-256 of the configuration, as far as it changes results, and all weights, in any file format.
-
-    An AutoencoderRAE's decoder does not count: an encoder may have several.
-    """
+    """Return the SHA-256 of the configuration that changes results and of all weights, but for an RAE's decoder."""
     defaults = inspect.signature(type(vae).__init__).parameters
     shown = {k: json.dumps(v) for k, v in vae.config.items() if k in defaults.keys() - IGNORED}
     # Only what is no default: entries that a later diffusers adds change nothing.
     changed = {k: v for k, v in shown.items() if v != json.dumps(defaults[k].default, default=str)}
     tensors = vae.state_dict()
     if _is_rae(vae):
-        changed, tensors = ({k: v for k, v in d.items() if not k.startswith("decoder")} for d in (changed, tensors))
+        changed = {k: v for k, v in changed.items() if not k.startswith("decoder")}
+        tensors = {k: v for k, v in tensors.items() if not k.startswith("decoder")}
     digest = hashlib.sha256(json.dumps([type(vae).__name__, changed], sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()

@@ -77,10 +77,7 @@ def work(options: Namespace) -> None:
 
 
 def write_latents(o: Namespace) -> None:
-    """Encode the images of a split and their mirror images, with all processes of accelerate's PartialState.
-
-    After a mistake on rank 0 the others exit with 2.
-    """
+    """Encode the images of a split and their mirror images, on all ranks; after a mistake on rank 0 others exit with 2."""
     from_first(lambda: _check(o))
     source = first(lambda: open_source(o.root, o.split))
     model = first(lambda: load_vae(o.vae, decodes=False))
@@ -112,8 +109,10 @@ def write_latents(o: Namespace) -> None:
             limit.check(writer.bad)
             left_out = {number for number, _ in writer.bad}
             numbers = np.array([n for samples in plan.values() for n in samples if n not in left_out])
-            beside = {labels_path(out, o.split): source.labels[numbers], out / f"{o.split}.numbers.npy": numbers}
-            for place, values in beside.items():
+            for place, values in (
+                (labels_path(out, o.split), source.labels[numbers]),
+                (out / f"{o.split}.numbers.npy", numbers),
+            ):
                 npy = io.BytesIO()
                 np.save(npy, values.astype(np.int64), allow_pickle=False)
                 write_whole(place, npy.getvalue())  # which leaves an equal file alone
@@ -156,7 +155,8 @@ class Encoder:
         images = LabelledImages(self.source, transform, seed=0, replace=False)
         stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)
         title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
-        entries, bad, count = [], [], sum(len(plan[name]) for name in names)
+        entries, bad = [], []
+        count = sum(len(plan[name]) for name in names)
         with Progress(title, count, "image", enabled=state.is_main_process) as progress:
             for name in names:
                 before, arrays = len(bad), []
@@ -180,15 +180,19 @@ class Encoder:
         try:
             moments = torch.stack([encode_moments(self.model, x) for x in (images, images.flip(-1))], 1)
         except torch.OutOfMemoryError:
-            memory = f"the memory of {images.device}"
-            raise ValueError(f"--batch-size: {len(images)} images do not fit into {memory}") from None
+            raise ValueError(
+                f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
+            ) from None
         stored = moments.cpu().to(getattr(torch, self.o.dtype))
         for number, finite in zip(numbers, stored.isfinite().flatten(1).all(1).tolist()):
             if not finite:
                 wider = "; take --dtype float32" if self.o.dtype == "float16" else ""
-                image = f"image {number} of {self.source.name}"
-                raise ValueError(f"the latents of {image} are not finite in {self.o.dtype}{wider}")
-        return (stored.view(torch.int16) if self.o.dtype == "bfloat16" else stored).numpy().view(DTYPES[self.o.dtype])
+                raise ValueError(
+                    f"the latents of image {number} of {self.source.name} are not finite in {self.o.dtype}{wider}"
+                )
+        if self.o.dtype == "bfloat16":
+            stored = stored.view(torch.int16)
+        return stored.numpy().view(DTYPES[self.o.dtype])
 
 
 def _next(stream: Iterator[dict], workers: int) -> dict:
