@@ -92,10 +92,8 @@ def stored(images, tmp_path_factory):
     def write(name):
         vae, cache = (str(tmp_path_factory.mktemp(name) / kind) for kind in ("vae", "cache"))
         layout(name).save_pretrained(vae)
-        assert (
-            write_latents([*f"--vae {vae} --out {cache} --size 64 --workers 0 --dtype float32 --data".split(), images])
-            == 0
-        )
+        options = f"--vae {vae} --out {cache} --size 64 --workers 0 --dtype float32".split()
+        assert write_latents([*options, "--data", str(images)]) == 0
         return vae, cache
 
     return write
