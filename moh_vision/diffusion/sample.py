@@ -88,8 +88,7 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         drawing.write(parts)
         if denoising:
-            shown = drawing.labels[: len(denoising.frames[0])]
-            denoising.save([drawing.names[c] for c in shown if drawing.names])
+            denoising.save([drawing.names[c] for c in drawing.labels[: len(denoising.frames[0])] if drawing.names])
             say(f"denoising, from noise to image: {config.denoising}")
     if config.score:
         with user_errors(NAME):  # what fails on one process fails on all
