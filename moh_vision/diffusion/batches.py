@@ -20,8 +20,7 @@ def cropped(augment: str, img_size: int, channels: int) -> Callable:
 class NoisedImages(LabelledImages):
     """`LabelledImages` with random timesteps and noise; dropped labels become `num_classes`.
 
-    `draw` of an objective must be picklable. `noise_shape` is [C, h, w]. `flip` is for latents: take those of the mirror
-    image every other time.
+    `draw` must be picklable, `noise_shape` is [C, h, w]. `flip` takes latents of the mirror image every other time.
     """
 
     def __init__(

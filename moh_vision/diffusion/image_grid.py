@@ -127,5 +127,4 @@ class Denoising:
             return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)
         pictures = [image_grid(frame, min(4, len(frame))) for frame in self.frames]
         times = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
-        Path(self.path).parent.mkdir(parents=True, exist_ok=True)
         pictures[0].save(self.path, save_all=True, append_images=pictures[1:], duration=times, loop=0)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +15,7 @@ IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
 
 
 class ImageParts:
-    """Batches of uint8 images, a file each, in a hidden folder named after their `settings`.
-
-    If `counted`, a batch also has sums over its images, as of a `HeadLoad`.
-    """
+    """Batches of uint8 images in a hidden folder named after `settings`; if `counted`, with sums as of a `HeadLoad`."""
 
     def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
@@ -56,16 +52,12 @@ class ImageParts:
     def images(self, numbers: list[int]) -> Tensor:
         """Return the images of these numbers, [len(numbers), C, h, w]."""
         places = [divmod(number, self.batch_size) for number in numbers]
-        return torch.stack(
-            [torch.from_numpy(np.load(self._path(k, IMAGES), mmap_mode="r")[i].copy()) for k, i in places]
-        )
+        images = [np.load(self._path(k, IMAGES), mmap_mode="r")[i] for k, i in places]
+        return torch.from_numpy(np.stack(images))
 
     def sums(self) -> Tensor:
         """Return the sums over all batches."""
         return sum(torch.from_numpy(np.load(self._path(k, SUMS))["arr_0"]) for k in range(self.count))
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder)
 
     def _path(self, batch: int, kind: str) -> Path:
         return self.folder / f"{batch:08d}{kind}"

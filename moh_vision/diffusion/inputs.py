@@ -1,7 +1,6 @@
 """What a diffusion run trains on: pixels, stored latents, or images that a VAE encodes."""
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -101,10 +100,6 @@ class PixelInputs:
         """Return a function from samples [B, C, h, w] to images in [-1, 1]; None for pixels."""
         return None
 
-    def about_vae(self) -> dict | None:
-        """Return the `LatentSpace` as a dict for metadata; None without a VAE."""
-        return self.space and dataclasses.asdict(self.space)
-
 
 class CachedInputs(PixelInputs):
     """Diffusion on stored latents."""
@@ -146,7 +141,8 @@ class CachedInputs(PixelInputs):
                     reason = error
         if self.vae is None:
             raise ValueError(
-                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; or set both to 0 ({reason})"
+                f"preview.every and score.every need the VAE of the latents: --vae {self.space.name} or a folder; "
+                f"or set both to 0 ({reason})"
             )
         return partial(decode, self.vae.to(device))
 

@@ -58,24 +58,24 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
 
 def open_vae(config: SampleConfig, channels: int, trained):
     """Open the VAE of --vae, else the one of the training; None on pixels."""
-    if trained is None and config.vae:
-        if not config.model:
-            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
-        return load_vae(config.vae)
-    if trained is None and config.model and channels not in (1, 3):
-        needed = f"{config.model} works on latents of {channels} channels"
-        raise ValueError(f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {needed}")
     if trained is None:
-        return None
-    if isinstance(trained, nn.Module):
-        if not config.vae:
-            return trained
+        if config.vae and not config.model:
+            raise ValueError(f"--vae {config.vae}: {config.checkpoint} was trained on pixels")
+        if config.model and not config.vae and channels not in (1, 3):
+            needed = f"{config.model} works on latents of {channels} channels"
+            raise ValueError(f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {needed}")
+        return load_vae(config.vae) if config.vae else None
+    of_pipeline = isinstance(trained, nn.Module)
+    if of_pipeline and not config.vae:
+        return trained
+    if of_pipeline:
         trained = vars(LatentSpace.of(trained, f"{config.checkpoint}/vae"))
     space = LatentSpace(**trained)
     vae = load_vae(config.vae or space.name)
     if not config.vae and vae_fingerprint(vae) != space.sha256:
         raise ValueError(
-            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); --vae takes another on purpose"
+            f"the VAE {space.name} is not the one of the run (sha256 {space.sha256[:12]}); "
+            "--vae takes another on purpose"
         )
     # Latents were scaled by the factor of the training, whatever this decoder's own is.
     return fit_vae(vae, config.vae or space.name, space)
@@ -113,10 +113,7 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
 
 
 def open_guide(key: str, guide: str | None, model: nn.Module, objective: str, vae) -> nn.Module | str | None:
-    """Open the weak model that `key` names, as `weak_predict` takes it; refuse one that does not fit `model`.
-
-    `objective` and `vae` are of the model's metadata, see `open_model`.
-    """
+    """Open the weak model that `key` names, as `weak_predict` takes it; refuse one unlike `model` and its metadata."""
     opened, others = guide, []
     if guide and not guide.startswith("heads:"):
         refuse_missing(key, guide)

@@ -81,7 +81,8 @@ class OpenedDiffusion(Opened):
         config, by = self.config, {}
         if isinstance(config, OpenedDitConfig):
             section = ScoreConfig(**self.metadata["config"]["score"])
-            config, by = section.sampled(config.checkpoint, config.data.root, self.objective.name), section.reads
+            config = section.sampled(config.checkpoint, config.data.root, self.objective.name)
+            by = section.reads
         pipe = self.splits.get("pipeline") or make_pipeline(config, self.model, self.metadata)
         pipe.register_modules(transformer=self.model)
         drawing = Drawing(config, pipe, self.metadata, self.accelerator)

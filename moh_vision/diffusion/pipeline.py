@@ -131,12 +131,16 @@ class MoHDiTPipeline(DiffusionPipeline):
             FloatingPointError: if images hold NaN or infinity, naming the step.
         """
         guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale)
-        weak = self._weak(guide, guide_scale)
+        if (guide is None) != (guide_scale == 1):
+            problem = f"guide_scale {guide_scale:g} {'without' if guide is None else 'with'} guide"
+            raise ValueError(f"{problem}: expected a weak model and a scale other than 1, or neither")
+        weak = sampling.weak_predict(self.transformer, guide)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
         self._check_parts()
         generators = _one_per_image(generator, len(labels))
-        scheduler = self._fitting_scheduler(num_inference_steps)
+        scheduler = sampling.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
+        sampling.set_steps(scheduler, num_inference_steps)
         x = self._first_noise(latents, generators).to(labels.device)
         guided = guidance.around(self._predict(on_routing), labels, self.transformer.config.num_classes, weak)
         with self.progress_bar(total=len(scheduler.timesteps)) as bar:
@@ -149,24 +153,17 @@ class MoHDiTPipeline(DiffusionPipeline):
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=x) if return_dict else (x,)
 
-    def _weak(self, guide: str | ModelMixin | None, scale: float) -> Callable | None:
-        if (guide is None) != (scale == 1):
-            problem = f"guide_scale {scale:g} {'without' if guide is None else 'with'} guide"
-            raise ValueError(f"{problem}: expected a weak model and a scale other than 1, or neither")
-        return sampling.weak_predict(self.transformer, guide)
-
-    def _fitting_scheduler(self, steps: int) -> SchedulerMixin:
-        config = self.transformer.config
-        scheduler = sampling.fit_scheduler(self.scheduler, config.out_channels == 2 * config.in_channels)
-        sampling.set_steps(scheduler, steps)
-        return scheduler
-
     def _first_noise(self, latents: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         config = self.transformer.config
         shape = (config.in_channels, config.sample_size, config.sample_size)
         if latents is None:
             return sampling.initial_noise(shape, generators, self._execution_device)
-        return _checked_latents(latents, (len(generators), *shape))
+        given = list(getattr(latents, "shape", []))
+        dtype = getattr(latents, "dtype", type(latents).__name__)
+        expected = [len(generators), *shape]
+        if not isinstance(latents, Tensor) or given != expected or not dtype.is_floating_point:
+            raise ValueError(f"latents are {dtype} {given}: expected floating-point numbers {expected}")
+        return latents.float()
 
     def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         transformer = self.transformer
@@ -243,13 +240,6 @@ class MoHDiTPipeline(DiffusionPipeline):
                 f"class_labels {null} means no class, which {scale} cannot guide to: pass guidance_scale=1"
             )
         return labels.long()
-
-
-def _checked_latents(latents: Tensor, shape: tuple[int, ...]) -> Tensor:
-    if not isinstance(latents, Tensor) or tuple(latents.shape) != shape or not latents.is_floating_point():
-        described = getattr(latents, "dtype", type(latents).__name__), list(getattr(latents, "shape", []))
-        raise ValueError("latents are {} {}: expected floating-point numbers {}".format(*described, list(shape)))
-    return latents.float()
 
 
 def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:

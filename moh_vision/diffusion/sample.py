@@ -8,6 +8,7 @@ Installed: python -m moh_vision.diffusion.sample; --help prints every option.
 import contextlib
 import hashlib
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         held.close()  # before its file is removed, which NFS does not do to an open one
-        parts.remove()
+        shutil.rmtree(parts.folder)
     finish(accelerator)
 
 

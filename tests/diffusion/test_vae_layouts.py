@@ -1,6 +1,7 @@
 """VAEs in the layouts of released ones: how latents are scaled, and the way from images to images through every command."""
 
 import dataclasses
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -83,20 +84,26 @@ ARGV = (
 ).split()
 
 
-def stored(images, name, tmp_path):
-    """(VAE, cache): folders."""
-    vae, cache = str(tmp_path / "vae"), str(tmp_path / "cache")
-    layout(name).save_pretrained(vae)
-    argv = ["--vae", vae, "--data", images, "--out", cache, "--size", 64, "--workers", 0, "--dtype", "float32"]
-    assert write_latents([str(a) for a in argv]) == 0
-    return vae, cache
+@pytest.fixture(scope="module")
+def stored(images, tmp_path_factory):
+    """stored(name): (folder of a VAE, folder of its latents); who changes them copies them."""
+
+    @functools.cache
+    def write(name):
+        vae, cache = (str(tmp_path_factory.mktemp(name) / kind) for kind in ("vae", "cache"))
+        layout(name).save_pretrained(vae)
+        options = f"--vae {vae} --out {cache} --size 64 --workers 0 --dtype float32".split()
+        assert write_latents([*options, "--data", str(images)]) == 0
+        return vae, cache
+
+    return write
 
 
 @pytest.mark.parametrize("name", ["VA-VAE", "FLUX.2", "DC-AE", "RAE"])
-def test_stored_latents_are_those_that_are_made_in_every_step(name, images, tmp_path):
-    vae, cache = stored(images, name, tmp_path)
+def test_stored_latents_are_those_that_are_made_in_every_step(name, images, stored):
+    vae, cache = stored(name)
     cached, online = open_inputs(cache, "none", None, "none"), open_inputs(str(images), vae, 64, "none")
-    assert cached.about_vae() == online.about_vae() == vars(LatentSpace.of(layout(name), vae))
+    assert cached.space == online.space == LatentSpace.of(layout(name), vae)
     for inputs in (cached, online):
         assert (inputs.img_size, inputs.channels) == (64 // DOWNSAMPLING[name], CHANNELS[name])
     numbers = np.load(f"{cache}/train.numbers.npy").tolist()  # shards are shuffled
@@ -110,8 +117,8 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("VA-VAE", "FLUX.
 
 
 @pytest.mark.parametrize("name", ["DC-AE", "RAE", *SLOW])
-def test_from_images_to_images(name, images, tmp_path, capsys):
-    (vae, cache), run, pipe_folder = stored(images, name, tmp_path), tmp_path / "run", tmp_path / "pipe"
+def test_from_images_to_images(name, images, stored, tmp_path, capsys):
+    (vae, cache), run, pipe_folder = stored(name), tmp_path / "run", tmp_path / "pipe"
     argv = ["--data.root", images, "--vae", vae, "--data.img_size", 64, "--output", run]
     train_dit.main([*ARGV, *map(str, argv), "--dry-run"])
     assert "its encoder runs in every step" in capsys.readouterr().out
@@ -133,14 +140,15 @@ def test_from_images_to_images(name, images, tmp_path, capsys):
     assert LatentSpace.of(pipe.vae, vae) == LatentSpace.of(layout(name), vae)
 
 
-def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, tmp_path, capsys):
-    vae, cache = map(Path, stored(images, "RAE", tmp_path))
+def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, stored, tmp_path, capsys):
+    whole, cache = map(Path, stored("RAE"))
+    vae = shutil.copytree(whole, tmp_path / "vae")
     weights = vae / "diffusion_pytorch_model.safetensors"
     save_file({k: v for k, v in load_file(weights).items() if not k.startswith("decoder.")}, weights)
     argv = ["--vae", vae, "--data", images, "--size", 64, "--workers", 0, "--dtype", "float32", "--out"]
     assert write_latents([*argv, tmp_path / "again"]) == 0
     made = [json.loads((folder / "train.meta.json").read_text()) for folder in (cache, tmp_path / "again")]
-    assert made[0]["shards"] == made[1]["shards"] and made[0]["vae"] == made[1]["vae"]
+    assert made[0]["shards"] == made[1]["shards"] and made[0]["vae"] == dict(made[1]["vae"], name=str(whole))
     with one_line(f"vae {vae}: its weights lack 23 tensors of the model, the first decoder."):
         load_vae(str(vae))
     assert write_latents([*argv, tmp_path / "small", "--size", 32]) == 2

@@ -46,7 +46,8 @@ class LatentCache:
             raise FileNotFoundError(f"data.root {root}: no {file.name} in it, which latents have")
         self.record = record = read_record(file)
         try:
-            self.space, self.size, self.classes = LatentSpace(**record["vae"]), record["size"], record["classes"]
+            self.space = LatentSpace(**record["vae"])
+            self.size, self.classes = record["size"], record["classes"]
             self.shape, self.dtype = stored_shape(self.space, self.size), record["dtype"]
             _refuse_other_kinds(record, self.shape)
         except ValueError as error:
@@ -79,17 +80,17 @@ class LatentCache:
     def moments(self, index: int) -> Tensor:
         """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
         shard, row = self._place(index)
-        status, samples, kind = self._stats[shard], self.shard_sizes[shard], DTYPES[self.dtype]
-        path, size = self.paths[shard], kind.itemsize * math.prod(self.shape)
+        path, dtype = self.paths[shard], DTYPES[self.dtype]
+        size = dtype.itemsize * math.prod(self.shape)
         try:
-            file, start = _opened(path, status.st_size, status.st_mtime_ns, (samples, *self.shape), kind)
+            file, start = _opened(path, self._stats[shard], (self.shard_sizes[shard], *self.shape), dtype)
             # Not by a map of the file: one that is cut off, or a bad disk, would kill the process.
             data = os.pread(file.fileno(), size, start + row * size)
             if len(data) != size:
                 raise ValueError(f"latents {row}: {len(data)} bytes of {size} are there")
         except Exception as error:  # damaged headers make many kinds
             raise UnreadableImage(f"{path}: {reason_of(error)}") from None
-        bits = torch.from_numpy(np.frombuffer(data, kind).reshape(self.shape).copy())
+        bits = torch.from_numpy(np.frombuffer(data, dtype).reshape(self.shape).copy())
         return (bits.view(torch.bfloat16) if self.dtype == "bfloat16" else bits).float()
 
     def listing(self) -> Iterator[bytes]:
@@ -98,11 +99,11 @@ class LatentCache:
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _opened(path: Path, size: int, mtime_ns: int, shape: tuple, dtype: np.dtype) -> tuple[FileIO, int]:
+def _opened(path: Path, status: os.stat_result, shape: tuple, dtype: np.dtype) -> tuple[FileIO, int]:
     """Open a shard; return file and start of its array. Raise ValueError if it has changed, or is another array."""
     file = open(path, "rb", buffering=0)
-    status = os.fstat(file.fileno())
-    if (status.st_size, status.st_mtime_ns) != (size, mtime_ns):
+    now = os.fstat(file.fileno())
+    if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise ValueError("the shard has changed since the run began")
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

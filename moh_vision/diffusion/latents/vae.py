@@ -16,7 +16,7 @@ from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
 VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "AutoencoderRAE")  # classes of diffusers
-IGNORED = ("sample_size", "force_upcast")  # entries of a configuration that change nothing of what is computed here
+IGNORED = {"sample_size", "force_upcast"}  # entries of a configuration that change nothing of what is computed here
 STATISTICS = ("latents_mean", "latents_std")
 
 
@@ -160,11 +160,10 @@ class NotAtHand(ValueError):
 
 
 def load_vae(name: str, fetch: bool = True, decodes: bool = True):
-    """Load a VAE of diffusers, of one of the classes `VAES`: float32, eval mode, frozen.
+    """Load a VAE of diffusers, of one of the classes `VAES`, from safetensors: float32, eval mode, frozen.
 
-    `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise
-    NotAtHand where the hub would be asked. Without `decodes`, an AutoencoderRAE comes, and may be stored, without
-    its decoder. Weights are read from safetensors only.
+    `name` is of the Hugging Face hub, or a folder of a VAE or of a pipeline with `vae/`. Without `fetch`, raise NotAtHand
+    where the hub would be asked. Without `decodes`, an AutoencoderRAE comes, and may be stored, without its decoder.
     """
     try:
         return _load(name, True, decodes)
@@ -258,19 +257,15 @@ def _find(name: str, local: bool):
 
 
 def vae_fingerprint(vae) -> str:
-    """Return the SHA-256 of the configuration, as far as it changes results, and all weights, in any file format.
-
-    An AutoencoderRAE's decoder does not count: an encoder may have several.
-    """
+    """Return the SHA-256 of the configuration that changes results and of all weights, but for an RAE's decoder."""
     defaults = inspect.signature(type(vae).__init__).parameters
-    shown = {
-        k: (json.dumps(v), json.dumps(defaults[k].default, default=str)) for k, v in vae.config.items() if k in defaults
-    }
+    shown = {k: json.dumps(v) for k, v in vae.config.items() if k in defaults.keys() - IGNORED}
     # Only what is no default: entries that a later diffusers adds change nothing.
-    changed = {k: value for k, (value, default) in shown.items() if value != default and k not in IGNORED}
+    changed = {k: v for k, v in shown.items() if v != json.dumps(defaults[k].default, default=str)}
     tensors = vae.state_dict()
     if _is_rae(vae):
-        changed, tensors = ({k: v for k, v in d.items() if not k.startswith("decoder")} for d in (changed, tensors))
+        changed = {k: v for k, v in changed.items() if not k.startswith("decoder")}
+        tensors = {k: v for k, v in tensors.items() if not k.startswith("decoder")}
     digest = hashlib.sha256(json.dumps([type(vae).__name__, changed], sort_keys=True).encode())
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()

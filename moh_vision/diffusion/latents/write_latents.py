@@ -17,7 +17,6 @@ after a kill at any moment. Another VAE, other arguments or changed images are r
 """
 
 import contextlib
-import dataclasses
 import datetime
 import io
 import os
@@ -61,14 +60,7 @@ def options(add: Callable) -> None:
 
 
 def work(options: Namespace) -> None:
-    with warnings.catch_warnings(), launched_ranks():
-        warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
-        write_latents(options)
-
-
-@contextlib.contextmanager
-def launched_ranks() -> Iterator[None]:
-    """Connect the ranks that the environment names, if there are several (accelerate's PartialState)."""
+    """Write latents, with the ranks that the environment names, if there are several."""
     several = int(os.environ.get("WORLD_SIZE", 1)) > 1
     if several:
         # An orphan would write on beside the run that is started next.
@@ -76,17 +68,16 @@ def launched_ranks() -> Iterator[None]:
         # A rank waits until the slowest has written its last shard.
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
+            write_latents(options)
     finally:
         if several:
             PartialState().destroy_process_group()
 
 
 def write_latents(o: Namespace) -> None:
-    """Encode the images of a split and their mirror images, with all processes of accelerate's PartialState.
-
-    After a mistake on rank 0 the others exit with 2.
-    """
+    """Encode the images of a split and their mirror images, on all ranks; after a mistake on rank 0 others exit with 2."""
     from_first(lambda: _check(o))
     source = first(lambda: open_source(o.root, o.split))
     model = first(lambda: load_vae(o.vae, decodes=False))
@@ -103,7 +94,7 @@ def write_latents(o: Namespace) -> None:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
             made_from = {"--vae": str(space), **kept, **fingerprint(source)}
-            writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=dataclasses.asdict(space), **said)
+            writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=vars(space), **said)
             todo = writer.begin(max(1, o.workers))
             limit.check(writer.bad)
             return writer, todo
@@ -165,9 +156,8 @@ class Encoder:
         stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)
         title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
         entries, bad = [], []
-        with Progress(
-            title, sum(len(plan[name]) for name in names), "image", enabled=state.is_main_process
-        ) as progress:
+        count = sum(len(plan[name]) for name in names)
+        with Progress(title, count, "image", enabled=state.is_main_process) as progress:
             for name in names:
                 before, arrays = len(bad), []
                 for numbers in batches[name]:
@@ -196,11 +186,13 @@ class Encoder:
         stored = moments.cpu().to(getattr(torch, self.o.dtype))
         for number, finite in zip(numbers, stored.isfinite().flatten(1).all(1).tolist()):
             if not finite:
+                wider = "; take --dtype float32" if self.o.dtype == "float16" else ""
                 raise ValueError(
-                    f"the latents of image {number} of {self.source.name} are not finite in {self.o.dtype}"
-                    f"{'; take --dtype float32' if self.o.dtype == 'float16' else ''}"
+                    f"the latents of image {number} of {self.source.name} are not finite in {self.o.dtype}{wider}"
                 )
-        return (stored.view(torch.int16) if self.o.dtype == "bfloat16" else stored).numpy().view(DTYPES[self.o.dtype])
+        if self.o.dtype == "bfloat16":
+            stored = stored.view(torch.int16)
+        return stored.numpy().view(DTYPES[self.o.dtype])
 
 
 def _next(stream: Iterator[dict], workers: int) -> dict:

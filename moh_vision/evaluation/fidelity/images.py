@@ -126,7 +126,7 @@ class ImageArchive(ImageSet):
     """arr_0, uint8 [N, H, W, 3 or 1], of an .npz file, read by batches: it may exceed memory."""
 
     def __init__(self, path: Path):
-        self.file, shape, order, dtype = open_array(path, "arr_0")
+        self.file, (shape, order, dtype) = open_array(path, "arr_0")
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or order:
             raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3 or 1]")
         if shape[0] < 1:
@@ -215,8 +215,8 @@ def archive_members(path: Path) -> list[str]:
         raise ValueError(f"{path}: not a readable .npz file ({reason_of(error)})") from None
 
 
-def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple, bool, np.dtype]:
-    """Open an array of an .npz file behind its header; return file, shape, whether in Fortran order, dtype."""
+def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple[tuple, bool, np.dtype]]:
+    """Open an array of an .npz file behind its header; return the file, and shape, whether in Fortran order, dtype."""
     members = archive_members(path)
     if name not in members:
         raise ValueError(f"{path}: holds no {name}, only {', '.join(members) or 'nothing'}")
@@ -224,6 +224,6 @@ def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple, bool, 
         file = zipfile.ZipFile(path).open(f"{name}.npy")
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return file, *read(file)
+        return file, read(file)
     except Exception as error:  # encryption, unknown compression, a wrong header
         raise ValueError(f"{path}: {name} is not an array ({reason_of(error)})") from None

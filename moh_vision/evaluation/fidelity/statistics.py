@@ -211,7 +211,7 @@ def _floats(path: Path, name: str, expected: list[int | None]) -> Tensor:
 
 def _array(path: Path, name: str, kind: str, expected: list[int | None]) -> np.ndarray:
     """Read an array of a kind and shape, where None stands for 1 to `MAX_FEATURES`."""
-    file, shape, _, dtype = open_array(path, name)
+    file, (shape, _, dtype) = open_array(path, name)
     with file:  # it can unpack to any size
         fits = [0 < n <= MAX_FEATURES if m is None else n == m for n, m in zip(shape, expected)]
         if dtype.kind != kind or dtype.itemsize > MAX_FEATURES or len(shape) != len(expected) or not all(fits):
