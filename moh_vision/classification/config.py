@@ -37,7 +37,8 @@ class EvalDataConfig(ImagesConfig):
         """Return arguments of `imagenet_eval_transform` for a model's `pretrained_cfg`."""
         crop_pct, crop_mode = 1.0, "squash"
         if self.augment == "imagenet":
-            crop_pct, crop_mode = pretrained_cfg.get("crop_pct", 0.875), pretrained_cfg.get("crop_mode") or "center"
+            crop_pct = pretrained_cfg.get("crop_pct", 0.875)
+            crop_mode = pretrained_cfg.get("crop_mode") or "center"
         return dict(crop_pct=self.crop_pct or crop_pct, crop_mode=self.crop_mode or crop_mode)
 
 

@@ -30,7 +30,8 @@ def evaluate(
     top1, top5, loss, images = reduce(totals).tolist()
     if not images:
         raise ValueError("there are no images to evaluate")
-    return dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images, images=int(images))
+    scores = dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images)
+    return dict(scores, images=int(images))
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:

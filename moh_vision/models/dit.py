@@ -31,10 +31,22 @@ VARIANTS = {
     ),
     "moh_dit_base_patch2_90": dict(SIZES["base"], head_budget=[(6, 4)] * 5 + [(7, 4)] * 5 + [(12, 0)] * 2),
     "moh_dit_base_patch2_75": dict(SIZES["base"], head_budget=[(4, 2)] * 2 + [(6, 3)] * 8 + [(12, 0)] * 2),
-    "moh_dit_large_patch2_90": dict(LARGE, head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8),
-    "moh_dit_large_patch2_75": dict(LARGE, head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8),
-    "moh_dit_xlarge_patch2_90": dict(XLARGE, head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9),
-    "moh_dit_xlarge_patch2_75": dict(XLARGE, head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9),
+    "moh_dit_large_patch2_90": dict(
+        LARGE,
+        head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8,
+    ),
+    "moh_dit_large_patch2_75": dict(
+        LARGE,
+        head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8,
+    ),
+    "moh_dit_xlarge_patch2_90": dict(
+        XLARGE,
+        head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9,
+    ),
+    "moh_dit_xlarge_patch2_75": dict(
+        XLARGE,
+        head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9,
+    ),
 }
 
 

@@ -222,8 +222,12 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place; a patch is one vector
         if self.x_embedder.proj.bias is not None:
             nn.init.zeros_(self.x_embedder.proj.bias)
-        for embedder in (self.y_embedder.embedding_table, self.t_embedder.mlp[0], self.t_embedder.mlp[2]):
-            nn.init.normal_(embedder.weight, std=0.02)
+        for weight in (
+            self.y_embedder.embedding_table.weight,
+            self.t_embedder.mlp[0].weight,
+            self.t_embedder.mlp[2].weight,
+        ):
+            nn.init.normal_(weight, std=0.02)
         modulations = (module.adaLN_modulation[1] for module in (self.final_layer, *self.blocks))
         for linear in (self.final_layer.linear, *modulations):
             nn.init.zeros_(linear.weight)

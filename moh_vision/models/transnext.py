@@ -477,9 +477,11 @@ VARIANTS = {
 
 def _published(name: str) -> dict:
     *_, size, share = name.split("_")
+    repository, file = f"DaiShiResearch/{name.replace('_', '-')}-224-1k", f"{name}_224_1k.pth"
     if name.startswith("moh"):  # names from its instructions, not checked against the hub
-        return _cfg(hf_hub_id=f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}", hf_hub_filename=f"{name}.pth")
-    return _cfg(hf_hub_id=f"DaiShiResearch/{name.replace('_', '-')}-224-1k", hf_hub_filename=f"{name}_224_1k.pth")
+        repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"
+        file = f"{name}.pth"
+    return _cfg(hf_hub_id=repository, hf_hub_filename=file)
 
 
 default_cfgs = generate_default_cfgs({f"{name}.in1k": _published(name) for name in VARIANTS})

@@ -88,7 +88,9 @@ def _work(options: argparse.Namespace) -> None:
         names = dict(generated=generated.name, reference=getattr(source, "name", source))
         if options.out:
             write_json(Path(options.out), dict(result, **names, versions=versions()))
-        say(table(result, **names) + (f"\nscores: {options.out}" if options.out else ""))
+        say(table(result, **names))
+        if options.out:
+            say(f"scores: {options.out}")
     finish(accelerator)
 
 
