@@ -476,9 +476,9 @@ VARIANTS = {
 
 
 def _published(name: str) -> dict:
-    *_, size, share = name.split("_")
     repository, file = f"DaiShiResearch/{name.replace('_', '-')}-224-1k", f"{name}_224_1k.pth"
     if name.startswith("moh"):  # names from its instructions, not checked against the hub
+        *_, size, share = name.split("_")
         repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"
         file = f"{name}.pth"
     return _cfg(hf_hub_id=repository, hf_hub_filename=file)

@@ -8,6 +8,7 @@ import torch
 from diffusers import DiTTransformer2DModel
 from refusals import refuse
 from safetensors.torch import save_file
+from test_moh_dit import awake
 from torch.nn import functional as F
 
 import moh_vision
@@ -187,19 +188,10 @@ def test_a_diffusers_model_with_embeddings_of_its_own_in_every_block_is_refused(
     assert again.t_embedder.freq_shift == 1 and again.blocks[0].norm2.eps == 1e-5
 
 
-def dense(**kwargs):
-    torch.manual_seed(0)
-    model = timm.create_model("dit_small_patch2", **DENSE, **kwargs).eval()
-    for p in model.parameters():
-        if p.requires_grad:
-            torch.nn.init.normal_(p, std=0.2)
-    return model
-
-
 @pytest.mark.parametrize("scope", ["token", "sample"])
 @pytest.mark.parametrize("router", ["moh", "query_norm"])
 def test_all_heads_give_the_dense_output(router, scope, tmp_path):
-    model = dense()
+    model = awake(timm.create_model("dit_small_patch2", **DENSE)).eval()
     want, parameters = output(model), {id(p) for p in model.parameters()}
     assert moh_vision.convert(model, router=router, scope=scope) is model
     assert torch.equal(output(model), want)

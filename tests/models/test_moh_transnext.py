@@ -25,7 +25,10 @@ def small(name="moh_transnext_base_50", **kwargs):
 )
 def test_published_key_tables(name, tensors):
     """Without position tables, which are in none."""
-    assert len(official_names(timm.create_model(f"moh_transnext_{name}", device="meta"))) == tensors
+    model = timm.create_model(f"moh_transnext_{name}", device="meta")
+    place = f"Chat-UniVi/MoH-ViT-{name[0].upper()}-{name[-2:]}", f"moh_transnext_{name}.pth"
+    assert tuple(model.pretrained_cfg[key] for key in ("hf_hub_id", "hf_hub_filename")) == place
+    assert len(official_names(model)) == tensors
 
 
 def official_names(model):
