@@ -35,19 +35,17 @@ class EvalDataConfig(ImagesConfig):
 
     def eval_options(self, pretrained_cfg: dict) -> dict:
         """Return arguments of `imagenet_eval_transform` for a model's `pretrained_cfg`."""
-        own = dict(crop_pct=1.0, crop_mode="squash")
+        crop_pct, crop_mode = 1.0, "squash"
         if self.augment == "imagenet":
-            own = dict(
-                crop_pct=pretrained_cfg.get("crop_pct", 0.875), crop_mode=pretrained_cfg.get("crop_mode") or "center"
-            )
-        return dict(crop_pct=self.crop_pct or own["crop_pct"], crop_mode=self.crop_mode or own["crop_mode"])
+            crop_pct = pretrained_cfg.get("crop_pct", 0.875)
+            crop_mode = pretrained_cfg.get("crop_mode") or "center"
+        return dict(crop_pct=self.crop_pct or crop_pct, crop_mode=self.crop_mode or crop_mode)
 
 
 @dataclass
 class ClsDataConfig(EvalDataConfig, DataConfig):
     """The images of a classifier; from `repeats` on: the ImageNet recipe, with timm's transforms."""
 
-    augment: Literal["none", "affine", "crop_flip", "flip", "imagenet"] = key("none")
     repeats: int = key(1, ge=1, needs=".exact_order")
     """Repeated augmentation: copies of an image in an epoch, which covers as much less of the images."""
     crop_scale: tuple[float, float] = key((0.08, 1.0), gt=0, le=1, rising=True, needs=IMAGENET)
@@ -151,16 +149,15 @@ class ClsConfig(ImageRunConfig):
 
         warmup = o.warmup_steps or count(o.warmup_epochs)
         if o.epochs is None:
-            cosine = end = self.max_steps or 1000
-        else:
-            cosine = max(1, count(o.epochs))
-            end = cosine + count(o.cooldown_epochs)
-            if self.max_steps and self.max_steps > end:
-                raise ValueError(
-                    f"max_steps {self.max_steps} has no effect: optim.epochs {o.epochs:g} of {images} images are {end} steps"
-                )
-            end = self.max_steps or end
-        return end, cosine, warmup
+            end = self.max_steps or 1000
+            return end, end, warmup
+        cosine = max(1, count(o.epochs))
+        end = cosine + count(o.cooldown_epochs)
+        if self.max_steps and self.max_steps > end:
+            raise ValueError(
+                f"max_steps {self.max_steps} has no effect: optim.epochs {o.epochs:g} of {images} images are {end} steps"
+            )
+        return self.max_steps or end, cosine, warmup
 
     def check_micro_batch(self, processes: int) -> None:
         """Raise ValueError if mixing cannot pair the images of a micro-batch."""

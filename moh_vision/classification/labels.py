@@ -59,6 +59,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     """
     plain = os.path.isdir(root) and not has_split(root, "val")
     source = ImageFolder(root, "") if plain else open_source(root, "val")
+    columns = list(range(len(IMAGENET)))
     if labels == "real":
         images = _real_labels(root, source)
         numbers = [n for n, right in enumerate(images) if right]
@@ -66,8 +67,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
             raise ValueError(f"data.root {root}: none of its {len(source)} images has a label in ReaL")
         most = max(map(len, images))
         rows = [(images[n] + images[n][:1] * most)[:most] for n in numbers]
-        return Relabelled(source, numbers, np.array(rows, np.int64), list(range(len(IMAGENET))))
-    columns = list(range(len(IMAGENET)))
+        return Relabelled(source, numbers, np.array(rows, np.int64), columns)
     if labels in ("a", "r"):
         listing = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
         columns = [int(c) for c in listing.split()]

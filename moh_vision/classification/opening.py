@@ -77,7 +77,7 @@ class OpenedClassifier(Opened):
     def scores(self) -> dict:
         images = self.data("val")
         task = ClassificationTask(self.model.to(self.accelerator.device), 0.0)
-        return validate(task, images.source, images.transform, self.config.data, self.accelerator, Progress.over)[0]
+        return validate(task, images, self.config.data, self.accelerator, Progress.over)[0]
 
     def forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
@@ -178,9 +178,7 @@ def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
     """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
         name, arguments, cfg = of_source(folder, "classifier")
-        names = listed(cfg.get("label_names"), "label_names")
-        crop_mode = cfg.get("crop_mode") or "center"
-        return name, arguments, {**cfg, "label_names": names, "crop_mode": crop_mode}
+        return name, arguments, {**cfg, "label_names": listed(cfg.get("label_names"), "label_names")}
     except Exception as error:  # files of others may hold anything
         reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
         raise ValueError(

@@ -20,12 +20,7 @@ from moh_vision.models.head_load import HeadLoad
 
 
 def validate(
-    task: nn.Module,
-    source,
-    transform: Callable,
-    data,
-    accelerator,
-    progress: Callable[[Iterable, str], Iterable] = lambda batches, title: batches,
+    task: nn.Module, images: LabelledImages, data, accelerator, progress: Callable[[Iterable, str], Iterable]
 ) -> tuple[dict, HeadLoad, Tensor]:
     """Score a `ClassificationTask` on a split: every readable image once over all processes.
 
@@ -35,6 +30,7 @@ def validate(
         predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest
             of several), predicted class, and the probabilities of both, float64.
     """
+    source = images.source
     task = accelerator.unwrap_model(task).eval()  # ranks may have fewer batches: no waiting in DDP
     rank, ranks = accelerator.process_index, accelerator.num_processes
     slices = rank_slice(len(source), rank, ranks, data.eval_batch_size)
@@ -53,7 +49,6 @@ def validate(
         predicted.append(torch.cat([classes.cpu().double(), probabilities.cpu().double()], 1))
         return logits, labels
 
-    images = LabelledImages(source, transform, seed=0, replace=False)
     batches = evaluation_batches(images, slices, data.workers, unreadable)
     since = time.monotonic()
     with whole_weights(task):

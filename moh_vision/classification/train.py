@@ -5,7 +5,6 @@ prints every key.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
@@ -109,7 +108,7 @@ def train(run: Run) -> None:
     metadata = dict(architecture=name, arguments=arguments, classes=source.classes)
     options = dict(schedule=schedule, ema=config.ema, unreadable=unreadable)
     run.prepare(task, make_optimizer(model, o), metadata, title="classification", **options)
-    evaluation = Evaluation(run, val, val_to_tensor)
+    evaluation = Evaluation(run, LabelledImages(val, val_to_tensor, seed=0, replace=False))
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
@@ -139,8 +138,8 @@ def train(run: Run) -> None:
 class Evaluation:
     """The validations of a run: of the EMA weights if any, else of the model."""
 
-    def __init__(self, run: Run, val, transform: Callable):
-        self.run, self.val, self.transform = run, val, transform
+    def __init__(self, run: Run, images: LabelledImages):
+        self.run, self.images = run, images
         self.weights = "ema" if run.ema else "model"
         self.model = run.ema.module if run.ema else run.model
 
@@ -149,7 +148,7 @@ class Evaluation:
         run, data = self.run, self.run.config.data
         task = ClassificationTask(self.model, 0.0) if run.ema else run.task
         with run.errors((BadData,), every_rank=True):
-            return validate(task, self.val, self.transform, data, run.accelerator, run.log.progress)
+            return validate(task, self.images, data, run.accelerator, run.log.progress)
 
     def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """Validate, and log the scores and keep the weights if they are the best."""
@@ -162,7 +161,7 @@ class Evaluation:
 
     def finish(self, name: str) -> None:
         """Validate the last weights; write results.json, confusion.json and head_load.json."""
-        run, classes = self.run, self.val.classes
+        run, classes = self.run, self.images.source.classes
         scores, load, predictions = self.judge()
         if run.elastic:
             by_share = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)

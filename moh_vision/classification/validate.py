@@ -37,7 +37,7 @@ def report(config: ValidateConfig, accelerator) -> None:
     task = accelerator.prepare_model(task, evaluation_mode=True)
     main = accelerator.is_main_process
     progress = partial(Progress.over, enabled=main)
-    scores, load, predictions = validate(task, val, opened.data("val").transform, config.data, accelerator, progress)
+    scores, load, predictions = validate(task, opened.data("val"), config.data, accelerator, progress)
     split, files = config.labels or "val", []
     of = dict(model=metadata["architecture"], data=config.data.root, split=split, weights=str(metadata["weights"]))
     # Before anything is printed: who reads it may have gone.

@@ -32,10 +32,8 @@ def score_with_classifier(classifier, generated: Iterable[dict], reference: Iter
             count += len(features)
         return right / count, count, moments.result()
 
-    (recognised, fakes, fake), (recognised_real, reals, real) = (
-        run(Progress.over(generated, "samples")),
-        run(Progress.over(reference, "real images")),
-    )
+    recognised, fakes, fake = run(Progress.over(generated, "samples"))
+    recognised_real, reals, real = run(Progress.over(reference, "real images"))
     features = len(fake[0])
     return dict(
         recognised=recognised,

@@ -187,12 +187,16 @@ def joined_projection(attn: nn.Module) -> nn.Module:
     if attn.qkv is not None and getattr(attn, "q_bias", None) is None:
         return attn.qkv
     state = join_projections({f"attn.{name}": p for name, p in attn.named_parameters()})
-    weight, bias = state["attn.qkv.weight"], state.get("attn.qkv.bias")
-    qkv = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
+    return linear(state["attn.qkv.weight"], state.get("attn.qkv.bias"))
+
+
+def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    """Make a linear layer of these tensors, which learns where they do."""
+    layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            setattr(qkv, name, nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
-    return qkv
+            setattr(layer, name, nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad))
+    return layer
 
 
 def join_projections(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -19,8 +19,8 @@ SIZES = {
     "large": dict(embed_dim=1024, depth=24, num_heads=16),
     "xlarge": dict(embed_dim=1152, depth=28, num_heads=16),
 }
-LARGE_HEADS = dict(num_heads=[8] * 8 + [16] * 8 + [24] * 8, head_dim=64)
-XLARGE_HEADS = dict(num_heads=[8] * 9 + [16] * 10 + [24] * 9, head_dim=72)
+LARGE = dict(SIZES["large"], num_heads=[8] * 8 + [16] * 8 + [24] * 8, head_dim=64)
+XLARGE = dict(SIZES["xlarge"], num_heads=[8] * 9 + [16] * 10 + [24] * 9, head_dim=72)
 
 VARIANTS = {
     **{f"dit_{size}_patch{p}": dict(SIZES[size], patch_size=p) for size in SIZES for p in (2, 4, 8)},
@@ -32,16 +32,20 @@ VARIANTS = {
     "moh_dit_base_patch2_90": dict(SIZES["base"], head_budget=[(6, 4)] * 5 + [(7, 4)] * 5 + [(12, 0)] * 2),
     "moh_dit_base_patch2_75": dict(SIZES["base"], head_budget=[(4, 2)] * 2 + [(6, 3)] * 8 + [(12, 0)] * 2),
     "moh_dit_large_patch2_90": dict(
-        SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8
+        LARGE,
+        head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8,
     ),
     "moh_dit_large_patch2_75": dict(
-        SIZES["large"], **LARGE_HEADS, head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8
+        LARGE,
+        head_budget=[(8, 0)] * 8 + [(8, 4)] * 8 + [(12, 4)] * 8,
     ),
     "moh_dit_xlarge_patch2_90": dict(
-        SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9
+        XLARGE,
+        head_budget=[(8, 0)] * 9 + [(16, 0)] * 10 + [(16, 3)] * 9,
     ),
     "moh_dit_xlarge_patch2_75": dict(
-        SIZES["xlarge"], **XLARGE_HEADS, head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9
+        XLARGE,
+        head_budget=[(8, 0)] * 9 + [(10, 2)] * 10 + [(14, 2)] * 9,
     ),
 }
 

@@ -228,9 +228,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             self.t_embedder.mlp[2].weight,
         ):
             nn.init.normal_(weight, std=0.02)
-        for linear in [self.final_layer.linear, self.final_layer.adaLN_modulation[1]] + [
-            b.adaLN_modulation[1] for b in self.blocks
-        ]:
+        modulations = (module.adaLN_modulation[1] for module in (self.final_layer, *self.blocks))
+        for linear in (self.final_layer.linear, *modulations):
             nn.init.zeros_(linear.weight)
             nn.init.zeros_(linear.bias)
 

@@ -1,18 +1,14 @@
 """timm's `Eva` (DINOv3, EVA-02, other ViTs with rotary positions) with routed heads, made by
 `moh_vision.convert`."""
 
-from functools import partial
-
 from timm.models.eva import Eva, EvaBlock
 from timm.models.eva import checkpoint_filter_fn as timm_filter
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import RoutingStats, init_routers, run_block
+from moh_vision.attention import RoutingStats, init_routers
 from moh_vision.models.convert import join_projections, route_heads
-from moh_vision.models.head_budgets import RecordedArguments
-from moh_vision.models.vit import become, zero_missing_routers
+from moh_vision.models.vit import RoutedViT, become
 
 
 class MoHEvaBlock(EvaBlock):
@@ -36,10 +32,8 @@ class MoHEvaBlock(EvaBlock):
         return x + self.drop_path2(y if self.gamma_2 is None else self.gamma_2 * y)
 
 
-class MoHEva(Eva):
+class MoHEva(RoutedViT, Eva):
     """timm's Eva with a head budget per layer; queries, keys and values have one projection."""
-
-    _model_args = RecordedArguments()
 
     @staticmethod
     def checkpoint_filter(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -51,19 +45,10 @@ class MoHEva(Eva):
         super().init_weights(needs_reset)
         init_routers(self)
 
-    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """Load as torch does; strict loading of weights without routers zeroes the routers."""
-        return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
-
     def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
-        stats: list[RoutingStats] = []
         x, rope = self._pos_embed(self.patch_embed(x))
-        x = self.norm_pre(x)  # [B, N, C]
-        checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
-        for block in self.blocks:
-            x = run_block(block, x, rope, stats=stats, checkpoint=checkpoint_fn)
-        return self.forward_head(self.norm(x)), stats
+        return self.run_blocks(self.norm_pre(x), rope)
 
 
 def all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_lay
 from moh_vision.attention.executors.sequences import Sequences
 from moh_vision.attention.routers import DenseRouter
 from moh_vision.attention.routers.common import TopKRouter
+from moh_vision.models.convert import linear
 
 OF_CANDIDATES = ("routed", "gate", "noise")  # routers' linear layers with a row per candidate
 
@@ -59,8 +60,7 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
     """
     layers = attention_layers(model)
     for number, (layer, heads) in enumerate(zip(layers, kept, strict=True)):
-        problem = _why_not(layer, list(heads))
-        if problem:
+        if problem := _why_not(layer, list(heads)):
             raise ValueError(f"layer {number}: {problem}")
     for layer, heads in zip(layers, kept):
         S, router = layer.budget.shared, layer.router
@@ -124,16 +124,9 @@ def _cut(layer: HeadMixtureAttention, heads: list[int]) -> None:
     of_heads = (torch.tensor(heads).unsqueeze(1) * D + torch.arange(D)).flatten()  # channels
     of_keys = of_heads if G == H else torch.arange(G * D)
     rows = torch.cat([of_heads, H * D + of_keys, (H + G) * D + of_keys])
-    layer.qkv = _linear(layer.qkv.weight[rows], None if layer.qkv.bias is None else layer.qkv.bias[rows])
-    layer.proj = _linear(layer.proj.weight[:, of_heads], layer.proj.bias)
+    bias = None if layer.qkv.bias is None else layer.qkv.bias[rows]
+    layer.qkv = linear(layer.qkv.weight[rows], bias).requires_grad_()
+    layer.proj = linear(layer.proj.weight[:, of_heads], layer.proj.bias).requires_grad_()
     layer.num_heads, layer.q_dim = len(heads), len(heads) * D
     layer.kv_heads = layer.num_heads if G == H else G
     layer.grouped = layer.kv_heads < layer.num_heads
-
-
-def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    linear = nn.Linear(*weight.shape[::-1], bias=bias is not None, device=weight.device, dtype=weight.dtype)
-    linear.weight.copy_(weight)
-    if bias is not None:
-        linear.bias.copy_(bias)
-    return linear

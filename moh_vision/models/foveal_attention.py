@@ -201,21 +201,15 @@ class CosineAttention(HeadMixtureAttention):
 
     Args:
         executor: "packed" and "auto" skip heads where possible and faster; any other name computes all.
+        **kwargs: others of `HeadMixtureAttention`, but none for keys shared by heads or a norm of them.
     """
 
     all_heads: type[Masked] = CosineHeads
     pairs: type[Masked] = CosinePairs
 
-    def __init__(
-        self, dim: int, budget: HeadBudget, router: str, scope: str, router_kwargs: dict | None, executor: str = "auto",
-        qkv_bias: bool = True, attn_drop: float = 0.0, proj_drop: float = 0.0, fused_attn: bool = True,
-        device=None, dtype=None,
-    ):  # fmt: skip
+    def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None, **kwargs):
         dd = {"device": device, "dtype": dtype}
-        super().__init__(
-            dim, budget, router, scope, executor, qkv_bias=qkv_bias,
-            attn_drop=attn_drop, proj_drop=proj_drop, router_kwargs=router_kwargs, fused_attn=fused_attn, **dd,
-        )  # fmt: skip
+        super().__init__(dim, budget, **kwargs, **dd)
         h, D = budget.heads, budget.head_dim
         self.temperature = nn.Parameter(torch.empty(h, 1, 1, **dd))
         self.query_embedding = nn.Parameter(torch.empty(h, 1, D, **dd))

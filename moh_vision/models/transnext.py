@@ -445,24 +445,6 @@ _cfg = partial(
     image_cfg, pool_size=(7, 7), crop_pct=0.875, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
     first_conv="stages.0.downsample.proj",
 )  # fmt: skip
-# The names of MoH's files are from its instructions, not checked against the hub.
-PUBLISHED = {
-    **{
-        f"transnext_{size}": (f"DaiShiResearch/transnext-{size}-224-1k", f"transnext_{size}_224_1k.pth")
-        for size in ("micro", "tiny", "small", "base")
-    },
-    **{
-        f"moh_transnext_{size}_{share}": (
-            f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}",
-            f"moh_transnext_{size}_{share}.pth",
-        )
-        for size, share in (("small", 80), ("small", 75), ("base", 75), ("base", 50))
-    },
-}
-default_cfgs = generate_default_cfgs(
-    {f"{name}.in1k": _cfg(hf_hub_id=repo, hf_hub_filename=file) for name, (repo, file) in PUBLISHED.items()}
-)
-
 MICRO = dict(embed_dims=(48, 96, 192, 384), num_heads=(2, 4, 8, 16), depths=(2, 2, 15, 2))
 TINY = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(2, 2, 15, 2))
 SMALL = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(5, 5, 22, 5))
@@ -491,6 +473,18 @@ VARIANTS = {
         dict(BASE, router="moh", head_budget=[[2, 2], [2, 4], [2, 6], [4, 8]]),
     ),
 }
+
+
+def _published(name: str) -> dict:
+    repository, file = f"DaiShiResearch/{name.replace('_', '-')}-224-1k", f"{name}_224_1k.pth"
+    if name.startswith("moh"):  # names from its instructions, not checked against the hub
+        *_, size, share = name.split("_")
+        repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"
+        file = f"{name}.pth"
+    return _cfg(hf_hub_id=repository, hf_hub_filename=file)
+
+
+default_cfgs = generate_default_cfgs({f"{name}.in1k": _published(name) for name in VARIANTS})
 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:

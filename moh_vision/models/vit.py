@@ -69,7 +69,25 @@ class MoHBlock(Block):
         return x
 
 
-class MoHVisionTransformer(VisionTransformer):
+class RoutedViT:
+    """What our versions of timm's ViTs share."""
+
+    _model_args = RecordedArguments()
+
+    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
+        """Load as torch does; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
+        return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
+
+    def run_blocks(self, x: Tensor, *more) -> tuple[Tensor, list[RoutingStats]]:
+        """Tokens x [B, N, C], and what else a block takes -> logits [B, num_classes] and statistics of every layer."""
+        stats: list[RoutingStats] = []
+        checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
+        for block in self.blocks:
+            x = run_block(block, x, *more, stats=stats, checkpoint=checkpoint_fn)
+        return self.forward_head(self.norm(x)), stats
+
+
+class MoHVisionTransformer(RoutedViT, VisionTransformer):
     """A ViT with a budget of attention heads per layer.
 
     Args:
@@ -84,7 +102,6 @@ class MoHVisionTransformer(VisionTransformer):
         **kwargs: of timm's VisionTransformer, except block_fn, attn_layer and scale_attn_norm.
     """
 
-    _model_args = RecordedArguments()
     checkpoint_filter = staticmethod(timm_filter)  # used by `load_checkpoint`
 
     def __init__(
@@ -122,9 +139,13 @@ class MoHVisionTransformer(VisionTransformer):
         self.head_budget_spec = head_budget
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(
-            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
+            router=router,
+            scope=scope,
+            executor=executor,
+            router_kwargs=router_kwargs,
+            kv_heads=kv_heads,
             fused_attn=use_fused_attn(),
-        )  # fmt: skip
+        )
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -143,18 +164,9 @@ class MoHVisionTransformer(VisionTransformer):
         if self.pos_embed is not None and self.pos_embed_std != 0.02:
             nn.init.trunc_normal_(self.pos_embed, std=self.pos_embed_std)
 
-    def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
-        """Load as torch does; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
-        return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
-
     def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
-        stats: list[RoutingStats] = []
-        x = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))  # [B, N, C]
-        checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
-        for block in self.blocks:
-            x = run_block(block, x, stats=stats, checkpoint=checkpoint_fn)
-        return self.forward_head(self.norm(x)), stats
+        return self.run_blocks(self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x)))))
 
 
 def check_image_size(img_size, patch_size) -> None:

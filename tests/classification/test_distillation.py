@@ -39,13 +39,12 @@ def test_the_loss_and_its_gradient_are_timms(tmp_path):
     student = timm.create_model("moh_vit_tiny_patch16_224", **VIT, num_classes=5)
     images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 5
     teacher = Teacher("distill.teacher", source, student.pretrained_cfg["mean"], student.pretrained_cfg["std"])
-    config = DistillConfig("t", task_loss_weight=0.3, distill_loss_weight=2.0, temperature=4.0)
     weights = dict(task_loss_weight=0.3, distill_loss_weight=2.0, temperature=4.0)
     timms = LogitDistillationTask(
         student, timm.create_model(source, pretrained=True), torch.nn.CrossEntropyLoss(), verbose=False, **weights
     ).train()
     theirs, gradients = timms(images, labels), []
-    ours = ClassificationTask(student, 0.0, distill=config)(images, labels, teacher(images))
+    ours = ClassificationTask(student, 0.0, distill=DistillConfig("t", **weights))(images, labels, teacher(images))
     assert ours["kd_loss"] > 0.1 and len(ours["head_runs"]) == 2
     for name, of in (("kd_loss", "kd_loss"), ("task_loss", "loss"), ("loss", "loss")):
         torch.testing.assert_close(ours[name], theirs[of])
@@ -90,12 +89,8 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
     assert teacher(torch.zeros(1, 1, 8, 8)).shape == (1, 10) == (1, len(teacher.classes))
     said = error("--distill.teacher", tmp_path / "digits", "--data.img_size", 8, root=folder)
     assert f"2 in val; distill.teacher {tmp_path / 'digits'} has class '0' and 9 more, which val has not" in said
-    for names, words in (
-        (["dog", "cat"], "2 in val, in another order"),
-        (["cat", "cow"], "has class 'cow', which val"),
-    ):
-        other = saved(tmp_path / names[1], [0.5] * 3, [0.5] * 3, names, num_classes=2)
-        said = error("--distill.teacher", other, "--data.img_size", 8, root=folder)
-        assert f"distill.teacher {other}" in said and words in said
+    other = saved(tmp_path / "other", [0.5] * 3, [0.5] * 3, ["dog", "cat"], num_classes=2)
+    said = error("--distill.teacher", other, "--data.img_size", 8, root=folder)
+    assert f"distill.teacher {other}" in said and "2 in val, in another order" in said
     assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error("--distill.teacher", "vit_tniy")
     assert not (tmp_path / "run").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pictures import convert
 from PIL import Image
-from refusals import one_line, refuse, refused
+from refusals import one_line, refuse
 from timm.data import ImageNetInfo
 from timm.data.real_labels import RealLabelsImagenet
 
@@ -149,8 +149,7 @@ def test_real_labels(imagenet, tmp_path, capsys):
         refuse(f"data.root {root}: --labels real needs the names of the files", open_labelled, root, "real")
 
 
-def test_what_is_refused(imagenet, tmp_path, capsys):
-    folder, _ = imagenet
+def test_other_classifiers_are_refused():
     model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=2, **SMALL)
     words = "--labels a needs a classifier of ImageNet's 1,000 classes; --checkpoint x has 2 classes"
     for classes, more in ((None, ""), (["cat", "dog"], ", the first 'cat'")):
@@ -160,6 +159,3 @@ def test_what_is_refused(imagenet, tmp_path, capsys):
         refuse_other_classifier(model, right, "--checkpoint x", "a")
     with one_line("has 1000 classes, the first '0'$"):
         refuse_other_classifier(model, sorted(map(str, range(1000))), "--checkpoint x", "a")
-    file = folder / "weights.pth"
-    error = refused(capsys, main, *MODEL, "--checkpoint", file, "--score-file", file)
-    assert f"--score-file {file} exists; give another path" in error

@@ -8,7 +8,6 @@ import torch
 from refusals import refuse
 from safetensors.torch import save_file
 from torch import nn
-from torchvision.models.feature_extraction import create_feature_extractor
 
 import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, load_balance_loss
@@ -51,32 +50,6 @@ def images(n=4, height=32, width=32):
     return torch.randn(n, 3, height, width)
 
 
-@pytest.mark.parametrize("options", [{}, dict(scope="sample"), dict(router="mae")], ids=str)
-def test_traced_by_fx(options):
-    """As torchvision's create_feature_extractor does: attention is no leaf, and masks are inputs of the graph."""
-    budget = None if options.get("router") == "mae" else 0.5
-    model, x = moh_vision.convert(dense(), head_budget=budget, **options).eval(), images()
-    with torch.no_grad():
-        options = dict(indices=[1], output_fmt="NLC", return_prefix_tokens=True, intermediates_only=True)
-        ((features, outputs),) = model.forward_intermediates(x, **options)
-        torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-        found = create_feature_extractor(model, {"blocks.1": "block"})(x)["block"]
-    torch.testing.assert_close(found, torch.cat([outputs, features], 1))
-
-
-@pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
-def test_a_converted_model_has_the_parameters_of_the_dense_one(router):
-    model, x = dense(), images()
-    with torch.no_grad():
-        want, kept = model(x), {name: p.data_ptr() for name, p in model.named_parameters()}
-        assert moh_vision.convert(model, router=router) is model and moh_vision.head_budget(model)["share"] == 1
-        torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)  # of mae six numbers of 5/6 * 6/5 each
-    now = {name: p.data_ptr() for name, p in model.named_parameters()}
-    added = now.keys() - kept.keys()
-    assert {n: now[n] for n in kept} == kept and bool(added) == (router != "query_norm")  # no copies
-    assert all(".router." in name or router == "mae" for name in added)
-
-
 def moh_vit(**kwargs):
     return timm.create_model("moh_vit_small_patch16_224", **{**SMALL, **kwargs}).eval()
 
@@ -95,10 +68,10 @@ def test_converted_saved_and_loaded(kind, tmp_path):
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     with torch.no_grad():
         want = model(x)
-        for router in ("query_norm", "moh"):
+        for router, budget in (("query_norm", None), ("moh", [(0, 6)] * 3), ("moh", [(6, 0)] * 3), ("moh", None)):
             for dtype in (torch.float64, torch.float32):
                 theirs = copy.deepcopy(model).to(dtype)
-                ours = moh_vision.convert(copy.deepcopy(theirs), router=router)
+                ours = moh_vision.convert(copy.deepcopy(theirs), budget, router)
                 assert ours.blocks[0].attn.proj.weight.dtype == dtype
                 assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
         assert moh_vision.head_budget(ours)["share"] == 1
@@ -123,17 +96,10 @@ def test_converted_saved_and_loaded(kind, tmp_path):
 
 @pytest.mark.parametrize("name", [DINOV3, EVA02, DEIT])
 def test_fewer_heads(name):
-    """Prefix tokens are routed as others; executors agree; every parameter learns, with checkpointing too."""
-    model, x = trained_routers(moh_vision.convert(dense(name), "uniform:0.5")), images(3)
+    """Prefix tokens are routed as others; every parameter learns, with checkpointing too."""
+    model, x, grads = trained_routers(moh_vision.convert(dense(name), "uniform:0.5")), images(3), []
     with torch.no_grad():
-        outputs = []
-        for executor in ("reference", "masked", "packed"):
-            for layer in attention_layers(model):
-                layer.executor = executor
-            outputs.append(model(x))
-        torch.testing.assert_close(outputs[1:], outputs[:1] * 2, rtol=1e-4, atol=1e-5)
-        assert torch.equal(model.forward_routed(x)[0], outputs[2])
-    grads = []
+        assert torch.equal(model.forward_routed(x)[0], model(x))
     for checkpointing in (False, True):
         model.train().set_grad_checkpointing(checkpointing)
         logits, stats = model.forward_routed(x)
@@ -186,13 +152,9 @@ def test_budgets_of_a_converted_model(caplog):
     assert caplog.messages == [told]
     table = moh_vision.head_budget(model)
     assert table["share"] == 0.5 and [layer["shared"] for layer in table["layers"]] == [1, 1, 1]
-    logits, stats = model.train().forward_routed(x)
-    assert all(s.counts.sum() == 4 * 17 * layer["active"] for s, layer in zip(stats, table["layers"]))
-    assert not torch.allclose(logits, before)
-    (logits.square().mean() + load_balance_loss(stats)).backward()
-    assert all(p.grad is not None for p in model.parameters())
+    assert not torch.allclose(model(x), before)
     moh_vision.set_head_budget(model, 1.0)
-    assert torch.equal(model.eval()(x), before)
+    assert torch.equal(model(x), before)
     moh_vision.convert(dense(), head_budget="ramp:0.5")
     assert caplog.messages == [told] * 2
     # A saved one is made so.
@@ -200,16 +162,14 @@ def test_budgets_of_a_converted_model(caplog):
     assert caplog.messages == [told] * 2
 
 
-@pytest.mark.parametrize("heads", [2, 3, 4, 5, 6, 7, 12, 15])
-def test_half_of_few_heads(heads):
-    model = moh_vision.convert(dense(embed_dim=4 * heads, num_heads=heads, depth=4))
-    assert moh_vision.head_budget(moh_vision.set_head_budget(model, 0.5))["active"] == 2 * heads
-
-
 def test_dropout_training_mode_and_frozen_weights_stay():
     model = dense(attn_drop_rate=0.1, proj_drop_rate=0.2).train()
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
-    attn = moh_vision.convert(model).blocks[0].attn
+    model.blocks[1].attn.fused_attn = False
+    kept = {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert [layer.fused_attn for layer in attention_layers(moh_vision.convert(model))] == [True, False, True]
+    assert kept.items() <= {name: p.data_ptr() for name, p in model.named_parameters()}.items()  # no copies
+    attn = model.blocks[0].attn
     assert attn.attn_drop.p == 0.1 and attn.proj_drop.p == 0.2 and attn.training and attn.router.training
     assert not attn.qkv.weight.requires_grad
     assert moh_vision.convert(dense().to(torch.float64)).blocks[0].attn.router.routed.weight.dtype == torch.float64
@@ -245,8 +205,6 @@ def test_calibration_puts_the_strongest_heads_first():
     with torch.no_grad():
         one = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=x)  # a tensor is one batch
         assert torch.equal(one(x), strongest(x))
-        moved = moh_vision.convert(model, calibrate=iter([x[:4], x[4:]]))(x)
-        torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-4)
         assert (strongest(x) - want).norm() < (plain(x) - want).norm()
 
 
@@ -257,12 +215,8 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
     save_file(source.state_dict(), tmp_path / "vit.safetensors")
     model = moh_vit(head_budget="uniform:0.5")
     assert init_from(model, str(tmp_path / "vit.safetensors"), lambda text: None)
-    routers = [layer.router for layer in attention_layers(model)]
     share_strongest_heads(model, [x])
-    assert [layer.router for layer in attention_layers(model)] == routers
-    assert not any(p.any() for router in routers for p in router.parameters())
-    strongest = source.blocks[0].attn.qkv.weight.data[4 * 8 : 5 * 8]
-    assert torch.equal(model.blocks[0].attn.qkv.weight.data[:8], strongest)
+    assert not any(p.any() for layer in attention_layers(model) for p in layer.router.parameters())
     want = moh_vision.convert(source, "uniform:0.5", calibrate=[x])
     assert torch.equal(model(x), want(x))
     words = "heads are ordered in ViTs and DiTs, not in a TransNeXt"
@@ -293,16 +247,8 @@ def test_our_own_dense_models_with_shared_keys(router, tmp_path):
         (lambda: dense(scale_attn_norm=True), {}, "blocks.0.attn has a norm over all heads"),
         (lambda: dense(EVA02, scale_attn_inner=True), {}, "blocks.0.attn has a norm over all heads"),
         (lambda: dense("vit_small_patch16_rope_mixed_224"), {}, "rotary positions are learnt for each layer and head"),
-        (
-            lambda: dense("eva_giant_patch14_224", use_post_norm=True),
-            {},
-            "blocks.0 is a EvaBlockPostNorm with EvaAttention; only",
-        ),
-        (
-            lambda: dense("beit_base_patch16_224"),
-            {},
-            "not Beit: its attention adds a learnt bias of relative positions for each head",
-        ),
+        (lambda: dense("eva_giant_patch14_224", use_post_norm=True), {}, "blocks.0 is a EvaBlockPostNorm with"),
+        (lambda: dense("beit_base_patch16_224"), {}, "not Beit: its attention adds a learnt bias of relative"),
         (dense, dict(router="moa"), "'moa' cannot start as plain attention: give one of moh, query_norm, mae, dense"),
         (dense, dict(head_budget=2), "head_budget 2 is not understood"),
         (dense, dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 3"),

@@ -9,26 +9,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import moh_vision
 from moh_vision.attention import load_balance_loss
 
-# facts of the released code: parameters, active heads, all heads
-RELEASED = {
-    "dit_small_patch2": (32_963_360, 72, 72),
-    "dit_base_patch2": (130_512_416, 144, 144),
-    "dit_large_patch2": (458_102_816, 384, 384),
-    "dit_xlarge_patch2": (675_129_632, 448, 448),
-    "moh_dit_small_patch2_90": (32_997_152, 64, 72),
-    "moh_dit_small_patch2_75": (32_998_688, 54, 72),
-    "moh_dit_base_patch2_90": (130_638_368, 129, 144),
-    "moh_dit_base_patch2_75": (130_638_368, 108, 144),
-    "moh_dit_large_patch2_90": (458_512_416, 344, 384),
-    "moh_dit_large_patch2_75": (458_528_800, 288, 384),
-    "moh_dit_xlarge_patch2_90": (675_666_464, 403, 448),
-    "moh_dit_xlarge_patch2_75": (675_689_504, 336, 448),
-}
+MOH = "moh_dit_small_patch2_75"
 TINY = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4)
 SMALL = dict(TINY, head_budget=[(1, 2), (2, 2)])
 
 
-def tiny(name="moh_dit_small_patch2_75", **kwargs):
+def tiny(name=MOH, **kwargs):
     return timm.create_model(name, **{**(SMALL if name.startswith("moh") else TINY), **kwargs})
 
 
@@ -42,21 +28,6 @@ def awake(model):
 
 def inputs(batch=3):
     return torch.randn(batch, 3, 8, 8), torch.tensor([0, 500, 999])[:batch], torch.tensor([0, 4, 5])[:batch]
-
-
-@pytest.mark.parametrize("name", sorted(RELEASED))
-def test_released_sizes(name):
-    parameters, active, heads = RELEASED[name]
-    with torch.device("meta"):
-        model = timm.create_model(name)
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    budget = moh_vision.head_budget(model)
-    assert (budget["active"], budget["heads"]) == (active, heads)
-
-
-def test_registered():
-    names = [f"dit_{s}_patch{p}" for s in ("base", "large", "small", "xlarge") for p in (2, 4, 8)]
-    assert timm.list_models(module="dit") == sorted(names + [n for n in RELEASED if n.startswith("moh")])
 
 
 def test_forward_contract():
@@ -88,41 +59,21 @@ def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
     assert half.dtype == torch.float32  # a division by t needs its digits
 
 
-def test_every_parameter_gets_a_gradient():
-    model = awake(tiny(patch_bottleneck=5))
-    output, stats = model.forward_routed(*inputs())
-    (output.square().mean() + load_balance_loss(stats)).backward()
-    for name, p in model.named_parameters():
-        assert (p.grad is not None and p.grad.norm() > 0) == (name != "pos_embed"), name
-
-
 test_impossible_arguments = each_refused(
-    lambda name, kwargs: timm.create_model(name, **kwargs),
+    lambda kwargs: timm.create_model(**{"model_name": "dit_small_patch2", **kwargs}),
+    (dict(model_name=MOH, depth=3), f"{MOH} has its own heads per layer: with depth also give head_budget"),
     (
-        "moh_dit_small_patch2_75",
-        dict(depth=3),
-        "moh_dit_small_patch2_75 has its own heads per layer: with depth also give head_budget",
+        dict(model_name="moh_dit_xlarge_patch2_90", num_heads=4, depth=2),
+        "with depth and num_heads also give head_budget",
     ),
-    ("moh_dit_xlarge_patch2_90", dict(num_heads=4, depth=2), "with depth and num_heads also give head_budget"),
-    ("dit_small_patch2", dict(img_size=9), "img_size 9 is not a multiple of patch_size 2"),
-    ("dit_small_patch4", dict(img_size=30), "img_size 30 is not a multiple of patch_size 4"),
-    ("dit_small_patch2", dict(embed_dim=100), "embed_dim 100 is not a multiple of num_heads 6"),
-    ("dit_small_patch2", dict(embed_dim=30, num_heads=5), "embed_dim 30 is not a multiple of 4"),
-    ("moh_dit_small_patch2_75", dict(head_budget=2.0), "head_budget 2.0 is not understood"),
-    ("dit_small_patch2", dict(TINY, router="mohh"), "router 'mohh' is not one of"),
-    ("dit_small_patch2", dict(TINY, predict="x"), "predict 'x' needs learn_sigma False"),
-    ("dit_small_patch2", dict(TINY, predict="image"), "predict 'image' is not one of velocity, x, noise"),
-    ("dit_small_patch2", dict(TINY, compat="kohya"), "compat 'kohya' is not one of official, diffusers"),
-    (
-        "moh_dit_small_patch2_75",
-        dict(SMALL, scope="sample", route_by="class"),
-        "route_by 'class' is not one of condition",
-    ),
-    (
-        "moh_dit_small_patch2_75",
-        dict(SMALL, route_by="timestep"),
-        "route_by 'timestep' needs scope 'sample': with scope 'token' routers read",
-    ),
+    (dict(img_size=9), "img_size 9 is not a multiple of patch_size 2"),
+    (dict(embed_dim=100), "embed_dim 100 is not a multiple of num_heads 6"),
+    (dict(embed_dim=30, num_heads=5), "embed_dim 30 is not a multiple of 4"),
+    (dict(TINY, predict="x"), "predict 'x' needs learn_sigma False"),
+    (dict(TINY, predict="image"), "predict 'image' is not one of velocity, x, noise"),
+    (dict(TINY, compat="kohya"), "compat 'kohya' is not one of official, diffusers"),
+    (dict(SMALL, model_name=MOH, scope="sample", route_by="class"), "route_by 'class' is not one of condition"),
+    (dict(SMALL, model_name=MOH, route_by="timestep"), "route_by 'timestep' needs scope 'sample'"),
 )
 
 
@@ -159,6 +110,8 @@ def test_sample_scope_runs_what_it_chose(route_by, timesteps):
     for executor in ("reference", "packed", "masked"):
         torch.manual_seed(0)
         model = awake(tiny(scope="sample", route_by=route_by, executor=executor))
+        if executor == "packed":
+            model.enable_gradient_checkpointing()
         output, stats = model.forward_routed(x, torch.tensor(timesteps), y)
         loss = output.square().mean() + load_balance_loss(stats)
         learned = [p for p in model.parameters() if p.requires_grad]
@@ -170,24 +123,9 @@ def test_sample_scope_runs_what_it_chose(route_by, timesteps):
     assert all(g.norm() > 0 for g in results[0][1:])
 
 
-@pytest.mark.parametrize("route_by", ["condition", "timestep"])
-def test_sample_scope_with_gradient_checkpointing_and_saving(route_by, tmp_path):
-    model, call = awake(tiny(scope="sample", route_by=route_by)), inputs()
-    want = model(*call).sample
-    model.enable_gradient_checkpointing()
-    got = model(*call).sample
-    got.sum().backward()
-    assert torch.equal(got, want) and model.blocks[0].attn.router.routed.weight.grad.norm() > 0
-    model.save_pretrained(tmp_path)
-    again = type(model).from_pretrained(tmp_path)
-    assert again.config.route_by == route_by and torch.equal(again(*call).sample, want)
-
-
 def test_inputs_out_of_range():
     model, (x, t, labels) = tiny(), inputs()
-    refuse(
-        r"hidden_states \(1, 3, 6, 6\): expected \[batch, 3, 8, 8\]", model, torch.zeros(1, 3, 6, 6), t[:1], labels[:1]
-    )
+    refuse(r"hidden_states \(3, 3, 6, 6\): expected \[batch, 3, 8, 8\]", model, x[..., :6, :6], t, labels)
     refuse("class_labels 0 to 6: expected 0 to 5, where 5 is no class", model, x, t, torch.tensor([0, 6, 0]))
     tokens, condition = torch.zeros(1, 4, 32), torch.zeros(1, 32)
     refuse("it needs scope 'sample'", model.blocks[0].attn, tokens, condition=condition)

@@ -7,7 +7,6 @@ from refusals import each_refused
 from test_dit_checkpoints import official_gates
 from torch.nn import functional as F
 
-import moh_vision
 from moh_vision.attention.routing import Call
 from moh_vision.models.foveal_attention import position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
@@ -21,30 +20,15 @@ def small(name="moh_transnext_base_50", **kwargs):
     return timm.create_model(name, **{**SMALL, "head_budget": MIXED if name.startswith("moh") else None, **kwargs})
 
 
-# parameters, share of heads, tensors of the published checkpoints (without tables, which are in none)
-RELEASED = {
-    "transnext_micro": (12_809_304, 1, None),
-    "transnext_tiny": (28_258_960, 1, None),
-    "transnext_small": (49_741_564, 1, None),
-    "transnext_base": (89_721_496, 1, None),
-    "moh_transnext_small_80": (49_910_548, 343 / 429, 1145),
-    "moh_transnext_small_75": (49_910_548, 323 / 429, 1145),
-    "moh_transnext_base_75": (90_020_632, 441 / 588, 1177),
-    "moh_transnext_base_50": (90_023_512, 294 / 588, 1197),
-}
-
-
-@pytest.mark.parametrize("name", RELEASED)
-def test_released_sizes_and_key_tables(name):
-    model, (parameters, share, tensors) = timm.create_model(name, device="meta"), RELEASED[name]
-    assert sum(p.numel() for p in model.parameters()) == parameters
-    assert moh_vision.head_budget(model)["share"] == share
-    assert tensors is None or len(official_names(model)) == tensors
-
-
-def test_registered():
-    assert timm.list_models(module="transnext") == timm.list_models("*transnext*") == sorted(RELEASED)
-    assert len(timm.list_models("*transnext*", pretrained=True)) == 8
+@pytest.mark.parametrize(
+    "name, tensors", [("small_80", 1145), ("small_75", 1145), ("base_75", 1177), ("base_50", 1197)]
+)
+def test_published_key_tables(name, tensors):
+    """Without position tables, which are in none."""
+    model = timm.create_model(f"moh_transnext_{name}", device="meta")
+    place = f"Chat-UniVi/MoH-ViT-{name[0].upper()}-{name[-2:]}", f"moh_transnext_{name}.pth"
+    assert tuple(model.pretrained_cfg[key] for key in ("hf_hub_id", "hf_hub_filename")) == place
+    assert len(official_names(model)) == tensors
 
 
 def official_names(model):
@@ -249,15 +233,7 @@ def assert_packed_equals_masked(attn, x, positions, tolerance):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-10), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("kwargs", [*KINDS, dict(qkv_bias=False)])
 def test_packed_equals_masked_in_the_last_stage(dtype, tolerance, kwargs):
-    attn, x, positions = layer_of(3, dtype, **kwargs)
-    assert_packed_equals_masked(attn, x, positions, tolerance)
-    results, inputs = [], [x.requires_grad_(), *attn.parameters()]
-    for attn.executor in ("masked", "packed"):
-        y, stats = attn(x, positions)
-        loss = y.square().mean() + stats.logits.square().mean()
-        results.append([y.detach(), *torch.autograd.grad(loss, inputs, materialize_grads=True)])
-    for want, got in zip(*results, strict=True):
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * want.abs().max().clamp(min=0.1).item())
+    assert_packed_equals_masked(*layer_of(3, dtype, **kwargs), tolerance)
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
@@ -305,7 +281,6 @@ def test_routers_and_temperatures_in_the_recipe():
 test_impossible_arguments = each_refused(
     lambda kwargs: small(**kwargs),
     (dict(head_budget=[[2, 0], [0, 5], [1, 2], [4, 2]]), "head_budget, layer 1: shared=0 . routed=5 = 5 of only 4"),
-    (dict(head_budget=[[2, 0]] * 3), "lists 3 layers, the model has 6"),
     (dict(num_heads=(2, 4, 4)), "num_heads .* must have 4 entries"),
     (dict(num_heads=(2, 4, 4, 7)), "stage 3: embed_dim 48 is not a multiple of num_heads 7"),
     (dict(global_pool="max"), "global_pool 'max' is not one of"),

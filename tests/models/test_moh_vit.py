@@ -1,4 +1,3 @@
-import pytest
 import timm
 import torch
 from refusals import each_refused, refuse
@@ -17,30 +16,10 @@ def test_registered_with_three_quarters_of_the_heads():
     assert names == [f"moh_vit_{s}_patch16_224" for s in ("base", "large", "small", "tiny")]
     assert timm.list_models(module="vit") == ["moh_vit", *names]
     for name in names:
-        assert moh_vision.head_budget(timm.create_model(name, device="meta"))["share"] == 0.75, name
-
-
-@pytest.mark.parametrize(
-    "size, head_budget",
-    [
-        ("small", 1.0),  # softmax over 2 shared and 4 routed heads is exact
-        ("tiny", 1.0),
-        ("base", "uniform:1.0"),
-        ("small", [(6, 0)] * 12),
-        ("small", [(0, 6)] * 12),
-    ],
-)
-def test_zero_routers_and_all_heads_are_the_timm_vit(size, head_budget):
-    dense = timm.create_model(f"vit_{size}_patch16_224").eval()
-    model = timm.create_model(f"moh_vit_{size}_patch16_224", head_budget=head_budget).eval()
-    missing, unexpected = model.load_state_dict(dense.state_dict(), strict=False)
-    assert not unexpected and all(".router." in name for name in missing)
-    for name, p in model.named_parameters():
-        if ".router." in name:
-            torch.nn.init.zeros_(p)
-    x = torch.randn(1, 3, 224, 224)
-    with torch.no_grad():
-        assert torch.equal(model(x), dense(x))
+        model, theirs = (timm.create_model(n, device="meta") for n in (name, name.removeprefix("moh_")))
+        assert moh_vision.head_budget(model)["share"] == 0.75, name
+        own = {n: t.shape for n, t in model.state_dict().items() if ".router." not in n}
+        assert own == {n: t.shape for n, t in theirs.state_dict().items()}, name
 
 
 def test_options():
@@ -62,7 +41,6 @@ test_impossible_arguments = each_refused(
     (dict(img_size=2), "img_size 2 is not a multiple"),
     (dict(num_heads=5), "embed_dim 24 is not a multiple of num_heads 5"),
     (dict(depth=0), "depth 0 must be a whole number of at least 1"),
-    (dict(head_budget=1.5), "head_budget 1.5 is not understood"),
     (dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 2"),
     (dict(scale_attn_norm=True), "scale_attn_norm is not supported"),
 )

@@ -8,11 +8,11 @@ import socket
 import pytest
 import timm
 import torch
-from diffusers import DiTTransformer2DModel
 from pictures import write_folder
 from PIL import Image
 from refusals import refused
 from small_runs import logged, same
+from test_dit_checkpoints import diffusers_dit
 
 import moh_vision
 from moh_vision.__main__ import main as command
@@ -22,6 +22,7 @@ from moh_vision.classification import validate
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.io import write_tensors
+from moh_vision.models.pretrained import is_dense
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
@@ -42,17 +43,10 @@ def vit(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dit(tmp_path_factory):
-    torch.manual_seed(0)
-    model = DiTTransformer2DModel(
-        num_attention_heads=4, attention_head_dim=8, num_layers=2, sample_size=8, patch_size=2, in_channels=1,
-        out_channels=2, num_embeds_ada_norm=10, norm_num_groups=1,
-    )  # fmt: skip
-    state = model.state_dict()  # all blocks embed alike, as in the official weights
-    first = {name: tensor for name, tensor in state.items() if ".0.norm1.emb." in name}
-    model.load_state_dict({**state, **{name.replace(".0.norm1", ".1.norm1"): t for name, t in first.items()}})
+    model = diffusers_dit(in_channels=1, out_channels=2, num_layers=2, num_embeds_ada_norm=10, norm_num_groups=1)
     folder = tmp_path_factory.mktemp("dit")
     model.save_pretrained(folder / "transformer")
-    return folder, model.eval()
+    return folder, model
 
 
 def run(main, output, *argv, steps=2):
@@ -79,7 +73,6 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     assert command(["publish", str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
     saved = json.loads((tmp_path / "card" / "config.json").read_text())["model_args"]
     assert saved["base"] == "vit_small_patch16_224"
-    assert "\n# vit_small_patch16_224\n" in (tmp_path / "card" / "README.md").read_text()
 
     at_once = run(train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3)
     source.rename(tmp_path / "moved")  # a resumed run does not need its source
@@ -88,19 +81,6 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     finally:
         (tmp_path / "moved").rename(source)
     assert len(resumed) == 3 and resumed == at_once
-
-
-def test_without_convert_it_stays_dense(vit, tmp_path):
-    source, dense = vit
-    keep = "--data.img_size 32 --dry-run".split()
-    train_cls.main([*RUN.split(), "--output", str(tmp_path / "no"), "--model.pretrained", f"local-dir:{source}", *keep])
-    assert not (tmp_path / "no").exists()
-    model = create("moh_vit", "classifier", base="vit_small_patch16_224", router="dense", **VIT).eval()
-    assert init_from(model, f"local-dir:{source}") and all(a.router.all_heads for a in attention_layers(model))
-    x = torch.randn(2, 3, 32, 32)
-    assert torch.equal(model(x), dense(x))
-    timm.models.save_for_hf(dense, tmp_path / "safe", safe_serialization=True)
-    assert init_from(model, str(tmp_path / "safe")) and torch.equal(model(x), dense(x))
 
 
 def test_a_teacher_resizes_images_to_its_grid(vit):
@@ -156,8 +136,6 @@ def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
         assert words in refused(capsys, train_cls.main, *argv, *more) and not (tmp_path / "no").exists()
     saved = ["--checkpoint", vit[0], "--data.root", "digits", "--data.img_size"]
     assert words in refused(capsys, validate.main, *saved, "50")
-    error = refused(capsys, validate.main, *saved, "1000000")
-    assert "data.img_size 1000000: a batch of 256 such images takes 953,674 GiB, this machine has " in error
     small = dict(embed_dim=32, depth=1, num_heads=2)  # of SigLIP, which was trained so
     model = timm.create_model("vit_so400m_patch14_siglip_384", num_classes=5, **small)
     timm.models.save_for_hf(model, tmp_path / "siglip", model_args=small, safe_serialization=True)
@@ -195,10 +173,6 @@ def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
         assert "% of all)" in capsys.readouterr().out
 
 
-def is_dense(model):
-    return all(layer.router.all_heads for layer in attention_layers(model))
-
-
 @pytest.mark.parametrize(
     "main, name, x",
     [
@@ -233,15 +207,12 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
         (train_cls, "--model.pretrained swin_tiny_patch4_window7_224", "swin.*: convert takes .*not SwinTransformer: it attends inside shifted"),
         (train_cls, "--model.pretrained nix", "model.pretrained nix: neither a model of timm, hf-hub:OWNER/NAME, nor a folder"),
         (train_cls, "--model.pretrained {here}", "model.pretrained .*Config file not found"),
-        (train_cls, "--model.pretrained vit_tiny_patch16_225", "config.json of timm, did you mean vit_tiny_patch16_224\\?"),
         (train_cls, "--model.pretrained vit_tiny_patch16_224.augrg_in21k", "did you mean vit_tiny_patch16_224.augreg_in21k\\?"),
         (train_cls, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* timm.models.save_for_hf"),
         (train_cls, "--model.pretrained {vit} --model.convert.rooter moh", "model.convert: there is no 'rooter': did you mean router"),
         (train_cls, "--model.pretrained {vit} --model.head_budget 1 --model.convert.head_budget 1", "are the same thing: give one"),
         (train_cls, "--model.pretrained {vit} --init-from x", "init_from and model.pretrained both bring weights"),
         (train_cls, "--model.pretrained {vit} --calibrate-images 4", "calibrate_images 4 needs a model that routes its heads"),
-        (train_cls, "--model.pretrained {vit} --model.router moh", "model.router 'moh' needs model.pretrained left out"),
-        (train_cls, "--model.pretrained {vit} --model.name moh_vit", "model.pretrained needs model.name pretrained, not moh_vit"),
         (train_cls, "--seed 1", "model.name pretrained needs model.pretrained"),
         (train_cls, "--model.pretrained moh_vit_tiny_patch16_224 --model.convert.router moh", "has routed heads already; leave it out"),
         (train_dit, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* of diffusers"),

@@ -1,77 +1,45 @@
 """What hooks and `token_heads` read: which heads a token runs, and the attention matrix of every head."""
 
 import pytest
-import timm
 import torch
 from refusals import refuse
+from test_every_family import FAMILIES, awake
 from timm.layers import set_fused_attn
 from timm.utils import AttentionExtract
 
-import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, token_heads
-from moh_vision.language import create_text_model
 
-VIT = dict(img_size=16, patch_size=4, embed_dim=48, depth=2, num_heads=6, num_classes=3)
-PYRAMID = dict(
-    img_size=64, embed_dims=(24, 24, 48, 48), num_heads=(2, 2, 4, 4), depths=(1, 1, 1, 2), mlp_ratios=(2, 2, 2, 2)
-)
-DIT = dict(img_size=8, embed_dim=48, depth=2, num_heads=6, num_classes=3, head_budget=0.5)
-
-
-def vit(**kwargs):
-    return timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, "reg_tokens": 2, **kwargs}).eval()
-
-
-def pyramid(**kwargs):
-    return timm.create_model("moh_transnext_base_50", **PYRAMID, head_budget=[(1, 1), (1, 1), (1, 2), (2, 1)], **kwargs)
-
-
-def dit(**kwargs):
-    model = timm.create_model("moh_dit_small_patch2_75", **DIT, **kwargs)
-    for block in model.blocks:  # they start as identities
-        torch.nn.init.normal_(block.adaLN_modulation[1].weight, std=0.1)
-    return model
-
-
-def inputs(model, batch=2):
-    if hasattr(model, "x_embedder"):
-        return torch.randn(batch, 4, 8, 8), torch.arange(batch), torch.arange(batch)
-    side = 64 if hasattr(model, "stages") else 16
-    return (torch.randn(batch, 3, side, side),)
-
-
+# Name -> family of `FAMILIES`, router and options.
 MODELS = {
-    "moh": lambda: vit(head_budget=[(2, 2), (0, 3)]),
-    "moh, sample": lambda: vit(scope="sample", head_budget=0.5),
-    "query_norm": lambda: vit(router="query_norm", head_budget=0.5),
-    "moa": lambda: vit(router="moa", head_budget=[(0, 3), (0, 1)]),
-    "mae": lambda: vit(router="mae"),
-    "mae, argmax": lambda: vit(router="mae", router_kwargs=dict(mode="argmax")),
-    "dense": lambda: vit(router="dense"),
-    "transnext": lambda: pyramid(),
-    "transnext, sample": lambda: pyramid(scope="sample"),
-    "dit": lambda: dit(),
-    "dit, sample": lambda: dit(scope="sample"),
+    "moh": ("vit", "moh", dict(head_budget=[(2, 2), (0, 3)])),
+    "moh, sample": ("vit", "moh", dict(scope="sample", head_budget=0.5)),
+    "query_norm": ("vit", "query_norm", dict(head_budget=0.5)),
+    "moa": ("vit", "moa", dict(head_budget=[(0, 3), (0, 1)])),
+    "mae": ("vit", "mae", {}),
+    "mae, argmax": ("vit", "mae", dict(router_kwargs=dict(mode="argmax"))),
+    "dense": ("vit", "dense", dict(head_budget=None)),
+    "transnext": ("transnext", "moh", {}),
+    "transnext, sample": ("transnext", "moh", dict(scope="sample")),
+    "dit": ("dit", "moh", {}),
+    "dit, sample": ("dit", "moh", dict(scope="sample")),
 }
 
 
 def made(kind):
-    """A model whose routers decide, as trained ones do."""
-    model = MODELS[kind]()
-    for layer in attention_layers(model):
-        for p in layer.router.parameters():
-            torch.nn.init.normal_(p)
-    return model.eval()
+    """A model whose routers decide, as trained ones do, and two inputs."""
+    family, router, options = MODELS[kind]
+    model, inputs = FAMILIES[family](router, **options)
+    return awake(model, 0.5), [torch.cat([x, x.flip(-1) if x.is_floating_point() else x + 2]) for x in inputs]
 
 
 @pytest.mark.parametrize("kind", MODELS)
 @torch.no_grad()
 def test_token_heads_are_those_that_the_routers_chose(kind):
-    model, asked = made(kind), []
+    (model, inputs), asked = made(kind), []
     layers = attention_layers(model)
     # What each router is given, so that it can be asked again.
     hooks = [layer.router.register_forward_pre_hook(lambda _, args: asked.append(args)) for layer in layers]
-    routings = token_heads(model, *inputs(model))
+    routings = token_heads(model, *inputs)
     for hook in hooks:
         hook.remove()
     for layer, args, (weights, active, stats, *_) in zip(layers, asked, routings, strict=True):
@@ -90,21 +58,19 @@ def test_token_heads_are_those_that_the_routers_chose(kind):
 
 def test_token_heads_of_a_translation_model():
     """Encoder, decoder and cross-attention have tokens of their own; query_norm in training computes all heads."""
-    sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=8, encoder_layers=1, decoder_layers=1)
-    model = create_text_model("mt_mae_7", vocab_size=50, **sizes).eval()
-    found = token_heads(model, input_ids=torch.randint(4, 50, (2, 7)), decoder_input_ids=torch.randint(4, 50, (2, 5)))
-    assert [tuple(r.weights.shape) for r in found] == [(2, 7, 8), (2, 5, 8), (2, 5, 8)]
-    trained = vit(router="query_norm", head_budget=0.5).train()
-    for routing, layer in zip(token_heads(trained, torch.randn(2, 3, 16, 16)), attention_layers(trained)):
+    model, (words, _, summary) = FAMILIES["translation"]("mae_7")
+    routings = token_heads(model, input_ids=words, decoder_input_ids=summary[:, :5])
+    assert [r.weights.shape[:2] for r in routings] == [(2, 6)] * 2 + [(2, 5)] * 4
+    trained, images = made("query_norm")
+    for routing, layer in zip(token_heads(trained.train(), *images), attention_layers(trained)):
         assert routing.active.sum(-1).unique().tolist() == [layer.budget.active]
 
 
 def test_token_heads_refuses_what_it_cannot_see():
     refuse("has no HeadMixtureAttention layer", lambda: token_heads(torch.nn.Linear(2, 2), torch.randn(1, 2)))
-    model = vit()
-    images = torch.randn(1, 3, 16, 16)
+    model, images = made("moh")
     model.blocks[0].register_forward_pre_hook(lambda block, args: block.attn(args[0]) and None)
-    refuse(r"blocks\.0\.attn routes 2 times in this call, expected once", lambda: token_heads(model, images))
+    refuse(r"blocks\.0\.attn routes 2 times in this call, expected once", lambda: token_heads(model, *images))
     assert not any(layer._forward_hooks for layer in attention_layers(model))
 
 
@@ -113,10 +79,10 @@ def test_token_heads_refuses_what_it_cannot_see():
 def test_timms_extractor_sees_every_matrix_and_outputs_stay(kind):
     set_fused_attn(False)
     try:
-        model = made(kind).double()
+        model, inputs = made(kind)
     finally:
         set_fused_attn(True)
-    layers, call = attention_layers(model), [t.double() if t.is_floating_point() else t for t in inputs(model)]
+    layers, call = attention_layers(model.double()), [x.double() if x.is_floating_point() else x for x in inputs]
     assert not any(layer.fused_attn for layer in layers)
     extract = AttentionExtract(model, method="hook")
     step_by_step = model(*call)
@@ -131,31 +97,11 @@ def test_timms_extractor_sees_every_matrix_and_outputs_stay(kind):
     torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
 
 
-def layer_of(*budget, **options):
-    return HeadMixtureAttention(24, HeadBudget(6, 4, *budget), **options)
-
-
 def test_the_matrix_is_that_of_torchs_attention():
-    ours = layer_of(6, 0, router="dense", fused_attn=False).eval()
+    ours = HeadMixtureAttention(24, HeadBudget(6, 4, 6, 0), router="dense", fused_attn=False).eval()
     theirs = torch.nn.MultiheadAttention(24, 6, batch_first=True)
     state = {"in_proj_weight": ours.qkv.weight, "in_proj_bias": ours.qkv.bias}
     theirs.load_state_dict({**state, "out_proj.weight": ours.proj.weight, "out_proj.bias": ours.proj.bias})
     seen, x = [], torch.randn(2, 7, 24)
     ours.attn_drop.register_forward_hook(lambda *hook: seen.append(hook[-1]))
     torch.testing.assert_close((ours(x)[0], seen[0]), theirs(x, x, x, average_attn_weights=False), rtol=1e-5, atol=1e-6)
-
-
-def test_the_switch_is_taken_over_and_set_by_layer():
-    """From a converted model's layers; from TIMM_FUSED_ATTN when a model is made, which is on if left out."""
-    dense = timm.create_model("vit_tiny_patch16_224", depth=2, img_size=32)
-    dense.blocks[1].attn.fused_attn = False
-    assert [layer.fused_attn for layer in attention_layers(moh_vision.convert(dense))] == [True, False]
-
-
-def test_dropout_of_the_matrix():
-    layer = layer_of(2, 2, attn_drop=0.5, fused_attn=False)
-    x, seen = torch.randn(2, 7, 24), []
-    layer.attn_drop.register_forward_hook(lambda *hook: seen.append(hook[-1]))
-    layer(x)
-    layer.eval()(x)
-    assert 0.3 < (seen[0] == 0).double().mean() < 0.7 and (seen[1] > 0).all()

@@ -33,19 +33,16 @@ class ImageSet:
         self.name, self.count = name, count  # the name is for messages and results
         self.channels = channels  # of the files, 1 or 3; what is scored has 3
 
-    def __len__(self) -> int:
-        return self.count
-
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Yield every world-th batch from `rank` on, and read the next meanwhile. The batches are the same for any `world`."""
 
         def read(first: int) -> Batch:
-            images = torch.from_numpy(self.read(first, min(first + batch_size, len(self))))
+            images = torch.from_numpy(self.read(first, min(first + batch_size, self.count)))
             return first, images.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
         with ThreadPoolExecutor(1) as reader:
             coming = None
-            for first in range(rank * batch_size, len(self), world * batch_size):
+            for first in range(rank * batch_size, self.count, world * batch_size):
                 ready, coming = coming, reader.submit(read, first)
                 if ready:
                     yield ready.result()
@@ -148,7 +145,7 @@ class ImageArchive(ImageSet):
         except Exception as error:  # damaged compression makes many kinds
             raise ValueError(f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})") from None
         if len(data) != count * image:
-            raise ValueError(f"{self.name}: ends within image {first + len(data) // image} of {len(self)}")
+            raise ValueError(f"{self.name}: ends within image {first + len(data) // image} of {self.count}")
         self.next = stop
         return np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape)
 
@@ -156,7 +153,7 @@ class ImageArchive(ImageSet):
 class ImageTensors:
     """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
 
-    channels = None
+    channels = count = None  # not known
 
     def __init__(self, images: Tensor | Iterable[Tensor], name: str):
         self.images, self.name = images, name

@@ -29,12 +29,12 @@ class Reference:
 
     def __init__(self, source: Any):
         self.source, self.statistics, self.images = source, None, None
-        is_archive = isinstance(source, (str, Path)) and Path(source).suffix == ".npz"
-        members = archive_members(Path(source)) if is_archive else []
+        self.path = Path(source) if isinstance(source, (str, Path)) else None
+        members = archive_members(self.path) if self.path and self.path.suffix == ".npz" else []
         if isinstance(source, Statistics):
             self.statistics = source
         elif {"mu", "sigma"} & set(members):
-            self.statistics = load_statistics(Path(source))
+            self.statistics = load_statistics(self.path)
         if self.statistics is None or "arr_0" in members:
             self.images = open_images(source, "reference")
         self.name = self.statistics.source if self.images is None else self.images.name
@@ -42,14 +42,13 @@ class Reference:
     @cached_property
     def sha256(self) -> str | None:
         """SHA-256 of the source file; None for a folder, a data set or a tensor."""
-        is_path = isinstance(self.source, (str, Path))
-        return sha256_of(Path(self.source)) if is_path and Path(self.source).is_file() else None
+        return sha256_of(self.path) if self.path and self.path.is_file() else None
 
     def check(
         self, network: Extractor, dims: int | None, made: int | None, allow_biased: bool, channels: int | None = None
     ) -> None:
         """Refuse `made` images, of 1 or 3 `channels`, that cannot be compared by `dims` features; None: not known."""
-        known, count = self.statistics, getattr(self.images, "count", None)
+        known, count = self.statistics, self.images and self.images.count
         own = (known if self.images is None else self.images).channels
         if None not in (channels, own) and channels != own:
             kinds = {1: "grey", 3: "in colour"}
@@ -97,12 +96,11 @@ def statistics_of(
     `title` is the progress bar's, and stands for a set without a name.
     """
     images, network = open_images(images, title), network.eval()
-    total = len(images) if hasattr(images, "__len__") else None
 
     def own_share() -> SetStatistics:
         own, (rank, world) = SetStatistics(keep_features), place()
         network.to(device)  # in here: one GPU may have no room for it
-        with Progress(title, total, "image", enabled=rank == 0) as progress:
+        with Progress(title, images.count, "image", enabled=rank == 0) as progress:
             for first, batch in images.batches(batch_size, rank, world):
                 own.add(first, network(batch.to(device)))
                 own.size = tuple(batch.shape[2:])

@@ -62,12 +62,11 @@ def score(
     if not isinstance(reference, Reference):
         reference = Reference(reference)
     images = open_images(generated, "generated")
-    count = dims = None
-    if hasattr(images, "__len__"):  # an iterator can be read once
-        count = len(images)
+    dims = None
+    if images.count:  # an iterator can be read once
         with torch.no_grad():
             dims = network.to(device)(next(images.batches(2))[1].to(device)).pooled.shape[1]
-    reference.check(network, dims, count, allow_biased, images.channels)
+    reference.check(network, dims, images.count, allow_biased, images.channels)
     real = reference.read(network, batch_size, device)
     compared = real.features is not None  # else no score needs features themselves
     fake = statistics_of(images, network, batch_size, device, "generated", compared)

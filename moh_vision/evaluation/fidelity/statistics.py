@@ -1,6 +1,7 @@
 """Statistics of a set of images: collected batch by batch, and saved."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -75,7 +76,8 @@ class ClassScore:
     """Inception score of logits [B, classes], batch by batch, in ordered splits of `SPLIT` images."""
 
     def __init__(self):
-        self.splits: dict[int, Tensor] = {}  # number -> [2 + classes]: images, sum of p log p, sums of p
+        # Number of a split -> [2 + classes]: images, sum of p log p, sums of p. `update` adds.
+        self.splits: Counter = Counter()
 
     def add(self, logits: Tensor, first: int) -> None:
         """Add the images first, first + 1, ..."""
@@ -83,14 +85,10 @@ class ClassScore:
         p = log_p.exp()
         rows = torch.cat([torch.ones(len(p), 1), (p * log_p).sum(1, keepdim=True), p], 1)  # [B, 2 + classes]
         numbers = torch.arange(first, first + len(p)) // SPLIT
-        self._add({number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()})
+        self.splits.update({number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()})
 
     def merge(self, other: Self) -> None:
-        self._add(other.splits)
-
-    def _add(self, splits: dict[int, Tensor]) -> None:
-        for number, sums in splits.items():
-            self.splits[number] = self.splits.get(number, 0) + sums
+        self.splits.update(other.splits)
 
     @property
     def short(self) -> str | None:
