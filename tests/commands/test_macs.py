@@ -182,8 +182,3 @@ def test_command(run_command):
     ends = [line.index(word) + len(word) for line, word in zip(out.splitlines()[2:5], ("paper", "123 M", "631 M"))]
     assert len(set(ends)) == 1  # columns are aligned
     assert "linear layers and twice the scores" in run_command("macs", "mlm_moa_8K8E128D").out
-
-
-def test_mistakes_are_one_line(refused):
-    assert "did you mean mt_moa_8K8E128D" in refused("macs", "mt_moa_8K8E128")
-    assert "there is no text model 'resnet50'" in refused("macs", "resnet50")
