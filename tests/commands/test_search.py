@@ -33,17 +33,6 @@ def vit(**kwargs):
     return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
 
 
-def loss_on_images():
-    """A loss of a `vit`, on the same images for all calls."""
-    images = torch.randn(4, 3, 16, 16)
-
-    @torch.no_grad()
-    def loss_of(model):
-        return model(images).square().mean().item()
-
-    return loss_of
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_no_budget_costs_less(seed):
     """Against every budget there is."""
@@ -67,7 +56,12 @@ def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
 
 
 def test_losses_are_those_of_the_budgets_they_name():
-    model, loss_of = vit(), loss_on_images()
+    model, images = vit(), torch.randn(4, 3, 16, 16)
+
+    @torch.no_grad()
+    def loss_of(model):
+        return model(images).square().mean().item()
+
     active, losses = search_budget(model, loss_of, 0.75)
     moh_vision.set_head_budget(model, [(2, 4), (1, 2), (0, 6)])
     assert losses[1][3] == loss_of(model) != losses[1][6]
