@@ -9,18 +9,16 @@ from pathlib import Path
 
 import timm
 import torch
-import yaml
 
 import moh_vision
 from moh_vision.__main__ import COMMANDS
 from moh_vision.classification.config import ClsConfig, ValidateConfig
-from moh_vision.commands.macs import PAPERS, count, image_models
+from moh_vision.commands.macs import PAPER_ROWS, PAPERS, count, image_models
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
 from moh_vision.language.config import LanguageConfig
 
 PAGES = Path(__file__).parent / "reference"
-PACKAGE = Path(moh_vision.__file__).parent
 SCRIPTS = {
     "train_cls.py": ("classification.train", ClsConfig),
     "validate.py": ("classification.validate", ValidateConfig),
@@ -98,7 +96,6 @@ def models_page() -> str:
         "scores of the heads that run), counted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced\n"
         "here, FIDs those of Jin 2024 on ImageNet 256 x 256; small runs of ours: [quality](../results/quality.md).\n"
     )
-    papers = yaml.safe_load((PACKAGE / "commands" / "paper_rows.yaml").read_text(encoding="utf-8"))
     for title, names, unit in (
         ("Image models: `timm.create_model(name)`", image_models(), 1e9),
         ("Text models: `moh_vision.language.create_text_model(name)`", list(PAPERS), 1e6),
@@ -111,7 +108,7 @@ def models_page() -> str:
             macs = (found.macs.linears + found.macs.scores) if found.macs.attention else found.macs.every_head
             share = [_share(name)] if images else []
             numbers = " | ".join([f"{found.parameters / 1e6:.1f}", *share, f"{macs / unit:,.1f}"])
-            scored = [_scores(row) for row in papers if row["model"] == name]
+            scored = [_scores(row) for row in PAPER_ROWS if row["model"] == name]
             lines.append(f"| `{name}` | {numbers} | {'; '.join(filter(None, scored))} |")
         parts.append("\n".join([f"## {title}\n", *lines]) + "\n")
     return "\n".join(parts)

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moh_vision.engine.commands import Parser, exit_code, say, user_errors
+from moh_vision.engine.commands import Parser, exit_code, refuse_output, say, user_errors
 
 
 class Drawn(NamedTuple):
@@ -20,8 +20,9 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
     """Run the module of a command; return its exit code.
 
     It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns `Drawn`, or
-    None on processes that write nothing. If it has REST, the name of its first argument, `options.rest` has another
-    parser's options. KEPT is what an interrupted command finds again. A module may have a `main` instead.
+    None on processes that write nothing. An `options.output` is a new file or folder with one of ENDINGS, if it has
+    these. If it has REST, the name of its first argument, `options.rest` has another parser's options. KEPT is what
+    an interrupted command finds again. A module may have a `main` instead.
     """
     if hasattr(command, "main"):
         return command.main(argv)
@@ -39,11 +40,16 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
                 options.rest = rest
             else:
                 options = parser.parse(argv)
+        output = str(getattr(options, "output", None) or "")
+        refuse_output("--output", output)
+        endings = (".png", ".svg") if draws else getattr(command, "ENDINGS", ())
+        if output and endings and not output.endswith(endings):
+            raise ValueError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
         if not draws:
             return command.work(options)
-        from moh_vision.commands.figures import check_figure, write_figure  # matplotlib takes a second
+        from moh_vision.commands.figures import numbers_path, write_figure  # matplotlib takes a second
 
-        check_figure(options.output)
+        refuse_output("--output", str(numbers_path(options.output)))
         drawn = command.figure(options)
         if drawn is not None:
             files = write_figure(drawn.figure, options.output, drawn.numbers)

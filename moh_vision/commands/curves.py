@@ -32,7 +32,6 @@ def options(add) -> None:
     add("--beside", metavar="NAME", help="also the log that ships with a configuration, such as quickstart/cls")
     add("--names", nargs="+", metavar="NAME", help=NAMES)
     add("--window", type=int, default=1, metavar="N", help="mean of so many logged training losses (%(default)s)")
-    add("--first-epoch", type=float, default=0.0, metavar="E", help="of text: leave out what lies before (%(default)s)")
 
 
 def figure(options) -> Drawn:
@@ -48,7 +47,7 @@ def figure(options) -> Drawn:
         groups = grouped(runs, names=options.names)
         logs = [(name, [run.folder / "metrics.jsonl" for run in group]) for name, group in groups]
         logs += [(f"{options.beside} as shipped", [shipped_log(options.beside)])] if options.beside else []
-        lines, x = learning_curves(logs, options.window, options.first_epoch)
+        lines, x = learning_curves(logs, options.window)
         y = loss_label(runs)
     runs = [str(folder) for folder in options.runs]
     numbers = dict(x=x, y=y, runs=runs, lines=[line.numbers() for line in lines])
@@ -93,22 +92,18 @@ def running_mean(points: Points, window: int) -> Points:
     return [(x, float(np.mean(values[max(0, i + 1 - window) : i + 1]))) for i, (x, _) in enumerate(points)]
 
 
-def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int, first_epoch: float):
-    """Return lines of losses in named groups of logs, and the label of x; first_epoch skips the high ones."""
+def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int) -> tuple[list[Line], str]:
+    """Return lines of losses in named groups of logs, and the label of x."""
     logs = [(name, [read_curves(file) for file in group]) for name, group in files]
     over_epochs = all(steps for _, group in logs for _, steps in group)
-    if first_epoch and not over_epochs:
-        raise ValueError(f"--first-epoch {first_epoch:g}: a run has no second epoch in its log, so steps are drawn")
     lines = []
     for number, (name, group) in enumerate(logs):
         # Seeds differ a little in steps per epoch: one length keeps their steps together.
         unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
         for kind, length in dict(training=window, validation=1).items():
             losses = [point for curves, _ in group for point in running_mean(curves[kind], length)]
-            points = [(f"{name}, {kind}", step / unit, loss) for step, loss in losses if step / unit >= first_epoch]
+            points = [(f"{name}, {kind}", step / unit, loss) for step, loss in losses]
             lines += lines_of(points, colour=f"C{number % 10}", dotted=kind == "training")
-    if not lines:
-        raise ValueError(f"--first-epoch {first_epoch:g}: no run has got so far")
     return lines, "epochs" if over_epochs else "steps"
 
 

@@ -91,7 +91,7 @@ class Denoiser(nn.Module):
 def export(module: nn.Module, file: Path, form: str, batch: int | None = None, metadata: dict | None = None) -> Run:
     """Write a module on the CPU, for any batch or one size; return a runner of the file.
 
-    `about` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
+    `metadata` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (metadata or {}).items()}
@@ -216,7 +216,6 @@ def work(options) -> None:
     form, output, t = options.format, Path(options.output), options.timestep
     if output.suffix != SUFFIXES[form]:
         raise ValueError(f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}")
-    refuse_output("--output", options.output)
     refuse_output("--output", f"{output}.data")
     for name in PACKAGES if form == "onnx" else ():
         import_module(name)  # one that is missing is said before the work

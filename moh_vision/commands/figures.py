@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import matplotlib
 
-from moh_vision.engine.commands import refuse_output
 from moh_vision.engine.io import write_whole
 
 matplotlib.use("Agg")
@@ -76,14 +75,6 @@ def add_legend(figure, axes) -> None:
     lines = "\n".join(names).count("\n") + 1
     figure.set_figheight(figure.get_figheight() + 0.15 * lines / columns + 0.3)
     figure.legend(handles, names, fontsize=8, ncols=columns, loc="outside lower left")
-
-
-def check_figure(path: Path) -> None:
-    """Refuse an --output where `write_figure` cannot write new files."""
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"--output {path}: expected a name that ends in .png or .svg")
-    for file in (path, numbers_path(path)):
-        refuse_output("--output", str(file))
 
 
 def numbers_path(path: Path) -> Path:

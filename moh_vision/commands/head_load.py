@@ -201,7 +201,7 @@ def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
         return [str(number) for number in numbers]
     parts = [name.split(".") for name in names]
     common = set.intersection(*map(set, parts))
-    return [" ".join(p for p in part if p.isdecimal() or p not in common) for part in parts]
+    return [" ".join(word for word in words if word.isdecimal() or word not in common) for words in parts]
 
 
 def shortened(name: str, most: int = 24) -> str:

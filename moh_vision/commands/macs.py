@@ -37,10 +37,13 @@ OTHERS = {
 }
 
 
+PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
+
+
 def sizes_of_papers() -> dict[str, tuple]:
-    """Read the papers' parameters and MACs of text presets, in millions."""
+    """Return the papers' parameters and MACs of text presets, in millions."""
     sizes = {}
-    for row in yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8")):
+    for row in PAPER_ROWS:
         if row["data"] in SIZED and "parameters" in row:
             printed = [row.get(key, "").replace(",", "") for key in ("parameters", "macs")]
             sizes[row["model"]] = tuple(map(yaml.safe_load, printed))

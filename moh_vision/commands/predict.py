@@ -19,12 +19,13 @@ from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batch
 from moh_vision.data.folder import IMAGES, ImageFolder, refuse_special, walk
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.commands import refuse_output, say
+from moh_vision.engine.commands import say
 from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import write_json
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
+ENDINGS = (".json", ".csv")
 IDLE = ("data.root", "data.max_bad_fraction")  # of validation, unused here
 Likeliest = list[tuple[int, float]]  # classes and their probabilities
 
@@ -96,11 +97,8 @@ def options(add) -> None:
 
 def work(options) -> None:
     output = options.output
-    refuse_output("--output", output)
     if options.top < 1:
         raise ValueError(f"--top {options.top}: expected 1 or more")
-    if output and not output.endswith((".json", ".csv")):
-        raise ValueError(f"--output {output}: expected a name that ends in .json or .csv")
     files = image_files(options.images)
     kind = kind_of(options.run, options.rest)
     if kind != "classification":

@@ -34,7 +34,7 @@ from moh_vision.commands.runs import (
 )
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
-from moh_vision.engine.commands import reason_of, refuse_output, say
+from moh_vision.engine.commands import reason_of, say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe
@@ -263,16 +263,6 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/<~-])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 
-def check_repo(repo: str) -> None:
-    """Refuse a name that the hub would not take."""
-    try:
-        validate_repo_id(repo)
-        if repo.count("/") != 1:
-            raise ValueError("expected OWNER/NAME")
-    except ValueError as error:
-        raise ValueError(f"--repo {repo}: {reason_of(error)}") from None
-
-
 def options(add) -> None:
     add("run", type=Path, metavar="RUN", help="run, its checkpoint, or a file of weights in either")
     add("--output", type=Path, required=True, metavar="FOLDER", help="a new folder")
@@ -284,9 +274,13 @@ def options(add) -> None:
 
 def work(options) -> None:
     path, folder, repo = options.run, options.output, options.repo
-    refuse_output("--output", folder)
     if repo:
-        check_repo(repo)
+        try:
+            validate_repo_id(repo)
+            if "/" not in repo:
+                raise ValueError("expected OWNER/NAME")
+        except ValueError as error:
+            raise ValueError(f"--repo {repo}: {reason_of(error)}") from None
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))

@@ -36,20 +36,17 @@ from moh_vision.commands.runs import (
     text_of,
 )
 from moh_vision.commands.table import Table, make_table
-from moh_vision.engine.commands import message_of, refuse_output, say
+from moh_vision.engine.commands import message_of, say
 from moh_vision.engine.io import __version__, write_whole
 from moh_vision.language.data.sources import find_pairs
 from moh_vision.models.describe import describe
 from moh_vision.models.head_load import FILE, HeadLoad
 
+ENDINGS = (".html",)
 SENTENCES = 5  # shown with translations
 PAIRS = 20  # of classes, the most confused
 SAMPLES = 480  # pixels of a picture's side, at most
 
-LOAD_MAKER = (
-    "training of classifiers and text writes it at its end, for diffusion "
-    "python sample.py ... --head-load RUN/head_load.json"
-)
 # Title -> keys of the value in a line of metrics.jsonl.
 PANELS = {
     "training loss": ("loss",),
@@ -182,7 +179,10 @@ def heads(runs: Named, models: list[tuple]) -> Section:
                 caption = f"{name}: share of tokens that run each head, by {by}"
                 loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
         elif name not in dense and not gates.is_file():
-            missing.append(f"{name} has no {FILE}: {LOAD_MAKER}")
+            maker = (
+                "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
+            )
+            missing.append(f"{name} has no {FILE}: {maker} RUN/{FILE}")
         if gates.is_file():
             from moh_vision.commands.gates import draw_gate_load
 
@@ -281,9 +281,6 @@ def options(add) -> None:
 
 
 def work(options) -> None:
-    if not options.output.endswith(".html"):
-        raise ValueError(f"--output {options.output}: expected a name that ends in .html")
-    refuse_output("--output", options.output)
     page = make_report(options.runs)
     write_whole(Path(options.output), page.encode("utf-8", "replace"))
     say(f"{options.output}: {len(page) / 1e6:.2f} MB")

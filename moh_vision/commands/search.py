@@ -14,13 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from torch import nn
 
 from moh_vision.attention import HeadBudget, attention_layers, running
 from moh_vision.attention.budget import spread
-from moh_vision.engine.commands import Progress, refuse_output, say
+from moh_vision.engine.commands import Progress, say
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.opened import Opened
 from moh_vision.models.convert import convert
@@ -31,15 +30,7 @@ REST = "RUN"
 # For dense models: with half of the heads, few are shared, which stay and leave no choice.
 CONVERTED = "uniform:0.5"
 LossOf = Callable[[nn.Module], float]
-Losses = dict[int, float]
-
-
-class Search(NamedTuple):
-    """The result of `search_budget`."""
-
-    active: list[int]  # per layer: heads that run
-    losses: list[Losses]  # per layer: its active heads -> loss, with all heads in other layers
-    all_heads: float  # loss with all heads in all layers
+Losses = dict[int, float]  # of a layer: its active heads -> loss, with all heads in other layers
 
 
 def search_budget(
@@ -47,8 +38,8 @@ def search_budget(
     loss_of: LossOf,
     share: float,
     progress: Callable[[int, Losses], None] = lambda layer, losses: None,
-) -> Search:
-    """Find the active heads of each layer for the least sum of losses, measured layer by layer.
+) -> tuple[list[int], list[Losses]]:
+    """Find the active heads of each layer for the least sum of losses, measured layer by layer; return both.
 
     With L_l(k) the loss if layer l runs k heads and the others all, and L the loss of all heads, minimise
 
@@ -88,7 +79,7 @@ def search_budget(
             by_heads[k] = measured(fewer, f"{k} of {b.heads} heads in layer {number}")
         losses.append({**by_heads, b.heads: all_heads})
         progress(number, losses[-1])
-    return Search(cheapest(losses, total), losses, all_heads)
+    return cheapest(losses, total), losses
 
 
 def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
@@ -151,7 +142,6 @@ def work(options) -> None:
         raise ValueError(f"--images {options.images}: expected 1 or more")
     if not 0 < options.share <= 1:
         raise ValueError(f"--share {options.share:g}: expected above 0, up to 1")
-    refuse_output("--output", options.output)
     opened = open_run(options.run, options=options.rest, split="train", command="search")
     refuse_budget(opened, "--share")
     searched, others = opened.halves(options.images)
@@ -180,23 +170,24 @@ def work(options) -> None:
             return loss
 
         loss_of = partial(measured, searched)
-        search = search_budget(model, loss_of, options.share, show)
-        compared = compare(model, search.active, loss_of)
-        elsewhere = compare(model, search.active, partial(measured, others))
+        active, losses = search_budget(model, loss_of, options.share, show)
+        compared = compare(model, active, loss_of)
+        elsewhere = compare(model, active, partial(measured, others))
     say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer")
     heads = sum(b.heads for b in full)
     for name, budget in compared.items():
-        active, there = budget["active"], elsewhere[name]["loss"]
-        row = f"{name:10}{sum(active):6d}{100 * sum(active) / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
-        say(f"{row}  {' '.join(map(str, active))}")
+        count, there = sum(budget["active"]), elsewhere[name]["loss"]
+        row = f"{name:10}{count:6d}{100 * count / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
+        say(f"{row}  {' '.join(map(str, budget['active']))}")
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
         say(f"the {best} budget is better on other {unit}: head_budget={best}:{options.share:g}")
+    all_heads = losses[0][full[0].heads]
     on_others = ", ".join(f"{name} {budget['loss']:.6f}" for name, budget in elsewhere.items())
     lines = [
-        f"# {sum(search.active)} heads by python -m moh_vision search: {weights}",
-        f"# {opened.loss_name} of all heads {search.all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
-        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, search.active)),
+        f"# {sum(active)} heads by python -m moh_vision search: {weights}",
+        f"# {opened.loss_name} of all heads {all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
+        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
     say(f'{options.output}: --model.head_budget "$(cat {options.output})"')

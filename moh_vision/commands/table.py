@@ -17,9 +17,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from moh_vision.attention import head_budget
+from moh_vision.commands.macs import PAPER_ROWS
 from moh_vision.commands.runs import (
     COLUMNS,
     NAMES,
@@ -64,10 +63,9 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
     given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
     if given or OWN & set(run.config.get("model.kwargs") or ()):
         return []
-    rows = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
     own = []
-    for row in rows:
+    for row in PAPER_ROWS:
         if row["model"] != run.model or row.get("pair", pair) != pair:
             continue
         if "suite" in row:
@@ -76,7 +74,7 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
             if run.model == "clm_pretrained" and average not in run.scores:
                 continue  # any pre-trained model has this name
             values = [*SUITES[name].paper[column], SUITES[name].averages[column]]
-            row |= {title: f"{value:.1f}" for title, value in zip([*tasks, average], values)}
+            row = row | {title: f"{value:.1f}" for title, value in zip([*tasks, average], values)}
         own.append(row)
     return own
 

@@ -61,23 +61,14 @@ def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
 
 
-def test_window_and_first_epoch(tmp_path, run_command):
-    run = write_run(tmp_path / "a", losses=[5, 4, 3.5, 3, 1], dev=[4.5, 2.5])
-    options = ["--window", 2, "--first-epoch", 1.2, "--names", "MAE", "--output", tmp_path / "curves.svg"]
-    assert run_command("curves", run, *options)[0] == 0
-    lines = lines_of(tmp_path / "curves.json")
-    assert lines["MAE, training"]["mean"] == pytest.approx([3.25, 2])  # of what comes before too
-    assert lines["MAE, validation"]["mean"] == [2.5]
-
-
 def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, run_command):
-    run = write_run(tmp_path / "a", losses=[5, 4, 3], epoch=1000)
-    assert run_command("curves", run, "--output", tmp_path / "curves.png")[0] == 0
+    run = write_run(tmp_path / "a", losses=[5, 4, 3.5], epoch=1000, dev=[4.5])
+    options = ["--window", 2, "--names", "MAE", "--output", tmp_path / "curves.svg"]
+    assert run_command("curves", run, *options)[0] == 0
     assert json.loads((tmp_path / "curves.json").read_text())["x"] == "steps"
     lines = lines_of(tmp_path / "curves.json")
-    assert list(lines) == ["mt_mae_7, training"] and lines["mt_mae_7, training"]["x"] == [1, 11, 21]
-    error = run_command("curves", run, "--first-epoch", 1, "--output", tmp_path / "other.png")[2]
-    assert "--first-epoch 1: a run has no second epoch in its log" in error
+    assert lines["MAE, training"]["x"] == [1, 11, 21] and lines["MAE, training"]["mean"] == [5, 4.5, 3.75]
+    assert lines["MAE, validation"]["mean"] == [4.5]
 
 
 def test_scores_over_a_share_of_the_data(tmp_path, run_command):
@@ -108,29 +99,6 @@ def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, run_command)
         assert lines[f"{name} as shipped, validation"]["x"] == [600]
         for file in tmp_path.glob("curves.*"):
             file.unlink()
-
-
-def test_mistakes_are_one_line(tmp_path, refused):
-    run = write_run(tmp_path / "a", losses=[5, 4, 3], bleu=20, share=0.5)
-    new = ["--output", tmp_path / "new.png"]
-    assert "are the same run with the same seed" in refused("curves", run, run, *new)
-    assert "--window 0: expected 1 or more" in refused("curves", run, "--window", 0, *new)
-    short = write_run(tmp_path / "b", losses=[5, 4, 3], epoch=10)
-    assert "no run has got so far" in refused("curves", short, "--first-epoch", 9, *new)
-    assert "--over data.shar: no such key" in refused("curves", run, "--over", "data.shar", *new)
-    beside = refused("curves", run, "--beside", "cls/none", *new)
-    assert "--beside cls/none: no such log; there are cls/cifar10_small_cpu, " in beside
-    assert "--beside x has no effect" in refused("curves", run, "--beside", "x", "--over", "data.share", *new)
-    assert "has 'val' there; expected a number" in refused("curves", run, "--over", "data.val", *new)
-    (run / "metrics.jsonl").write_text('{"step": 0, "loss": 1}\nnonsense\n')
-    assert "metrics.jsonl is not readable" in refused("curves", run, *new)
-    (run / "metrics.jsonl").write_text('{"loss": 1}\n')
-    assert "metrics.jsonl: a line without step" in refused("curves", run, *new)
-    (run / "metrics.jsonl").write_text('{"step": 0, "trained_parameters": 1}\n')
-    assert "metrics.jsonl: no line has a loss" in refused("curves", run, *new)
-    (run / "results.json").unlink()
-    assert "has no results.json" in refused("curves", run, "--over", "data.share", *new)
-    assert not (tmp_path / "new.png").exists()
 
 
 def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):

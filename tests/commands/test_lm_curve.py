@@ -5,7 +5,6 @@ import shutil
 from statistics import mean, stdev
 
 import pytest
-import yaml
 from processes import on_two_ranks
 from small_runs import plain
 
@@ -31,13 +30,11 @@ def test_perplexity_of_every_kept_step(runs, tmp_path, run_command):
     assert output.read_bytes()[:4] == b"\x89PNG"
     (line,) = json.loads(output.with_suffix(".json").read_text())["scores"]["perplexity"]
     assert line["x"] == [2 * 4 * 16, 4 * 4 * 16] and line["runs"] == [2, 2]
-    alone = []
-    for step in (2, 4):
-        alone.append([])
-        for run in folders:
-            out = tmp_path / f"{step}{run.name}.json"
-            assert run_command("lm", "--model", run / "weights" / f"step_{step}", *ask, "--out", out).code == 0
-            alone[-1].append(json.loads(out.read_text())["perplexity"])
+    files = [[next((run / "weights" / f"step_{step}").glob("lm-*.json")) for run in folders] for step in (2, 4)]
+    alone = [[json.loads(file.read_text())["perplexity"] for file in of_step] for of_step in files]
+    again = ["--model", files[1][1].parent, *ask, "--out", tmp_path / "lm.json"]
+    assert run_command("lm", *again).code == 0
+    assert json.loads((tmp_path / "lm.json").read_text())["perplexity"] == alone[1][1]
     assert line["mean"] == pytest.approx([mean(v) for v in alone]) and line["mean"][1] < line["mean"][0]
     assert line["std"] == pytest.approx([stdev(v) for v in alone])
     # The last weights kept are the run's last ones, and what is scored already is not scored again.
@@ -87,22 +84,3 @@ def test_the_average_and_the_tasks_of_a_suite(runs, tmp_path, run_command, monke
     output.with_suffix(".json").unlink()
     argv[4] = 6  # other options are other scores
     assert run_command("lm-curve", *argv)[0] == 0 and len(calls) == 4
-
-
-def test_mistakes_are_one_line(runs, tmp_path, refused):
-    run = runs / "run0"
-    text = ["--perplexity", f"{plain()}/valid.txt"]
-    new = ["--output", tmp_path / "curve.png"]
-    assert "RUN comes before --perplexity" in refused("lm-curve", *text, run, *new)
-    assert "--tasks hellaswag: expected suites, moh-llm" in refused("lm-curve", run, "--tasks", "hellaswag", *new)
-    assert "give one of --tasks NAMES" in refused("lm-curve", run, *new)
-    assert "unknown argument --strid, did you mean --stride?" in refused("lm-curve", run, *text, "--strid", 3, *new)
-    error = refused("lm-curve", run, *text, "--out", "a.json", *new)
-    assert "--out: the weights that a run has kept are scored" in error
-    other = tmp_path / "other"
-    shutil.copytree(run, other, ignore=shutil.ignore_patterns("weights"))
-    assert f"{other} has kept no weights in {other / 'weights'}" in refused("lm-curve", other, *text, *new)
-    config = yaml.safe_load((other / "config.yaml").read_text())
-    config["model"]["name"] = "mlm_base"
-    (other / "config.yaml").write_text(yaml.safe_dump(config))
-    assert "model.name mlm_base; expected runs of causal language models" in refused("lm-curve", other, *text, *new)

@@ -1,7 +1,6 @@
 """Figures of one image: which heads each patch runs."""
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -107,28 +106,3 @@ def test_the_command(run, folder, tmp_path, run_command):
     numbers = json.loads((tmp_path / "last.json").read_text())
     assert numbers["true"] is None and numbers["layers"][0]["layer"] == 1
     assert Image.open(tmp_path / "last.png").size[0] > 600
-
-
-MISTAKES = {
-    "patches TEXT --image IMAGE": "text is a text model; expected a classifier",
-    "patches DENSE --image IMAGE": "dense: every patch runs every head with gate 1, so there is nothing",
-    "patches RUN --image none.png": "none.png: No such file or directory",
-    "patches RUN --image RUN/config.yaml": "config.yaml: cannot identify the image format",
-    "patches RUN --image IMAGE --layer 0 2": "--layer 2: expected 0 to 1",
-    "patches RUN --image IMAGE --output a.gif": "--output a.gif: expected a name that ends in .png or",
-    "patches RUN --image IMAGE --output IMAGE": "zero.png exists; give another path",
-    "patches --image IMAGE RUN": "RUN comes before --image",
-    "patches RUN --image IMAGE --model.depth 3": "model.depth has no effect",
-    "patches x --model.name dit_small_patch2 --image IMAGE": "x is a diffusion model; expected a class",
-    "patches no_such --image IMAGE": "no_such: neither a run, a file of weights, nor a registered model",
-}
-
-
-@pytest.mark.parametrize("line, words", MISTAKES.items())
-def test_mistakes_are_one_line_and_nothing_is_written(run, folder, tmp_path, refused, line, words):
-    places = dict(RUN=run, DENSE=folder / "dense", TEXT=folder / "text", IMAGE=folder / "zero.png")
-    for name, path in places.items():
-        line = re.sub(rf"\b{name}\b", str(path), line)
-    argv = line.split()
-    argv += [] if "--output" in argv else ["--output", str(tmp_path / "new.png")]
-    assert words in refused(*argv) and not list(tmp_path.iterdir())

@@ -202,19 +202,3 @@ def test_the_card_of_a_repository_loads_it(runs, tmp_path, run_command):
     assert {file.name for file in (tmp_path / "cls").iterdir()} == {"README.md", "config.json", "model.safetensors"}
     _, text = head_and_text(tmp_path / "cls")
     assert 'timm.create_model("hf-hub:anna/digits", pretrained=True)' in text and "\n# digits\n" in text
-
-
-def test_mistakes_are_one_line(runs, tmp_path, refused):
-    def told(*argv, run=runs / "cls", output=tmp_path / "out"):
-        return refused("publish", run, "--output", output, *argv)
-
-    assert "none: no such file or folder" in told(run=tmp_path / "none")
-    assert "is no run: it has no config.yaml" in told(run=tmp_path)
-    (tmp_path / "there").mkdir()
-    assert "there exists; give another path" in told(output=tmp_path / "there")
-    assert "--repo digits: expected OWNER/NAME" in told("--repo", "digits")
-    assert "--repo anna/a b" in told("--repo", "anna/a b")
-    damaged = shutil.copytree(runs / "cls", tmp_path / "damaged")
-    (damaged / "data.json").write_text('{"train": 3}')
-    assert "data.json: not the record of a run's data" in told(run=damaged)
-    assert {path.name for path in tmp_path.iterdir()} == {"there", "damaged"}  # nothing is written

@@ -33,54 +33,14 @@ def vit(**kwargs):
     return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
 
 
-def loss_on_images():
-    """A loss of a `vit`, on the same images for all calls."""
-    images = torch.randn(4, 3, 16, 16)
-
-    @torch.no_grad()
-    def loss_of(model):
-        return model(images).square().mean().item()
-
-    return loss_of
-
-
-def greedy(costs, total):
-    """Heads are removed one by one, each where the loss rises least."""
-    chosen = [max(layer) for layer in costs]
-    while sum(chosen) > total:
-        rises = [
-            (costs[i][k - 1] - costs[i][k], i) if k - 1 in costs[i] else (float("inf"), i) for i, k in enumerate(chosen)
-        ]
-        chosen[min(rises)[1]] -= 1
-    return chosen
-
-
-def cost(costs, chosen):
-    return sum(layer[k] for layer, k in zip(costs, chosen))
-
-
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("convex", [True, False])
-def test_no_budget_costs_less(seed, convex):
-    """Against every budget there is; greedy removal ends there too where each layer's losses are convex."""
+def test_no_budget_costs_less(seed):
+    """Against every budget there is."""
     draw = random.Random(seed)
-    costs = []
-    for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4)):
-        drops = [draw.random() for _ in range(least, heads)]
-        drops = sorted(drops, reverse=True) if convex else drops
-        values = list(itertools.accumulate((-d for d in drops), initial=3.0))
-        costs.append({least + i: v for i, v in enumerate(values)})
+    costs = [{k: draw.random() for k in range(least, heads + 1)} for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4))]
     for total in range(8, 20):
-        best = min(cost(costs, c) for c in itertools.product(*costs) if sum(c) == total)
-        found = cheapest(costs, total)
-        assert sum(found) == total and cost(costs, found) == pytest.approx(best, abs=1e-12)
-        if convex:
-            assert cost(costs, greedy(costs, total)) == pytest.approx(best, abs=1e-12)
-
-
-def test_greedy_removal_misses_what_a_later_head_would_save():
-    costs = [{1: 0.0, 2: 9.0, 3: 8.0}, {1: 3.0, 2: 2.5, 3: 2.0}]
-    assert (cheapest(costs, 4), greedy(costs, 4)) == ([1, 3], [3, 1])
+        every = (chosen for chosen in itertools.product(*costs) if sum(chosen) == total)
+        assert tuple(cheapest(costs, total)) == min(every, key=lambda c: sum(layer[k] for layer, k in zip(costs, c)))
     # Heads that are chosen together may leave a head unused.
     assert cheapest([{2: 1.0, 4: 0.0}, {2: 3.0, 4: 0.0}], 7) == [2, 4]
 
@@ -89,20 +49,25 @@ def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
     model = vit()
     before, layers = budget_pairs(model), attention_layers(model)
     table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
-    found = search_budget(model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7)
-    assert budget_pairs(model) == before and [min(losses) for losses in found.losses] == [3, 2, 1]
-    every = (c for c in itertools.product(*found.losses) if sum(c) == 13)
-    assert tuple(found.active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
+    active, losses = search_budget(model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7)
+    assert budget_pairs(model) == before and [min(of_layer) for of_layer in losses] == [3, 2, 1]
+    every = (c for c in itertools.product(*losses) if sum(c) == 13)
+    assert tuple(active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
 
 
 def test_losses_are_those_of_the_budgets_they_name():
-    model, loss_of = vit(), loss_on_images()
-    found = search_budget(model, loss_of, 0.75)
+    model, images = vit(), torch.randn(4, 3, 16, 16)
+
+    @torch.no_grad()
+    def loss_of(model):
+        return model(images).square().mean().item()
+
+    active, losses = search_budget(model, loss_of, 0.75)
     moh_vision.set_head_budget(model, [(2, 4), (1, 2), (0, 6)])
-    assert found.losses[1][3] == loss_of(model) != found.all_heads
-    compared = compare(model, found.active, loss_of)
+    assert losses[1][3] == loss_of(model) != losses[1][6]
+    compared = compare(model, active, loss_of)
     assert {sum(budget["active"]) for budget in compared.values()} == {14}
-    moh_vision.set_head_budget(model, [(2, found.active[0] - 2), (1, found.active[1] - 1), (0, found.active[2])])
+    moh_vision.set_head_budget(model, [(2, active[0] - 2), (1, active[1] - 1), (0, active[2])])
     assert compared["searched"]["loss"] == loss_of(model)
 
 
@@ -140,16 +105,16 @@ def test_heads_of_llama_are_searched_in_whole_groups():
     model = moh_vision.convert(transformers.LlamaForCausalLM(config), pairs)
     assert model.config.moh["head_budget"] == pairs
     tokens = torch.arange(20)[None]
-    found = search_budget(model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
-    assert sum(found.active) == 14 and len(set(found.losses[0].values())) > 1
+    active, losses = search_budget(model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    assert sum(active) == 14 and len(set(losses[0].values())) > 1
     config.num_key_value_heads = 3
     pairs = moh_vision.convert(transformers.LlamaForCausalLM(config), group=True).eval()
-    found = search_budget(pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
-    assert sum(found.active) in (12, 14) and all(k % 2 == 0 for losses in found.losses for k in losses)
-    assert all(sum(b["active"]) == sum(found.active) for b in compare(pairs, found.active, lambda m: 0.0).values())
+    active, losses = search_budget(pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    assert sum(active) in (12, 14) and all(k % 2 == 0 for of_layer in losses for k in of_layer)
+    assert all(sum(b["active"]) == sum(active) for b in compare(pairs, active, lambda m: 0.0).values())
 
 
-def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, refused, monkeypatch):
+def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeypatch):
     first, second, file = trained("cls", 2), tmp_path / "second", tmp_path / "budget.yaml"
     with unread(monkeypatch):
         assert main(["search", str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
@@ -161,13 +126,9 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, refused
     model, about = from_run(str(second), "classifier")
     assert budget_pairs(model) == about["arguments"]["head_budget"] == about["config"]["model"]["head_budget"] == pairs
     assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
-    again = ["search", first, "--share", "1", "--output", tmp_path / "x.yaml"]
-    assert "model.head_budget has no effect" in refused(*again, "--model.head_budget", "0.5")
 
 
-def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
-    trained, tmp_path, run_command, refused, monkeypatch
-):
+def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(trained, tmp_path, run_command, monkeypatch):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     ask = ["search", trained("dit", 2, "--model.router", "dense"), "--share", "0.8", "--images", "8", "--output"]
     outs = [run_command(*ask, tmp_path / f"{number}.yaml").out for number in (1, 2)]
@@ -176,10 +137,9 @@ def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
     assert "converted with its strongest heads shared: diffusion loss" in outs[0]
     count = outs[0].partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
     assert f"search: {count} of {count} measurements, 00:00 left" in outs[0]
-    assert "unknown key 'model.depth'" in refused(*ask, tmp_path / "3.yaml", "--model.depth", "3")
 
 
-def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_command, refused):
+def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_command):
     for name in ("clm_small", "clm_moh_small_75"):
         run, file = trained("clm", 2, "--model.name", name), tmp_path / f"{name}.yaml"
         out = run_command("search", run, "--share", "0.625", "--images", "4", "--output", file).out
@@ -200,21 +160,3 @@ def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_comma
     kept = labels != -100
     loss = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
     assert float(re.search(r"of all heads ([\d.]+);", file.read_text())[1]) == pytest.approx(loss.item(), rel=1e-5)
-    ask = ["search", run, "--share", "0.75", "--output", tmp_path / "x.json"]
-    assert "max_steps has no effect" in refused(*ask, "--max-steps", "3")
-    assert "--images 99: these and" in refused(*ask, "--images", "99")
-
-
-@pytest.mark.parametrize(
-    "argv, words",
-    [
-        (["nowhere", "--share", "0.5", "--output", "b.json"], "nowhere"),
-        (["--data.root", "digits", "RUN", "--share", "0.5", "--output", "b.json"], "RUN comes before --data.root"),
-        (["RUN", "--share", "0", "--output", "b.json"], "--share 0: expected above 0, up to 1"),
-        (["RUN", "--share", "0.5", "--output", "b.json", "--images", "0"], "--images 0: expected 1 or more"),
-        (["RUN", "--share", "0.5", "--output", "none/b.json"], "--output none/b.json: no such folder"),
-    ],
-)
-def test_mistakes_are_one_line(argv, words, refused, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert words in refused("search", *argv)
