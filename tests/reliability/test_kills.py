@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import re
 import signal
 import time
 from types import SimpleNamespace
@@ -117,7 +118,10 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
     assert {step for step, _ in made} == set(expected)
     assert outcome(folder / "run") == outcome(whole / "run")
     assert [e["step"] for e in logged(folder / "run")] == sorted(expected)  # in metrics.jsonl each step once
-    text = command.said()
+    # The loader of a killed process may tell, last, that nobody takes its batch any more.
+    text = re.sub(
+        r"Traceback [^\n]*\n  File [^\n]*resource_sharer.*?\n\w+Error: [^\n]*\n", "", command.said(), flags=re.S
+    )
     noted = [number for number in signals if number != signal.SIGKILL]
     assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
     twice = len(made) - steps
