@@ -31,7 +31,6 @@ def means(x, padding, window):
 @pytest.mark.parametrize("executor", ["masked", "packed"])
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padded"])
 def test_no_token_sees_a_later_one(name, executor, padding):
-    """In evaluation test_cache.py holds it: a cache has no later tokens."""
     layer = build(executor=executor, **SELF[name])
     x = torch.randn(B, N, C, dtype=torch.float64)
     before = deepcopy(layer)(x, is_causal=True, padding_mask=padding)[0]

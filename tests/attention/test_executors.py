@@ -259,6 +259,8 @@ def test_a_batch_of_nothing_and_one_of_one_token(path):
     for shape in ((0, N, C), (B, 0, C)):
         y, stats = layer(torch.randn(shape))
         assert y.shape == shape and not stats.counts.any()
+        pairs = layer.router(torch.randn(shape)).pairs
+        assert pairs is None or not pairs.offsets.any()
         (y.sum() + stats.probs.sum()).backward()
         assert not any(p.grad.any() for p in layer.parameters() if p.grad is not None)
     with torch.no_grad():

@@ -23,7 +23,6 @@ def test_a_point_is_turned_by_its_angle(pairs, x, y):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("given", [None, "bool", "additive", "bool of tokens"])
 def test_one_mask_out_of_many(past, tokens, causal, crosses, padded, given):
-    """Padded keys are hidden; in self-attention such a token sees itself."""
     keys = past + tokens
     padding = torch.arange(keys) < torch.tensor([[0], [2]]) if padded else None
     allowed = torch.rand(tokens, keys) > 0.3
