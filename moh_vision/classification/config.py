@@ -34,7 +34,7 @@ class EvalDataConfig(ImagesConfig):
     """Images at a time in validation, on each process."""
 
     def eval_options(self, pretrained_cfg: dict) -> dict:
-        """Return arguments of `imagenet_eval_transform` for a model's `pretrained_cfg`."""
+        """Return crop_pct and crop_mode of validation for a model's `pretrained_cfg`."""
         own = dict(crop_pct=1.0, crop_mode="squash")
         if self.augment == "imagenet":
             own = dict(
