@@ -90,10 +90,7 @@ class LabelledImages(Dataset):
 
 
 class BadSamples:
-    """Counts different samples that cannot be decoded, and raises UnreadableImage if there are too many.
-
-    In training the processes `share` new ones at the end of the step.
-    """
+    """Counts different samples that cannot be decoded, in training of all processes; too many raise UnreadableImage."""
 
     def __init__(self, total: int, max_fraction: float = 0.0):
         self.total, self.max_fraction = total, max_fraction
