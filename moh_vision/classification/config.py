@@ -34,7 +34,7 @@ class EvalDataConfig(ImagesConfig):
     """Images at a time in validation, on each process."""
 
     def eval_options(self, pretrained_cfg: dict) -> dict:
-        """Return arguments of `imagenet_eval_transform` for a model's `pretrained_cfg`."""
+        """Return crop_pct and crop_mode of validation for a model's `pretrained_cfg`."""
         crop_pct, crop_mode = 1.0, "squash"
         if self.augment == "imagenet":
             crop_pct = pretrained_cfg.get("crop_pct", 0.875)

@@ -58,7 +58,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     the names of class folders: synsets, or V2's numbers. "a" and "r" have 200 classes; others do not compete.
     """
     plain = os.path.isdir(root) and not has_split(root, "val")
-    source = ImageFolder(root, "") if plain else open_source(root, "val")
+    source = ImageFolder(root) if plain else open_source(root, "val")
     columns = list(range(len(IMAGENET)))
     if labels == "real":
         images = _real_labels(root, source)

@@ -249,7 +249,7 @@ def data_of(run: ScoredRun) -> str:
         pair = f", {run.config.get('data.source')} to {run.config.get('data.target')}" if run.kind == TEXT["mt"] else ""
         return f"{text}, split {run.config.get('data.train')}{pair}."
     try:
-        counts = {split: [n for _, n in outline["classes"]] for split, outline in run.json(RECORD).items()}
+        counts = {split: outline["samples"] for split, outline in run.json(RECORD).items()}
     except (TypeError, KeyError):
         raise ValueError(f"{run.folder / RECORD}: not the record of a run's data") from None
     classes = max(map(len, counts.values()), default=0)

@@ -34,9 +34,8 @@ def image_transform(
     else:
         steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))  # nothing if it fits
     if augment == "affine":
-        steps.append(
-            v2.RandomAffine(10, translate=(0.1, 0.1), scale=(0.9, 1.1), interpolation=InterpolationMode.BILINEAR)
-        )
+        ranges = dict(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
+        steps.append(v2.RandomAffine(**ranges, interpolation=InterpolationMode.BILINEAR))
     if augment == "crop_flip":
         steps.append(v2.RandomCrop(img_size, padding=max(1, img_size // 8)))
     if augment in ("crop_flip", "flip"):
@@ -91,44 +90,35 @@ class LabelledImages(Dataset):
 
 
 class BadSamples:
-    """Counts the samples that cannot be decoded, and raises UnreadableImage if there are too many.
-
-    The count is of different samples since the process started; in training, of all processes, which `share` new ones at
-    the end of the step.
-    """
+    """Counts different samples that cannot be decoded, in training of all processes; too many raise UnreadableImage."""
 
     def __init__(self, total: int, max_fraction: float = 0.0):
         self.total, self.max_fraction = total, max_fraction
-        self.seen: set = set()
-        self.new, self._last = False, ""
+        self.seen: dict[int | str, str] = {}  # sample -> message
+        self.new = False
 
     def check(self, bad: list[tuple[int, str]]) -> None:
         """Take note of (sample number, message) of a batch."""
-        numbers = {number for number, _ in bad}
-        self.new = self.new or not numbers <= self.seen
-        if bad:
-            self._last = bad[-1][1]
-        self._count(numbers)
+        self.new = self.new or any(number not in self.seen for number, _ in bad)
+        self.seen |= bad
+        if len(self.seen) > allowed_bad(self.max_fraction, self.total):
+            *_, last = self.seen.values()
+            allowed = f"data.max_bad_fraction {self.max_fraction:g} of {self.total} images"
+            raise UnreadableImage(f"{last} ({len(self.seen)} unreadable so far, allowed are {allowed})")
 
     def share(self, gather: Callable[[list], list]) -> None:
         """Tell all processes what each has seen; every process calls it. `gather`: lists of each -> one list on all."""
+        self.check(gather(list(self.seen.items())))
         self.new = False
-        everyone = gather([(self.seen, self._last)])
-        self._last = self._last or next((message for _, message in everyone if message), "")
-        self._count(set().union(*(numbers for numbers, _ in everyone)))
-
-    def _count(self, numbers: set) -> None:
-        self.seen |= numbers
-        if len(self.seen) > allowed_bad(self.max_fraction, self.total):
-            allowed = f"data.max_bad_fraction {self.max_fraction:g} of {self.total} images"
-            raise UnreadableImage(f"{self._last} ({len(self.seen)} unreadable so far, allowed are {allowed})")
 
 
 class Batches:
-    """Batches of a loader, dict(images, labels, ...), with unreadable samples counted; in training all are `complete`."""
+    """Batches dict(images, labels, ...) of a DataLoader; unreadable samples are counted, and in training replaced."""
 
-    def __init__(self, loader: DataLoader, bad: BadSamples, complete: bool):
-        self.loader, self.bad, self.complete = loader, bad, complete
+    def __init__(self, images: LabelledImages, bad: BadSamples | None, workers: int, **options):
+        self.bad, self.complete = bad or BadSamples(len(images.source)), images.replace
+        options = dict(dataset=images) | options
+        self.loader = DataLoader(num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -170,23 +160,14 @@ def training_batches(
     bad: BadSamples | None = None,
     mixing: Callable | None = None,
 ) -> Iterable[dict]:
-    """Return an iterator over the micro-batches of one rank, in order, mixed by a `BatchMixing`.
-
-    Without `bad` the first unreadable sample stops.
-    """
+    """Yield the micro-batches of one rank, in order, mixed by a `BatchMixing`; without `bad` none may be unreadable."""
     joined = partial(collate, mixing=mixing)
     if isinstance(dataset.source, ShardStream):
         order = dict(dataset=StreamedBatches(dataset, batches, joined), batch_size=None)
     else:
-        order = dict(dataset=dataset, batch_sampler=batches, collate_fn=joined)
-    loader = DataLoader(
-        **order,
-        num_workers=workers,
-        worker_init_fn=leave_signals_to_the_parent,
-        pin_memory=torch.cuda.is_available(),
-        prefetch_factor=4 if workers else None,
-    )
-    return iter(Batches(loader, bad or BadSamples(len(dataset.source)), complete=True))
+        order = dict(batch_sampler=batches, collate_fn=joined)
+    ahead = dict(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
+    return iter(Batches(dataset, bad, workers, **order, **ahead))
 
 
 def evaluation_batches(
@@ -194,14 +175,7 @@ def evaluation_batches(
 ) -> Batches:
     """Return batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    loader = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=workers,
-        collate_fn=collate,
-        worker_init_fn=leave_signals_to_the_parent,
-    )
-    return Batches(loader, bad or BadSamples(len(dataset.source)), complete=False)
+    return Batches(dataset, bad, workers, batch_sampler=sampler, collate_fn=collate)
 
 
 def evenly_spread(total: int, count: int) -> list[list[int]]:

@@ -8,13 +8,13 @@ training would refuse. Exit code 0: training takes all of it; 1: it does not; 2:
 import os
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 from torch.utils.data import DataLoader
 
-from moh_vision.data.decode import UnreadableImage, decode_image, fraction_for
+from moh_vision.data.decode import UnreadableImage, fraction_for
 from moh_vision.data.folder import ImageFolder, holds_images
 from moh_vision.data.shard_writer import one_line
 from moh_vision.data.sources import ImageSource
@@ -29,9 +29,8 @@ def shorter_sides(source: ImageSource, numbers: list[int]) -> tuple[list[int], l
     """Decode samples as training does; return the shorter sides, and what is wrong with the unreadable ones."""
     sides, problems = [], []
     for index in numbers:
-        where = source.where(index)
         try:
-            sides.append(min(decode_image(source.read(index), where).size))
+            sides.append(min(source.image(index).size))
         except UnreadableImage as error:
             problems.append(str(error))
     return sides, problems
@@ -43,7 +42,7 @@ def open_all(root: str) -> dict[str, ImageSource]:
         raise FileNotFoundError(f"{root}: no such folder; a folder of classes or of shards is checked")
     splits = [split for split in ("train", "val") if has_split(root, split)]
     if not splits and not holds_images(root):
-        return {"": ImageFolder(root, "", allow_empty=True)}
+        return {"": ImageFolder(root, allow_empty=True)}
     return {split: open_source(root, split, allow_empty=True) for split in splits or ["train"]}
 
 
@@ -51,7 +50,7 @@ def check(root: str, split: str, source, workers: int) -> list[str]:
     """Print what a split holds; return what training would refuse, a line each."""
     counts = np.bincount(source.labels, minlength=len(source.classes))
     empty = [name for name, count in zip(source.classes, counts) if not count]
-    title, sides, bad = split or root, [], []
+    title, sides, bad, refused = split or root, [], [], []
     how = dict(num_workers=workers, worker_init_fn=leave_signals_to_the_parent)
     with Progress(title, len(source), "image") as progress:
         batches = DataLoader(range(len(source)), batch_size=64, collate_fn=partial(shorter_sides, source), **how)
@@ -75,21 +74,17 @@ def check(root: str, split: str, source, workers: int) -> list[str]:
         say(f"    {one_line(problem)}")
     if len(bad) > SHOWN:
         say(f"    and {len(bad) - SHOWN} more")
-    return list(refusals(root, split, source, empty, len(bad)))
-
-
-def refusals(root: str, split: str, source, empty: list[str], bad: int) -> Iterator[str]:
-    """Yield what training would refuse of a split with so many unreadable images."""
-    title, fraction = split or root, fraction_for(bad, len(source)) if 0 < bad < len(source) else ""
+    fraction = fraction_for(len(bad), len(source)) if 0 < len(bad) < len(source) else ""
     if empty and isinstance(source, ImageFolder):
-        yield f"{title}: training refuses class folders without images"
+        refused.append(f"{title}: training refuses class folders without images")
     if not split:
         leave = f" --max-bad-fraction {fraction}" if fraction else ""
         and_more = " and leaves out what cannot be read" if fraction else ""
-        yield f"{title}: training needs the classes in train and val; {dividing(root, leave)}{and_more}"
+        refused.append(f"{title}: training needs the classes in train and val; {dividing(root, leave)}{and_more}")
     elif bad:
         way = f", or leaves them out with --data.max_bad_fraction {fraction}" if fraction else ""
-        yield f"{title}: {bad} of {len(source)} images cannot be read: training stops{way}"
+        refused.append(f"{title}: {len(bad)} of {len(source)} images cannot be read: training stops{way}")
+    return refused
 
 
 def _range(numbers) -> str:

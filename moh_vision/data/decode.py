@@ -23,10 +23,7 @@ class UnreadableImage(BadData):
 
 
 def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Image:
-    """Open an image file: its header is read and its size checked, but not its pixels.
-
-    Raise ValueError for more than MAX_PIXELS, and whatever Pillow's decoders raise.
-    """
+    """Open an image file, and read its header; raise ValueError for more than MAX_PIXELS, and whatever Pillow raises."""
     image = Image.open(file, formats=formats)
     if math.prod(image.size) > MAX_PIXELS:
         raise ValueError(f"{image.width} x {image.height} pixels, at most {MAX_PIXELS} are read")

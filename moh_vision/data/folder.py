@@ -45,8 +45,8 @@ def refuse_special(entry: os.DirEntry) -> None:
 
 def split_folder(root: str, split: str) -> Path | None:
     """Return ROOT/train, or ROOT/val or /validation, if it exists."""
-    names = VAL_NAMES if split == "val" else (split,)
-    return next((Path(root, name) for name in names if Path(root, name).is_dir()), None)
+    folders = [Path(root, name) for name in (VAL_NAMES if split == "val" else (split,))]
+    return next((folder for folder in folders if folder.is_dir()), None)
 
 
 def holds_images(root: str | Path) -> bool:
@@ -56,19 +56,14 @@ def holds_images(root: str | Path) -> bool:
 
 
 class ImageFolder(ImageSource):
-    """Images in ROOT/train/CLASS/... and ROOT/val/CLASS/... (or validation); classes are the sorted names of folders.
+    """Images in FOLDER/CLASS/..., at any depth; classes are the sorted names of folders, without any: no classes.
 
-    Images are found at any depth below a class, in sorted order, so that the same folder gives the same sample numbers.
-    A split without folders holds images without classes.
-    With split "" the classes are in `root` itself; `allow_empty` ones too; `key` named the folder, for messages.
-    `left_out` are the files that are no images by their names.
+    They come in sorted order, so that the same folder gives the same sample numbers. Of the data set `name`.
+    A class may have no images if `allow_empty`. `left_out` are the files that are no images by their names.
     """
 
-    def __init__(self, root: str, split: str, allow_empty: bool = False, key: str = "data.root"):
-        folder = split_folder(root, split)
-        if folder is None:
-            raise FileNotFoundError(f"{key} {root}: no folder {split} in it")
-        self.folder, self.name = folder, Path(root).name
+    def __init__(self, folder: str | Path, name: str = "", allow_empty: bool = False):
+        self.folder, self.name = Path(folder), name
         self.classes = subfolders(folder)
         paths, labels, self.left_out = [], [], []
         if self.classes:
@@ -77,9 +72,9 @@ class ImageFolder(ImageSource):
             files = self._images(name)
             if not files and not name:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
-                raise ValueError(f"{key} {root}: {folder} holds no class folders and no images ({expected})")
+                raise ValueError(f"{folder} holds no class folders and no images ({expected})")
             if not files and not allow_empty:
-                raise ValueError(f"{folder / name}: a class folder without images ({', '.join(IMAGES)})")
+                raise ValueError(f"{self.folder / name}: a class folder without images ({', '.join(IMAGES)})")
             paths += files
             labels += [label] * len(files)
         # One array of bytes: a list of a million strings would be copied into every loader process.

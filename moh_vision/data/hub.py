@@ -31,10 +31,7 @@ def hub_split(root: str, names: Sequence[str]):
 
 
 class HubDataset(ImageSource):
-    """`hfds/NAME` or `hfds/NAME:CONFIG`: a data set with one image column and one class-label column.
-
-    "val" is validation, val, valid or test: the first that there is.
-    """
+    """`hfds/NAME[:CONFIG]` with one image and one class-label column; "val" is the first of SPLITS that there is."""
 
     def __init__(self, root: str, split: str):
         self.root = root

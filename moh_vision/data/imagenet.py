@@ -16,20 +16,13 @@ from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def imagenet_train_transform(
-    img_size: int,
-    channels: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    interpolation: str = "bicubic",
-    color_jitter: float | None = None,
-    **options,
+    img_size: int, channels: int, mean: Sequence[float], std: Sequence[float], **options
 ) -> Callable:
     """Return timm's training transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
     `options` are those of timm's `create_transform`, which leaves `color_jitter` out with `auto_augment`.
     """
-    options.update(interpolation=interpolation, color_jitter=color_jitter)
+    options = dict(interpolation="bicubic", color_jitter=None) | options
     # Grey images are augmented in colour, because several of RandAugment's operations know only that.
     if channels == 3:
         options.update(mean=tuple(mean), std=tuple(std))
@@ -46,33 +39,20 @@ def imagenet_train_transform(
     return Compose([_rgb, crop, augment, *grey, ToNormalised(mean, std), *erase])
 
 
-def imagenet_eval_transform(
-    img_size: int,
-    channels: int,
-    mean: Sequence[float],
-    std: Sequence[float],
-    *,
-    interpolation: str = "bicubic",
-    crop_pct: float = 0.875,
-    crop_mode: str = "center",
-) -> Callable:
-    """Return timm's validation transform: PIL image -> normalised float tensor [channels, img_size, img_size].
+def validation_transform(cfg: dict) -> Callable:
+    """Return timm's validation transform of a pretrained_cfg: PIL image -> normalised float tensor of its input_size.
 
-    crop_mode "center": the shorter side becomes floor(img_size / crop_pct), then the centre is cropped. "squash": both sides
+    crop_mode "center": the shorter side becomes floor(side / crop_pct), then the centre is cropped. "squash": both sides
     become that, so that with crop_pct 1 the whole image is seen (the papers' way at 384 pixels). "border": the longer
     side becomes that, with a border.
     """
-    transform = create_transform(
-        img_size,
-        mean=tuple(mean),  # the colour of a border
-        interpolation=interpolation,
-        crop_pct=crop_pct,
-        crop_mode=crop_mode,
-    )
+    channels, _, side = cfg["input_size"]
+    kind = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
+    transform = create_transform(side, mean=tuple(cfg["mean"]), **kind)  # mean: the colour of a border
     *fit, _, _ = transform.transforms  # without timm's two steps of `ToNormalised`
     # The other modes see the whole image, and make it no larger than they were asked to.
-    first = [shorten] if crop_mode == "center" else []
-    return Compose([*first, Grayscale() if channels == 1 else _rgb, *fit, ToNormalised(mean, std)])
+    first = [shorten] if cfg["crop_mode"] == "center" else []
+    return Compose([*first, Grayscale() if channels == 1 else _rgb, *fit, ToNormalised(cfg["mean"], cfg["std"])])
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
@@ -123,29 +103,20 @@ def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
 
 def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> tuple[Callable, Callable]:
     """Return the transforms for training and for validation, of a `ClsDataConfig` and a model's pretrained_cfg."""
-    size = dict(img_size=img_size, channels=channels)
     normal = dict(mean=pretrained_cfg["mean"][:channels], std=pretrained_cfg["std"][:channels])
-    interpolation = pretrained_cfg["interpolation"]
     if data.augment == "imagenet":
-        train = imagenet_train_transform(**size, **normal, interpolation=interpolation, **data.train_options())
+        options = dict(interpolation=pretrained_cfg["interpolation"], **data.train_options())
+        train = imagenet_train_transform(img_size, channels, **normal, **options)
     else:
-        train = image_transform(data.augment, **size, **normal)
-    options = data.eval_options(pretrained_cfg)
-    return train, imagenet_eval_transform(**size, **normal, interpolation=interpolation, **options)
-
-
-def validation_transform(cfg: dict) -> Callable:
-    """Return `imagenet_eval_transform` as timm's pretrained_cfg says."""
-    channels, _, side = cfg["input_size"]
-    kind = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
-    return imagenet_eval_transform(side, channels, cfg["mean"], cfg["std"], **kind)
+        train = image_transform(data.augment, img_size, channels, **normal)
+    size = dict(input_size=(channels, img_size, img_size))
+    return train, validation_transform(pretrained_cfg | size | normal | data.eval_options(pretrained_cfg))
 
 
 class BatchMixing:
-    """timm's mixup and cutmix on one micro-batch, drawn from (seed, position of its first sample).
+    """timm's mixup and cutmix, whose arguments it takes, drawn from (seed, position of the first sample).
 
-    Images are mixed inside a micro-batch only, so that another number of processes pairs other images. The other arguments
-    are those of timm's Mixup.
+    Images are mixed inside a micro-batch, so that another number of processes pairs other images.
     """
 
     def __init__(

@@ -70,10 +70,9 @@ class StepBatches:
     Position p = step * batch_size + slot; micro-batch m of rank r holds the slots of number m * world + r, so the
     same step holds the same samples whatever the number of ranks. `batch_size` is over all ranks and micro-batches.
 
-    Repeated augmentation (Hoffer et al. 2020; DeiT, timm's RepeatAugSampler): with `repeats` 3, an epoch is still
-    as many positions as there are samples, but holds only the first third of its order, every sample three times in
-    the same step (at its end, the next), each copy with its own augmentation. Copies lie a third of the step apart: in
-    other micro-batches where there are three or more, as DeiT lays them on other GPUs.
+    Repeated augmentation (Hoffer et al. 2020; DeiT, timm's RepeatAugSampler): with `repeats` 3, an epoch has as many
+    positions, but only the first third of its samples, each three times in a step (at its end, the next), a third of it
+    apart: in other micro-batches where there are three or more, as DeiT lays them on other GPUs.
     """
 
     shard_sizes: Sequence[int]

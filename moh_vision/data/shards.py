@@ -42,13 +42,11 @@ class Shards(ImageSource):
         record = record_path(folder, split)
         entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
         self._stats = [_size_and_time(path.stat()) for path in self.paths]
-        names = {index_files(path)[0].name for path in self.paths}
-        for files in index_files(folder / f"{split}-*.tar"):
-            for file in files.parent.glob(files.name):
-                if file.name not in names:
-                    raise ValueError(
-                        f"the shard of the index {file} is gone; delete the index if you removed the shard on purpose"
-                    )
+        known = {index for path in self.paths for index in index_files(path)}
+        for pattern in index_files(folder / f"{split}-*.tar"):
+            for file in sorted(set(pattern.parent.glob(pattern.name)) - known):
+                more = "delete the index if you removed the shard on purpose"
+                raise ValueError(f"the shard of the index {file} is gone; {more}")
         tables = []
         for path, size_and_time in Progress.over(list(zip(self.paths, self._stats)), "indexing", "shard"):
             kept = next((file for file in index_files(path) if file.exists()), None)
@@ -155,10 +153,8 @@ def scan(path: Path) -> np.ndarray:
 
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
     text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
-    if not text.isdigit():
-        raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 or more")
-    if int(text) >= MAX_CLASSES:
-        raise ValueError(f"{path}: {member.name} holds class number {text}, allowed are 0 to {MAX_CLASSES - 1}")
+    if not text.isdigit() or int(text) >= MAX_CLASSES:
+        raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 to {MAX_CLASSES - 1}")
     return int(text)
 
 
@@ -175,22 +171,21 @@ def index_files(shard: Path) -> tuple[Path, Path]:
 
 def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.ndarray:
     """Read a shard's offsets, sizes and labels, int64 [N, 3]."""
-    again = "delete it to build it again"
     try:
         with open(file, "rb") as opened:
             table = np.lib.format.read_array(opened, allow_pickle=False)
+        if table.dtype != np.int64 or table.shape[1:] != (3,) or table[0, 0] != INDEX_FORMAT:
+            raise ValueError("of another version")
+        changed, table = tuple(table[0, 1:]) != size_and_time, table[1:]
+        offset, size, label = table.T
+        outside = (np.minimum(offset, size) < 0) | (offset > size_and_time[0] - size)
+        if not changed and (outside | (label < -1) | (label >= MAX_CLASSES)).any():
+            raise ValueError(f"samples outside of their shard, or labels outside of -1 to {MAX_CLASSES - 1}")
     except Exception as error:  # damaged headers make many kinds
-        raise ValueError(f"{file}: not an index that can be read ({reason_of(error)}); {again}") from None
-    if table.dtype != np.int64 or table.shape[1:] != (3,) or not len(table) or table[0, 0] != INDEX_FORMAT:
-        raise ValueError(f"{file}: not an index of this version; {again}")
-    if tuple(table[0, 1:]) != size_and_time:
+        problem = f"not an index that can be read ({reason_of(error)})"
+        raise ValueError(f"{file}: {problem}; delete it to build it again") from None
+    if changed:
         raise ValueError(f"{shard} was changed since the index {file} was made; delete the index to build it again")
-    table = table[1:]
-    offset, size, label = table.T
-    if ((label < -1) | (label >= MAX_CLASSES)).any():
-        raise ValueError(f"{file}: not an index that can be right (labels outside of -1 to {MAX_CLASSES - 1}); {again}")
-    if ((np.minimum(offset, size) < 0) | (offset > size_and_time[0] - size)).any():
-        raise ValueError(f"{file}: not an index that can be right (samples outside of their shard); {again}")
     return table
 
 

@@ -11,20 +11,13 @@ from moh_vision.data.decode import UnreadableImage, decode_image
 
 
 class ImageSource:
-    """Images of one split; see `splits.open_source`.
-
-    Attributes:
-        classes: names of the classes; [] of images without labels.
-        labels: class number of each image, int64 [N]; without classes 0, which a DiT takes for "no class".
-        channels: 3, or 1 for grey images.
-        img_size: side of the images, if all are squares of one size; else None.
-    """
+    """Images of one split; see `splits.open_source`."""
 
     name: str
-    classes: list[str]
-    labels: np.ndarray
-    channels = 3
-    img_size: int | None = None
+    classes: list[str]  # their names; [] of images without labels
+    labels: np.ndarray  # class numbers, int64 [N]; without classes 0, which a DiT takes for "no class"
+    channels = 3  # 1: grey images
+    img_size: int | None = None  # side of the images, if all are squares of one size
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,10 +72,9 @@ class Digits(ImageSource):
         from sklearn.datasets import load_digits
 
         data = load_digits()
-        test = np.zeros(len(data.target), dtype=bool)
+        keep = np.full(len(data.target), split == "train")
         for c in range(10):
-            test[np.flatnonzero(data.target == c)[4::5]] = True
-        keep = ~test if split == "train" else test
+            keep[np.flatnonzero(data.target == c)[4::5]] ^= True
         self.pixels = np.rint(data.images[keep] * (255 / 16)).astype(np.uint8)  # [n, 8, 8]
         self.labels = data.target[keep].astype(np.int64)
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import shlex
-from collections import Counter
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
 
 def has_split(root: str, split: str) -> bool:
     """Return whether there is a folder `split` in a folder, or shards of it."""
-    return split_folder(root, split) is not None or any(Path(root).glob(f"{split}-*.tar"))
+    return bool(split_folder(root, split)) or any(Path(root).glob(f"{split}-*.tar"))
 
 
 def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource:
@@ -53,16 +52,15 @@ def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource
         )
     if is_latent_cache(root, split):
         raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
-    if split_folder(root, split) is not None:
-        return ImageFolder(root, split, allow_empty)
+    if folder := split_folder(root, split):
+        return ImageFolder(folder, Path(root).name, allow_empty)
     if has_split(root, split):
         return Shards(root, split)
     if split == "train" and holds_images(root):
-        return ImageFolder(root, "")
+        return ImageFolder(root, Path(root).name)
     problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
-    if names := subfolders(root):
-        shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-        problem += f"; if its folders ({shown}) are classes, put them into train and val, or {dividing(root)}"
+    if subfolders(root):
+        problem += f"; if its folders are classes, put them into train and val, or {dividing(root)}"
     raise FileNotFoundError(problem)
 
 
@@ -122,8 +120,8 @@ def of_classes(source) -> str:
 class DataRecord:
     """The outline of a run's data, kept in RUN/data.json: the classes, the samples of each, and a sha256 of the listing.
 
-    A sample's number and label follow from the listing of files, so a resumed run and all processes, each of which makes
-    the record, must find the same. With data.root `allowed` to change, other files are accepted; other classes never are.
+    A sample's number and label follow from the listing, so a resumed run and all processes must find the same. With
+    data.root `allowed` to change, other files are accepted; other classes never are.
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
@@ -131,37 +129,30 @@ class DataRecord:
         self.splits = {name: _outline(source) for name, source in splits.items()}
         first, *others = gather_object([self.splits])
         for rank, seen in enumerate(others, 1):
-            for split, outline in seen.items():
-                if outline != first[split]:
-                    changes = _changes(first[split], outline)
-                    raise ValueError(
-                        f"data.root {root}, {split}: process {rank} sees other data than process 0: {changes}"
-                    )
+            for split in [split for split in seen if seen[split] != first[split]]:
+                differs = f"process {rank} sees other data than process 0: {_changes(first[split], seen[split])}"
+                raise ValueError(f"data.root {root}, {split}: {differs}")
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
-        """Compare with the record in a run's folder, and `say` each change that is allowed.
-
-        A run that was killed while it began has no record, and passes.
-        """
+        """Compare with the record in a run's folder, and `say` each change that is allowed."""
         file = run / RECORD
-        if not file.exists():
+        if not file.exists():  # killed while it began
             return
         try:
             began = json.loads(file.read_text("utf-8"))
             changed = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
-            other_classes = [split for split in changed if _names(began[split]) != _names(self.splits[split])]
+            same_classes = all(began[split]["classes"] == self.splits[split]["classes"] for split in changed)
         except Exception as error:  # what is not there, or of another kind, fails anywhere
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
         for split, changes in changed.items():
             problem = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
-            if other_classes:
-                raise ValueError(
-                    f"{problem}. Bring them back, or start a run of these classes: --output NEW --init-from {run}"
-                )
-            if "data.root" not in self.allowed:
-                raise ValueError(f"{problem}. Bring them back, or accept the change: --allow-change data.root")
+            way = f"start a run of these classes: --output NEW --init-from {run}"
+            if same_classes:
+                way = "accept the change: --allow-change data.root"
+            if not same_classes or "data.root" not in self.allowed:
+                raise ValueError(f"{problem}. Bring them back, or {way}")
             say(f"{problem}; accepted")
 
     def save(self, run: Path) -> None:
@@ -177,22 +168,13 @@ def _outline(source) -> dict:
         digest.update(data)
     names = source.classes or ["none"]
     counts = np.bincount(labels, minlength=len(names)).tolist()
-    return dict(classes=[list(pair) for pair in zip(names, counts)], sha256=digest.hexdigest())
-
-
-def _names(outline: dict) -> list[str]:
-    return [name for name, _ in outline["classes"]]
+    return dict(classes=names, samples=counts, sha256=digest.hexdigest())
 
 
 def _changes(old: dict, new: dict) -> str:
-    """Return how the outline `new` differs from `old`, in words."""
-    before, after = Counter(_names(old)), Counter(_names(new))
-    changes = [f"class {name!r} is gone" for name in before - after]
-    changes += [f"class {name!r} is new" for name in after - before]
-    if not changes and _names(old) != _names(new):
-        return "the classes are in another order"
-    if not changes:
-        pairs = zip(old["classes"], new["classes"])
-        changes = [f"class {name!r} has {now} samples, it had {had}" for (name, had), (_, now) in pairs if had != now]
-    more = [f"and {len(changes) - 6} more"] if len(changes) > 6 else []
-    return ", ".join(changes[:6] + more) or "as many samples of each class, but other files"
+    """Name classes, with their samples, that only one of two outlines has."""
+    before, now = ({f"{name} ({n})" for name, n in zip(o["classes"], o["samples"])} for o in (old, new))
+    if before == now:
+        return "other files, or the classes in another order"
+    gone, more = (", ".join(sorted(classes)[:6]) or "none" for classes in (before - now, now - before))
+    return f"classes (samples) gone: {gone}; new: {more}"

@@ -1,5 +1,4 @@
-"""Images of webdataset shards in the order in which they arrive, from files, servers and commands: `data.exact_order
-false`.
+"""Images of webdataset shards as they arrive, from files, servers and commands: `data.exact_order false`.
 
 webdataset shuffles the shards, divides them among processes and workers, and shuffles the samples of each worker in a
 buffer. What the exact order promises does not hold here: see `PROMISE`.
@@ -130,8 +129,7 @@ class ShardStream(ImageSource):
     def names(self, seed: int, start: int, parts: int) -> Iterator[str]:
         """Yield names of this process's and worker's samples, without end; `image` and `labels` take the latest one.
 
-        `start` is the step that a run goes on from; `parts` are processes x workers, each with shards of its own if
-        there are enough.
+        `start` is the step that a run goes on from; `parts` are processes x workers.
         """
         first = derive_seed(seed, start, Stream.SHARDS)
         shards = self.urls * -(-parts // len(self.urls))  # a part without a shard would block all processes
@@ -267,8 +265,7 @@ class StreamedFile:
 class StreamedBatches(IterableDataset):
     """Micro-batches of a `LabelledImages` of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
 
-    A sample's augmentation, noise and timestep follow from the seed and its position, as in the exact order; which
-    sample is there does not.
+    A sample's augmentation, noise and timestep follow from the seed and its position, as in the exact order.
     """
 
     dataset: Dataset

@@ -32,18 +32,10 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-from moh_vision.data.decode import in_8_bits, open_image
+from moh_vision.data.decode import UnreadableImage, in_8_bits, open_image
 from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
-from moh_vision.data.shard_writer import (
-    BadLimit,
-    ShardWriter,
-    check_out,
-    end_with,
-    fingerprint,
-    one_line,
-    plan_shards,
-)
+from moh_vision.data.shard_writer import BadLimit, ShardWriter, check_out, end_with, fingerprint, one_line, plan_shards
 from moh_vision.data.shards import Shards, index_files
 from moh_vision.data.splits import check_same_classes, of_classes
 from moh_vision.engine.commands import Progress, message_of, say
@@ -110,6 +102,8 @@ def _check(o: Namespace) -> None:
         raise ValueError(f"--split {o.split!r}: expected letters, digits and _ (training reads train and val)")
     if o.val_fraction is not None and not 0 < o.val_fraction < 1:
         raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
+    if not Path(o.source).is_dir():
+        raise FileNotFoundError(f"--in {o.source}: no such folder")
     if Path(o.out).resolve().is_relative_to(Path(o.source).resolve()):
         raise ValueError(f"--out {o.out} is inside --in {o.source}; the shards would be taken for input")
     check_out(o.out)
@@ -120,15 +114,17 @@ def _check(o: Namespace) -> None:
 
 def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
-    source, split, val_fraction = o.source, o.split, o.val_fraction
-    places = _split_folders(Path(source), split)
-    if val_fraction is not None and (split or places != {"train": Path(source)}):
+    source, val_fraction = Path(o.source), o.val_fraction
+    places = {o.split: source} if o.split else _split_folders(source)
+    if val_fraction is not None and (o.split or places != {"train": source}):
         raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
-    splits = {name: ImageFolder(str(place), "", key="--in") for name, place in places.items()}
-    for name, images in splits.items():
-        if images.left_out:
-            first = one_line(images.left_out[0])
-            say(f"{name}: left out, not images by their names: {len(images.left_out)}, the first {first}")
+    splits = {name: ImageFolder(place) for name, place in places.items()}
+    left_out = [path for images in splits.values() for path in images.left_out]
+    if source not in places.values():
+        left_out = sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()}) + left_out
+    if left_out:
+        shown = ", ".join(map(one_line, left_out[:5]))
+        say(f"left out, not in a split or no images by their names ({len(left_out)}): {shown}")
     if val_fraction is not None:
         images = splits["train"]
         # By a hash of their names: more files leave the others where they are.
@@ -141,37 +137,25 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
             more = "larger" if name == "val" else "smaller"
             missing = f"class {images.classes[label]} without a file" if images.classes else "no file"
             raise ValueError(f"--val-fraction {val_fraction:g} leaves {missing} in {name}; give a {more} one")
-    used = {place.name for place in places.values() if place != Path(source)}
-    others = sorted(e.name for e in os.scandir(source) if e.name not in used and not e.name.startswith("."))
-    if used and others:
-        say(f"left out, not a split: {', '.join(map(one_line, others[:5]))}{', ...' * (len(others) > 5)}")
     return splits
 
 
-def _split_folders(root: Path, split: str | None) -> dict[str, Path]:
+def _split_folders(root: Path) -> dict[str, Path]:
     """Return split name -> folder of its class folders, or of its images.
 
-    ROOT/train and ROOT/val (or ROOT/validation; or, if there is neither, ROOT/test) that hold folders are splits, and
-    without classes all of them if ROOT has no other folders; otherwise, or with the name of a `split`, the folders in
-    ROOT are classes. `test` beside a validation split is no split: ImageNet's has no labels.
+    ROOT/train and ROOT/val (or ROOT/validation) that hold folders are splits, and without classes both if ROOT has no
+    other folders; otherwise the folders in ROOT are classes.
     """
-    if not root.is_dir():
-        raise FileNotFoundError(f"--in {root}: no such folder")
-    if split is not None:
-        return {split: root}
-    there = [name for name in ("train", *VAL_NAMES, "test") if (root / name).is_dir()]
-    splits = [name for name in there if subfolders(root / name)]
-    if not splits and sorted(there) == subfolders(root):
-        splits = there
-    if not splits:
+    there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
+    with_classes = [name for name in there if subfolders(root / name)]
+    if not there or not with_classes and there != subfolders(root):
         return {"train": root}
-    for name in there:
-        if name not in (*splits, "test"):
-            raise ValueError(f"--in {root}: {name} has no class folders in it, but {splits[0]} has")
-    if set(VAL_NAMES) <= set(splits):
+    if with_classes and with_classes != there:
+        bare = min(set(there) - set(with_classes))
+        raise ValueError(f"--in {root}: {bare} has no class folders in it, but {with_classes[0]} has")
+    if set(VAL_NAMES) <= set(there):
         raise ValueError(f"--in {root}: both val and validation are there; move one away")
-    splits = splits[:2] if splits[0] == "train" else splits[:1]
-    return {"train" if name == "train" else "val": root / name for name in splits}
+    return {"train" if name == "train" else "val": root / name for name in there}
 
 
 def _refuse_names(images: ImageFolder, stored: bool) -> None:
@@ -227,9 +211,7 @@ class ImageShards(ShardWriter):
         files = (self.images.path(i) for samples in self.plan.values() for i in samples)
         text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
         write_whole(self.out / f"{self.split}.files.txt", text)
-        source = Shards(str(self.out), self.split)  # builds the index, and so reads every header
-        assert source.shard_sizes == tuple(e["samples"] for e in self.entries.values())
-        assert source.classes == self.images.classes
+        source = Shards(str(self.out), self.split)  # builds the index: reads every header, and counts the samples
         how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
         self.report(f"{len(source)} images {of_classes(source)}", how)
 
@@ -274,7 +256,7 @@ def _write_shard(name: str) -> dict:
                 try:
                     data = Path(images.where(number)).read_bytes()
                     extension, data = encode_sample(data, writer.options.size, writer.options.quality)
-                except BadImage as error:
+                except UnreadableImage as error:
                     bad.append([images.path(number), str(error)])
                     writer.limit.check(bad, images.folder)
                 else:
@@ -286,23 +268,19 @@ def _write_shard(name: str) -> dict:
 # ---------------------------------------------------------------- an image
 
 
-class BadImage(ValueError):
-    """The bytes are not a whole image, or not one that can be stored."""
-
-
 def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, bytes]:
-    """Check the bytes of an image file; return (extension, bytes to store), or raise BadImage.
+    """Check the bytes of an image file; return (extension, bytes to store), or raise UnreadableImage.
 
     With `size` they are a JPEG of this `quality`, whose shorter side has at most `size` pixels; without, `data` itself.
     """
     if not data:
-        raise BadImage("zero bytes")
+        raise UnreadableImage("zero bytes")
     try:
         image = open_image(io.BytesIO(data), READ)
         image.load()
         if size is None:
             if image.format not in STORED:
-                raise BadImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
+                raise UnreadableImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")
         short = min(image.size)
@@ -312,9 +290,9 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         out = io.BytesIO()
         image.save(out, "JPEG", quality=quality, subsampling="4:4:4")
         return "jpg", out.getvalue()
-    except (BadImage, MemoryError):
+    except (UnreadableImage, MemoryError):
         raise
     except Image.UnidentifiedImageError:
-        raise BadImage("not an image that can be read") from None
+        raise UnreadableImage("not an image that can be read") from None
     except Exception as error:  # decoders raise many kinds
-        raise BadImage(message_of(error)) from None
+        raise UnreadableImage(message_of(error)) from None

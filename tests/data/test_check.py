@@ -111,7 +111,7 @@ def test_shards_and_a_folder_of_classes(tmp_path, check):
     "argv, words",
     [
         (["{}/none"], "{}/none: no such folder; a folder of classes or of shards is checked"),
-        (["{}"], "{}: {} holds no class folders"),
+        (["{}"], ": {} holds no class folders"),
         (["{}", "--workers", "-1"], "--workers -1: expected 0 or more"),
     ],
 )

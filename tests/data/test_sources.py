@@ -100,10 +100,3 @@ def test_half_a_sample_is_named(tmp_path, name, missing):
     folder = write_shards(tmp_path / "d", count=4)
     append(folder / "train-000000.tar", name, b"0")
     refuse(f"train-000000.tar: sample 9999 has no {missing}", Shards, str(folder), "train")
-
-
-def test_cifar10(cifar10, tmp_path, monkeypatch):
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path))
-    source = Shards(cifar10, "val")
-    assert len(source) == 10_000 and np.bincount(source.labels).tolist() == [1000] * 10
-    assert source.classes[3] == "cat" and source.image(9_999).size == (32, 32)

@@ -69,7 +69,7 @@ def stored_numbers(folder, split="train"):
 def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(tmp_path, vae_folder, root, dtype, tolerance):
     out = tmp_path / "out"
     assert run(vae_folder, root, out, "--dtype", dtype) == 0
-    cache, source, vae = LatentCache(str(out), "train"), ImageFolder(str(root), "train"), load_vae(vae_folder)
+    cache, source, vae = LatentCache(str(out), "train"), ImageFolder(root / "train"), load_vae(vae_folder)
     numbers = stored_numbers(out)
     assert sorted(numbers) == list(range(20)) and numbers != sorted(numbers)
     assert cache.shard_sizes == (6, 7, 7) and cache.classes == ["cat", "dog"]

@@ -6,12 +6,12 @@ import tarfile
 import numpy as np
 import pytest
 from pictures import convert, write_folder
-from refusals import one_line, refuse
+from refusals import refuse
 from test_sources import write_shards
 
 from moh_vision.data.batches import LabelledImages, image_transform, training_batches
 from moh_vision.data.order import StepBatches
-from moh_vision.data.splits import check_same_classes, open_source
+from moh_vision.data.splits import open_source
 
 
 def test_class_names_that_are_too_few_or_no_text(tmp_path):
@@ -22,19 +22,6 @@ def test_class_names_that_are_too_few_or_no_text(tmp_path):
     ):
         (tmp_path / "classes.txt").write_bytes(names)
         not_opened(tmp_path, words)
-
-
-def test_other_classes_in_val(tmp_path):
-    root = write_folder(tmp_path / "folder", classes=("cat", "dog", "owl"))
-    (root / "val" / "owl").rename(tmp_path / "moved")
-    train, val = (open_source(str(root), split) for split in ("train", "val"))
-    with pytest.raises(ValueError, match=f"data.root {root}: 3 classes in train, 2 in val; train has class 'owl'"):
-        check_same_classes(train.classes, "train", val, f"data.root {root}")
-    shards = write_shards(tmp_path / "shards", classes=2)
-    write_shards(shards, classes=4, split="val")
-    train, val = (open_source(str(shards), split) for split in ("train", "val"))
-    with one_line("2 classes in train, 4 in val; val has class '2' and 1 more, which train has not"):
-        check_same_classes(train.classes, "train", val, f"data.root {shards}")
 
 
 def not_opened(root, words, kind=ValueError):
@@ -51,7 +38,7 @@ def test_empty_folders(tmp_path, capsys):
     words = f"data.root {root}: neither train-\\*.tar shards nor a folder train"
     not_opened(root, words, FileNotFoundError)
     (root / "train").mkdir()
-    not_opened(root, f"data.root {root}: {root}/train holds no class folders")
+    not_opened(root, f"^{root}/train holds no class folders")
     (root / "train" / "cat").mkdir()
     not_opened(root, f"{root}/train/cat: a class folder without images .*.jpg")
     not_converted(root, f"{root}/train/cat: a class folder without images (.jpg", capsys)

@@ -25,10 +25,10 @@ from moh_vision.data.batches import (
     training_batches,
 )
 from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, allowed_bad, center_crop, decode_image
-from moh_vision.data.imagenet import imagenet_eval_transform
+from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import open_source
-from moh_vision.data.write_shards import BadImage, encode_sample
+from moh_vision.data.write_shards import encode_sample
 from moh_vision.diffusion import train as dit
 from moh_vision.evaluation.fidelity.images import ScoredFolder
 
@@ -134,18 +134,6 @@ def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
         counted.check([(allowed, "new.png: bad")])
 
 
-def test_a_run_ends_with_one_bad_image_too_many(tmp_path):
-    """100 images, 29 % allowed: 29 bad ones are passed over, the 30th ends it."""
-    root = write_folder(tmp_path, classes=("cat",), train=100, val=1)
-    for i in range(29):
-        (root / "train" / "cat" / f"{3 * i}.png").write_bytes(b"bad")
-    counted = BadSamples(100, 0.29)
-    assert trained_on(open_source(str(root), "train"), 20, 5, counted) == [20] * 5 and len(counted.seen) == 29
-    (root / "train" / "cat" / "87.png").write_bytes(b"bad")
-    with one_line(r"cat/\d+.png: cannot identify.*30 unreadable so far.*0.29 of 100", UnreadableImage):
-        trained_on(open_source(str(root), "train"), 20, 5, BadSamples(100, 0.29))
-
-
 @pytest.mark.parametrize("place", ["folder", "shards"])
 def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, place):
     """The message names file, or shard and member, and tells of a larger fraction, which the same command then takes."""
@@ -210,18 +198,11 @@ def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
     assert spent.seconds <= 1 and spent.mib <= 200, spent
 
 
-def test_our_limit_holds_where_pillows_is_switched_off(monkeypatch):
-    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
-    for work in (lambda: decode_image(bomb(), "b.png"), lambda: encode_sample(bomb(), None, 95)):
-        spent = cost(work)
-        assert "30000 x 30000 pixels, at most" in spent.result and spent.mib <= 200, spent
-
-
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
 def test_a_thread_of_pixels_is_not_enlarged_to_gigabytes(size):
     picture = decode_image(encoded(Image.new("RGB", size, (9, 8, 7))), "thread.png")
-    normal = dict(mean=(0.0,) * 3, std=(1.0,) * 3)
-    val = imagenet_eval_transform(256, 3, **normal, crop_mode="center")
+    cfg = dict(mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bicubic", crop_pct=0.875, crop_mode="center")
+    val = validation_transform(dict(cfg, input_size=(3, 256, 256)))
     for work in (lambda: center_crop(picture, 256).getpixel((128, 128)), lambda: list(val(picture).shape)):
         spent = cost(work)
         assert spent.result in ([9, 8, 7], [3, 256, 256]) and spent.mib <= 200, spent
@@ -243,7 +224,7 @@ def test_files_deleted_while_reading_are_counted(tmp_path):
         (root / "train" / name).unlink()
     for workers in (0, 1):
         counted = BadSamples(20, 0.1)
-        assert trained_on(source, 10, 2, counted, workers) == [10, 10] and counted.seen == {3, 17}
+        assert trained_on(source, 10, 2, counted, workers) == [10, 10] and set(counted.seen) == {3, 17}
     refuse("(3|7).png: No such file", trained_on, source, 10, 2, kind=UnreadableImage)
 
 
@@ -262,7 +243,7 @@ def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
     assert source.image(3).size == (6, 4)
     refuse("train-000001.tar.*(No such file|has changed since its index)", source.image, 13, kind=UnreadableImage)
     counted = BadSamples(20, 0.5)
-    assert evaluated(source, counted) == 10 and counted.seen == set(range(10, 20))
+    assert evaluated(source, counted) == 10 and set(counted.seen) == set(range(10, 20))
 
 
 def test_a_shard_cut_while_it_is_open_is_named(tmp_path):
@@ -271,13 +252,3 @@ def test_a_shard_cut_while_it_is_open_is_named(tmp_path):
     os.truncate(tmp_path / "d" / "train-000000.tar", int(source.offset[5]) + 10)
     with pytest.raises(UnreadableImage, match=r"train-000000.tar, 0005.png at byte \d+: 10 bytes of \d+ are there"):
         source.image(5)
-
-
-def test_the_scores_folder_names_bad_files(tmp_path):
-    for name in ("cut50.jpg", "text.jpg", "empty.jpg", "script.jpg"):
-        for file in tmp_path.iterdir():
-            file.unlink()
-        (tmp_path / name).write_bytes(REFUSED[name][0])
-        with one_line(f"{name}: not a readable image"):
-            next(ScoredFolder(tmp_path).batches(4))
-    refuse("not an image that can be read", encode_sample, REFUSED["script.jpg"][0], None, 95, kind=BadImage)

@@ -228,16 +228,16 @@ REFUSED = {
     "compressed": (sample(("0.cls", b"0"), mode="w:gz"), "not a readable tar file, uncompressed"),
     "nothing": (b"", "not a readable tar file"),
     **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), TWICE.format(name)) for name in ("0.png", "0.jpg", "0.cls")},
-    "a label below 0": labelled(b"-1", "'-1', expected a class number of 0 or more"),
+    "a label below 0": labelled(b"-1", "'-1', expected a class number of 0 to 999999"),
     "a fraction": labelled(b"3.0", "'3.0', expected a class number"),
     "a text": labelled(b"cat", "'cat', expected a class number"),
     "no label": labelled(b"", "'', expected a class number"),
     "bytes": labelled(b"\xff\xfe", "expected a class number"),
     "a digit for Python": labelled("\u0663".encode(), "expected a class number"),
     "a tag": labelled(b"!!python/object:os.system", "expected a class number"),
-    "a million": labelled(b"1000000", "class number 1000000, allowed are 0 to 999999"),
-    "32 digits": labelled(b"9" * 32, "class number 9{32}, allowed are 0 to 999999"),
-    "99 digits": labelled(b"9" * 99, "class number 9{32}, allowed are 0 to 999999"),
+    "a million": labelled(b"1000000", "'1000000', expected a class number of 0 to 999999"),
+    "32 digits": labelled(b"9" * 32, "'9{32}', expected a class number of 0 to"),
+    "99 digits": labelled(b"9" * 99, "'9{32}', expected a class number of 0 to"),
 }  # fmt: skip
 
 
@@ -278,17 +278,6 @@ def shorten(folder):
     return f"{path}: 9728 bytes, 4 samples; train.shards.json says 10240 and 4"
 
 
-def test_torn_shards_are_not_what_their_record_says(written):
-    """Other faults, of latents too: tests/data/test_writers.py."""
-    index = written / ".train-000001.tar.index.npy"
-    words = tear(written)
-    index.unlink()
-    refuse(f"^{words}", Shards, str(written), "train")
-    assert not index.exists() and len(Shards(str(written), "val")) == 2
-    (written / "train.shards.json").unlink()  # who changes them on purpose
-    assert len(Shards(str(written), "train")) == 11
-
-
 @pytest.mark.parametrize("fault", [tear, shorten])
 @pytest.mark.parametrize("url", ["{}/train-000001.tar", "pipe:cat {}/train-000001.tar"])
 def test_a_stream_is_what_its_record_says(written, capsys, fault, url):
@@ -312,16 +301,16 @@ def changed(row, column, value):
 
 ANOTHER = "was changed since the index"
 CHANGES = {
-    "offset": (changed(1, 0, -5), "samples outside of their shard"),
-    "size": (changed(1, 1, 2**62), "samples outside of their shard"),
+    "offset": (changed(1, 0, -5), "samples outside"),
+    "size": (changed(1, 1, 2**62), "samples outside"),
     "sum": (lambda t: changed(1, 1, 3)(changed(1, 0, 2**62)(t)), "samples outside"),
-    "label": (changed(1, 2, -2), "labels outside of -1 to 999999"),
-    "large label": (changed(1, 2, 10**9), "labels outside of -1 to 999999"),
-    "another version": (changed(0, 0, 1), "of this version"),
-    "kind": (lambda t: t.astype(np.float32), "of this version"),
-    "missing": (lambda t: t[:, :2], "of this version"),
-    "flat": (lambda t: t.ravel(), "of this version"),
-    "empty": (lambda t: t[:0], "of this version"),
+    "label": (changed(1, 2, -2), "or labels outside of -1 to 999999"),
+    "large label": (changed(1, 2, 10**9), "or labels outside of -1 to 999999"),
+    "another version": (changed(0, 0, 1), "of another version"),
+    "kind": (lambda t: t.astype(np.float32), "of another version"),
+    "missing": (lambda t: t[:, :2], "of another version"),
+    "flat": (lambda t: t.ravel(), "of another version"),
+    "empty": (lambda t: t[:0], "that can be read"),
     "objects": (lambda t: np.array([{}], object), "that can be read"),
     "no file of numpy": (lambda t: b"PK\3\4" + bytes(40), "that can be read"),
     "a header without end": (lambda t: b"\x93NUMPY\x03\x00" + b"[" * 10**5, "that can be read"),
