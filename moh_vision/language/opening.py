@@ -1,7 +1,7 @@
 """Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from accelerate.utils import send_to_device
@@ -15,9 +15,8 @@ from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
-from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
+from moh_vision.language.evaluation.perplexity import causal_losses, perplexity, routed_losses
 from moh_vision.language.models.weights import saved_model, task_for, text_from_run
-from moh_vision.language.task import LanguageTask
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
@@ -68,18 +67,16 @@ class OpenedText(Opened):
         text = self.text()
         return list(text.eval_batches(text.val, 0, 1))
 
-    def _losses(self, batch: dict) -> Tensor:
-        task = LanguageTask(self.model.to(self.accelerator.device), 0.0).eval()
-        with self.accelerator.autocast():
-            return task(**batch)[0]
+    def _losses(self) -> Callable[[dict], Tensor]:
+        return routed_losses(self.model.to(self.accelerator.device), self.accelerator)
 
     def scores(self) -> dict:
         batches = Progress.over(self._validation, "scoring")
-        return perplexity(self._losses, batches, self.accelerator.device, lambda total: total)
+        return perplexity(self._losses(), batches, self.accelerator.device, lambda total: total)
 
     def forward(self) -> tuple[Callable[[], Tensor], int]:
         first = send_to_device(self._validation[0], self.accelerator.device)
-        return lambda: self._losses(first), len(first["labels"])
+        return partial(self._losses(), first), len(first["labels"])
 
     def example(self) -> tuple[list[Tensor], dict]:
         translates = hasattr(self.model, "encoder")

@@ -18,13 +18,10 @@ class LanguageTask(RoutedTask):
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Tensor | None = None, **inputs: Tensor):
-        """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token; in eval mode
-        nll [B, T] and routing statistics. `tokens` divides the sum over labels; None: their number here. With (the step's
-        labels) / (micro-batches), the mean loss of micro-batches is the loss of one big batch."""
-        smoothing = self.label_smoothing if self.training else 0.0
-        loss, nll, stats = self.model.routed_loss(labels, label_smoothing=smoothing, **inputs)  # [B, T]
-        if not self.training:
-            return nll, stats
+        """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token. `tokens` divides
+        the sum over labels; None: their number here. With (the step's labels) / (micro-batches), the mean loss of
+        micro-batches is the loss of one big batch."""
+        loss, nll, stats = self.model.routed_loss(labels, label_smoothing=self.label_smoothing, **inputs)  # [B, T]
         if tokens is None:
             tokens = (labels != -100).sum().clamp_min(1)
         return dict(self.losses(loss.sum() / tokens, stats), nll=(nll.detach().sum() / tokens))

@@ -210,16 +210,15 @@ def test_dry_run(place, tmp_path, capsys):
     assert "active heads: 4 of 8" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path, workers):
-    """In one line, also from a process of the loader, which must not be waited for."""
+def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
+    """In one line, from a process of the loader, which must not be waited for."""
     ids = np.full(8000, 5, "<u2")
     ids[4001] = 77
     ids.tofile(tmp_path / "train.bin")
     (tmp_path / "train.json").write_text('{"dtype": "uint16", "largest": 5}')  # so it is not looked for before
     np.full(400, 5).astype("<u2").tofile(tmp_path / "val.bin")
     argv = [*FAST.split(), "--data.root", tmp_path, "--data.vocab_size", 20, "--data.bin_dtype", "uint16", *CLM]
-    argv += ["--data.workers", workers, "--max-steps", 900]
+    argv += ["--data.workers", 1, "--max-steps", 900]
     argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]
     # A process, because its end is what might wait.
     command = [sys.executable, ROOT / "train_text.py", *map(str, argv)]

@@ -92,9 +92,9 @@ class GateStatistics:
 
 
 class GateReading(NamedTuple):
-    """Statistics of a text for gates of one part that read the same tokens."""
+    """Statistics of a text for gates of one stack that read the same tokens."""
 
-    part: str  # "encoder", "decoder", or "model" where there is no encoder
+    stack: str  # "encoder", "decoder", or "model" where there is no encoder
     text: str  # what they read: "source", "target", or "text" where nothing is translated
     layers: dict[int, str]  # place in the list of all layers' statistics -> name
     statistics: GateStatistics
@@ -128,14 +128,14 @@ def read_gates(
     for r in readings:
         r.statistics.reduce(total)
         entropies = r.statistics.entropy()
-        parts.setdefault(r.part, []).extend(entropies)
+        parts.setdefault(r.stack, []).extend(entropies)
         for name, E, entropy, load in zip(r.layers.values(), r.statistics.experts, entropies, r.statistics.load()):
-            layers.append(dict(name=name, part=r.part, reads=r.text, experts=E, entropy=entropy, load=load.tolist()))
+            layers.append(dict(name=name, part=r.stack, reads=r.text, experts=E, entropy=entropy, load=load.tolist()))
     tokens = {
         next(iter(r.layers.values())): [[readable(r.vocabulary, id) for id in top] for top in r.statistics.top_tokens()]
         for r in readings
     }
-    columns = {f"{r.part}, {r.text}": r.columns for r in readings}
+    columns = {f"{r.stack}, {r.text}": r.columns for r in readings}
     mean = {stack: statistics.mean(values) for stack, values in parts.items()}
     return dict(columns=columns, mean_entropy=mean, layers=layers, tokens=tokens)
 

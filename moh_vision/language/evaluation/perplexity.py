@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moh_vision.attention import RoutingStats
+
 
 @torch.no_grad()
 def perplexity(
@@ -41,6 +43,22 @@ def summary(scores: dict) -> str:
 def exp(nats: float) -> float:
     """Like `math.exp`, but return inf instead of raising OverflowError."""
     return math.exp(nats) if nats < 700 else math.inf
+
+
+def routed_losses(
+    model: nn.Module, accelerator, on_routing: Callable[[list[RoutingStats]], None] | None = None
+) -> Callable[[dict], Tensor]:
+    """Make `losses` of `perplexity` for a model of ours, set to eval mode. on_routing gets every batch's statistics."""
+    model.eval()
+
+    def losses(batch: dict) -> Tensor:
+        with accelerator.autocast():
+            _, nll, stats = model.routed_loss(**batch)
+        if on_routing is not None:
+            on_routing(stats)
+        return nll
+
+    return losses
 
 
 def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:

@@ -19,9 +19,8 @@ from moh_vision.engine.step_folders import damage
 from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import gate_text, read_gates
-from moh_vision.language.evaluation.perplexity import exp, perplexity, summary
+from moh_vision.language.evaluation.perplexity import exp, perplexity, routed_losses, summary
 from moh_vision.language.evaluation.translation import bleu, bleu_summary, gate_mode, tokenised_bleu, translate
-from moh_vision.language.task import LanguageTask
 from moh_vision.models.head_load import FILE, HeadLoad
 
 AVERAGED = "averaged.safetensors"
@@ -31,22 +30,12 @@ RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callable[..., dict]:
     """Return a function (data set, title, on_routing) -> loss and perplexity of the present weights over all processes.
-
-    on_routing, if given, gets the routing statistics of every batch of this process.
-    """
+    on_routing: see `routed_losses`."""
 
     def evaluate(dataset, title: str, on_routing: Callable[[list[RoutingStats]], None] | None = None) -> dict:
         # Unwrapped: what wraps the model would wait for processes with fewer batches.
-        plain = LanguageTask(accelerator.unwrap_model(task).model, 0.0).eval()
+        losses = routed_losses(accelerator.unwrap_model(task).model, accelerator, on_routing)
         own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
-
-        def losses(batch: dict) -> Tensor:
-            with accelerator.autocast():
-                nll, stats = plain(**batch)
-            if on_routing is not None:
-                on_routing(stats)
-            return nll
-
         with whole_weights(task):
             scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
         log.pause()
@@ -135,8 +124,8 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
             write_whole(run.folder / "gates.md", gate_text(gates, f"# What the gates do with {config.data.val}"))
         results["gate_entropy"] = {layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]}
         results["mean_gate_entropy"] = {stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()}
-    for stack, mean in results.get("mean_gate_entropy", {}).items():
-        log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
+        for stack, mean in results["mean_gate_entropy"].items():
+            log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
     return results | (_translations(run, text) if isinstance(text, TranslationInputs) else {})
 
 

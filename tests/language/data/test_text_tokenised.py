@@ -16,7 +16,7 @@ from moh_vision.language.data.blocks import CausalWindows
 from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.sources import TextFile, find_tokens
 from moh_vision.language.data.tokens import Tokens, encoded
-from moh_vision.language.data.vocabulary import NumberedVocabulary, Vocabulary, train_vocabulary
+from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
 
 IDS = np.random.default_rng(0).integers(0, 300, 500)
 
@@ -253,13 +253,9 @@ def inputs(folder, **more):
     return CausalInputs(data, str(folder / "cache"), 0, data.tokenizer)
 
 
-def test_ids_need_a_vocabulary(tmp_path):
+def test_ids_without_a_tokenizer(tmp_path):
     np.save(tmp_path / "train.npy", IDS)
-    refuse("data.tokenizer must say of which tokenizer, or data.vocab_size", lambda: inputs(tmp_path))
-    text = inputs(tmp_path, vocab_size=300)
-    assert isinstance(text.vocabularies[0], NumberedVocabulary) and text.special_tokens() == {}
-    text.save(tmp_path, 1)
-    assert not (tmp_path / "tokenizer.json").exists()
+    assert inputs(tmp_path, vocab_size=300).special_tokens() == {}
     refuse("train.npy: token id 299, but the vocabulary has 299 tokens", lambda: inputs(tmp_path, vocab_size=299))
     (tmp_path / "train.json").write_text('{"eos": 70000}')
     refuse("eos is token 70000, but the vocabulary has 300 tokens", lambda: inputs(tmp_path, vocab_size=300))

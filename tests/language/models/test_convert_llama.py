@@ -128,6 +128,8 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
         assert (groups.sum(1).diff() <= 1e-6).all() and (groups.diff(dim=1) <= 1e-6).all()
         torch.testing.assert_close(after.sort().values, before.sort().values)
         assert not torch.equal(before, after)
+    one, listed = (moh_vision.convert(dense(family), head_budget=0.5, calibrate=b) for b in (batches[1], batches[1:]))
+    assert torch.equal(one(words()).logits, listed(words()).logits)
 
 
 def test_the_released_layout(tmp_path):
@@ -197,12 +199,6 @@ def test_refused_models():
 
 
 HALF = "uniform:0.5"
-
-
-def test_one_batch_needs_no_list():
-    batch = dict(input_ids=words())
-    model, listed = (moh_vision.convert(dense(), head_budget=HALF, calibrate=b) for b in (batch, [batch]))
-    assert torch.equal(model(words()).logits, listed(words()).logits)
 
 
 def test_offloaded_weights():

@@ -79,6 +79,7 @@ def test_the_dense_masked_language_model_is_roberta():
     x = norm(model.head_norm, F.gelu(x @ model.head.weight.T + model.head.bias))
     expected = (x @ model.embedding.weight.T + model.output.bias).log_softmax(-1)
     torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-9)
+    refuse("a text of 21 tokens is too long: max_position_embeddings=20", model, words(1, 21))
 
 
 def test_the_dense_causal_language_model_normalises_before():
@@ -240,10 +241,6 @@ def test_activation_checkpointing_leaves_gradients_equal(preset, attention, reen
     for plain, spared in zip(*grads):
         assert plain is not None
         torch.testing.assert_close(spared, plain, rtol=0, atol=1e-12)
-
-
-def test_a_text_that_is_too_long():
-    refuse("a text of 21 tokens is too long: max_position_embeddings=20", lambda: tiny("mlm_base")(words(1, 21)))
 
 
 def test_loss_of_separate_vocabularies():
