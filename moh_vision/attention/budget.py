@@ -342,7 +342,12 @@ def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> lis
     return _round_to_total([share * a for a in active], math.floor(share * sum(active) + 0.5), [0] * len(most), most)
 
 
-def _round_to_total(wanted: Sequence[float], total: int, least: Sequence[int], most: Sequence[int]) -> list[int]:
+def _round_to_total(
+    wanted: Sequence[float],
+    total: int,
+    least: Sequence[int],
+    most: Sequence[int],
+) -> list[int]:
     """Largest-remainder rounding: whole numbers near `wanted`, between `least` and `most`, that sum to `total`.
 
     If the bounds do not allow the total, the nearest sum that they allow.

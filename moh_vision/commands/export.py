@@ -70,7 +70,12 @@ class Denoiser(nn.Module):
         self.model = model
         self.register_buffer("timestep", None if timestep is None else torch.tensor([timestep]))
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor | None = None, class_labels: Tensor = None) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor | None = None,
+        class_labels: Tensor = None,
+    ) -> Tensor:
         timestep = self.timestep if timestep is None else timestep
         return self.model(hidden_states, timestep, class_labels, return_dict=False)[0]
 
@@ -88,7 +93,13 @@ class Denoiser(nn.Module):
 
 
 @torch.no_grad()
-def export(module: nn.Module, file: Path, form: str, batch: int | None = None, metadata: dict | None = None) -> Run:
+def export(
+    module: nn.Module,
+    file: Path,
+    form: str,
+    batch: int | None = None,
+    metadata: dict | None = None,
+) -> Run:
     """Write a module on the CPU, for any batch or one size; return a runner of the file.
 
     `metadata` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
@@ -169,7 +180,14 @@ def heads_text(model: nn.Module, heads: int, computed: int) -> str:
 
 
 @torch.no_grad()
-def write(module: nn.Module, output: Path, form: str, batch: int | None, metadata: dict, cases: list[list]) -> None:
+def write(
+    module: nn.Module,
+    output: Path,
+    form: str,
+    batch: int | None,
+    metadata: dict,
+    cases: list[list],
+) -> None:
     """Write a module to `output` if the file gives the outputs of one list in `cases`."""
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name

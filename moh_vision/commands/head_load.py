@@ -52,7 +52,13 @@ def figure(options) -> Drawn:
     return Drawn(drawn.figure, numbers, f": {options.kind} by {numbers['by']}")
 
 
-def draw(load: HeadLoad, kind: str, by=None, names: Sequence[str] | None = None, layer: int | None = None) -> Drawn:
+def draw(
+    load: HeadLoad,
+    kind: str,
+    by=None,
+    names: Sequence[str] | None = None,
+    layer: int | None = None,
+) -> Drawn:
     """Draw a kind of figure; for None, --help names the default."""
     by = by or next(iter(load.groups))
     if by not in load.groups:

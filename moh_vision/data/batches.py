@@ -72,7 +72,12 @@ class LabelledImages(Dataset):
                 bad.append((number, str(error)))
                 continue
             self._seed(position)
-            return dict(images=self.transform(image), labels=self.source.labels[number], position=position, bad=bad)
+            return dict(
+                images=self.transform(image),
+                labels=self.source.labels[number],
+                position=position,
+                bad=bad,
+            )
         return dict(position=position, bad=bad)
 
     def read(self, number: int):
@@ -184,7 +189,12 @@ def evenly_spread(total: int, count: int) -> list[list[int]]:
     return [[i * total // count for i in range(start, min(start + 64, count))] for start in range(0, count, 64)]
 
 
-def calibration_halves(dataset: LabelledImages, count: int, workers: int, bad: BadSamples) -> tuple[list[dict], ...]:
+def calibration_halves(
+    dataset: LabelledImages,
+    count: int,
+    workers: int,
+    bad: BadSamples,
+) -> tuple[list[dict], ...]:
     """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
     total = len(dataset.source)
     if 2 * count > total:

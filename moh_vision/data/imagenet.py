@@ -101,7 +101,12 @@ def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
     return {**numbers, **{name: [number] for name, number in labels.items()}}
 
 
-def classification_transforms(data, pretrained_cfg: dict, img_size: int, channels: int) -> tuple[Callable, Callable]:
+def classification_transforms(
+    data,
+    pretrained_cfg: dict,
+    img_size: int,
+    channels: int,
+) -> tuple[Callable, Callable]:
     """Return the transforms for training and for validation, of a `ClsDataConfig` and a model's pretrained_cfg."""
     normal = dict(mean=pretrained_cfg["mean"][:channels], std=pretrained_cfg["std"][:channels])
     if data.augment == "imagenet":

@@ -60,7 +60,13 @@ def entries_for(path: Path, record: dict, shards: list[Path]) -> dict[str, dict]
     return entries
 
 
-def refuse_difference(shard: object, size: int, samples: int, entry: dict, record: Path) -> None:
+def refuse_difference(
+    shard: object,
+    size: int,
+    samples: int,
+    entry: dict,
+    record: Path,
+) -> None:
     """Raise ValueError, naming a shard, unless it has the bytes and samples that the record says."""
     if (size, samples) != (entry["bytes"], entry["samples"]):
         raise ValueError(

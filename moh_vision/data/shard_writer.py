@@ -38,7 +38,13 @@ class BadLimit(NamedTuple):
             )
 
 
-def plan_shards(split: str, ending: str, names: Iterable[str], most: int, seed: int) -> dict[str, list[int]]:
+def plan_shards(
+    split: str,
+    ending: str,
+    names: Iterable[str],
+    most: int,
+    seed: int,
+) -> dict[str, list[int]]:
     """Spread shuffled samples, given by name, evenly over shards of at most `most`; return shard -> sample numbers."""
     # Sorted by a hash of the name: a shuffle that no library's next version changes.
     hashes = [hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest() for name in names]
