@@ -19,7 +19,7 @@ from moh_vision.engine.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
-from moh_vision.models.weights import FETCHING, check_name, create, described_by, init_from, near_model, taken_for
+from moh_vision.models.weights import check_name, create, described_by, init_from, near_model, refuse_fetch, taken_for
 
 OPTIONS = [name for name in inspect.signature(convert).parameters if name not in ("model", "calibrate", "group")]
 
@@ -96,11 +96,7 @@ def of_source(source: str, kind: str) -> tuple[str, dict, dict]:
         writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
         instead = f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
         raise ValueError(f"a file of weights does not say of which model it is; {instead}")
-    name, arguments, cfg = _classifier(source) if kind == "classifier" else _diffusion(local)
-    for key in FETCHING:
-        if key in arguments:
-            raise ValueError(f"{key} in its config.json would read other weights than its own")
-    return name, arguments, cfg
+    return _classifier(source) if kind == "classifier" else _diffusion(local)
 
 
 def _classifier(source: str) -> tuple[str, dict, dict]:
@@ -110,6 +106,7 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
     if place is not None:
         read = load_model_config_from_path if place == "local-dir" else load_model_config_from_hf
         cfg, name, arguments = read(name)
+        refuse_fetch(arguments, "its config.json")
         side, *others = to_2tuple(arguments.get("img_size"))
         if side not in others:
             raise ValueError(f"its images are of {arguments['img_size']}, expected a square")
@@ -153,4 +150,5 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
     )
     sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
     arguments = {names.get(k, k): v for k, v in settings.items() if k[0] != "_" and k not in sizes}
+    refuse_fetch(arguments, "its config.json")
     return "dit_small_patch2", arguments, {}

@@ -125,9 +125,7 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
     actual = "text" if "vocabularies" in metadata else image_models().get(name, kind)
     if kind not in (None, actual):
         raise ValueError(f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}")
-    for key in FETCHING:
-        if key in arguments:
-            raise ValueError(f"{file}: {key} in its metadata would read other weights than its own")
+    refuse_fetch(arguments, f"the metadata of {file}")
     most = max((tensor.numel() for tensor in state.values()), default=0)
     for key, number in _numbers(arguments):
         # Anyone can write metadata: it must not decide how much memory is taken.
@@ -147,6 +145,13 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
         reason = f"{name} cannot be made of the arguments in its metadata ({reason_of(error)})"
         raise ValueError(f"{file}: {reason}") from None
     return state, metadata
+
+
+def refuse_fetch(arguments: dict, where: str) -> None:
+    """Refuse arguments, found in `where`, by which timm would read other weights."""
+    for key in FETCHING:
+        if key in arguments:
+            raise ValueError(f"{key} in {where} would read other weights than its own")
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:

@@ -119,7 +119,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     opened = open_run(folder / "vit")
     assert opened.metadata["architecture"] == "vit_tiny_patch16_224" and opened.model.pretrained_cfg["crop_pct"] == 0.6
     config = json.loads((folder / "vit" / "config.json").read_text())
-    config |= dict(architecture="moh_vit_tiny_patch16_224", model_args=dict(checkpoint_path="elsewhere.pt"))
+    config |= dict(architecture="vit_tiny_patch16_224", model_args=dict(checkpoint_path="elsewhere.pt"))
     damaged = {json.dumps(config): "checkpoint_path", '{"model_type": "llama"}': "no 'architecture'", "{": "Expecting"}
     for text, words in damaged.items():
         (folder / "empty" / "config.json").write_text(text)

@@ -124,7 +124,7 @@ def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
     for layer in model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True).past_key_values.layers:
         own, kept = layer.self_attention, layer.cross_attention
-        assert [t[:, :, :5].shape for t in (own._keys, own._values)] == [(2, 1, 5, 6)] * 2
+        assert [t[:, :, :5].shape for t in (own.keys, own.values)] == [(2, 1, 5, 6)] * 2
         assert kept.keys.shape == kept.values.shape == (2, 1, 7, 6)
 
 
