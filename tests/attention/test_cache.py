@@ -217,6 +217,8 @@ def test_mae_by_context_reads_the_unpadded_context_and_no_query(training):
     other = context.clone()
     other[:, 0] += 1
     assert (probs(x, other) - before).abs().max() > 1e-4
+    compiled = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
+    assert_near(compiled(x, context, context_padding=padding)[0], layer(x, context, context_padding=padding)[0])
 
 
 test_bad_route_by = each_refused(
