@@ -61,19 +61,6 @@ def posterior(x0, xt, t):
     return mean, (beta * (1 - before) / (1 - a)).sqrt()
 
 
-@pytest.mark.parametrize("t", [1, 10, 500, 999])
-def test_posterior_is_bayes_rule(t):
-    """q(x_{t-1} | x_t, x_0) as the normalised product of two Gaussians in x_{t-1}."""
-    x0, xt = torch.tensor([0.3, -0.7], dtype=torch.float64).view(2, 1, 1, 1, 1)
-    # q(x_t | x_{t-1}) seen as a Gaussian in x_{t-1}, and q(x_{t-1} | x_0)
-    mean1, var1 = xt / math.sqrt(1 - BETA[t]), BETA[t] / (1 - BETA[t])
-    mean2, var2 = math.sqrt(ALPHA_BAR[t - 1]) * x0, 1 - ALPHA_BAR[t - 1]
-    var = 1 / (1 / var1 + 1 / var2)
-    mean, std = posterior(x0, xt, torch.tensor([t]))
-    torch.testing.assert_close(mean, var * (mean1 / var1 + mean2 / var2))
-    torch.testing.assert_close(std.square().squeeze(), var)
-
-
 def bound(output, x0, xt, t):
     """L_t in bits per dimension, for one t, with torch.distributions."""
     eps, v = output[:, :3], (output[:, 3:] + 1) / 2
