@@ -197,6 +197,9 @@ MEAN = raw_npy((4,), data=bytes(32))
 @pytest.mark.parametrize("words, arrays", [
     (r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
     (r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
+    (r"arr_0 is float32 \[4, 8, 8, 3\]; expected uint8", dict(arr_0=raw_npy((4, 8, 8, 3), "<f4"))),
+    (r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height", dict(arr_0=raw_npy((4, 3, 8, 8), "|u1"))),
+    ("holds no arr_0, only images", dict(images=raw_npy((4, 8, 8, 3), "|u1"))),
     ("mu is damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
     ("mu is object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
     ("mu is not an array", dict(mu=b"hello", sigma=MEAN)),
