@@ -215,17 +215,20 @@ def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):
 
 
 def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
-    folder, drawn = runs[0], ["--grid", tmp_path / "never.png", "--checkpoint"]
-    error = refused(capsys, sample.main, *drawn, folder / "cls")
-    assert "is of a classifier model, moh_vit_tiny_patch16_224, of train_cls.py; give a run of train_dit.py" in error
-    error = refused(capsys, sample.main, *drawn, folder / "ditt")
-    assert f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?" in error
+    folder = runs[0]
     text = dict(architecture="mt_transformer_base", arguments={}, vocabularies=["a", "a"])
     export_weights(torch.nn.Linear(2, 2), tmp_path / "text" / "model.safetensors", text)
     for name in ("config.json", "config.yaml"):
         (tmp_path / "text" / name).write_text("{}")
-    error = refused(capsys, sample.main, *drawn, tmp_path / "text")
-    assert "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py" in error
+    for place, words in (
+        (
+            folder / "cls",
+            "is of a classifier model, moh_vit_tiny_patch16_224, of train_cls.py; give a run of train_dit",
+        ),
+        (folder / "ditt", f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?"),
+        (tmp_path / "text", "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py"),
+    ):
+        assert words in refused(capsys, sample.main, "--grid", tmp_path / "never.png", "--checkpoint", place)
 
 
 # ---------------------------------------------------------------- pictures and scores of a training

@@ -208,12 +208,6 @@ def test_a_thread_of_pixels_is_not_enlarged_to_gigabytes(size):
         assert spent.result in ([9, 8, 7], [3, 256, 256]) and spent.mib <= 200, spent
 
 
-def test_images_that_are_not_threads_are_cropped_as_ever():
-    image = gradient(320, 10)
-    whole = image.resize((512, 16), Image.Resampling.BICUBIC).crop((248, 0, 264, 16))
-    assert center_crop(image, 16).tobytes() == whole.tobytes()
-
-
 # ---------------------------------------------------------------- files that go away
 
 
