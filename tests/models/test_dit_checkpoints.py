@@ -147,7 +147,8 @@ def test_names_and_positions_are_official():
 def diffusers_dit(**sizes):
     """diffusers' DiT, whose blocks embed alike, as with the official weights."""
     torch.manual_seed(0)
-    model = DiTTransformer2DModel(num_attention_heads=4, attention_head_dim=8, sample_size=8, **sizes).eval()
+    sizes = dict(num_attention_heads=4, attention_head_dim=8, sample_size=8) | sizes
+    model = DiTTransformer2DModel(**sizes).eval()
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     emb = model.transformer_blocks[0].norm1.emb.state_dict()
