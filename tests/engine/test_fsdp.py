@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import moh_vision  # noqa: F401
 from moh_vision.classification import scores as scoring
 from moh_vision.classification.task import ClassificationTask
-from moh_vision.data.batches import image_transform
+from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.data.decode import UnreadableImage
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
@@ -54,8 +54,9 @@ def validate_sharded(rank):
             fully_shard(task.model.head, mesh=mesh)
         fully_shard(task, mesh=mesh)
         transform = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3)
+        images = LabelledImages(HalfUnreadable(), transform, 0, replace=False)
         for _ in range(2):
-            scores, load, predictions = scoring.validate(task, HalfUnreadable(), transform, data, accelerator)
+            scores, load, predictions = scoring.validate(task, images, data, accelerator, lambda batches, _: batches)
             assert (scores["images"], scores["unreadable"]) == (6, 6) and load.sums[:, -1].sum() == 6 * 17
             assert predictions[:, 0].tolist() == sorted(set(predictions[:, 0].tolist())) and len(predictions) == 6
             assert set(predictions[:, 1].tolist()) == {0, 1, 2, 3, 4}
