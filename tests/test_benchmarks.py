@@ -22,7 +22,7 @@ GPU = "--device cpu --quick --seed 0 --compile-seconds 0 --parts 'layer vit_base
 BENCHMARKS = {
     "attention": (MOA, "--threads 1 --path torch --shapes vit_small one_image 8K64E256D mae_f_step"),
     "models": (
-        dict(STEPS=2, GUIDED_STEPS=1, SIZES=SIZES),
+        dict(STEPS=2, GUIDED_STEPS=1, SHARES=(0.75,), SIZES=SIZES),
         "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted",
     ),
     "checkpoint": ({}, "--rounds 2 --depth 1 --folder ."),

@@ -217,6 +217,8 @@ def test_mae_by_context_reads_the_unpadded_context_and_no_query(training):
     other = context.clone()
     other[:, 0] += 1
     assert (probs(x, other) - before).abs().max() > 1e-4
+    compiled = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
+    assert_near(compiled(x, context, context_padding=padding)[0], layer(x, context, context_padding=padding)[0])
 
 
 test_bad_route_by = each_refused(
@@ -229,21 +231,14 @@ test_bad_route_by = each_refused(
 )
 
 
-@pytest.mark.parametrize("kind", [KeyValueCache, ContextCache])
-def test_a_cache_is_refused_where_routing_needs_all_tokens(kind):
-    x = tokens()
-    for options, words in (
-        (ROUTERS["mae"], "cannot be routed by all of them together .router MAERouter, scope 'token'"),
-        (dict(ROUTERS["moh"], scope="sample"), "all of them together .router MoHRouter, scope 'sample'"),
-    ):
-        refuse(words, build(**options), x, x if kind is ContextCache else None, cache=kind())
-
-
 def test_bad_calls():
     x, (context, padding) = tokens(), context_and_padding()
     moh, mae, cache, contexts = build(**SELF["moh"]), build(**BY_CONTEXT), KeyValueCache(), ContextCache()
     moh(x[:, :3], cache=cache), moh(x, context, cache=contexts)
+    of_all = "cannot be routed by all of them together .router"
     for layer, call, words in (
+        (build(**ROUTERS["mae"]), dict(cache=KeyValueCache()), f"{of_all} MAERouter, scope 'token'"),
+        (build(scope="sample", **SELF["moh"]), dict(context=x, cache=ContextCache()), f"{of_all} MoHRouter, scope 's"),
         (mae, dict(), "route_by 'context' and context_padding are for cross-attention: give a context"),
         (moh, dict(context_padding=padding), "are for cross-attention: give a context"),
         (moh, dict(context=context, context_padding=padding[:, :3]), "context_padding has 3 columns, not 7"),

@@ -24,6 +24,8 @@ def test_is_equation_7_scaled_by_the_candidates_and_averaged_over_routed_layers(
     torch.testing.assert_close(load_balance_loss(stats), sum(losses) / 2)
     only_dense = load_balance_loss(stats[1:2])
     assert only_dense.item() == 0 and not only_dense.requires_grad
+    balanced = [MoARouter(16, HeadBudget(8, 4, 0, 3))(x).stats]  # a new one is uniform
+    assert (load_balance_loss(balanced).item(), moa_balance_loss(balanced).item()) == pytest.approx((3, 1))
 
 
 @pytest.mark.parametrize("loss", [load_balance_loss, moa_balance_loss])

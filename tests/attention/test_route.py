@@ -94,7 +94,7 @@ def compare(backend, x, weight, name, padding=None, tolerance=1e-5, through=TOGE
         exact = torch.autograd.grad(losses[1], (x2, weight2), retain_graph=True)
         for got, expected, like in zip(grads, exact, (x, weight), strict=True):
             assert got.dtype == like.dtype and got.shape == like.shape
-            near(got, expected, atol=tolerance * expected.abs().max().item())
+            near(got, expected, atol=tolerance * (expected.abs().max().item() if expected.numel() else 0))
 
 
 @on_every
@@ -105,7 +105,7 @@ def test_every_router(backend, name, padded):
     compare(backend, *make(backend, name), name, padding, through=SEPARATE + TOGETHER)
 
 
-SHAPES = [(1, 1, 8), (1, 5, 16), (5, 1, 16), (3, 32, 33), (3, 48, 33), (2, 49, 64), (1, 65, 64), (5, 97, 7)]
+SHAPES = [(2, 0, 8), (1, 1, 8), (1, 5, 16), (5, 1, 16), (3, 32, 33), (3, 48, 33), (2, 49, 64), (1, 65, 64), (3, 97, 7)]
 
 
 @on_every
@@ -198,7 +198,7 @@ def test_small_gates_are_zero(backend):
     torch.testing.assert_close(gates, oracle(x, weight, "released").weights)
 
 
-LISTS = [(1, 1, 1), (3, 17, 5), (2, 40, 70), (1, 64, 16), (2, 33, 3), (0, 4, 3), (2, 0, 3), (5, 1500, 12)]
+LISTS = [(1, 1, 1), (3, 17, 5), (2, 40, 70), (1, 64, 16), (2, 33, 3), (0, 4, 3), (2, 0, 3), (3, 500, 12)]
 
 
 @on_every

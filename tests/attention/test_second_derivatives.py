@@ -53,12 +53,13 @@ def test_the_reference_against_differences(router, scope):
     """gradgradcheck; the other routers stop gradients on purpose, which differences do not see."""
     layer = build(dtype=torch.float64, scope=scope, executor="reference", **LAYERS[router]).eval()
     x = torch.randn(1, 3, C, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), atol=1e-4)
+    assert torch.autograd.gradgradcheck(lambda x: layer(x)[0], (x,), atol=1e-4, fast_mode=True)
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("how", ["plain", "causal", "mask", "longer list"])
+@pytest.mark.parametrize(
+    "how, loss", [("plain", "sum"), ("causal", "squares"), ("mask", "sum"), ("longer list", "squares")]
+)
 def test_triton_equals_the_reference(how, loss, path):
     """A list of pairs is longer than what runs where sequences choose."""
     scope = "sample" if how == "longer list" else "token"

@@ -5,7 +5,7 @@ import timm
 import torch
 from pictures import write_folder
 from refusals import refused
-from small_runs import arguments, logged, outcome, results
+from small_runs import arguments, logged, results, whole_and_resumed
 from timm.task import LogitDistillationTask
 
 from moh_vision.classification import train as train_cls
@@ -61,11 +61,7 @@ def test_the_loss_and_its_gradient_are_timms(tmp_path):
 def test_a_run_learns_what_the_teacher_says_and_goes_on_to_the_bit(grey, tmp_path):
     """Without labels the student leans to the class that its teacher leans to."""
     learn = f"--distill.teacher {grey} --distill.task_loss_weight 0 --distill.temperature 2 --mix.cutmix 1 --optim.warmup_steps 0 --optim.schedule constant".split()
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_cls.main(arguments("cls", whole, 9, 5, *learn))
-    train_cls.main(arguments("cls", parts, 5, 5, *learn))
-    train_cls.main(arguments("cls", parts, 9, 5, *learn))
-    assert outcome(whole) == outcome(parts)
+    whole, _ = whole_and_resumed("cls", tmp_path, [5, 9], *learn)
     lines = logged(whole)
     assert [top1 == 100 for _, top1 in results(whole)["top1_by_class"]] == [c == 3 for c in range(10)]
     assert lines[-1]["kd_loss"] < 0.8 * lines[0]["kd_loss"] and all(len(line["head_usage"]) == 2 for line in lines)

@@ -206,16 +206,6 @@ def test_channels_last_changes_nothing_but_the_layout(tmp_path):
     assert one == pytest.approx(two, abs=1e-4)
 
 
-@pytest.mark.slow
-def test_compiled_training_learns_the_same(tmp_path):
-    root = write_folder(tmp_path / "d", train=16)
-    one, two = (
-        [e["loss"] for e in train(root, tmp_path / name, "--max-steps", "4", *RECIPE, *more) if "loss" in e]
-        for name, more in (("a", []), ("b", ["--compile"]))
-    )
-    assert one == pytest.approx(two, abs=1e-3)
-
-
 def test_head_loads_that_cannot_be_written_cost_neither_the_run_nor_its_results(tmp_path, capsys, monkeypatch):
     def fail(*_):
         assert (tmp_path / "run" / "results.json").exists()

@@ -9,7 +9,7 @@ import pytest
 import refusals
 import torch
 from refusals import one_line, refuse
-from small_runs import arguments, logged, same
+from small_runs import arguments, logged, whole_and_resumed
 from test_pipeline import draw, transformer
 from test_sample import call, refused, run_of
 from torch.utils.data import default_collate
@@ -228,12 +228,9 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
 
     flow = "--objective flow --flow.timesteps logit-normal --flow.shift 1.5 --flow.predict x --model.patch_bottleneck 3"
     flow = flow.split()
-    whole = run("whole", 2, *flow, "--preview.every", "2", "--preview.steps", "2", "--preview.images", "10")
-    assert (whole / "previews" / "step_2.png").exists()
-    run("parts", 1, *flow)
-    run("parts", 2, *flow)
-    for name in ("model.safetensors", "ema.safetensors"):
-        assert same(whole / name, tmp_path / "parts" / name)
+    previews = "--preview.every 2 --preview.steps 2 --preview.images 10".split()
+    whole, resumed = whole_and_resumed("dit", tmp_path, [1, 2], *flow, *previews)
+    assert (whole / "previews" / "step_2.png").exists() and (resumed / "previews" / "step_2.png").exists()
     assert all("vb" not in line and line["mse"] > 0 for line in logged(whole))
     opened = open_run(whole)
     model = opened.model.config

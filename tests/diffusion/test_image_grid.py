@@ -1,20 +1,8 @@
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from moh_vision.diffusion.image_grid import _in_lines, draw_image_grid, image_grid
-
-
-def test_grid_places_images_row_by_row(tmp_path):
-    images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
-    images[2] = 255  # second row, first column
-    draw_image_grid(images, 2, str(tmp_path / "sub" / "grid.png"))
-    pixels = np.asarray(Image.open(tmp_path / "sub" / "grid.png"))
-    assert pixels.shape == (102, 102)
-    assert (pixels[52:100, 2:50] == 255).all() and not pixels[2:50, 2:50].any() and not pixels[52:100, 52:100].any()
-    draw_image_grid(torch.zeros(3, 3, 64, 64, dtype=torch.uint8), 2, str(tmp_path / "rgb.png"))
-    assert Image.open(tmp_path / "rgb.png").size == (134, 134)
+from moh_vision.diffusion.image_grid import _in_lines, image_grid
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -34,6 +22,7 @@ def test_names_of_a_grid_are_whole(side):
     long, images = "polecat, fitch, foulmart, foumart, " * 4, torch.zeros(3, 1, side, side, dtype=torch.uint8)
     grid = np.asarray(image_grid(images, 1, names=["", long, ""]))
     height, margin = (grid.shape[0] - 2) // 3, grid.shape[1] - (grid.shape[0] - 2) // 3
+    assert height == {8: 48, 40: 40, 64: 64}[side] + 2  # small ones are enlarged
     ink = (grid[:, :margin] < 128).any(1)
     assert ink[height : 2 * height].any() and not ink[:height].any() and not ink[2 * height :].any()
     ours, most = _in_lines(["ab", long, "x" * 90], 3)[1], 3

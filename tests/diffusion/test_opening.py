@@ -8,8 +8,8 @@ import refusals
 import timm
 import torch
 from diffusers import DDIMScheduler, DiTPipeline
-from diffusers.models import DiTTransformer2DModel
 from safetensors.torch import load_file
+from test_dit_checkpoints import diffusers_dit
 from test_sample import by_pipeline
 from tiny_vae import save_tiny_vae, tiny_vae
 
@@ -95,12 +95,8 @@ def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsy
 
 def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
     """A file for images of 512 pixels, and the same weights as a folder of diffusers' transformer: the same images."""
-    torch.manual_seed(4)
-    theirs = DiTTransformer2DModel(num_attention_heads=6, attention_head_dim=64, num_layers=12, sample_size=64,
-                                   patch_size=8, out_channels=8, num_embeds_ada_norm=5)  # fmt: skip
-    emb = theirs.transformer_blocks[0].norm1.emb.state_dict()
-    for block in theirs.transformer_blocks:
-        block.norm1.emb.load_state_dict(emb)
+    sizes = dict(num_layers=12, sample_size=64, patch_size=8, out_channels=8, num_embeds_ada_norm=5)
+    theirs = diffusers_dit(num_attention_heads=6, attention_head_dim=64, **sizes)
     folder, vae, name = tmp_path / "transformer", tmp_path / "vae", "dit_small_patch8"
     theirs.save_pretrained(folder)
     save_tiny_vae(vae, seed=5)
@@ -122,14 +118,8 @@ def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
     """Loaded and drawn from, it gives the images of diffusers' pipeline; sample.py those of ours with its noise."""
-    torch.manual_seed(3)
-    theirs = DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=4, out_channels=8, num_layers=2, sample_size=4,
-        norm_num_groups=4,
-    ).eval()  # fmt: skip
-    for p in theirs.parameters():
-        torch.nn.init.normal_(p, std=0.1)
-    theirs.transformer_blocks[1].norm1.emb.load_state_dict(theirs.transformer_blocks[0].norm1.emb.state_dict())
+    sizes = dict(in_channels=4, out_channels=8, num_layers=2, sample_size=4, norm_num_groups=4)
+    theirs = diffusers_dit(num_attention_heads=2, **sizes)
     other = DiTPipeline(theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False))
     other.save_pretrained(folder := tmp_path / "dit")
     index = folder / "model_index.json"  # published ones have names in it

@@ -5,7 +5,7 @@ import timm
 import torch
 from refusals import refuse, refused
 from safetensors.torch import load_file
-from small_runs import arguments, logged, outcome
+from small_runs import arguments, logged, whole_and_resumed
 from torch.nn import functional as F
 
 from moh_vision.diffusion import train as train_dit
@@ -85,18 +85,15 @@ def test_the_teacher_sees_images_of_the_size_that_its_patches_need(teacher):
 
 def test_a_run_goes_on_to_the_bit_and_its_weights_are_the_models(teacher, tmp_path):
     learn = ["--repa.teacher", teacher, "--repa.block", 2, "--optim.schedule", "constant", "--optim.warmup_steps", 0]
-    whole, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
-    train_dit.main(arguments("dit", whole, 6, 3, *learn))
-    train_dit.main(arguments("dit", parts, 3, 3, *learn))
-    train_dit.main(arguments("dit", parts, 6, 3, *learn))
-    assert outcome(whole) == outcome(parts)
+    whole, resumed = whole_and_resumed("dit", tmp_path, [3, 6], *learn)
+    plain = tmp_path / "plain"
     train_dit.main(arguments("dit", plain, 1, 1))
     lines = logged(whole)
     assert lines[0]["mse"] == logged(plain)[0]["mse"]  # draws and first weights are as without a teacher
     assert 0 < lines[-1]["repa_loss"] < lines[0]["repa_loss"] < 2
     weights = load_file(whole / "model.safetensors").keys()
     assert weights == load_file(whole / "ema.safetensors").keys() == load_file(plain / "model.safetensors").keys()
-    states = [load_file(whole / f"checkpoints/step_{step}/beside.safetensors") for step in (3, 6)]
+    states = [load_file(resumed / f"checkpoints/step_{step}/beside.safetensors") for step in (3, 6)]
     projector = states[0].keys()
     assert projector == {f"alignment.projector.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")}
     assert not any(torch.equal(states[0][name], states[1][name]) for name in projector)

@@ -1,13 +1,11 @@
-"""Commands that run a model on a CPU build the C++ operators themselves; a library says how."""
+"""Commands that run a model on a CPU build the C++ operators themselves."""
 
 import contextlib
 import functools
-import logging
 import os
 from pathlib import Path
 
 import pytest
-import torch
 from processes import Command
 from small_runs import arguments
 
@@ -83,19 +81,3 @@ def test_a_failure_is_not_tried_again(environment, tmp_path):
         (said,) = answers(environment, tmp_path, 1)
     assert said.count("building the C++ operators") == 1 and said.count("torch\n") == 2
     assert said.count("the C++ operators are not built: ") == 1 and "x.cpp:1: error: no" in said
-
-
-def test_a_library_says_once_how(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path))
-    monkeypatch.delenv("MOH_VISION_BUILD")
-    monkeypatch.delenv("MOH_VISION_KERNELS", raising=False)
-    monkeypatch.setattr(building, "_loaded", False)
-    monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
-    from moh_vision.attention import HeadBudget, HeadMixtureAttention
-
-    layer = HeadMixtureAttention(64, HeadBudget(4, 16, 1, 1))
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            layer(torch.randn(1, 9, 64))
-    (line,) = [r.getMessage() for r in caplog.records]
-    assert "`python -m moh_vision.attention.kernels` builds C++ operators" in line

@@ -23,6 +23,7 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.commands import Progress
 from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, open_tracker, write_json
 
 
@@ -57,6 +58,15 @@ def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkey
     log.close()
     left = [line.partition(" MiB, 0:00:0")[2] for line in capsys.readouterr().out.splitlines()]
     assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
+
+
+def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(capsys, monkeypatch):
+    now = [0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with Progress("work", 100, "step") as progress:
+        for now[0] in range(1, 72):
+            progress.add()
+    assert capsys.readouterr().out == "work: 10 of 100 steps, 01:30 left\nwork: 70 of 100 steps, 00:30 left\n"
 
 
 # ---------------------------------------------------------------- a tracker

@@ -4,17 +4,16 @@ import contextlib
 import io
 import json
 import math
-import os
+import runpy
 import shlex
-import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT
-from pictures import write_folder
 from PIL import Image
 from refusals import refused
 from small_runs import arguments, entries, logged, results, same, script
@@ -42,15 +41,14 @@ def train(kind, output, steps, *more):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A folder with a run of each script, and what they printed; the first is started as a user does."""
-    folder = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "train_cls.py", *arguments("cls", folder / "cls", STEPS, 4)]
-    how = dict(cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true"), timeout=300)
-    cls = subprocess.run(command, **how, capture_output=True, text=True)
-    assert cls.returncode == 0, cls.stderr
-    with contextlib.redirect_stdout(io.StringIO()) as dit:
-        train("dit", folder / "dit", STEPS)
-    return folder, dict(cls=cls.stdout, dit=dit.getvalue())
+    """A folder with a run of each script, and what they printed."""
+    folder, printed = tmp_path_factory.mktemp("runs"), {}
+    for kind in ("cls", "dit"):
+        argv = [f"train_{kind}.py", *arguments(kind, folder / kind, STEPS, 4)]
+        with contextlib.redirect_stdout(io.StringIO()) as out, mock.patch.object(sys, "argv", argv):
+            runpy.run_path(str(ROOT / argv[0]), run_name="__main__")
+        printed[kind] = out.getvalue()
+    return folder, printed
 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
@@ -117,10 +115,8 @@ def test_a_changed_configuration_is_refused(runs, capsys):
     ("cls", "--model.name dit_small_patch2 --model.head_budget null", "is a diffusion model, a classifier model is needed, did you mean moh_vit_"),
     ("cls", "--model.kwargs '{headz: 3}'", "headz"),
     ("cls", "--optim.batch_size 7 --optim.accumulation 2", "batch_size 7 is not a multiple of accumulation 2"),
-    ("cls", "--init-from moh_vit", "init_from moh_vit: No pretrained weights"),
     ("cls", "--init-from /no/where", "init_from /no/where: neither a run"),
     ("dit", "--model.name DiT-S/2", "is not a registered model, did you mean dit_small_patch2?"),
-    ("dit", "--model.name moh_vit_tiny_patch16_224", "is a classifier model, a diffusion model is needed, did you mean"),
     ("dit", "--preview.every 5 --preview.steps 600", "preview.steps 600: the steps of DDIMScheduler would begin at"),
     ("dit", "--preview.every 5 --preview.classes 12", "preview.classes 12: no such class; there are 10"),
 ])  # fmt: skip
@@ -128,12 +124,6 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, capsys, kind, 
     common = ["--config", f"quickstart/{kind}", "--output", tmp_path / "run"]
     assert words in refused(capsys, script(kind).main, *common, *shlex.split(argv))
     assert not list(tmp_path.iterdir())
-
-
-def test_images_of_any_size_need_one(tmp_path, capsys):
-    root = write_folder(tmp_path / "images")
-    common = ["--config", "quickstart/dit", "--output", tmp_path / "run"]
-    assert f"data.img_size is needed for {root}" in refused(capsys, script("dit").main, *common, "--data.root", root)
 
 
 # ---------------------------------------------------------------- dry runs and weights to start from
@@ -169,6 +159,15 @@ def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, caps
     (empty / "ema.safetensors").unlink()
     error = refused(capsys, sample.main, "--checkpoint", empty, "--grid", tmp_path / "never.png")
     assert f"{empty} holds no ema.safetensors or model.safetensors; a run writes them at its checkpoints" in error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, more", [("cls", "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1"), ("dit", "")])
+def test_compiled_training_learns_the_same(tmp_path, kind, more):
+    for compiled in ("false", "true"):
+        train(kind, tmp_path / compiled, 6, "--compile", compiled, "--optim.warmup_steps", 0, *more.split())
+    one, two = ([e["loss"] for e in logged(tmp_path / compiled)] for compiled in ("false", "true"))
+    assert one == pytest.approx(two, abs=1e-3) and one[0] != one[-1]
 
 
 @pytest.mark.slow
@@ -216,17 +215,20 @@ def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):
 
 
 def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
-    folder, drawn = runs[0], ["--grid", tmp_path / "never.png", "--checkpoint"]
-    error = refused(capsys, sample.main, *drawn, folder / "cls")
-    assert "is of a classifier model, moh_vit_tiny_patch16_224, of train_cls.py; give a run of train_dit.py" in error
-    error = refused(capsys, sample.main, *drawn, folder / "ditt")
-    assert f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?" in error
+    folder = runs[0]
     text = dict(architecture="mt_transformer_base", arguments={}, vocabularies=["a", "a"])
     export_weights(torch.nn.Linear(2, 2), tmp_path / "text" / "model.safetensors", text)
     for name in ("config.json", "config.yaml"):
         (tmp_path / "text" / name).write_text("{}")
-    error = refused(capsys, sample.main, *drawn, tmp_path / "text")
-    assert "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py" in error
+    for place, words in (
+        (
+            folder / "cls",
+            "is of a classifier model, moh_vit_tiny_patch16_224, of train_cls.py; give a run of train_dit",
+        ),
+        (folder / "ditt", f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?"),
+        (tmp_path / "text", "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py"),
+    ):
+        assert words in refused(capsys, sample.main, "--grid", tmp_path / "never.png", "--checkpoint", place)
 
 
 # ---------------------------------------------------------------- pictures and scores of a training

@@ -9,7 +9,7 @@ from reference_logs import CONFIGS, kept, lines_of
 from moh_vision.commands.curves import read_curves
 
 LOGS = sorted(CONFIGS.glob("*/*.jsonl"))
-STEPS = 21  # the logged steps 1, 11 and 21; all within the warm-up, so that max_steps changes no learning rate
+STEPS = 11  # the logged steps 1 and 11, within the warm-up, so that max_steps changes no learning rate
 TOLERANCE = 0.02  # relative: processors and thread counts round differently, and a head that wins by a bit may lose
 
 
@@ -29,7 +29,7 @@ def test_runs_begin_as_they_did(name, tmp_path):
     script = curves.train_cls if name.endswith("cls") else curves.train_dit
     short = f"--config {name} --output {tmp_path}/run --log_every 10 --max_steps {STEPS} --optim.schedule constant"
     script.main(short.split())
-    shipped, found = lines_of(CONFIGS / f"{name}.jsonl")[1:4], lines_of(tmp_path / "run" / "metrics.jsonl")[:3]
+    shipped, found = lines_of(CONFIGS / f"{name}.jsonl")[1:3], lines_of(tmp_path / "run" / "metrics.jsonl")[:2]
     for was, now in zip(shipped, found, strict=True):
         assert was["step"] == now["step"] and was["lr"] == pytest.approx(now["lr"])
         for key in ("loss", "balance_loss", "mse", "grad_norm"):

@@ -23,7 +23,6 @@ from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.io import write_tensors
 from moh_vision.models.pretrained import is_dense
-from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
 
@@ -81,14 +80,6 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     finally:
         (tmp_path / "moved").rename(source)
     assert len(resumed) == 3 and resumed == at_once
-
-
-def test_a_teacher_resizes_images_to_its_grid(vit):
-    teacher = Teacher("teacher", f"local-dir:{vit[0]}", [0.5] * 3, [0.5] * 3)
-    images = torch.rand(2, 3, 32, 32)
-    assert teacher.match_grid(2) == 32
-    fewer = torch.nn.functional.interpolate(images, (16, 16), mode="bicubic", antialias=True)
-    assert torch.equal(teacher.tokens(images), teacher.tokens(fewer)) and teacher.tokens(images).shape == (2, 4, 32)
 
 
 @pytest.mark.parametrize("names", [["cat", "dog"], ["dog", "cat"], ["cow", "hen"], None])

@@ -34,8 +34,13 @@ CONTRACT = {
 # The smallest of each family, and what makes them shallow.
 SMALLEST = {
     "moh_vit_tiny_patch16_224": dict(depth=4),
-    "transnext_micro": dict(depths=[1, 1, 3, 1]),
-    "moh_transnext_small_75": dict(depths=[1, 1, 3, 1], head_budget=[[3, 0], [6, 0], [3, 6], [4, 12]]),
+    "transnext_micro": dict(depths=[1, 1, 3, 1], embed_dims=[12, 24, 48, 96], num_heads=[1, 2, 4, 8]),
+    "moh_transnext_small_75": dict(
+        depths=[1, 1, 3, 1],
+        embed_dims=[12, 24, 48, 96],
+        num_heads=[1, 2, 4, 8],
+        head_budget=[[1, 0], [2, 0], [1, 2], [2, 4]],
+    ),
 }
 PRUNED = ("moh_vit_tiny_patch16_224", "transnext_micro")
 SOURCE = sorted(Path(sys.prefix).glob(f"timm-sdist/timm-{timm.__version__}.tar.gz"))

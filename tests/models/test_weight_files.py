@@ -108,8 +108,6 @@ def test_files_that_do_not_fit(tmp_path):
         assert str(caught.value).startswith(str(tmp_path / name))
     with one_line("1 tensors are missing .'final_layer.linear.bias'"):
         load("checkpoint_path", dit.CASES["moh"][0], tmp_path / "less.pt", **dit.MOH)
-    with pytest.raises(FileNotFoundError, match="gone.pth: no such file"):
-        moh_vision.load_checkpoint(vit, tmp_path / "gone.pth")
     assert small_runs.same(vit, before[0]) and small_runs.same(moh_dit, before[1])
 
 

@@ -28,10 +28,6 @@ def not_opened(root, words, kind=ValueError):
     refuse(words, open_source, str(root), "train", kind=kind)
 
 
-def not_converted(root, words, capsys):
-    assert convert(root, root.parent / "out") == 2 and words in capsys.readouterr().err
-
-
 def test_empty_folders(tmp_path, capsys):
     root = tmp_path / "data"
     root.mkdir()
@@ -41,7 +37,7 @@ def test_empty_folders(tmp_path, capsys):
     not_opened(root, f"^{root}/train holds no class folders")
     (root / "train" / "cat").mkdir()
     not_opened(root, f"{root}/train/cat: a class folder without images .*.jpg")
-    not_converted(root, f"{root}/train/cat: a class folder without images (.jpg", capsys)
+    assert convert(root, tmp_path / "out") == 2 and "a class folder without images (.jpg" in capsys.readouterr().err
     root = write_folder(tmp_path / "one")
     for file in (root / "train" / "dog").iterdir():
         file.unlink()
@@ -56,16 +52,15 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
     folder, shards = write_folder(tmp_path / "folder"), write_shards(tmp_path / "shards")
     os.mkfifo(folder / "train" / "cat" / "9.png")
     os.mkfifo(shards / "train-000009.tar")
-    not_converted(folder, "train/cat/9.png: not a file but a pipe", capsys)
+    assert convert(folder, tmp_path / "out") == 2 and "cat/9.png: not a file but a pipe" in capsys.readouterr().err
     not_opened(folder, "9.png: not a file")
     not_opened(shards, "9.tar: not a file")
 
 
-def test_a_link_to_a_folder_above_is_named(tmp_path, capsys):
+def test_a_link_to_a_folder_above_is_named(tmp_path):
     root = write_folder(tmp_path / "data")
     os.symlink(root / "train" / "cat", root / "train" / "cat" / "again")
     not_opened(root, "cat/again: a link to a folder above it")
-    not_converted(root, "cat/again: a link to a folder above it", capsys)
 
 
 def test_links_are_followed_and_a_dangling_one_is_a_bad_image(tmp_path):

@@ -179,7 +179,6 @@ LINKS = {
     "hard link": info("1.png", 0, tarfile.LNKTYPE, "../../secret.png"),
     "link to a sample": info("1.png", 0, tarfile.LNKTYPE, "0.png"),
     "character device": info("1.png", 0, tarfile.CHRTYPE),
-    "block device": info("1.png", 0, tarfile.BLKTYPE),
     "pipe": info("1.png", 0, tarfile.FIFOTYPE),
     "folder": info("1.png", 0, tarfile.DIRTYPE),
 }
@@ -230,14 +229,12 @@ REFUSED = {
     **{f"{name} twice": (sample(("0.cls", b"0"), (name, b"1")), TWICE.format(name)) for name in ("0.png", "0.jpg", "0.cls")},
     "a label below 0": labelled(b"-1", "'-1', expected a class number of 0 to 999999"),
     "a fraction": labelled(b"3.0", "'3.0', expected a class number"),
-    "a text": labelled(b"cat", "'cat', expected a class number"),
     "no label": labelled(b"", "'', expected a class number"),
     "bytes": labelled(b"\xff\xfe", "expected a class number"),
     "a digit for Python": labelled("\u0663".encode(), "expected a class number"),
     "a tag": labelled(b"!!python/object:os.system", "expected a class number"),
     "a million": labelled(b"1000000", "'1000000', expected a class number of 0 to 999999"),
     "32 digits": labelled(b"9" * 32, "'9{32}', expected a class number of 0 to"),
-    "99 digits": labelled(b"9" * 99, "'9{32}', expected a class number of 0 to"),
 }  # fmt: skip
 
 
@@ -305,11 +302,9 @@ CHANGES = {
     "size": (changed(1, 1, 2**62), "samples outside"),
     "sum": (lambda t: changed(1, 1, 3)(changed(1, 0, 2**62)(t)), "samples outside"),
     "label": (changed(1, 2, -2), "or labels outside of -1 to 999999"),
-    "large label": (changed(1, 2, 10**9), "or labels outside of -1 to 999999"),
     "another version": (changed(0, 0, 1), "of another version"),
     "kind": (lambda t: t.astype(np.float32), "of another version"),
     "missing": (lambda t: t[:, :2], "of another version"),
-    "flat": (lambda t: t.ravel(), "of another version"),
     "empty": (lambda t: t[:0], "that can be read"),
     "objects": (lambda t: np.array([{}], object), "that can be read"),
     "no file of numpy": (lambda t: b"PK\3\4" + bytes(40), "that can be read"),

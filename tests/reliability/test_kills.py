@@ -132,7 +132,7 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_a_kill_and_a_signal(start, tmp_path, kind):
-    disturbed(start, tmp_path, kind, [signal.SIGKILL, signal.SIGTERM], ahead=15, save_every=7)
+    disturbed(start, tmp_path, kind, [signal.SIGKILL, signal.SIGTERM], ahead=10, save_every=5)
 
 
 @pytest.mark.reliability

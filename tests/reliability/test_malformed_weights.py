@@ -56,9 +56,7 @@ def edited(state, header) -> bytes:
 
 STATES = {
     "a length of 2**62": lambda s: struct.pack("<Q", 2**62) + save(s)[8:],
-    "a length beyond the end": lambda s: struct.pack("<Q", len(save(s)) * 2) + save(s)[8:],
     "nothing": lambda s: b"",
-    "a length alone": lambda s: struct.pack("<Q", 8),
     "no JSON": lambda s: struct.pack("<Q", 8) + b"{{{{{{{{" + save(s)[8:],
     "deep JSON": lambda s: struct.pack("<Q", 10**6) + b"[" * 10**6,
     "overlapping offsets": lambda s: edited(s, lambda h: {k: dict(v, data_offsets=[0, 4], shape=[1]) for k, v in h.items() if k != "__metadata__"}),
@@ -68,7 +66,6 @@ STATES = {
     "whole numbers": lambda s: save({k: v.to(torch.int32) for k, v in s.items()}),
     "complex numbers": lambda s: save({k: v.to(torch.complex64) for k, v in s.items()}),
     "another shape": lambda s: save({**s, "norm.bias": torch.zeros(7)}),
-    "another rank": lambda s: save({**s, "pos_embed": torch.zeros(4)}),
     "patches of rank 1": lambda s: save({**s, "patch_embed.proj.weight": torch.zeros(7)}),
     "patches of another width": lambda s: save({**s, "patch_embed.proj.weight": torch.zeros(2, 3, 5, 7)}),
     "no positions": lambda s: save({**s, "pos_embed": torch.zeros(1, 0, 32)}),
@@ -86,7 +83,6 @@ STATES = {
     "nested.pth": lambda s: pickled({"state_dict": {"state_dict": {"x": torch.zeros(1)}}}),
     "sparse.pth": lambda s: pickled({"head.weight": torch.eye(3).to_sparse()}),
     "stretched.pth": lambda s: pickled({"head.weight": torch.zeros(1).expand(2**20, 2**20)}),
-    "an empty state.pth": lambda s: pickled({"model": {}}),
 }  # fmt: skip
 
 
@@ -122,7 +118,6 @@ def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
 
 ABOUTS = {
     "no arguments": dict(arguments=None),
-    "a list of arguments": dict(arguments=[1]),
     "a number for a name": dict(architecture=5),
     "an unknown name": dict(architecture="moh_vit_of_nobody"),
     "unknown arguments": dict(arguments={**SMALL, "colour": 3}),
@@ -132,7 +127,6 @@ ABOUTS = {
     "a billion classes": dict(arguments={**SMALL, "num_classes": 10**9}),
     "images of a million pixels a side": dict(arguments={**SMALL, "img_size": 10**6}),
     "a negative depth": dict(arguments={**SMALL, "depth": -2}),
-    "a depth of one and a half": dict(arguments={**SMALL, "depth": 1.5}),
     "a text for a width": dict(arguments={**SMALL, "embed_dim": "wide"}),
     "a budget of nonsense": dict(arguments={**SMALL, "head_budget": {"a": 1}}),
     "other weights to load": dict(arguments={**SMALL, "checkpoint_path": "/etc/passwd"}),
@@ -171,14 +165,12 @@ STATS = {
     "a covariance that is no square": statistics_file(sigma=np.zeros((4, 5))),
     "a mean of rank 0": statistics_file(mu=np.zeros(())),
     "other features": statistics_file(features=np.zeros((20, 7))),
-    "fewer features than images": statistics_file(features=np.zeros((3, 4))),
     "whole numbers": statistics_file(mu=np.zeros(4, int)),
     "NaN": statistics_file(mu=np.full(4, np.nan)),
     "half of the spatial ones of another size": statistics_file(mu_s=np.zeros(4), sigma_s=np.zeros((3, 3))),
     "a list": statistics_file([1]),
     "no count": statistics_file({k: v for k, v in STATISTICS.items() if k != "count"}),
     "a count of text": statistics_file(dict(STATISTICS, count="many")),
-    "a negative count": statistics_file(dict(STATISTICS, count=-20)),
     "an extractor that is none": statistics_file(dict(STATISTICS, extractor=[1])),
     "deep JSON": statistics_file(record="[" * 4000),
     "long text": statistics_file(record=" " * 10**6),
@@ -205,6 +197,9 @@ MEAN = raw_npy((4,), data=bytes(32))
 @pytest.mark.parametrize("words, arrays", [
     (r"mu is float64 \[1099511627776\]; expected floats \[1 to 16384\]", dict(mu=raw_npy((2**40,)), sigma=MEAN)),
     (r"sigma is float64 \[1048576, 1048576\]; expected floats \[4, 4\]", dict(mu=MEAN, sigma=raw_npy((2**20, 2**20)))),
+    (r"arr_0 is float32 \[4, 8, 8, 3\]; expected uint8", dict(arr_0=raw_npy((4, 8, 8, 3), "<f4"))),
+    (r"arr_0 is uint8 \[4, 3, 8, 8\]; expected uint8 \[N, height", dict(arr_0=raw_npy((4, 3, 8, 8), "|u1"))),
+    ("holds no arr_0, only images", dict(images=raw_npy((4, 8, 8, 3), "|u1"))),
     ("mu is damaged", dict(mu=raw_npy((4,)), sigma=MEAN)),
     ("mu is object", dict(mu=raw_npy((4,), "|O"), sigma=MEAN)),
     ("mu is not an array", dict(mu=b"hello", sigma=MEAN)),

@@ -15,12 +15,12 @@ import pytest
 import refusals
 from pictures import write_folder
 from processes import fork, on_two_ranks, wait
-from refusals import one_line, refuse
+from refusals import refuse
 from small_runs import arguments, checkpoint_steps, logged, script
 from small_training import SmallTraining, at_point, hidden, sums, watched
 
 from moh_vision.engine import saver
-from moh_vision.engine.saver import SaveError, check_writable
+from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step import Step
 from moh_vision.engine.step_folders import latest_checkpoint
 
@@ -87,32 +87,6 @@ def test_files_that_cannot_grow(tmp_path):
         assert training.save(tmp_path, 2, 2) is None
 
     assert wait(fork(work)) == 0
-
-
-@pytest.mark.parametrize("background", [False, True])
-def test_three_failures_in_a_row_end_a_run(training, tmp_path, monkeypatch, background):
-    """In the background each failure is told at once; the third one ends the run where the next save is due."""
-    told = []
-    saves = training.saver(tmp_path, 2, background)
-    monkeypatch.setattr(saver, "say", told.append)
-
-    def failed(step):
-        saves.save(step, {})
-        saves.wait()
-        return bool(saves.problem)
-
-    (tmp_path / "checkpoints").write_text("in the way")
-    assert failed(1) and failed(2)
-    (tmp_path / "checkpoints").unlink()
-    assert not failed(3)  # two are forgotten
-    (tmp_path / "checkpoints").rename(tmp_path / "away")
-    (tmp_path / "checkpoints").write_text("in the way")
-    assert failed(4) and failed(5) and len(told) == 4
-    with one_line(f"{tmp_path}: step 6 could not be saved .*Not a directory.*earlier .* intact", SaveError):
-        saves.save(6, {})
-        saves.save(7, {})
-    assert saves.failed == 5 and sum(f"{tmp_path}" in text and "training goes on" in text for text in told) == 4
-    refuse("step 9 could not be saved", training.saver(tmp_path, 2).save, 9, {}, last=True, kind=SaveError)
 
 
 def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatch):
@@ -232,10 +206,12 @@ def test_where_nothing_can_be_written_the_option_is_named_before_any_work(tmp_pa
 
 # ---------------------------------------------------------------- through the training scripts
 
-WAIT = ["--save_in_background", "false"]  # so that a failure is in the next line of the log
 
-
-def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("background", ["false", "true"])
+def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(
+    tmp_path, monkeypatch, capsys, background
+):
+    """In the background a failure ends the run where the next save is due; the last save has no next one."""
     seal = saver.seal
 
     def seal_unless_full(folder, step, *rest):
@@ -245,13 +221,19 @@ def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(t
 
     monkeypatch.setattr(saver, "seal", seal_unless_full)
     with pytest.raises(SystemExit) as stop:
-        script("cls").main(arguments("cls", tmp_path, 100, 2, "--keep-checkpoints", 9, *WAIT))
+        more = "--keep-checkpoints", 9, "--save_in_background", background
+        script("cls").main(arguments("cls", tmp_path, 100, 2, *more))
     out, error = capsys.readouterr()
     assert stop.value.code == 1 and "step 16 could not be saved" in error and "3. failure in a row" in error
-    assert checkpoint_steps(tmp_path) == [6, 10] and logged(tmp_path)[-1]["step"] == 16
-    failures = [e["failed_saves"] for e in logged(tmp_path)]
-    assert failures == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5]
-    assert out.count("No space left on device: ") == out.count("; training goes on") == 5
+    assert "earlier checkpoints are intact" in error
+    assert checkpoint_steps(tmp_path) == [6, 10] and out.count("No space left on device: ") == 5
+    assert out.count("; training goes on") == 5 and logged(tmp_path)[-1]["step"] == (18 if background == "true" else 16)
+    if background == "false":
+        failures = [e["failed_saves"] for e in logged(tmp_path)]
+        assert failures == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5]
+    with pytest.raises(SystemExit, match="1"):
+        script("cls").main(arguments("cls", tmp_path / "last", 2, 2, *more))
+    assert "step 2 could not be saved" in capsys.readouterr().err
 
 
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
