@@ -67,7 +67,7 @@ def test_one_or_several_stores_give_the_same_windows(tmp_path, parts):
     [
         ("train: not a finished store of token ids; it has no meta.json", None, b"abcd"),
         ("ids.bin: 3 bytes, but meta.json says 2 tokens of uint16", RECORD, b"abc"),
-        ("ids.bin: 0 bytes", RECORD, b""),
+        ("ids.bin: 6 bytes", RECORD, b"abcdef"),
         ("meta.json: not the record of a store of token ids .'int8'.", dict(RECORD, dtype="int8"), b"abcd"),
         ("meta.json: not the record .*tokens is 0", dict(RECORD, tokens=0), b""),
         ("meta.json: not the record .*words is '1'", dict(RECORD, words="1"), b"abcd"),
