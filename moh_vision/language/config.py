@@ -11,7 +11,7 @@ from moh_vision.engine.keys import Section, key, plain
 TRANSLATES = "model.name=mt_*"
 CAUSAL = "model.name=clm_*"
 MODELS = "model.name=clm_* or model.name=mlm_*"
-OWN_WORDS = "not .tokenizer; not .vocab_size"
+OWN_WORDS = "not .tokenizer"
 WORDS = 10  # of source and target for counting a translation, as in Zhang 2022, table 1
 
 
@@ -59,7 +59,7 @@ class TextDataConfig(Section, section="data"):
     root: str = key("data/text")
     """A folder with SPLIT.LANGUAGE[.gz], line n of one language being the translation of line n of the other, or with
     SPLIT.txt[.gz] for language models; or hfds/NAME[:CONFIG] of a Hugging Face data set. Causal language models also read
-    token ids: SPLIT.bin, SPLIT.npy, or what tokenise wrote."""
+    what tokenise wrote."""
     mixture: list[dict[str, Any]] | None = key(None, needs=CAUSAL)
     """What is trained on, a list of {root: FOLDER, weight: NUMBER, name: TEXT}: of the blocks drawn, a source has the share
     weight / sum of weights. A relative root is inside data.root, where val and test are."""
@@ -77,9 +77,7 @@ class TextDataConfig(Section, section="data"):
     """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split; left out with
     init_from of a run: that run's. Causal language models also take the folder of a transformers tokenizer."""
     vocab_size: int | None = key(None, ge=2, needs=CAUSAL)
-    """Tokens of the model; without data.tokenizer all that is known of token ids, with it at least as many as it has."""
-    bin_dtype: Literal["uint16", "uint32"] | None = key(None, needs=CAUSAL)
-    """Of SPLIT.bin files that have no SPLIT.json which says it."""
+    """Tokens of the model, at least as many as its tokenizer has; left out: as many."""
     merges: int = key(32000, ge=0, needs=f".words=null; {OWN_WORDS}")
     """Of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens."""
     target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")

@@ -1,6 +1,6 @@
 """Open a language model: a run, or a folder that publish or save_pretrained wrote."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -15,7 +15,7 @@ from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
 from moh_vision.language.data.tokens import cache_beside
-from moh_vision.language.evaluation.perplexity import causal_losses, perplexity, routed_losses
+from moh_vision.language.evaluation.perplexity import perplexity, routed_losses
 from moh_vision.language.models.weights import saved_model, task_for, text_from_run
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
@@ -58,9 +58,7 @@ class OpenedText(Opened):
         return torch.tensor(self.mean_loss([batch]))
 
     def mean_loss(self, batches: Sequence[dict]) -> float:
-        model, device = self.model.to(self.accelerator.device), self.accelerator.device
-        with self.accelerator.autocast():
-            return perplexity(causal_losses(model), batches, device, lambda total: total)["loss"]
+        return self._perplexity(batches)["loss"]
 
     @cached_property
     def _validation(self) -> list[dict]:
@@ -70,9 +68,11 @@ class OpenedText(Opened):
     def _losses(self) -> Callable[[dict], Tensor]:
         return routed_losses(self.model.to(self.accelerator.device), self.accelerator)
 
-    def scores(self) -> dict:
-        batches = Progress.over(self._validation, "scoring")
+    def _perplexity(self, batches: Iterable[dict]) -> dict:
         return perplexity(self._losses(), batches, self.accelerator.device, lambda total: total)
+
+    def scores(self) -> dict:
+        return self._perplexity(Progress.over(self._validation, "scoring"))
 
     def forward(self) -> tuple[Callable[[], Tensor], int]:
         first = send_to_device(self._validation[0], self.accelerator.device)

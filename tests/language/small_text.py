@@ -1,7 +1,11 @@
 """Text that a small model can learn: numbers in words, from one language into another."""
 
 import gzip
+import hashlib
+import json
 import random
+
+import numpy as np
 
 GERMAN = "null eins zwei drei vier fünf sechs sieben acht neun".split()
 ENGLISH = "zero one two three four five six seven eight nine".split()
@@ -36,3 +40,13 @@ def write_plain(folder, train=300, val=60, seed=0):
             lines.append(" ".join(ENGLISH[(first + i) % 10] for i in range(rng.randint(4, 12))))
         (folder / f"{split}.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return folder
+
+
+def write_ids(store, ids, vocabulary):
+    """A store as tokenise leaves it, but of any ids."""
+    store.mkdir(parents=True, exist_ok=True)
+    data = np.asarray(ids, "<u2").tobytes()
+    (store / "ids.bin").write_bytes(data)
+    record = dict(dtype="uint16", tokens=len(ids), words=len(ids), sha256=hashlib.sha256(data).hexdigest())
+    (store / "meta.json").write_text(json.dumps(dict(record, tokenizer=vocabulary.fingerprint)))
+    return store

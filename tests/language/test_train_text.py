@@ -230,6 +230,9 @@ def test_without_a_step_what_is_loaded_is_scored(data, first, tmp_path, capsys):
         assert found["step"] == 0 and found["bleu"] == before["bleu"] and found["validation"] == before["validation"]
         assert same(run / "model.safetensors", first / "model.safetensors") and "trained_parameters" not in found
     assert (run / "translations.txt").read_text() == (first / "translations.txt").read_text()
+    opened = moh_vision.open_run(run)
+    batches = opened.text().eval_batches(opened.data("val"), 0, 1)
+    assert opened.mean_loss(batches) == pytest.approx(found["validation"]["loss"])
     error = refusals.refused(capsys, train_text.main, *arguments("mt", data, tmp_path / "other", 0))
     assert "max_steps 0 trains nothing: init_from must say which weights are scored" in error
     assert not (tmp_path / "other").exists()

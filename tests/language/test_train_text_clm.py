@@ -1,6 +1,7 @@
 """train_text.py on causal models: token ids, weighted sources, foreign tokenizers, pre-trained models that become routed."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from moh_vision.models.head_load import HeadLoad
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]
-HALVED = [*CLM, "--data.vocab_size", 20, "--model.convert", "{head_budget: 'uniform:0.5'}"]
+HALVED = [*CLM, "--model.convert", "{head_budget: 'uniform:0.5'}"]
 SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 
 
@@ -128,22 +129,22 @@ def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
     assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
 
 
-def test_ids_without_a_tokenizer(place, tmp_path, capsys):
-    """data.vocab_size is all that is known of them; such a run is resumed too, with the same ids."""
+def test_ids_and_rows_to_spare(place, tmp_path, capsys):
+    """Such a run is resumed too, with the same ids."""
     shutil.copytree(place / "ids", tmp_path / "ids")
-    options = ["--data.root", tmp_path / "ids", "--data.vocab_size", 24, *CLM, "--model.pretrained", place / "llama"]
+    options = ["--data.root", tmp_path / "ids", "--data.tokenizer", place / "new", "--data.vocab_size", 24, *CLM]
+    options += ["--model.pretrained", place / "llama"]
     train(tmp_path / "whole", 4, *options)
     train(tmp_path / "run", 2, *options)
     train(tmp_path / "run", 4, *options)
     assert same(tmp_path / "whole/model.safetensors", tmp_path / "run/model.safetensors")
     about = json.loads((tmp_path / "run" / "config.json").read_text())
     assert about["vocab_size"] == 24 and about["eos_token_id"] == 2
-    assert not (tmp_path / "run" / "tokenizer.json").exists()
-    validation = results(tmp_path / "run")["validation"]
-    assert validation["word_perplexity"] > 1
-    assert moh_vision.open_run(tmp_path / "run").scores()["loss"] == pytest.approx(validation["loss"])
-    file = tmp_path / "ids" / "train-00000" / "ids.bin"
-    np.fromfile(file, "<u2")[::-1].tofile(file)
+    opened = moh_vision.open_run(tmp_path / "run")
+    assert opened.scores()["loss"] == pytest.approx(results(tmp_path / "run")["validation"]["loss"])
+    rewritten = ["tokenise", str(place / "plain" / "valid.txt"), "--tokenizer", str(place / "new")]
+    shutil.rmtree(tmp_path / "ids" / "train-00000")
+    assert command([*rewritten, "--out", str(tmp_path / "ids")]) == 0
     argv = [*FAST.split(), "--max-steps", 6, "--output", tmp_path / "run", *options]
     assert "the text of train is not the one that" in refusals.refused(capsys, train_text.main, *argv)
 
@@ -167,14 +168,22 @@ def test_from_scratch(place, tmp_path):
     exec(re.search(r"```python\n(.*?)```", guide, re.S)[1].replace("FOLDER", str(tmp_path / "folder")), found)
     assert found["ids"][0, 0] == 2 and len(found["ids"][0]) > len(found["tokenizer"]("The first album").input_ids)
 
-    # Scored as it was validated: line by line, behind eos.
-    out, text = tmp_path / "scores.json", place / "plain" / "valid.txt"
-    windows = ["--context", "16", "--stride", "16"]
-    argv = ["lm", "--model", tmp_path / "run", "--perplexity", text, *windows, "--out", out]
-    assert command([str(argument) for argument in argv]) == 0
-    validation, scores = results(tmp_path / "run")["validation"], json.loads(out.read_text())
-    assert scores["tokens"] == validation["tokens"]
-    assert all(scores[key] == pytest.approx(validation[key], rel=1e-4) for key in ("loss", "word_perplexity"))
+    # The perplexity of one text, which needs no training split: as token by token, each behind what its window holds.
+    lines = (place / "plain" / "valid.txt").read_text().splitlines()[:6]
+    (tmp_path / "val.txt").write_text("\n".join(lines))
+    one = ["--data.root", tmp_path, "--data.train", "val", *CLM, "--model.pretrained", tmp_path / "run"]
+    train(tmp_path / "scored", 0, *one, "--data.context", 12)  # windows of 16, 4 apart
+    ids = torch.tensor([2, *(i for line in lines for i in (*tokenizer(line)["input_ids"], 2))])
+    nats, last = [], len(ids) - 1
+    for t in range(1, len(ids)):
+        end = min(last, 16 + 4 * max(0, math.ceil((t - 16) / 4)))
+        with torch.no_grad():
+            scores = model(ids[None, max(0, end - 16) : t]).logits[0, -1].log_softmax(-1)
+        nats.append(-scores[ids[t]].item())
+    scores = results(tmp_path / "scored")["validation"]
+    assert scores["tokens"] == last and scores["loss"] == pytest.approx(sum(nats) / last, rel=1e-5)
+    words = sum(len(line.split()) + 1 for line in lines)
+    assert scores["word_perplexity"] == pytest.approx(math.exp(sum(nats) / words), rel=1e-4)
 
 
 def test_mistakes(place, tmp_path, capsys):
@@ -182,7 +191,7 @@ def test_mistakes(place, tmp_path, capsys):
     shutil.copytree(llama, broken)
     (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
     ids = ["--data.root", place / "ids"]
-    sized = [*ids, "--data.vocab_size", 20]
+    sized = [*ids, "--data.tokenizer", place / "new"]
     taken = [*CLM, *sized, "--model.pretrained", llama]
     for told, *options in (
         ("needs model.name clm_pretrained, not mt_mae_7", "--model.name", "mt_mae_7", "--model.pretrained", llama),
@@ -194,10 +203,10 @@ def test_mistakes(place, tmp_path, capsys):
         ("model.kwargs", *taken, "--model.kwargs.hidden_size", 8),
         ("data.block 65: the model has 64 positions", *taken, "--data.block", 65),
         ("no folder with tokenizer.json, so data.tokenizer must", *CLM, "--model.pretrained", llama, *ids),
-        ("data.tokenizer must say of which tokenizer, or data.vocab_size", "--model.name", "clm_small", *ids),
+        ("as token ids: data.tokenizer must say of which tokenizer", "--model.name", "clm_small", *ids),
         ("no such folder", *CLM, *sized, "--model.pretrained", tmp_path / "none"),
         (f"{config} is a file: give its folder; --init-from takes", *CLM, *sized, "--model.pretrained", config),
-        ("token id 12, but the vocabulary has 12 tokens", *taken, "--data.vocab_size", 12),
+        ("data.vocab_size 12: ", *taken, "--data.vocab_size", 12),
         (f"model.pretrained {broken}: ", *CLM, *sized, "--model.pretrained", broken),
         ("needs model.name clm_", "--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"),
     ):
@@ -205,19 +214,20 @@ def test_mistakes(place, tmp_path, capsys):
 
 
 def test_dry_run(place, tmp_path, capsys):
-    argv = [*HALVED, "--data.root", place / "ids", "--model.pretrained", place / "llama", "--dry-run"]
+    data = ["--data.root", place / "ids", "--data.tokenizer", place / "new"]
+    argv = [*HALVED, *data, "--model.pretrained", place / "llama", "--dry-run"]
     train_text.main([*FAST.split(), "--output", str(tmp_path / "run"), *map(str, argv)])
     assert "active heads: 4 of 8" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
 def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
     """In one line, from a process of the loader, which must not be waited for."""
-    ids = np.full(8000, 5, "<u2")
-    ids[4001] = 77
-    ids.tofile(tmp_path / "train.bin")
-    (tmp_path / "train.json").write_text('{"dtype": "uint16", "largest": 5}')  # so it is not looked for before
-    np.full(400, 5).astype("<u2").tofile(tmp_path / "val.bin")
-    argv = [*FAST.split(), "--data.root", tmp_path, "--data.vocab_size", 20, "--data.bin_dtype", "uint16", *CLM]
+    shutil.copytree(place / "ids", tmp_path / "ids")
+    file = tmp_path / "ids" / "train-00000" / "ids.bin"
+    ids = np.fromfile(file, "<u2")
+    ids[len(ids) // 2] = 77  # where a file is damaged
+    ids.tofile(file)
+    argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", place / "new", *CLM]
     argv += ["--data.workers", 1, "--max-steps", 900]
     argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]
     # A process, because its end is what might wait.

@@ -6,8 +6,8 @@ from torch.utils.data import Dataset
 
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.batches import IGNORE, padded
-from moh_vision.language.data.tokens import Tokens, refuse_ids
-from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, SPECIALS, UNK, Vocabulary
+from moh_vision.language.data.tokens import Tokens
+from moh_vision.language.data.vocabulary import BOS, MASK, PAD, SPECIALS, UNK, Vocabulary
 
 EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 
@@ -70,16 +70,9 @@ class CausalWindows(Dataset):
     evaluation "512/480" width 512 and stride 32: tokens after the first 480 have 480 to 511 before them.
     """
 
-    def __init__(self, tokens, width: int, stride: int | None = None, eos: int | None = EOS, size: int | None = None):
-        self.tokens, self.stores, self.width = tokens, [tokens], width
-        self.stride = width if stride is None else stride
-        self.eos, self.size = eos, size
-        if not 1 <= self.stride <= width:
-            raise ValueError(f"a stride of {stride} for a context of {width}: allowed are 1 to {width}")
-        if eos is not None and size is not None and not 0 <= eos < size:
-            raise ValueError(
-                f"{tokens.name}: eos is token {eos}, but the vocabulary has {size} tokens, 0 to {size - 1}"
-            )
+    def __init__(self, tokens: Tokens, width: int, stride: int, vocabulary: Vocabulary):
+        self.tokens, self.stores, self.width, self.stride = tokens, [tokens], width, stride
+        self.eos, self.vocabulary_size = vocabulary.eos, len(vocabulary)
         if len(tokens.ids) < width:
             raise ValueError(f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}")
 
@@ -90,14 +83,14 @@ class CausalWindows(Dataset):
         _, number = item
         first = min(number * self.stride, len(self.tokens.ids) - self.width)
         piece = self.tokens.ids[max(0, first - 1) : first + self.width].astype(np.int64)
-        if self.size is not None and not 0 <= piece.min() <= piece.max() < self.size:
-            refuse_ids(f"{self.tokens.name}, token {first}", int(piece.min()), int(piece.max()), self.size)
+        if piece.max() >= self.vocabulary_size:  # of a damaged file; a GPU would not say which
+            raise ValueError(
+                f"{self.tokens.name}, token {first}: token id {piece.max()}, but the vocabulary has "
+                f"{self.vocabulary_size} tokens"
+            )
         if not first:
-            before = piece[:1] if self.eos is None else [self.eos]
-            piece = np.concatenate([before, piece])
+            piece = np.concatenate([[self.eos], piece])
         labels = piece[1:].copy()
-        if not first and self.eos is None:
-            labels[0] = IGNORE
         if number:
             done = (number - 1) * self.stride + self.width  # tokens that earlier windows label
             labels[: done - first] = IGNORE

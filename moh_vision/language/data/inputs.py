@@ -17,13 +17,7 @@ from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
 from moh_vision.language.data.tokens import Tokens, encoded
 from moh_vision.language.data.translation import ParallelTokens
-from moh_vision.language.data.vocabulary import (
-    TOKENIZER,
-    NumberedVocabulary,
-    Vocabulary,
-    find_tokenizer,
-    trained_vocabulary,
-)  # fmt: skip
+from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary, find_tokenizer, trained_vocabulary
 
 TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 
@@ -42,6 +36,7 @@ class TextInputs:
         self.data, self.seed = data, seed
         self.cache_dir, self.tokenizer = cache_dir, tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
+        self.model_arguments()  # may refuse data.vocab_size, before any text is encoded
         self.train = self.dataset(data.train, training=True) if training else None
         self.val = self.dataset(data.val)
         self.test = self.dataset(data.test) if data.test else None
@@ -102,14 +97,9 @@ class TextInputs:
                 f"{micro_batches}: another step, and another order"
             )
 
-    @property
-    def size(self) -> int:
-        """Tokens of the model."""
-        return self.data.vocab_size or len(self.vocabularies[0])
-
     def model_arguments(self) -> dict:
         """Sizes that the model must have."""
-        return dict(vocab_size=self.size)
+        return dict(vocab_size=len(self.vocabularies[0]))
 
     def example(self) -> dict[str, Tensor]:
         """The model's inputs for one training sample."""
@@ -227,38 +217,33 @@ class CausalInputs(BlockInputs):
         for root in self.roots():
             if find_tokens(root, self.data.train):
                 raise ValueError(
-                    f"{root} holds {self.data.train} as token ids: data.tokenizer must say of which tokenizer, or "
-                    "data.vocab_size how many tokens there are"
+                    f"{root} holds {self.data.train} as token ids: data.tokenizer must say of which tokenizer"
                 )
         return super().make_vocabularies()
 
-    def given(self) -> tuple[Vocabulary, Vocabulary] | None:
-        size = self.data.vocab_size
-        if size and not self.tokenizer:
-            return (NumberedVocabulary(size),) * 2
-        given = super().given()
-        if given and size and size < len(given[0]):
-            raise ValueError(f"data.vocab_size {size}: data.tokenizer {self.tokenizer} has {len(given[0])} tokens")
-        return given
+    def model_arguments(self) -> dict:
+        """See `TextInputs`; data.vocab_size may ask for rows to spare."""
+        asked, vocabulary = self.data.vocab_size, self.vocabularies[0]
+        if asked and asked < len(vocabulary):
+            raise ValueError(f"data.vocab_size {asked}: {vocabulary.where} has {len(vocabulary)} tokens")
+        return dict(vocab_size=asked or len(vocabulary))
 
     def tokens(self, root: str, split: str) -> Tokens:
         """Open the ids of a split, or encode its text."""
-        vocabulary, files = self.vocabularies[0], find_tokens(root, split)
-        if not files:
+        vocabulary, stores = self.vocabularies[0], find_tokens(root, split)
+        if not stores:
             return encoded(find_lines(root, split), vocabulary, self.cache_dir)
-        tokens = Tokens(files, self.data.bin_dtype)
-        strange = tokens.tokenizers - {vocabulary.fingerprint}
-        if strange and not isinstance(vocabulary, NumberedVocabulary):
+        tokens = Tokens(stores)
+        strange = {meta["tokenizer"] for meta in tokens.metas} - {vocabulary.fingerprint}
+        if strange:
             raise ValueError(
                 f"{tokens.name}: made with another tokenizer.json (sha256 {min(strange)[:12]}...) than data.tokenizer "
                 f"({vocabulary.fingerprint[:12]}...)"
             )
-        tokens.check_ids(self.size, self.cache_dir)
         return tokens
 
     def windows(self, root: str, split: str, stride: int) -> CausalWindows:
-        tokens, eos = self.tokens(root, split), self.vocabularies[0].eos
-        return CausalWindows(tokens, self.data.block, stride, tokens.eos if eos is None else eos, self.size)
+        return CausalWindows(self.tokens(root, split), self.data.block, stride, self.vocabularies[0])
 
     def dataset(self, split: str, training: bool = False):
         d = self.data
@@ -289,15 +274,13 @@ class CausalInputs(BlockInputs):
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):
                 first = SimpleNamespace(name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)])
-                named.append((name, CausalWindows(first, text.width, text.stride, text.eos)))
+                named.append((name, CausalWindows(first, text.width, text.stride, self.vocabularies[0])))
         return named
 
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
-        # Ids without a tokenizer may still say their eos.
-        eos = self.val.tokens.eos if vocabulary.eos is None else vocabulary.eos
-        known = dict(bos_token_id=vocabulary.bos, eos_token_id=eos, pad_token_id=vocabulary.pad)
+        known = dict(bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
         return {name: number for name, number in known.items() if number is not None}
 
 
@@ -309,15 +292,14 @@ def tokenizer_of(config, run: str | None) -> str | None:
     the folder of the first weights (init_from or model.pretrained). None: make it from the text.
     """
     d, pretrained = config.data, config.model.pretrained
-    if run and (d.tokenizer or not d.vocab_size or Path(run, TOKENIZER).is_file()):
+    if run:
         return run
     first = [run_of(config.init_from)] if config.init_from else []
     for folder in () if d.tokenizer else [*first, *([Path(pretrained)] if pretrained else [])]:
         if (folder / TOKENIZER).is_file():
             return str(folder)
-    if pretrained and not d.tokenizer and not d.vocab_size:
+    if pretrained and not d.tokenizer:
         raise ValueError(
-            f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are "
-            "(or, for text that comes as ids, data.vocab_size how many there are)"
+            f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are"
         )
     return d.tokenizer

@@ -140,14 +140,13 @@ def find_lines(root: str, split: str) -> Lines:
 
 
 def find_tokens(root: str, split: str) -> list[Path]:
-    """Return the files or stores with token ids of a split; none if it is text, or not there."""
+    """Return the stores of token ids of a split, SPLIT or SPLIT-*; none if it is text, or not there."""
     folder = Path(root)
     for name in SPLIT_NAMES.get(split, (split,)) if folder.is_dir() else ():
-        forms, texts = [], _there(folder, name, TEXTS)
-        for paths in (_there(folder, name, (".bin", ".npy", "")), sorted(folder.glob(f"{name}-*"))):
-            forms += [[p for p in paths if p.suffix == ending] for ending in (".bin", ".npy")]
-            forms += [[p for p in paths if (p / IDS).exists()]]
-        there = [files for files in (*forms, texts) if files]
+        stores = [[folder / name], sorted(folder.glob(f"{name}-*"))]
+        stores = [[path for path in paths if (path / IDS).exists()] for paths in stores]
+        texts = _there(folder, name, TEXTS)
+        there = [files for files in (*stores, texts) if files]
         if len(there) > 1:
             raise ValueError(f"data.root {root}: both {there[0][0].name} and {there[1][0].name}; remove one")
         if there:

@@ -36,8 +36,7 @@ def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train"
             raise ValueError(f"{file}: expected {', '.join(FORMS)}, or one of these with .gz")
     vocabulary = Vocabulary.load(place, foreign=True)
     made = [out / f"{split}-{number:05d}" for number in range(len(files))]
-    stores = (path for path in out.glob(f"{split}-*") if path.suffix == ".bin" or (path / IDS).exists())
-    extra = sorted(set(stores) - set(made))
+    extra = sorted({file.parent for file in out.glob(f"{split}-*/{IDS}")} - set(made))
     if extra:
         raise ValueError(
             f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
@@ -59,11 +58,11 @@ def is_finished(store: Path, made_from: dict) -> bool:
     side = store / META
     if not side.exists():  # it is written last
         return False
-    meta = read_meta(side)
+    meta = read_meta(store)
     for name, value in made_from.items():
         if meta.get(name) != value:
             raise ValueError(f"{side}: made with {name} {meta.get(name)}, now it is {value}; take another --out")
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OSError, EOFError):
         return bool(Tokens([store]))
     return False
 

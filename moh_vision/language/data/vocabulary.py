@@ -110,31 +110,6 @@ class Vocabulary:
         return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
 
 
-class NumberedVocabulary:
-    """A vocabulary of `size` tokens that are known only as ids."""
-
-    kind, lowercase, specials = "numbers", False, 0
-    bos = eos = pad = None
-
-    def __init__(self, size: int):
-        self.size, self.fingerprint = size, f"{size} tokens"
-
-    def __len__(self) -> int:
-        return self.size
-
-    def save(self, path: Path) -> None:
-        """There is nothing to write."""
-
-    def token(self, number: int) -> str:
-        return f"<{number}>"
-
-    def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        raise ValueError("data.vocab_size says how many tokens there are, not which; text needs data.tokenizer")
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return " ".join(map(self.token, ids))
-
-
 def train_vocabulary(
     texts: Iterable[str], merges: int | None = None, words: int | None = None, lowercase=False, mask=False
 ) -> Vocabulary:

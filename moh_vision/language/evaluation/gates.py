@@ -204,10 +204,9 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     for (stack, text), places in groups.items():
         names, layers = zip(*(named[place] for place in places))
         vocabulary = vocabularies[1 if text == "target" else 0]
-        size = max(len(vocabulary), getattr(model.config, "vocab_size", 0))  # ids may be larger
         sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
-        counted = GateStatistics([gate_of(layer) for layer in layers], size)
+        counted = GateStatistics([gate_of(layer) for layer in layers], len(vocabulary))
         readings.append(GateReading(stack, text, dict(zip(places, names)), counted, vocabulary, columns))
     return readings
 
@@ -250,8 +249,6 @@ def span(numbers: Sequence[int]) -> str:
 
 def readable(vocabulary: Vocabulary, number: int) -> str:
     """Return a token as text; a leading blank (BPE: G with a dot) is _."""
-    if number >= len(vocabulary):
-        return f"#{number}"
     token = vocabulary.token(number)
     text = vocabulary.decode([number])
     if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character

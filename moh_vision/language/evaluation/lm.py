@@ -1,12 +1,11 @@
-"""Scores of a causal language model: tasks of the lm-evaluation-harness, or the perplexity of a text.
+"""Scores of a causal language model: tasks of the lm-evaluation-harness.
 
     python -m moh_vision lm --model RUN --tasks moh-llm
     python -m moh_vision lm --model RUN --tasks hellaswag,my_task --include-path FOLDER --num-fewshot 5
-    python -m moh_vision lm --model RUN --perplexity FILE.txt --context 2048 --stride 512
     python -m moh_vision lm --list
 
 Also by `accelerate launch -m moh_vision lm ...`: each process holds the model, and they share the
-questions or windows.
+questions.
 """
 
 import contextlib
@@ -21,17 +20,14 @@ from pathlib import Path
 from torch import nn
 
 from moh_vision.attention import head_budget
-from moh_vision.engine.commands import Parser, Progress, nearest, reason_of, refuse_output, say
+from moh_vision.engine.commands import Parser, nearest, reason_of, refuse_output, say
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, exp, perplexity, summary
 from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-OF_TASKS, OF_TEXTS = ("num_fewshot", "include_path", "limit", "head_load"), ("context", "stride")
-LEAST = dict(num_fewshot=0, context=1, stride=1)
 # The harness' own.
 SEEDS = dict(random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234)
 
@@ -42,14 +38,11 @@ def options(add: Callable) -> None:
     add("--tokenizer", metavar="FOLDER", help="where its tokenizer is (the model's folder)")
     add("--moh-llama3", action="store_true", help="RUN is the released MoH-LLaMA3-8B, or laid out as it")
     add("--tasks", metavar="A,B", help="suites (see --list), or tasks, groups and tags of the harness")
-    add("--perplexity", metavar="FILE", help="instead of --tasks: the perplexity of a UTF-8 text")
     add("--list", action="store_true", help="print the suites with the paper's numbers, and stop")
-    add("--num-fewshot", type=int, help="examples before each question, of tasks (each task's own number)")
+    add("--num-fewshot", type=int, help="examples before each question (each task's own number)")
     add("--include-path", metavar="FOLDER", help="with task files (YAML), which come before the harness' own")
     add("--limit", type=float, help="only the first so many questions of each task; below 1: a share of them")
-    add("--context", type=int, help="tokens of a window for --perplexity (2048, or what the model allows if less)")
-    add("--stride", type=int, help="tokens from window to window (a quarter of the context)")
-    add("--batch-size", default="1", help="questions or windows at a time on each process; for tasks also auto (1)")
+    add("--batch-size", default="1", help="questions at a time on each process, or auto (1)")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
     add("--head-load", metavar="FILE", help="write as JSON which heads the tokens of each task ran; must not exist")
@@ -66,29 +59,20 @@ def parse(argv: list[str]) -> Namespace:
 
 def check(options: Namespace) -> None:
     """Refuse options that do not belong together, before anything is loaded."""
-    if (options.tasks is None) == (options.perplexity is None):
-        raise ValueError("give one of --tasks NAMES, --perplexity FILE or --list")
+    if options.tasks is None:
+        raise ValueError("give --tasks NAMES or --list")
     if options.model is None:
         raise ValueError("--model RUN is missing")
-    for name in OF_TASKS if options.perplexity else OF_TEXTS:
-        if getattr(options, name) is not None:
-            other = "--tasks" if options.perplexity else "--perplexity"
-            raise ValueError(f"--{name.replace('_', '-')} belongs to {other}")
-    if options.batch_size != "auto" or options.perplexity:
+    if options.batch_size != "auto":
         if not options.batch_size.isdecimal() or int(options.batch_size) < 1:
-            allowed = "1 or more" + ("" if options.perplexity else ", or auto")
-            raise ValueError(f"--batch-size {options.batch_size}: expected {allowed}")
+            raise ValueError(f"--batch-size {options.batch_size}: expected 1 or more, or auto")
         options.batch_size = int(options.batch_size)
     if options.limit is not None and not (0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0):
         raise ValueError(f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1")
-    for name, least in LEAST.items():
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: expected {least} or more")
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise ValueError(f"--num-fewshot {options.num_fewshot}: expected 0 or more")
     if options.include_path and not Path(options.include_path).is_dir():
         raise ValueError(f"--include-path {options.include_path}: no such folder")
-    if options.perplexity and not Path(options.perplexity).is_file():
-        raise ValueError(f"--perplexity {options.perplexity}: no such file")
     if options.head_load and options.batch_size != 1:
         padded = "--head-load counts padding too where there is some"
         raise ValueError(f"{padded}; --batch-size {options.batch_size}: expected 1")
@@ -102,7 +86,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
     rows = plan(items, options.num_fewshot)
-    tokenizer = load_tokenizer(options.tokenizer or options.model, text=False)
+    tokenizer = load_tokenizer(options.tokenizer or options.model)
     from lm_eval import utils
 
     with accelerator.main_process_first():  # the others find the data sets fetched
@@ -145,43 +129,9 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     return dict(suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **circumstances), lines
 
 
-def _perplexity(options: Namespace, accelerator) -> tuple[dict, list[str]]:
-    """Do as `_tasks`, for a text."""
-    from moh_vision.language.evaluation.lm_model import load_model, load_tokenizer, read_text, sliding_windows
-
-    tokenizer = load_tokenizer(options.tokenizer or options.model, text=True)
-    model, circumstances = load_model(options.model, options.dtype, accelerator.device, tokenizer, options.moh_llama3)
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # None: it does not say
-    context = options.context or min(2048, most or 2048)
-    stride = options.stride or max(1, context // 4)
-    if most is not None and context > most:
-        raise ValueError(f"--context {context}: {options.model} has positions for {most} tokens")
-    if stride > context:
-        raise ValueError(f"--stride {stride}: allowed are 1 to the context, {context}")
-    ids, text = read_text(Path(options.perplexity), tokenizer)
-    share = dict(process=accelerator.process_index, processes=accelerator.num_processes)
-    windows = sliding_windows(ids, context, stride, options.batch_size, **share)
-    windows = Progress.over(windows, "perplexity", enabled=accelerator.is_main_process)
-    try:
-        scores = perplexity(causal_losses(model), windows, accelerator.device, total)
-    except ValueError as error:
-        raise ValueError(f"{options.perplexity}: {error}") from None
-    nats, words, size = scores["loss"] * scores["tokens"], text["words"], text["bytes"]
-    # Perplexities that need no tokenizer.
-    scores.update(text, word_perplexity=exp(nats / words), byte_perplexity=exp(nats / size))
-    scores.update(bits_per_byte=nats / size / math.log(2))
-    lines = [
-        f"{options.perplexity}: {summary(scores)} (windows of {context}, {stride} apart)",
-        f"a word {scores['word_perplexity']:.6g}, {words} words (a line's end is one)",
-        f"a byte {scores['byte_perplexity']:.6g}, {scores['bits_per_byte']:.4f} bits, {size} bytes",
-    ]
-    file = str(Path(options.perplexity).resolve())
-    return dict(scores, file=file, context=context, stride=stride, **circumstances), lines
-
-
 def score(options: Namespace, accelerator) -> None:
     """Score a model, write --out and print the scores; every process calls it."""
-    scores, lines = (_tasks if options.tasks else _perplexity)(options, accelerator)
+    scores, lines = _tasks(options, accelerator)
     if not accelerator.is_main_process:
         return
     if options.out:

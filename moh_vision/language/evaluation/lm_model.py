@@ -1,19 +1,16 @@
-"""Load causal language models, their tokenizers and texts for `moh_vision.language.evaluation.lm`.
+"""Load causal language models and their tokenizers for `moh_vision.language.evaluation.lm`.
 
 It needs the packages of the extra "text".
 """
 
 import contextlib
-import gzip
-import hashlib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
@@ -21,10 +18,6 @@ from moh_vision.attention import attention_layers
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import sha256_of
 from moh_vision.engine.logging import versions
-from moh_vision.language.data.batches import load_batches
-from moh_vision.language.data.blocks import CausalWindows
-from moh_vision.language.data.sources import TextFile
-from moh_vision.language.data.vocabulary import COMPANION, EOS, TOKENIZER, Vocabulary
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad
@@ -34,19 +27,13 @@ MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a sm
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
 
-def load_tokenizer(folder: str, text: bool):
-    """Load the transformers tokenizer of a folder; for a running `text` of a run of train_text.py its `Vocabulary`."""
+def load_tokenizer(folder: str):
+    """Load the transformers tokenizer of a folder."""
     place = Path(folder)
     if not place.is_dir():
         raise ValueError(f"--model or --tokenizer {folder}: no such folder")
     if not any((place / name).is_file() for name in TOKENIZERS):
         raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
-    if text and (place / TOKENIZER).is_file():
-        try:
-            return Vocabulary.load(place / TOKENIZER)
-        except ValueError:
-            if not (place / COMPANION).is_file():  # which other tokenizers need
-                raise
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers raises Exception itself
@@ -111,41 +98,3 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
             hooks.enter_context(layer.register_forward_pre_hook(ask, with_kwargs=True))
             hooks.enter_context(layer.register_forward_hook(partial(add, number), with_kwargs=True))
         yield
-
-
-def read_text(path: Path, tokenizer) -> tuple[Tensor, dict]:
-    """Encode a file: whole by transformers' tokenizers; by a `Vocabulary` line by line, each with eos.
-
-    Returns int64 [tokens + 1], of which the first stands for what is before the text, and dict(words: separated by blanks,
-    and one for each line's end, as WikiText counts; bytes in UTF-8, and their sha256).
-    """
-    lines = list(TextFile(path))
-    data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    if isinstance(tokenizer, Vocabulary):
-        ids = [EOS] + [i for row in tokenizer.encode(lines) for i in (*row, EOS)]
-    else:
-        first = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        encoded = tokenizer(data.decode("utf-8-sig"), add_special_tokens=False, verbose=False)
-        ids = [first, *encoded["input_ids"]]
-    words = sum(len(line.split()) + 1 for line in lines)
-    return torch.tensor(ids), dict(words=words, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-
-
-def sliding_windows(
-    ids: Tensor, context: int, stride: int, batch_size: int = 1, process: int = 0, processes: int = 1
-) -> Iterator[dict[str, Tensor]]:
-    """Yield this process's batches of windows of a text for `perplexity`, see `CausalWindows`.
-
-    Every token of ids [n + 1] but the first is a label once; labels of all windows but the first have at least
-    context - stride + 1 tokens before them in the window (Baevski and Auli 2019, section 4.3).
-    """
-    n = len(ids) - 1
-    if not n:
-        return iter(())
-    text = SimpleNamespace(name="the text", ids=ids[1:].numpy())
-    windows = CausalWindows(text, min(context, n), min(stride, n), eos=int(ids[0]))
-    numbers = range(len(windows))
-    # The first window labels all its tokens; alone in a batch it widens no other's logits.
-    rest = (numbers[i : i + batch_size] for i in range(1, len(numbers), batch_size))
-    batches = [numbers[:1], *rest][process::processes]
-    return load_batches(windows, [[(number, number) for number in batch] for batch in batches])

@@ -1,12 +1,10 @@
 """Perplexity, exact over processes: every token counts once."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moh_vision.attention import RoutingStats
 
@@ -56,24 +54,6 @@ def routed_losses(
             _, nll, stats = model.routed_loss(**batch)
         if on_routing is not None:
             on_routing(stats)
-        return nll
-
-    return losses
-
-
-def causal_losses(model: nn.Module) -> Callable[[dict], Tensor]:
-    """Make `losses` of `perplexity` for a causal model of transformers in eval mode, in float32."""
-    keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
-
-    def losses(batch: dict) -> Tensor:
-        ids, labels = batch["input_ids"], batch["labels"]  # [B, T] each
-        # From the first label on, if the model knows `logits_to_keep`.
-        kept = labels.shape[1] - int((labels != -100).any(0).int().argmax())
-        options = dict(logits_to_keep=kept) if keeps else {}
-        logits = model(input_ids=ids, use_cache=False, **options).logits[:, -kept:]  # [B, kept, V]
-        nll = torch.zeros(labels.shape, device=logits.device)
-        for row, scores in enumerate(logits):  # a float32 copy of a whole batch may not fit
-            nll[row, -kept:] = F.cross_entropy(scores.float(), labels[row, -kept:], reduction="none")
         return nll
 
     return losses

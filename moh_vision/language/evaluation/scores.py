@@ -105,8 +105,7 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
             continue
         counts = texts and dataset is text.val
         results[title] = scores = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
-        # To compare byte-pair vocabularies; text that comes as ids may not say its words.
-        if isinstance(text, CausalInputs) and dataset.tokens.words:
+        if isinstance(text, CausalInputs):  # to compare byte-pair vocabularies
             scores["word_perplexity"] = exp(scores["loss"] * scores["tokens"] / dataset.tokens.words)
         log.say(f"{title}: {summary(scores)}")
     for number, (name, dataset) in enumerate(texts[1:], 1):

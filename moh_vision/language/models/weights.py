@@ -16,7 +16,7 @@ from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.inputs import CausalInputs, TextInputs
-from moh_vision.language.data.vocabulary import TOKENIZER, NumberedVocabulary, Vocabulary
+from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary
 from moh_vision.language.models.base import MODELS
 from moh_vision.language.models.configs import MOH_FIELDS
 from moh_vision.language.models.create import create_text_model, task_of
@@ -61,7 +61,7 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
 def check_same_tokens(vocabulary, config) -> None:
     """Refuse a vocabulary that numbers a token otherwise than model.pretrained's: the model learnt other words."""
     file = Path(config.model.pretrained, TOKENIZER)
-    if isinstance(vocabulary, NumberedVocabulary) or not file.is_file():
+    if not file.is_file():
         return
     learnt = Vocabulary.load(file, foreign=True)
     for number in range(min(len(vocabulary), len(learnt))):

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 
 import numpy as np
 from refusals import each_refused, refuse
+from small_text import write_ids
 
 from moh_vision.data.order import Permutation
 from moh_vision.language.config import TextDataConfig
@@ -76,24 +77,26 @@ def test_a_source_is_gone_through_before_it_repeats():
     assert again[10**12] == mixture[10**12] and again[300] == mixture[300]  # found without those before
 
 
-def write_ids(folder, name, count, first):
-    """A source of `count` ids from `first` on, as .npy."""
-    (folder / name).mkdir(parents=True)
-    np.save(folder / name / "train.npy", np.arange(first, first + count, dtype=np.uint16))
+NUMBERS = train_vocabulary([" ".join(map(str, range(996)))])  # 1,000 tokens
+
+
+def source(folder, name, count, first):
+    """A source of `count` ids from `first` on."""
+    write_ids(folder / name / "train", range(first, first + count), NUMBERS)
     return dict(root=name, weight=count)
 
 
-def inputs(folder, sources, **more):
-    options = dict(root=str(folder), mixture=sources, block=8, vocab_size=1000, val="train")
-    data = TextDataConfig(**{**options, **more})
-    (folder / "train.npy").exists() or np.save(folder / "train.npy", np.arange(40))
-    return CausalInputs(data, str(folder / "cache"), 3)
+def inputs(folder, sources):
+    NUMBERS.save(folder / "tokenizer.json")
+    write_ids(folder / "train", range(40), NUMBERS)
+    data = TextDataConfig(root=str(folder), mixture=sources, block=8, val="train", tokenizer=str(folder))
+    return CausalInputs(data, str(folder / "cache"), 3, data.tokenizer)
 
 
 def test_a_run_on_sources(tmp_path, capsys):
     weights = (dict(weight=5), dict(weight=3, name="second"), dict(weight=2))
     sources = [
-        {**write_ids(tmp_path, f"s{i}", 8 * count, 100 * i), **more}
+        {**source(tmp_path, f"s{i}", 8 * count, 100 * i), **more}
         for i, (count, more) in enumerate(zip((5, 9, 3), weights))
     ]
     text = inputs(tmp_path, sources)
@@ -120,21 +123,21 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     """The vocabulary of the run encodes what is text."""
     (tmp_path / "lines").mkdir()
     (tmp_path / "lines" / "train.txt").write_text("a b c\n" * 20)
-    train_vocabulary(["a b c d"]).save(tmp_path / "tokenizer.json")
-    sources = [dict(root="lines", weight=1), dict(write_ids(tmp_path, "ids", 64, 0), weight=1)]
+    vocabulary = train_vocabulary(["a b c d"])
+    vocabulary.save(tmp_path / "tokenizer.json")
+    write_ids(tmp_path / "ids" / "train", [4, 5, 6, 7] * 16, vocabulary)
+    sources = [dict(root="lines", weight=1), dict(root="ids", weight=1)]
     (tmp_path / "val.txt").write_text("a b\n" * 9)
 
-    def opened(size=64):
-        how = dict(mixture=sources, block=8, tokenizer=str(tmp_path), vocab_size=size, val="val")
-        data = TextDataConfig(root=str(tmp_path), **how)
+    def opened():
+        data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), val="val")
         return CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer)
 
-    refuse("ids/train.npy: token id 63, but the vocabulary has 8 tokens, 0 to 7", opened, None)
     text = opened()
-    assert [len(window.tokens.ids) for window in text.train.datasets] == [80, 64] and text.size == 64
+    assert [len(window.tokens.ids) for window in text.train.datasets] == [80, 64]
     assert text.train[0, 0][1].tolist() == [4, 5, 6, 2, 4, 5, 6, 2]
     before = text.record(1)["train"]
-    np.save(tmp_path / "ids" / "train.npy", np.arange(64)[::-1].astype(np.uint16))
+    write_ids(tmp_path / "ids" / "train", [7, 6, 5, 4] * 16, vocabulary)
     (tmp_path / "lines" / "train.txt").write_text("a c b\n" * 20)
     assert [one == other for one, other in zip(before, opened().record(1)["train"])] == [False, False]
 
@@ -156,4 +159,4 @@ def test_a_source_that_is_not_there(tmp_path):
     refuse("no such folder", lambda: inputs(tmp_path, [dict(root="nowhere", weight=1)]), kind=FileNotFoundError)
     (tmp_path / "empty").mkdir()
     refuse("no train.txt", lambda: inputs(tmp_path, [dict(root="empty", weight=1)]), kind=FileNotFoundError)
-    refuse("4 tokens, fewer than a block of 8", lambda: inputs(tmp_path, [write_ids(tmp_path, "short", 4, 0)]))
+    refuse("4 tokens, fewer than a block of 8", lambda: inputs(tmp_path, [source(tmp_path, "short", 4, 0)]))

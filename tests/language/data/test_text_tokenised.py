@@ -1,4 +1,4 @@
-"""Text that comes as token ids: plain files, foreign tokenizers, and the command that makes them."""
+"""Text that comes as token ids: stores, foreign tokenizers, and the command that makes them."""
 
 import gzip
 import json
@@ -6,7 +6,8 @@ import pickle
 
 import numpy as np
 import pytest
-from refusals import one_line, refuse
+from refusals import refuse
+from small_text import write_ids
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
@@ -14,11 +15,12 @@ from moh_vision.__main__ import main
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.blocks import CausalWindows
 from moh_vision.language.data.inputs import CausalInputs
-from moh_vision.language.data.sources import TextFile, find_tokens
-from moh_vision.language.data.tokens import Tokens, encoded
+from moh_vision.language.data.sources import find_tokens
+from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
 
-IDS = np.random.default_rng(0).integers(0, 300, 500)
+LETTERS = train_vocabulary(["a b c"])  # 7 tokens
+RECORD = dict(dtype="uint16", tokens=2, words=1, tokenizer="", sha256="")  # of a store
 
 
 def llama_like(folder, bos="<s>", eos="</s>", **extra):
@@ -35,114 +37,65 @@ def llama_like(folder, bos="<s>", eos="</s>", **extra):
     return folder
 
 
-def read(root, split="train", **more):
-    return Tokens(find_tokens(str(root), split), **more)
+def read(root):
+    return Tokens(find_tokens(str(root), "train"))
 
 
 def load_vocabulary(path):
     return Vocabulary.load(path, foreign=True)
 
 
-@pytest.mark.parametrize("kind", ["uint16", "uint32", "npy", "npy64", "cut npy", "cut bin", "cache"])
-def test_every_form_gives_the_same_windows(tmp_path, kind):
-    ids = IDS
-    if kind in ("uint16", "uint32"):
-        ids.astype(f"<u{int(kind[4:]) // 8}").tofile(tmp_path / "train.bin")
-        (tmp_path / "train.json").write_text(json.dumps(dict(dtype=kind, eos=7)))
-    elif kind in ("npy", "npy64"):
-        np.save(tmp_path / "train.npy", ids.astype(np.int32 if kind == "npy" else np.int64))
-    elif kind == "cut npy":
-        for number, part in enumerate(np.split(ids, [100, 101, 333])):
-            np.save(tmp_path / f"train-{number:02d}.npy", part)
-    elif kind == "cut bin":
-        for number, part in enumerate(np.split(ids, [100, 101, 333])):
-            part.astype("<u2").tofile(tmp_path / f"train-{number:02d}.bin")
-    else:
-        (tmp_path / "lines").mkdir()
-        (tmp_path / "lines" / "train.txt").write_text("a b c\n" * 100)
-        cache = encoded(TextFile(tmp_path / "lines" / "train.txt"), train_vocabulary(["a b c"]), str(tmp_path / "c"))
-        cache.paths[0].rename(tmp_path / "train")
-        ids = np.array([4, 5, 6, 2] * 100)
-    tokens = read(tmp_path, dtype="uint16" if kind == "cut bin" else None)
-    assert len(tokens.ids) == len(ids) and (np.asarray(tokens.ids[0 : len(ids)]) == ids).all()
-    assert (tokens.words == 400) if kind == "cache" else tokens.words is None
-    assert tokens.eos == (7 if kind.startswith("uint") else 2 if kind == "cache" else None)
-    windows = CausalWindows(tokens, 16, eos=tokens.eos, size=300)
-    last = len(windows) - 1
-    found = [i for n in range(len(windows)) for i in windows[0, n][1] if i != -100]
-    if tokens.eos is None:  # nothing to predict the first from
-        assert windows[0, 0][1][0] == -100 and found == ids[1:].tolist()
-    else:
-        assert windows[0, 0][0][0] == tokens.eos and found == ids.tolist()
-    again = pickle.loads(pickle.dumps(windows))
+@pytest.mark.parametrize("parts", ([400], [100, 1, 299]))
+def test_one_or_several_stores_give_the_same_windows(tmp_path, parts):
+    ids = np.random.default_rng(0).integers(4, 7, 400)
+    for number, part in enumerate(np.split(ids, np.cumsum(parts)[:-1])):
+        write_ids(tmp_path / ("train" if len(parts) == 1 else f"train-{number:02d}"), part, LETTERS)
+    tokens = read(tmp_path)
+    assert len(tokens.ids) == tokens.words == 400 and (np.asarray(tokens.ids[0:400]) == ids).all()
+    windows = CausalWindows(tokens, 16, 16, LETTERS)
+    assert windows[0, 0][0][0] == LETTERS.eos
+    assert [i for n in range(len(windows)) for i in windows[0, n][1] if i != -100] == ids.tolist()
+    again, last = pickle.loads(pickle.dumps(windows)), len(windows) - 1
     assert all((a == b).all() for a, b in zip(again[0, last], windows[0, last]))
-    tokens.check_ids(300, str(tmp_path / "cache"))
-    with pytest.raises(ValueError, match=r"token id (299|6), but the vocabulary has \d+ tokens"):
-        tokens.check_ids(int(ids.max()), str(tmp_path / "cache"))
-    assert len(tokens.fingerprint()) == 64
-
-
-def test_the_file_with_a_strange_id_is_named(tmp_path):
-    np.save(tmp_path / "train-0.npy", np.arange(10))
-    np.save(tmp_path / "train-1.npy", np.array([1, -2, 3]))
-    with pytest.raises(ValueError, match=r"train-1.npy: token id -2, but the vocabulary has 50 tokens, 0 to 49"):
-        read(tmp_path).check_ids(50, str(tmp_path / "cache"))
-    # What was found is remembered, for this very file.
-    remembered = sorted((tmp_path / "cache").iterdir())
-    assert [json.loads(file.read_text()) for file in remembered] == [[0, 9], [-2, 3]]
-    remembered[0].write_text("[0, 77]")
-    refuse(r"train-0.npy: token id 77", lambda: read(tmp_path).check_ids(50, str(tmp_path / "cache")))
-    np.save(tmp_path / "train-0.npy", np.arange(12))
-    refuse("train-1.npy", lambda: read(tmp_path).check_ids(50, str(tmp_path / "cache")))
-    # Ids are looked at again where they are read: a file may lie about its largest.
-    np.array([1, 2, 3, 900, 5], "<u2").tofile(tmp_path / "val.bin")
-    (tmp_path / "val.json").write_text('{"dtype": "uint16", "largest": 5}')
-    lying = read(tmp_path, "val")
-    lying.check_ids(50, str(tmp_path / "cache"))
-    refuse(r"val.bin, token 0: token id 900", lambda: CausalWindows(lying, 5, size=50)[0, 0])
+    before = tokens.fingerprint()
+    write_ids(tokens.paths[-1], [3] * parts[-1], LETTERS)
+    assert read(tmp_path).fingerprint() != before
 
 
 @pytest.mark.parametrize(
-    "name, data, side, words",
+    "words, record, data",
     [
-        ("train.bin", b"abcd", None, "nothing says what its numbers are; write train.json beside it"),
-        ("train.bin", b"abc", '{"dtype": "uint16"}', "3 bytes are not a whole number of uint16"),
-        ("train.bin", b"", '{"dtype": "uint16"}', "0 bytes"),
-        ("train.bin", b"abcd", '{"dtype": "int8"}', "train.json: dtype 'int8'; expected uint16 or uint32"),
-        ("train.bin", b"abcd", '{"dtype": "uint16", "tokens": 3}', "2 tokens, but train.json says 3"),
-        ("train.bin", b"abcd", '{"dtype": "uint16", "eos": -1}', "train.json: eos -1; expected a whole number"),
-        ("train.bin", b"abcd", "[1]", "train.json: not a JSON object"),
-        ("train.bin", b"abcd", "{", "train.json: not a JSON object"),
-        ("train.npy", b"abcd", None, "not an array that can be read"),
-        ("train.npy", np.zeros((2, 2), int), None, "int64 of shape .2, 2.; expected one vector"),
-        ("train.npy", np.zeros(2), None, "float64 of shape"),
-        ("train.npy", np.array([[1], "a"], dtype=object), None, "not an array that can be read"),
-        ("train.npy", np.zeros(0, int), None, "train.npy"),
-        ("train/ids.bin", b"abcd", None, "not a file of token ids or a finished store of them"),
+        ("train: not a finished store of token ids; it has no meta.json", None, b"abcd"),
+        ("ids.bin: 3 bytes, but meta.json says 2 tokens of uint16", RECORD, b"abc"),
+        ("ids.bin: 6 bytes", RECORD, b"abcdef"),
+        ("meta.json: not the record of a store of token ids .'int8'.", dict(RECORD, dtype="int8"), b"abcd"),
+        ("meta.json: not the record .*tokens is 0", dict(RECORD, tokens=0), b""),
+        ("meta.json: not the record .*words is '1'", dict(RECORD, words="1"), b"abcd"),
+        ("meta.json: not the record", dict(tokens=2), b"abcd"),
+        ("meta.json: not the record", "[1]", b"abcd"),
+        ("meta.json: not the record", "{", b"abcd"),
     ],
 )
-def test_damaged_files_are_named_in_one_line(tmp_path, name, data, side, words):
-    (tmp_path / name).parent.mkdir(exist_ok=True)
-    if isinstance(data, bytes):
-        (tmp_path / name).write_bytes(data)
-    else:
-        np.save(tmp_path / name, data)
-    if side:
-        (tmp_path / "train.json").write_text(side)
-    with one_line(words) as error:
-        read(tmp_path)
-    assert str(tmp_path) in str(error.value)
+def test_damaged_stores_are_named_in_one_line(tmp_path, words, record, data):
+    store = tmp_path / "train"
+    store.mkdir()
+    (store / "ids.bin").write_bytes(data)
+    if record is not None:
+        (store / "meta.json").write_text(record if isinstance(record, str) else json.dumps(record))
+    refuse(f"{store}.*{words.removeprefix('train')}", read, tmp_path)
 
 
 def test_two_forms_are_refused(tmp_path):
-    np.save(tmp_path / "train.npy", IDS)
+    write_ids(tmp_path / "train", [4] * 9, LETTERS)
     (tmp_path / "train.txt").write_text("a\n")
-    refuse("both train.npy and train.txt; remove one", lambda: find_tokens(str(tmp_path), "train"))
-    (tmp_path / "valid.txt").write_text("a\n")
+    refuse("both train and train.txt; remove one", find_tokens, str(tmp_path), "train")
+    (tmp_path / "train.txt").rename(tmp_path / "valid.txt")
     assert find_tokens(str(tmp_path), "val") == find_tokens(str(tmp_path), "test") == []
     (tmp_path / "valid.txt").rename(tmp_path / "other.txt")
-    np.save(tmp_path / "valid.npy", IDS)
-    assert [path.name for path in find_tokens(str(tmp_path), "val")] == ["valid.npy"]
+    write_ids(tmp_path / "valid-0", [4] * 9, LETTERS)
+    assert [path.name for path in find_tokens(str(tmp_path), "val")] == ["valid-0"]
+    write_ids(tmp_path / "valid", [4] * 9, LETTERS)
+    refuse("both valid and valid-0; remove one", find_tokens, str(tmp_path), "val")
     (tmp_path / "part").mkdir()
     (tmp_path / "part" / "one.txt").write_text("x\n")
     assert not find_tokens(str(tmp_path), "part/one")  # text in a folder below
@@ -203,10 +156,9 @@ def test_tokenise(tmp_path, capsys, monkeypatch):
     assert "a.txt: 10 of 10 bytes, 00:00 left\n" in capsys.readouterr().out
     tokens = read(tmp_path / "o")
     assert np.asarray(tokens.ids[0:99]).tolist() == [0, 3, 4, 1, 0, 5, 1, 0, 6, 7, 8, 1]
-    assert tokens.eos == 1 and tokens.words == 9
-    assert tokens.tokenizers == {load_vocabulary(tokenizer / "tokenizer.json").fingerprint}
-    about = json.loads((tmp_path / "o" / "train-00001" / "meta.json").read_text())
-    assert about["texts"] == 1 and about["largest"] == 8 and about["dtype"] == "uint16"
+    assert tokens.words == 9 and tokens.metas[1]["texts"] == 1 and tokens.metas[1]["dtype"] == "uint16"
+    fingerprint = load_vocabulary(tokenizer / "tokenizer.json").fingerprint
+    assert all(meta["tokenizer"] == fingerprint and meta["eos"] == 1 for meta in tokens.metas)
     # What is finished stays; what a kill has cut off, which has no meta.json yet, is made again.
     first, second = (tmp_path / "o" / f"train-0000{i}" / "ids.bin" for i in range(2))
     before, whole = first.stat().st_mtime_ns, second.read_bytes()
@@ -241,8 +193,8 @@ def test_tokenise_does_not_mix_runs(tmp_path, refused):
     assert run(*argv) == 0
     (tmp_path / "a.txt").write_text("a c\n")
     assert "made with source_sha256" in refused("tokenise", *argv)
-    (tmp_path / "o" / "train-00001.bin").write_bytes(b"")
-    assert "train-00001.bin: not of these files" in refused("tokenise", *argv)
+    write_ids(tmp_path / "o" / "train-00001", [4], LETTERS)
+    assert "train-00001: not of these files" in refused("tokenise", *argv)
     assert "b.txt: no such file" in refused("tokenise", tmp_path / "b.txt", *argv[1:])
     no_tokenizer = (*argv[:2], tmp_path / "no", *argv[3:])
     assert "no: no such file, or a folder without tokenizer.json" in refused("tokenise", *no_tokenizer)
@@ -253,14 +205,6 @@ def inputs(folder, **more):
     return CausalInputs(data, str(folder / "cache"), 0, data.tokenizer)
 
 
-def test_ids_without_a_tokenizer(tmp_path):
-    np.save(tmp_path / "train.npy", IDS)
-    assert inputs(tmp_path, vocab_size=300).special_tokens() == {}
-    refuse("train.npy: token id 299, but the vocabulary has 299 tokens", lambda: inputs(tmp_path, vocab_size=299))
-    (tmp_path / "train.json").write_text('{"eos": 70000}')
-    refuse("eos is token 70000, but the vocabulary has 300 tokens", lambda: inputs(tmp_path, vocab_size=300))
-
-
 def test_ids_of_another_tokenizer_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a b c\n" * 9)
     one, other = llama_like(tmp_path / "t"), llama_like(tmp_path / "u", "<bos>", "<eos>")
@@ -269,7 +213,14 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
     assert text.special_tokens() == dict(bos_token_id=0, eos_token_id=1)
     assert text.train[0, 0][0][:4].tolist() == [1, 0, 3, 4]
     refuse("made with another tokenizer.json", lambda: inputs(tmp_path / "o", tokenizer=str(other)))
-    with pytest.raises(ValueError, match="data.vocab_size 11: data.tokenizer .* has 12 tokens"):
-        inputs(tmp_path / "o", tokenizer=str(one), vocab_size=11)
+    refuse(
+        "data.vocab_size 11: .*tokenizer.json has 12 tokens", inputs, tmp_path / "o", tokenizer=str(one), vocab_size=11
+    )
     assert inputs(tmp_path / "o", tokenizer=str(one), vocab_size=64).model_arguments() == dict(vocab_size=64)
-    assert inputs(tmp_path / "o", vocab_size=64).special_tokens() == dict(eos_token_id=1)
+    # Ids are looked at where they are read: before, that would read all of them.
+    write_ids(tmp_path / "o" / "train-00000", [4] * 20 + [77] + [4] * 20, load_vocabulary(one / "tokenizer.json"))
+    train = inputs(tmp_path / "o", tokenizer=str(one)).train
+    refuse(
+        "train-00000, token 16: token id 77, but the vocabulary has 12 tokens",
+        lambda: [*map(train.__getitem__, enumerate(range(5)))],
+    )

@@ -1,19 +1,18 @@
 import importlib.util
 import json
-import math
 import os
-import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
+from refusals import refuse
 
 import moh_vision
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
-from moh_vision.language.evaluation.perplexity import causal_losses, perplexity
 from moh_vision.models.head_load import HeadLoad
 
 transformers = pytest.importorskip("transformers")
@@ -22,7 +21,7 @@ from tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa
 
 from moh_vision.__main__ import main  # noqa: E402
 from moh_vision.language.evaluation import lm  # noqa: E402
-from moh_vision.language.evaluation.lm_model import counted, sliding_windows  # noqa: E402
+from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer  # noqa: E402
 
 needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
 
@@ -195,7 +194,6 @@ def test_head_load_of_tasks(routed, model, tmp_path, capsys):
     common[-1] = tmp_path / "two.json"
     assert "--batch-size 8: expected 1" in mistake(capsys, "--model", routed, *common, "--batch-size", 8)
     assert "HeadMixtureAttention" in mistake(capsys, "--model", model, *common)  # a plain LLaMA
-    assert "--head-load belongs to --tasks" in mistake(capsys, "--model", routed, "--perplexity", out, *common[-2:])
 
 
 @needs_harness
@@ -264,145 +262,64 @@ def test_names_and_data_sets_of_the_harness_itself(model, capsys, monkeypatch):
 
 @needs_harness
 @pytest.mark.slow
-def test_processes_share_questions_and_windows(model, tmp_path):
+def test_processes_share_questions(model, tmp_path):
     tasks = write_task(tmp_path / "tasks", "tiny_choice", QUESTIONS, CHOICE)
-    text = tmp_path / "text.txt"
-    text.write_text("some words to be read\n" * 20)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
-    questions = ["--tasks", "tiny_choice", "--include-path", tasks, "--num-fewshot", "1"]
-    windows = ["--perplexity", str(text), "--context", "32", "--stride", "9"]
-    records = {}
-    for kind, extra in (("tasks", questions), ("text", windows)):
-        one, two = tmp_path / f"{kind}1.json", tmp_path / f"{kind}2.json"
-        command = ["--model", model, *extra, "--out", one]
-        assert run(*command) == 0
-        command = [*launch, "moh_vision", "lm", "--model", model, *extra, "--out", str(two)]
-        subprocess.run(command, check=True, cwd=ROOT, env=environment)
-        records.update({(kind, n): json.loads(out.read_text()) for n, out in ((1, one), (2, two))})
-        assert [records[kind, n]["processes"] for n in (1, 2)] == [1, 2]
-    for row in (records["tasks", 1]["rows"][0], records["tasks", 2]["rows"][0]):
-        assert row["samples"] == dict(tiny_choice=7)
+    command = ["--model", model, "--tasks", "tiny_choice", "--include-path", tasks, "--num-fewshot", "1", "--out"]
+    outs = [str(tmp_path / f"{processes}.json") for processes in (1, 2)]
+    assert run(*command, outs[0]) == 0
+    subprocess.run([*launch, "moh_vision", "lm", *command, outs[1]], check=True, cwd=ROOT, env=environment)
+    records = [json.loads(Path(out).read_text()) for out in outs]
+    assert [record["processes"] for record in records] == [1, 2]
+    rows = [record["rows"][0] for record in records]
+    assert all(row["samples"] == dict(tiny_choice=7) for row in rows)
     for key in ("acc,none", "acc_norm,none"):
-        one, two = (records["tasks", n]["rows"][0]["metrics"]["tiny_choice"][key] for n in (1, 2))
+        one, two = (row["metrics"]["tiny_choice"][key] for row in rows)
         assert one == pytest.approx(two)
-    assert records["text", 1]["tokens"] == records["text", 2]["tokens"]
-    assert records["text", 1]["loss"] == pytest.approx(records["text", 2]["loss"], rel=1e-6)
 
 
-def slow_losses(model, ids, context, stride):
-    """Each token by itself, with what a window of the description holds before it."""
-    n, losses = len(ids) - 1, []
-    for t in range(1, n + 1):
-        windows = max(0, math.ceil((t - context) / stride))  # after the first
-        end = min(n, context + windows * stride)
-        start = max(0, end - context)
-        assert t - start >= min(t, context - stride + 1)
-        with torch.no_grad():
-            scores = model(ids[None, start:t]).logits[0, -1].log_softmax(-1)
-        losses.append(-scores[ids[t]].item())
-    return losses
+def opened(folder, released=False):
+    return load_model(str(folder), "auto", torch.device("cpu"), load_tokenizer(str(folder)), released)
 
 
-@pytest.mark.parametrize("kind", ("model", "routed"))
-@pytest.mark.parametrize("context, stride, batch", ((16, 4, 1), (16, 5, 3), (16, 16, 2), (9, 1, 4), (64, 3, 2)))
-def test_sliding_windows_score_as_token_by_token(kind, context, stride, batch, request):
-    net = transformers.AutoModelForCausalLM.from_pretrained(request.getfixturevalue(kind)).eval()
-    ids = torch.randint(0, 258, (42,))
-    windows = list(sliding_windows(ids, context, stride, batch))
-    scores = perplexity(causal_losses(net), windows, "cpu", lambda t: t)
-    slow = slow_losses(net, ids, context, stride)
-    assert scores["tokens"] == len(slow) == 41
-    assert scores["loss"] == pytest.approx(sum(slow) / 41, rel=1e-5)
-    labels = torch.cat([w["labels"].flatten() for w in windows])
-    assert labels[labels != -100].tolist() == ids[1:].tolist()
-    shares = [list(sliding_windows(ids, context, stride, batch, p, 3)) for p in range(3)]
-    assert sum(len(share) for share in shares) == len(windows)
-
-
-def test_logits_of_unlabelled_positions_are_not_asked_for(routed):
-    net = transformers.AutoModelForCausalLM.from_pretrained(routed).eval()
-    asked = []
-    net.lm_head.register_forward_pre_hook(lambda module, inputs: asked.append(inputs[0].shape[1]))
-    ids = torch.randint(0, 258, (31,))
-    perplexity(causal_losses(net), sliding_windows(ids, 16, 4), "cpu", lambda t: t)
-    assert asked == [16, 4, 4, 4, 2]
-
-
-def test_words_and_bytes_share_the_sum(capsys, model, tmp_path, monkeypatch):
-    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    text = tmp_path / "text.txt"
-    text.write_text("Grüße aus der Ferne\n\nzwei Zeilen\n", encoding="utf-8")
-    out = tmp_path / "scores.json"
-    assert run("--model", model, "--perplexity", text, "--context", 12, "--stride", 5, "--out", out) == 0
-    record = json.loads(out.read_text())
-    assert record["words"] == 4 + 2 + 3 and record["bytes"] == record["tokens"] == len(text.read_bytes())
-    assert record["byte_perplexity"] == pytest.approx(record["perplexity"])  # a token is a byte here
-    assert record["bits_per_byte"] == pytest.approx(record["loss"] / math.log(2))
-    assert record["word_perplexity"] == pytest.approx(math.exp(record["loss"] * record["tokens"] / 9))
-    net = transformers.AutoModelForCausalLM.from_pretrained(model).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    ids = torch.tensor([0, *tokenizer(text.read_text(encoding="utf-8"))["input_ids"]])
-    assert record["loss"] == pytest.approx(sum(slow_losses(net, ids, 12, 5)) / record["tokens"], rel=1e-5)
-    assert re.search(r"perplexity: 1 of \d+ steps, (.|\n)*9 words \(a line's end is one\)", capsys.readouterr().out)
-
-
-def test_the_released_layout_is_read_with_its_routing_or_not_at_all(model, tmp_path, capsys):
+def test_the_released_layout_is_read_with_its_routing_or_not_at_all(model, tmp_path):
     folder = tmp_path / "released"
     shutil.copytree(model, folder)
     config = json.loads((folder / "config.json").read_text())
     config["auto_map"] = {"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"}
     (folder / "config.json").write_text(json.dumps(config))
-    text = tmp_path / "text.txt"
-    text.write_text("some words\n")
-    ask = ["--model", folder, "--perplexity", text]
-    assert "auto_map to code of its own, which is not run" in mistake(capsys, *ask)
-    assert run(*ask, "--moh-llama3", "--out", tmp_path / "scores.json") == 0
-    assert json.loads((tmp_path / "scores.json").read_text())["moh"]["head_budget"] == [[2, 1], [2, 1]]
+    refuse("auto_map to code of its own, which is not run", opened, folder)
+    assert opened(folder, released=True)[1]["moh"]["head_budget"] == [[2, 1], [2, 1]]
 
 
 def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
-    text = tmp_path / "text.txt"
-    text.write_text("words\n")
-    read = ["--model", model, "--perplexity", text]
     ask = ["--model", model, "--tasks", "moh-llm"]
     for arguments, want in (
-        ([], "give one of --tasks NAMES, --perplexity FILE or --list"),
+        ([], "give --tasks NAMES or --list"),
         (["--tasks", "moh-llm"], "--model RUN is missing"),
         (["--modle", model], "unknown argument --modle, did you mean --model?"),
-        ([*read, "--limit", 3], "--limit belongs to --tasks"),
-        ([*ask, "--stride", 3], "--stride belongs to --perplexity"),
         ([*ask, "--batch-size", 0], "--batch-size 0: expected 1 or more, or auto"),
-        ([*read, "--batch-size", "auto"], "--batch-size auto: expected 1 or more"),
         ([*ask, "--limit", 1.5], "--limit 1.5: expected a number of questions, or a share between 0 and 1"),
         ([*ask, "--num-fewshot", -1], "--num-fewshot -1: expected 0 or more"),
         ([*ask, "--num-fewshot", 2], "--num-fewshot 2: the suite moh-llm has its own shots; name its tasks instead"),
         (["--model", model, "--tasks", ","], f"--tasks: expected suites ({', '.join(SUITES)}) or the harness' tasks, with commas between"),
         (["--model", model, "--tasks", "moh-lama3"], "--tasks: no suite or task is named moh-lama3; did you mean moh-llama3?"),
         ([*ask, "--include-path", tmp_path / "no"], f"--include-path {tmp_path}/no: no such folder"),
-        ([*read, "--context", 4, "--stride", 5], "--stride 5: allowed are 1 to the context, 4"),
-        ([*read, "--context", 300], f"--context 300: {model} has positions for 256 tokens"),
-        (["--model", tmp_path / "no", "--perplexity", text], f"--model or --tokenizer {tmp_path}/no: no such folder"),
-        (["--model", model, "--perplexity", tmp_path / "no"], f"--perplexity {tmp_path}/no: no such file"),
+        (["--model", tmp_path / "no", *ask[2:]], f"--model or --tokenizer {tmp_path}/no: no such folder"),
         (["--model", model, "--tasks", "moh-llm", "--out", tmp_path / "a" / "b"], f"--out {tmp_path}/a/b: no such folder"),
     ):  # fmt: skip
         assert mistake(capsys, *arguments) == want
-    assert "no tokenizer (tokenizer_config.json" in mistake(capsys, "--model", tmp_path, "--perplexity", text)
-    text.write_bytes(b"caf\xe9\n")
-    assert "line 1: not UTF-8" in mistake(capsys, *read)
-
+    assert "no tokenizer (tokenizer_config.json" in mistake(capsys, "--model", tmp_path, *ask[2:])
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     assert mistake(capsys, *ask) == "the package lm_eval is missing: pip install 'moh_vision[lm]'"
 
 
-def test_models_that_do_not_fit(tmp_path, capsys):
-    text = tmp_path / "text.txt"
-    text.write_text("words\n")
-    silent = write_model(tmp_path / "silent", eos=False)
-    assert "names neither an eos_token nor a bos_token" in mistake(capsys, "--model", silent, "--perplexity", text)
-    small = write_model(tmp_path / "small", vocab=100)
-    assert "100 tokens, its tokenizer has 258" in mistake(capsys, "--model", small, "--perplexity", text)
+def test_models_that_do_not_fit(tmp_path):
+    silent, small = write_model(tmp_path / "silent", eos=False), write_model(tmp_path / "small", vocab=100)
+    refuse("names neither an eos_token nor a bos_token", opened, silent)
+    refuse("100 tokens, its tokenizer has 258", opened, small)
     (tmp_path / "small" / "model.safetensors").write_bytes(b"nothing")
-    assert "not read as a causal language model" in mistake(capsys, "--model", small, "--perplexity", text)
+    refuse("not read as a causal language model", opened, small)
     (tmp_path / "small" / "config.json").unlink()
-    assert "no config.json" in mistake(capsys, "--model", small, "--perplexity", text)
+    refuse("no config.json", opened, small)

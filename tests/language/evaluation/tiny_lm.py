@@ -11,7 +11,7 @@ import moh_vision
 QUESTIONS = [dict(q=f"what is {i} and {i * i}?", a=["one", "two or so", "three hundred"], l=i % 3) for i in range(7)]
 
 
-def write_model(folder, positions=256, eos=True, vocab=258, budget=None):
+def write_model(folder, eos=True, vocab=258, budget=None):
     """`budget`: converted to MoH with that share of heads."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
@@ -21,7 +21,7 @@ def write_model(folder, positions=256, eos=True, vocab=258, budget=None):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=vocab, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=positions, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
+        num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     if budget is not None:
