@@ -105,7 +105,10 @@ def test_generated_pages_are_those_of_the_code(reference, name):
 
 def test_the_models_are_those_of_the_registry(reference):
     page = (reference.PAGES / "models.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [*reference.image_models(), *reference.PAPERS]
+    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [
+        *reference.image_models(),
+        *reference.list_text_presets(),
+    ]
 
 
 def test_the_messages_are_those_of_the_code():

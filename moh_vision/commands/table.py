@@ -17,8 +17,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from moh_vision.attention import head_budget
-from moh_vision.commands.macs import PAPER_ROWS
 from moh_vision.commands.runs import (
     COLUMNS,
     NAMES,
@@ -35,6 +36,7 @@ from moh_vision.language.config import WORDS
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import count_macs, count_parameters
 
+PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments that make another model than the papers'; translation models have one name in two sizes.
 OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
@@ -42,7 +44,7 @@ INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
 INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
 MACS = (
     "MACs: one forward of {}, active heads alone (ideal in --dry-run), with attention scores; the papers leave these out "
-    "or count them twice (python -m moh_vision macs)."
+    "or count them twice (docs/reference/models.md)."
 )
 LATEX = str.maketrans(
     {c: f"\\{c}" for c in "&%$#_{}"}

@@ -16,8 +16,6 @@ LINES = {
     "table --latx CLS": "did you mean --latex?",
     "table DIT": "dit has no scores yet: python sample.py",
     "table CLS --names a b": "--names: 2 for 1 runs; expected one for each RUN",
-    "macs mt_moa_8K8E128": "did you mean mt_moa_8K8E128D",
-    "macs resnet50": "there is no text model 'resnet50'",
     "report CLS/../cls CLS --output a.html": "/../cls is given twice",
     "report CLS --output a.pdf": "expected a name that ends in .html",
     "curves CLS --window 0": "--window 0: expected 1 or more",
@@ -101,7 +99,7 @@ def places(trained, tmp_path_factory):
 def test_lines(places, tmp_path, refused, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     argv = re.sub(r"\b[A-Z]+\b", lambda name: str(places[name[0]]), line).split()
-    if argv[0] not in ("table", "macs", "predict") and "--output" not in argv:
+    if argv[0] not in ("table", "predict") and "--output" not in argv:
         argv += ["--output", "new.pt2" if argv[0] == "export" else "new.png"]
     error = refused(*argv)
     assert error.startswith(f"{argv[0]}: error: ") and words in error
