@@ -25,7 +25,6 @@ COMMANDS = {
     "tokenise": "write text as token ids",
     "fidelity": "FID, sFID, IS, KID, precision and recall of images",
     "lm": "scores of a causal language model: tasks, or the perplexity of a text",
-    "lm-curve": "the same over the tokens that it has learnt from",
     "kernels": "build the C++ operators of the attention core",
 }
 

@@ -1,12 +1,13 @@
 """`moh_vision.open_run`: runs, their checkpoints and files, published folders, and weights with a name, in one way."""
 
+import json
 import shutil
 
 import pytest
 import timm
 import torch
 from refusals import one_line
-from small_runs import same
+from small_runs import plain, same
 
 import moh_vision
 from moh_vision.__main__ import main as command
@@ -43,6 +44,19 @@ def test_every_form_of_a_run_is_the_same_model(runs, name, monkeypatch):
     monkeypatch.chdir(run / "checkpoints" / "step_1")
     earlier = moh_vision.open_run("model.safetensors")
     assert earlier.metadata["step"] == 1 and not same(earlier.model, opened.model)
+
+
+def test_weights_that_training_keeps_are_scored_like_a_run(trained, tmp_path, run_command):
+    run = trained("clm", 4, "--keep-weights-every", 2)
+    kept = [run / "weights" / f"step_{step}" for step in (2, 4)]
+    early, late = map(moh_vision.load_run, kept)
+    assert same(late, moh_vision.load_run(run)) and not same(early, late)
+    losses = []
+    for number, folder in enumerate((*kept, run)):
+        ask = ["--perplexity", f"{plain()}/valid.txt", "--context", 8, "--out", tmp_path / f"{number}.json"]
+        assert run_command("lm", "--model", folder, *ask).code == 0
+        losses.append(json.loads((tmp_path / f"{number}.json").read_text())["loss"])
+    assert losses[0] > losses[1] == losses[2]
 
 
 def test_weights_alone_say_their_kind(runs, tmp_path):

@@ -75,12 +75,6 @@ LINES = {
     "publish none --output a": "none: no such file or folder",
     "publish CLS --output a --repo digits": "--repo digits: expected OWNER/NAME",
     "publish CLS --output a --repo anna/a/b": "--repo anna/a/b: ",
-    "lm-curve KEPT --tasks hellaswag": "--tasks hellaswag: expected suites, moh-llm",
-    "lm-curve KEPT": "give one of --tasks NAMES",
-    "lm-curve CLM --perplexity a.txt --strid 3": "clm has kept no weights in",
-    "lm-curve KEPT --perplexity a.txt --strid 3": "unknown argument --strid, did you mean --stride?",
-    "lm-curve KEPT --perplexity a.txt --out a.json": "--out: the weights that a run has kept are scored",
-    "lm-curve TEXT --perplexity a.txt": "model.name mt_mae_7; expected runs of causal language models",
 }
 
 
@@ -91,8 +85,7 @@ def places(trained, tmp_path_factory):
     (folder / "foreign.pt").touch()
     dense = trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
     named = dict(CLS=trained("cls", 2), DENSE=dense, DIT=trained("dit", 2), TEXT=trained("text", 2))
-    named |= dict(CLM=trained("clm", 4), KEPT=trained("clm", 4, "--keep-weights-every", 2))
-    return named | dict(IMAGE=folder / "image.png", FOREIGN=folder / "foreign.pt")
+    return named | dict(CLM=trained("clm", 4), IMAGE=folder / "image.png", FOREIGN=folder / "foreign.pt")
 
 
 @pytest.mark.parametrize("line, words", LINES.items())
