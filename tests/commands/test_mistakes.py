@@ -13,7 +13,7 @@ LINES = {
     "table CLS TEXT": "text (translation) are of different kinds",
     "table CLS CLS": "are the same run with the same seed, 0",
     "table": "required: RUN",
-    "table --latx CLS": "did you mean --latex?",
+    "table --nams CLS": "did you mean --names?",
     "table DIT": "dit has no scores yet: python sample.py",
     "table CLS --names a b": "--names: 2 for 1 runs; expected one for each RUN",
     "report CLS/../cls CLS --output a.html": "/../cls is given twice",

@@ -160,14 +160,6 @@ def test_suites(tmp_path, run_command, refused):
     assert "scores2.json and" in refused("table", tmp_path)
 
 
-def test_latex(runs, run_command):
-    out = run_command("table", "--latex", runs["cls0"], runs["cls1"]).out
-    tabular = out.split("\n% ")[0]
-    assert tabular.startswith("\\begin{tabular}{lrrrrrr}\n\\toprule\nmodel & runs & steps & parameters, M")
-    assert "moh\\_vit\\_tiny\\_patch16\\_224 & 2 & 3 & " in tabular and " $\\pm$ " in tabular
-    assert tabular.endswith("\\bottomrule\n\\end{tabular}") and "top-1, \\%" in tabular
-
-
 def test_rows_of_the_papers():
     """Each is of a model that exists, and its numbers are numbers."""
     numbers, names = {*table.SIZES, *table.COLUMNS}, list_text_presets()
