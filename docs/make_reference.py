@@ -9,14 +9,18 @@ from pathlib import Path
 
 import timm
 import torch
+from torch import nn
 
 import moh_vision
 from moh_vision.__main__ import COMMANDS
 from moh_vision.classification.config import ClsConfig, ValidateConfig
-from moh_vision.commands.macs import PAPER_ROWS, PAPERS, count, image_models
+from moh_vision.commands.table import PAPER_ROWS
 from moh_vision.diffusion.config import DitConfig, SampleConfig
 from moh_vision.engine.command_line import default_of, groups_of
 from moh_vision.language.config import LanguageConfig
+from moh_vision.language.models.create import create_text_model, list_text_presets
+from moh_vision.models.counts import count_macs, count_parameters
+from moh_vision.models.weights import image_models
 
 PAGES = Path(__file__).parent / "reference"
 SCRIPTS = {
@@ -26,6 +30,7 @@ SCRIPTS = {
     "sample.py": ("diffusion.sample", SampleConfig),
     "train_text.py": ("language.train", LanguageConfig),
 }
+TOKENS = {"mt": 10, "mlm": 128, "clm": 512}  # of each text
 HEAD = "<!-- Written by docs/make_reference.py; change the code instead. -->\n"
 
 
@@ -88,36 +93,51 @@ def commands_page() -> str:
     return "\n".join(parts)
 
 
+def counted(name: str) -> tuple[nn.Module, int]:
+    """Return a model without weights, and MACs of linear layers and scores in one forward of batch 1."""
+    named = {}
+    with torch.device("meta"):
+        if name in image_models():
+            model = sized = timm.create_model(name)
+            inputs = [torch.zeros(1, *model.pretrained_cfg["input_size"])]
+            if image_models()[name] == "diffusion":
+                inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
+        else:
+            kind, model = name.partition("_")[0], create_text_model(name)
+            # Zhang 2022 counts parameters with about 37,000 words, MACs of translation with 32,000.
+            sized = create_text_model(name, vocab_size=32_000) if kind == "mt" else model
+            ids = torch.zeros(1, TOKENS[kind], dtype=torch.long)
+            inputs, named = [ids], dict(decoder_input_ids=ids) if kind == "mt" else {}
+        macs = count_macs(sized, *inputs, **named)
+    return model, macs.linears + macs.scores if macs.attention else macs.every_head
+
+
 def models_page() -> str:
     """Every image model of the registry and every preset of text models, counted; the papers' scores beside them."""
     parts = [HEAD, "# Models\n"]
     parts.append(
-        "Parameters, active share of the heads, and multiply-accumulates of a forward of one image (linear layers and attention\n"
-        "scores of the heads that run), counted by `python -m moh_vision macs NAME`. Scores are the papers', not reproduced\n"
-        "here, FIDs those of Jin 2024 on ImageNet 256 x 256; small runs of ours: [quality](../results/quality.md).\n"
+        "Parameters, active share of the heads, and multiply-accumulates of a forward of one image or text: linear layers and\n"
+        "attention scores of the heads that run. Texts have 10 source and 10 target tokens and 32,000 words (translation, as in\n"
+        "Zhang 2022, appendix E), 128 tokens (`mlm`) or 512 (`clm`). The papers leave the scores out; Zhang's table 2 counts them\n"
+        "twice. [`--dry-run`](../guides/analysis.md#parameters-and-macs-of-every-module) counts any configuration.\n\n"
+        "Scores of the last column are the papers', not reproduced here, FIDs those of Jin 2024 on ImageNet 256 x 256; small\n"
+        "runs of ours: [quality](../results/quality.md).\n"
     )
     for title, names, unit in (
         ("Image models: `timm.create_model(name)`", image_models(), 1e9),
-        ("Text models: `moh_vision.language.create_text_model(name)`", list(PAPERS), 1e6),
+        ("Text models: `moh_vision.language.create_text_model(name)`", list_text_presets(), 1e6),
     ):
         images = unit == 1e9
         columns = ["name", "parameters, M", *(["active heads, %"] if images else []), f"{'G' if images else 'M'}MACs"]
         lines = [f"| {' | '.join(columns)} | in the paper |", f"|---|{'---:|' * (len(columns) - 1)}---|"]
         for name in names:
-            found = count(name)
-            macs = (found.macs.linears + found.macs.scores) if found.macs.attention else found.macs.every_head
-            share = [_share(name)] if images else []
-            numbers = " | ".join([f"{found.parameters / 1e6:.1f}", *share, f"{macs / unit:,.1f}"])
+            model, macs = counted(name)
+            share = [f"{100 * (moh_vision.head_budget(model).get('share') or 1):.0f}"] if images else []
+            numbers = " | ".join([f"{count_parameters(model) / 1e6:.1f}", *share, f"{macs / unit:,.1f}"])
             scored = [_scores(row) for row in PAPER_ROWS if row["model"] == name]
             lines.append(f"| `{name}` | {numbers} | {'; '.join(filter(None, scored))} |")
         parts.append("\n".join([f"## {title}\n", *lines]) + "\n")
     return "\n".join(parts)
-
-
-def _share(name: str) -> str:
-    with torch.device("meta"):
-        budget = moh_vision.head_budget(timm.create_model(name))
-    return f"{100 * budget['share']:.0f}" if budget.get("share") else "100"
 
 
 def _scores(row: dict) -> str:

@@ -16,7 +16,6 @@ COMMANDS = {
     "patches": "which heads each patch of an image runs",
     "budget-curve": "score and latency over the share of active heads",
     "search": "a head budget for a trained model, found without training",
-    "macs": "parameters and MACs of a model or preset, beside the papers'",
     "predict": "name what is on images",
     "export": "write a model as ONNX or torch.export's .pt2",
     "publish": "write a folder for timm, diffusers or transformers, with a model card",
@@ -26,7 +25,6 @@ COMMANDS = {
     "tokenise": "write text as token ids",
     "fidelity": "FID, sFID, IS, KID, precision and recall of images",
     "lm": "scores of a causal language model: tasks of the lm-evaluation-harness",
-    "lm-curve": "the same over the tokens that it has learnt from",
     "kernels": "build the C++ operators of the attention core",
 }
 

@@ -48,6 +48,12 @@ def test_every_form_of_a_run_is_the_same_model(runs, name, tmp_path, monkeypatch
     assert earlier.metadata["step"] == 1 and not same(earlier.model, opened.model)
 
 
+def test_weights_that_training_keeps_are_opened_like_a_run(trained):
+    run = trained("clm", 4, "--keep-weights-every", 2)
+    early, late = (moh_vision.load_run(run / "weights" / f"step_{step}") for step in (2, 4))
+    assert same(late, moh_vision.load_run(run)) and not same(early, late)
+
+
 def test_weights_with_the_name_of_a_model(tmp_path):
     for name, kind in (("moh_vit_tiny_patch16_224", "classification"), ("moh_dit_small_patch2_75", "diffusion")):
         model = timm.create_model(name)

@@ -105,7 +105,10 @@ def test_generated_pages_are_those_of_the_code(reference, name):
 
 def test_the_models_are_those_of_the_registry(reference):
     page = (reference.PAGES / "models.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [*reference.image_models(), *reference.PAPERS]
+    assert re.findall(r"^\| `(\w+)`", page, flags=re.MULTILINE) == [
+        *reference.image_models(),
+        *reference.list_text_presets(),
+    ]
 
 
 def test_the_messages_are_those_of_the_code():
@@ -240,7 +243,6 @@ NOT_RUN = {
     "python -m moh_vision export moh_dit_xlarge_patch2_90": "released weights; tests/commands/test_export.py",
     "python -m moh_vision gates TEXT_RUN": "runs of text; tests/commands/test_gates.py",
     "python -m moh_vision curves TEXT_RUN": "runs of text; tests/commands/test_curves.py",
-    "python -m moh_vision lm-curve": "needs lm_eval; tests/commands/test_lm_curve.py",
     "accelerate launch train_cls.py --config cls/moh_vit_small_patch16_224 --data.root ROOT --data.exact_order": "a server; tests/data/test_stream.py",
     "accelerate launch sample.py --checkpoint RUN --": "50,000 images; tests/diffusion/test_sample.py",
     "python sample.py --checkpoint RUN --num-images 50000": "50,000 images; tests/diffusion/test_sample.py",
@@ -254,7 +256,6 @@ REST = {  # commands that take the options of others too
     "budget-curve": [SCRIPTS["validate.py"], SCRIPTS["sample.py"]],
     "patches": [SCRIPTS["validate.py"]],
     "predict": [SCRIPTS["validate.py"]],
-    "lm-curve": ["lm"],
 }
 MORE = {  # what makes a command small
     "moh_vision.classification.train": "--dry_run true --mixed_precision no --data.workers 0 --data.max_bad_fraction 0",

@@ -19,10 +19,10 @@ class Drawn(NamedTuple):
 def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
     """Run the module of a command; return its exit code.
 
-    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns `Drawn`, or
-    None on processes that write nothing. An `options.output` is a new file or folder with one of ENDINGS, if it has
-    these. If it has REST, the name of its first argument, `options.rest` has another parser's options. KEPT is what
-    an interrupted command finds again. A module may have a `main` instead.
+    It has `options(add)`, which adds arguments, and `work(options)`, or `figure(options)`, which returns `Drawn`. An
+    `options.output` is a new file or folder with one of ENDINGS, if it has these. If it has REST, the name of its
+    first argument, `options.rest` has another parser's options. KEPT is what an interrupted command finds again. A
+    module may have a `main` instead.
     """
     if hasattr(command, "main"):
         return command.main(argv)
@@ -51,8 +51,7 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
 
         refuse_output("--output", str(numbers_path(options.output)))
         drawn = command.figure(options)
-        if drawn is not None:
-            files = write_figure(drawn.figure, options.output, drawn.numbers)
-            say(drawn.text if drawn.alone else f"{files}{drawn.text}")
+        files = write_figure(drawn.figure, options.output, drawn.numbers)
+        say(drawn.text if drawn.alone else f"{files}{drawn.text}")
 
     return exit_code(name, work, getattr(command, "KEPT", ""))

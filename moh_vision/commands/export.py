@@ -27,7 +27,7 @@ from moh_vision.commands.predict import class_names
 from moh_vision.engine.commands import reason_of, refuse_output, say
 from moh_vision.engine.io import fsync, give_name
 from moh_vision.engine.opened import Opened
-from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
+from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import check_name
@@ -60,36 +60,26 @@ class Classifier(nn.Module):
 class Denoiser(nn.Module):
     """A DiT for export: hidden_states [B, C, h, w], timestep [B] float, class_labels [B] int64 -> sample.
 
-    One pass, without guidance. Label num_classes means "no class". A fixed `timestep` is no input.
+    One pass, without guidance. Label num_classes means "no class".
     """
 
     output = "sample"
 
-    def __init__(self, model: nn.Module, timestep: float | None = None):
+    def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
-        self.register_buffer("timestep", None if timestep is None else torch.tensor([timestep]))
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        timestep: Tensor | None = None,
-        class_labels: Tensor = None,
-    ) -> Tensor:
-        timestep = self.timestep if timestep is None else timestep
+    def forward(self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor) -> Tensor:
         return self.model(hidden_states, timestep, class_labels, return_dict=False)[0]
 
     def draw(self, batch: int, generator: torch.Generator) -> dict[str, Tensor]:
         config = self.model.config
         size = (batch, config.in_channels, config.sample_size, config.sample_size)
-        inputs = dict(
+        return dict(
             hidden_states=torch.randn(size, generator=generator),
             timestep=torch.randint(1000, (batch,), generator=generator).float(),
             class_labels=torch.randint(config.num_classes + 1, (batch,), generator=generator),
         )
-        if self.timestep is not None:
-            del inputs["timestep"]
-        return inputs
 
 
 @torch.no_grad()
@@ -226,12 +216,11 @@ def options(add) -> None:
     add("--checkpoint", metavar="FILE", help="weights for NAME; left out: those it is published with")
     add("--batch", type=int, metavar="N", help="the only batch the file takes; left out: any")
     add("--head-budget", metavar="S", help="share of heads that run, such as 0.5; left out: the model's")
-    add("--timestep", type=float, metavar="T", help="of a DiT that routes by it: only the heads that run at T")
     add("--static-heads", metavar="FILE", help="a head_load.json: only the heads that ran most; other outputs")
 
 
 def work(options) -> None:
-    form, output, t = options.format, Path(options.output), options.timestep
+    form, output = options.format, Path(options.output)
     if output.suffix != SUFFIXES[form]:
         raise ValueError(f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}")
     refuse_output("--output", f"{output}.data")
@@ -239,10 +228,6 @@ def work(options) -> None:
         import_module(name)  # one that is missing is said before the work
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: expected 1 or more")
-    if t is not None and not 0 <= t <= 1000:
-        raise ValueError(f"--timestep {t:g}: expected 0 to 1000")
-    if t is not None and options.static_heads:
-        raise ValueError("--static-heads has no effect beside --timestep, which says which heads run")
     opened = open_source(options.source, options.checkpoint)
     model, metadata = opened.model, {key: opened.metadata[key] for key in ("architecture", "classes")}
     if options.head_budget is not None:
@@ -252,8 +237,6 @@ def work(options) -> None:
         fix_heads(model, options.static_heads)
         metadata["heads"] = "fixed"
     if opened.kind == "classification":
-        if t is not None:
-            raise ValueError(f"--timestep {t:g} has no effect: {metadata['architecture']} is a classifier")
         prepared = model.pretrained_cfg
         metadata["classes"] = class_names(metadata["classes"], model.num_classes)
         metadata.update({key: prepared[key] for key in PREPARED})
@@ -261,11 +244,8 @@ def work(options) -> None:
     else:
         config, objective = model.config, opened.metadata["objective"]
         metadata.update(objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes)
-        module = Denoiser(model, t)
+        module = Denoiser(model)
     cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
-    if t is not None:
-        metadata.update(heads="fixed", timestep=t)
-        fix_timestep(model, t)
     say(f"{opened.metadata['weights']} ({metadata['architecture']})")
     say(heads_text(model, heads, gather_heads(model)))
     write(module, output, form, options.batch, metadata, cases)

@@ -9,26 +9,19 @@ the tokens of largest PMI with each (table 6; Zhang 2022, table 4).
 """
 
 import math
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-from matplotlib.figure import Figure
-
 from moh_vision.commands.command import Drawn
-from moh_vision.commands.figures import Line, draw_lines, lines_of, plt
+from moh_vision.commands.figures import Line, draw_lines, lines_of
 from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_runs
 from moh_vision.commands.table import Table, markdown
 from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.opening import open_run
 
-MOST_LABELLED = 16  # experts whose cells have room for a number
-
 
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of train_text.py")
-    add("--kind", default="entropy", choices=("entropy", "load"), help="the figure; load is of one RUN (%(default)s)")
     add("--split", default="val", choices=("val", "test"), help="of the run's data (%(default)s)")
 
 
@@ -36,8 +29,6 @@ def figure(options) -> Drawn:
     runs = read_runs(options.runs)
     if runs[0].kind not in TEXT.values():
         raise ValueError(f"{runs[0].folder} ({runs[0].kind}): expected runs of train_text.py")
-    if options.kind == "load" and len(runs) > 1:
-        raise ValueError(f"--kind load: {len(runs)} runs; expected one")
     for run in runs:
         if options.split == "test" and run.config.get("data.test") is None:
             raise ValueError(f"--split test: {run.folder} has no data.test")
@@ -48,19 +39,16 @@ def figure(options) -> Drawn:
             gates, seed = read_split(run, options.split), run.config.get("seed")
             if gates["layers"]:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
-            columns = gates.pop("columns")
+            del gates["columns"]
             scores = {key: value for key, value in run.scores.items() if key.startswith("bleu") and value is not None}
             records[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **gates, **scores)
     if not texts:
         raise ValueError(
             f"{', '.join(str(run.folder) for run in runs)}: none has a gate with a distribution over experts"
         )
-    if options.kind == "load":
-        draw, numbers = draw_gate_load, dict(split=options.split, columns=columns, **gates)
-    else:
-        draw, numbers = draw_gate_entropy, dict(split=options.split, runs=list(records.values()))
+    numbers = dict(split=options.split, runs=list(records.values()))
     text = "\n".join([markdown(entropy_table(groups, records)) + "\n", *texts])
-    return Drawn(draw(numbers), numbers, text, alone=True)
+    return Drawn(draw_gate_entropy(numbers), numbers, text, alone=True)
 
 
 def read_split(run: ScoredRun, split: str) -> dict:
@@ -97,36 +85,7 @@ def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], records: dict[P
     return Table(titles, [[row.get(title, "-") for title in titles] for row in rows], notes)
 
 
-def draw_gate_load(numbers: dict) -> Figure:
-    """Draw RUN/gates.json: a row per layer, a column per expert (Peng 2020, table 8)."""
-    loads = [layer["load"] for layer in numbers["layers"]]
-    most = max(map(len, loads))
-    grid = np.array([[100 * share for share in load] + [np.nan] * (most - len(load)) for load in loads])
-    numbered = most <= MOST_LABELLED
-    step = 1 if numbered else 4
-    width = max(5.0, 2.8 + (0.55 if numbered else 0.24) * most)
-    figure, axes = plt.subplots(figsize=(width, max(2.4, 1.5 + 0.34 * len(loads))), layout="constrained")
-    top = np.nanmax(grid)
-    image = axes.imshow(grid, vmin=0, vmax=top, aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes, label="% (a row adds up to 100)")
-    for (row, column), value in np.ndenumerate(grid):
-        if numbered and not np.isnan(value):
-            colour = "black" if value > 0.6 * top else "white"
-            axes.text(column, row, f"{value:.1f}", ha="center", va="center", fontsize=8, color=colour)
-    axes.set_xticks(range(0, most, step), [f"E{n}" for n in range(1, most + 1, step)], fontsize=8)
-    axes.set_yticks(range(len(loads)), [layer["name"] for layer in numbers["layers"]], fontsize=8)
-    read: dict[str, list[str]] = {}
-    for by, sentence in numbers["columns"].items():
-        read.setdefault(sentence, []).append(by)
-    notes = [f"{'; '.join(by)}: {sentence}" if len(read) > 1 else sentence for sentence, by in read.items()]
-    lines = [textwrap.fill(note, int(13 * width), break_on_hyphens=False) for note in notes]
-    axes.set_xlabel("\n".join(lines), fontsize=8)
-    axes.set_title(f"load of the experts, {numbers['split']}", fontsize=10)
-    axes.set_frame_on(False)
-    return figure
-
-
-def draw_gate_entropy(numbers: dict) -> Figure:
+def draw_gate_entropy(numbers: dict):
     """Draw the entropies in this command's JSON over the layers, a line per model."""
     layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
     names = list(dict.fromkeys(layer["name"] for _, layer in layers))

@@ -20,12 +20,11 @@ from moh_vision.data.folder import IMAGES, ImageFolder, refuse_special, walk
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.engine.commands import say
-from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import write_json
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
-ENDINGS = (".json", ".csv")
+ENDINGS = (".json",)
 IDLE = ("data.root", "data.max_bad_fraction")  # of validation, unused here
 Likeliest = list[tuple[int, float]]  # classes and their probabilities
 
@@ -92,7 +91,7 @@ def options(add) -> None:
     add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
     add("images", nargs="+", metavar="IMAGE_OR_FOLDER", help="image files, and folders of them")
     add("--top", type=int, default=5, metavar="N", help="classes of each image (5)")
-    add("--output", metavar="FILE", help=".json or .csv with what is printed; must not exist")
+    add("--output", metavar="FILE", help="a new .json with what is printed")
 
 
 def work(options) -> None:
@@ -119,12 +118,9 @@ def work(options) -> None:
         read = say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in predictions[-1][1])}")
         if not (read or output):
             return
-    if output and output.endswith(".json"):
+    if output:
         pairs = [dict(image=file, classes=classes) for file, classes in predictions]
         of = dict(weights=metadata["weights"], model=metadata["architecture"], img_size=metadata["img_size"])
         write_json(Path(output), dict(of, images=pairs))
-    elif output:
-        rows = [(file, rank, *pair) for file, classes in predictions for rank, pair in enumerate(classes, 1)]
-        write_csv(Path(output), [("image", "rank", "class", "probability"), *rows])
     if unreadable.seen:
         raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")

@@ -25,7 +25,6 @@ from moh_vision.commands.runs import (
     TEXT,
     NoScores,
     ScoredRun,
-    as_written,
     find_run,
     having,
     number_at,
@@ -172,23 +171,17 @@ def heads(runs: Named, models: list[tuple]) -> Section:
         else:
             dense += names
     for name, run in runs.items():
-        file, gates = run.folder / FILE, run.folder / "gates.json"
+        file = run.folder / FILE
         if file.is_file():
             load = HeadLoad.read(file)
             for by in load.groups if load.choosing() else ():
                 caption = f"{name}: share of tokens that run each head, by {by}"
                 loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
-        elif name not in dense and not gates.is_file():
+        elif name not in dense and not (run.folder / "gates.json").is_file():  # of MAE, where every head runs
             maker = (
                 "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
             )
             missing.append(f"{name} has no {FILE}: {maker} RUN/{FILE}")
-        if gates.is_file():
-            from moh_vision.commands.gates import draw_gate_load
-
-            with as_written(f"{gates}: its numbers are"):
-                figure = draw_gate_load(read_json(gates))
-            loads.append(figures.inline_svg(figure, f"{name}: load of the gates"))
     return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
 
 

@@ -1,15 +1,13 @@
 """Print runs as the papers print theirs: scores, parameters, MACs, active heads.
 
 python -m moh_vision table RUN RUN ...
-python -m moh_vision table --latex RUN RUN ... > table.tex
 
 RUN is a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that
 differ only in the seed make one row: mean, standard deviation (n - 1) and number. The papers' rows
 follow the runs of the same model.
 
 Scores are in the run's folder: results.json; for diffusion scores.json by sample.py --score, else
-the training's last; for suites scores*.json, the --out of `python -m moh_vision lm`. LaTeX needs the
-package booktabs.
+the training's last; for suites scores*.json, the --out of `python -m moh_vision lm`.
 """
 
 from collections.abc import Sequence
@@ -17,8 +15,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 from moh_vision.attention import head_budget
-from moh_vision.commands.macs import PAPER_ROWS
 from moh_vision.commands.runs import (
     COLUMNS,
     NAMES,
@@ -35,6 +34,7 @@ from moh_vision.language.config import WORDS
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import count_macs, count_parameters
 
+PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments that make another model than the papers'; translation models have one name in two sizes.
 OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
@@ -42,11 +42,7 @@ INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
 INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
 MACS = (
     "MACs: one forward of {}, active heads alone (ideal in --dry-run), with attention scores; the papers leave these out "
-    "or count them twice (python -m moh_vision macs)."
-)
-LATEX = str.maketrans(
-    {c: f"\\{c}" for c in "&%$#_{}"}
-    | {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
+    "or count them twice (docs/reference/models.md)."
 )
 
 
@@ -135,21 +131,10 @@ def markdown(table: Table) -> str:
     return "\n".join([*text, "", *(f"- {note}" for note in table.notes)])
 
 
-def latex(table: Table) -> str:
-    """Write a table as a LaTeX tabular with booktabs, with notes as comments."""
-    lines = [[cell.translate(LATEX) for cell in line] for line in (table.titles, *table.rows)]
-    titles, *rows = [" & ".join(line) + r" \\" for line in lines]
-    begin = f"\\begin{{tabular}}{{l{'r' * (len(table.titles) - 1)}}}"
-    text = [begin, r"\toprule", titles, r"\midrule", *rows, r"\bottomrule", r"\end{tabular}"]
-    return "\n".join([*text, *(f"% {note}" for note in table.notes)])
-
-
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     add("--names", nargs="+", metavar="NAME", help=NAMES)
-    add("--latex", action="store_true", help="print LaTeX instead of Markdown")
 
 
 def work(options) -> None:
-    table = make_table(options.runs, options.names)
-    say(latex(table) if options.latex else markdown(table))
+    say(markdown(make_table(options.runs, options.names)))

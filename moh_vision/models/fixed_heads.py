@@ -8,41 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, token_heads
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers
 from moh_vision.attention.executors.sequences import Sequences
-from moh_vision.attention.routers import DenseRouter
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear
 
 OF_CANDIDATES = ("routed", "gate", "noise")  # routers' linear layers with a row per candidate
-
-
-def fix_timestep(model: nn.Module, timestep: float) -> None:
-    """Keep only the heads that a DiT runs at one timestep, without routers. The output stays the same.
-
-    Args:
-        model: a `MoHDiTTransformer2DModel` with scope "sample" and route_by "timestep"; it is changed. The gates
-            become part of the output projections.
-        timestep: 0 .. 1000.
-    """
-    config = getattr(model, "config", {})
-    layers = attention_layers(model)
-    if config.get("route_by") != "timestep" or any(layer.needs_query for layer in layers):
-        raise ValueError(
-            "which heads run depends on more than the timestep: that needs a DiT with scope 'sample', route_by "
-            "'timestep' and a router that reads no queries"
-        )
-    like = next(model.parameters())
-    x = like.new_zeros(1, config.in_channels, config.sample_size, config.sample_size)
-    t, y = like.new_full((1,), timestep), torch.zeros(1, dtype=torch.long, device=like.device)
-    for layer, routing in zip(layers, token_heads(model, x, t, y)):
-        kept = routing.active[0, 0].nonzero().flatten()
-        gates = routing.weights[0, 0, kept]
-        _cut(layer, kept.tolist())
-        with torch.no_grad():
-            layer.proj.weight.mul_(gates.to(like.dtype).repeat_interleave(layer.head_dim))
-        heads = HeadBudget(len(kept), layer.head_dim, len(kept), 0)
-        layer.router, layer.needs_query = DenseRouter(layer.dim, heads).train(layer.training), False
 
 
 def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from moh_vision.attention import attention_layers, head_budget, token_heads
 from moh_vision.commands import export as exporting
-from moh_vision.models.fixed_heads import busiest, fix_timestep, gather_heads, keep_heads
+from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_load import HeadLoad
 
 VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
@@ -85,23 +85,27 @@ def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
     assert str(tmp_path).encode() not in file.read_bytes()
 
 
-def test_a_dit_at_one_timestep_has_the_heads_of_this_timestep_alone(run, to_onnx):
-    model, folder = run("dit", {**BY_TIMESTEP, **ONE})
-    said, file, session = to_onnx(folder, "--timestep", 300, "--batch", 2)
+def test_a_dit_with_static_heads_has_these_heads_alone(run, to_onnx, tmp_path):
+    model, folder = run("dit", {**DIT, **ONE})
+    load = HeadLoad(head_budget(model)["layers"], {"class": ["a"]})
+    load.sums += torch.tensor([9, 2, 5, 9])  # candidates and tokens
+    load.save(tmp_path / "load.json")
+    said, file, session = to_onnx(folder, "--static-heads", tmp_path / "load.json", "--batch", 2)
     assert "heads: 2 of 4 are in the graph" in said
-    noisy, labels = torch.randn(2, 1, 4, 4), torch.tensor([0, 3])
+    inputs = dict(hidden_states=torch.randn(2, 1, 4, 4), timestep=torch.tensor([300.0, 9.0]))
+    inputs["class_labels"] = torch.tensor([0, 3])
+    keep_heads(model, [[0, 1]])
     with torch.no_grad():
-        want, other = (model(noisy, torch.tensor([t, t]), labels, return_dict=False)[0] for t in (300.0, 900.0))
-    got = session.run(["sample"], {"hidden_states": noisy.numpy(), "class_labels": labels.numpy()})[0]
+        want = model(**inputs, return_dict=False)[0]
+    got = session.run(["sample"], {name: values.numpy() for name, values in inputs.items()})[0]
     assert (torch.from_numpy(got) - want).abs().max() < 3e-5 * want.abs().max()
-    assert not torch.allclose(want, other, rtol=1e-2)
+    assert session.get_modelmeta().custom_metadata_map["heads"] == "fixed"
     import onnx
 
     weights = onnx.load(file).graph.initializer
-    shapes, names = {tuple(weight.dims) for weight in weights}, " ".join(weight.name for weight in weights)
-    # 2 of 4 heads of width 4: queries, keys and values are 24 wide and not 48, and no router is left.
+    shapes = {tuple(weight.dims) for weight in weights}
+    # 2 of 4 heads of width 4: queries, keys and values are 24 wide and not 48.
     assert shapes & {(16, 24), (24, 16)} and not shapes & {(16, 48), (48, 16)}
-    assert "blocks.0.attn" in names and "router" not in names
 
 
 def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command):
@@ -145,11 +149,6 @@ def test_gathered_heads_are_those_that_an_image_chooses(kind, arguments):
         assert gather_heads(model) == 5
         torch.testing.assert_close(model.forward_routed(*inputs)[0], want, rtol=1e-10, atol=1e-10)
     assert gather_heads(made("vit", VIT)) == 8  # each token chooses: all are computed
-
-
-def test_the_timestep_alone_must_decide():
-    for arguments in (DIT, dict(DIT, scope="sample"), dict(BY_TIMESTEP, router="query_norm")):
-        refuse("depends on more than the timestep", fix_timestep, made("dit", arguments), 300)
 
 
 def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):

@@ -63,12 +63,6 @@ def test_the_probabilities_are_the_models(run, folder, run_command):
         torch.testing.assert_close(torch.tensor([p for _, p in image["classes"]]), values[:5])
         assert line.startswith(f"{image['image']}: {100 * values[0]:.2f} % {classes[0]} | ")
 
-    assert run_command("predict", run, other, "--output", folder / "classes.csv").code == 0
-    rows = list(csv.DictReader((folder / "classes.csv").open()))
-    assert [int(row["rank"]) for row in rows] == [1, 2, 3, 4, 5] and {row["image"] for row in rows} == {names[3]}
-    last = dict((name, probability) for name, probability in written["images"][3]["classes"])
-    assert {row["class"]: float(row["probability"]) for row in rows} == pytest.approx(last, abs=1e-6)
-
 
 def as_timm(model, image):
     """Probabilities [10] of an image, prepared as timm does it by the model's pretrained_cfg."""

@@ -88,7 +88,6 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
     # Samples: the first, the middle and the last of four.
     assert page.text.count("after ") == 3 and "after 1 steps after 3 steps after 4 steps" in page.text
     assert "images of each class by what they were taken for" in page.text and "cls: heads of each layer" in page.text
-    assert "text: load of the gates" in page.text
     assert "cls: share of tokens that run each head, by class" in page.text and "dit has no head_load.json" in page.text
     # A translation stands below its source and its reference.
     lines = (runs["text"] / "translations.txt").read_text().splitlines()

@@ -12,7 +12,7 @@ import yaml
 
 from moh_vision import load_run
 from moh_vision.classification import train as train_cls
-from moh_vision.commands import macs, table
+from moh_vision.commands import table
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.models.create import list_text_presets
@@ -160,18 +160,10 @@ def test_suites(tmp_path, run_command, refused):
     assert "scores2.json and" in refused("table", tmp_path)
 
 
-def test_latex(runs, run_command):
-    out = run_command("table", "--latex", runs["cls0"], runs["cls1"]).out
-    tabular = out.split("\n% ")[0]
-    assert tabular.startswith("\\begin{tabular}{lrrrrrr}\n\\toprule\nmodel & runs & steps & parameters, M")
-    assert "moh\\_vit\\_tiny\\_patch16\\_224 & 2 & 3 & " in tabular and " $\\pm$ " in tabular
-    assert tabular.endswith("\\bottomrule\n\\end{tabular}") and "top-1, \\%" in tabular
-
-
 def test_rows_of_the_papers():
-    """Each is of a model that exists, and its numbers are numbers; sizes are those of the table of MACs."""
+    """Each is of a model that exists, and its numbers are numbers."""
     numbers, names = {*table.SIZES, *table.COLUMNS}, list_text_presets()
-    for row in macs.PAPER_ROWS:
+    for row in table.PAPER_ROWS:
         model = row["model"]
         assert timm.is_model(model) or model in names or model == "clm_pretrained", model
         assert set(row) <= {"model", "row", "source", "data", "steps", "pair", "suite", *numbers}, row
@@ -180,6 +172,3 @@ def test_rows_of_the_papers():
             assert float(row[key].replace(",", "")) > 0
         if "suite" in row:
             assert row["suite"][1] in SUITES[row["suite"][0]].paper
-        if row.get("pair") == "en-de" and row["source"].startswith("Zhang") and "from" not in row["source"]:
-            sizes = tuple(float(row[key].replace(",", "")) for key in ("parameters", "macs"))
-            assert sizes == macs.PAPERS[model]

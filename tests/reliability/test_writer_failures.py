@@ -192,7 +192,7 @@ fidelity IMAGES IMAGES --out /proc/x.json
 curves RUN --output /proc/x.png
 report RUN --output /proc/x.html
 publish RUN --output /proc/x
-predict RUN IMAGE --output /proc/x.csv"""
+predict RUN IMAGE --output /proc/x.json"""
 
 
 @pytest.mark.parametrize("line", WRITERS.splitlines())

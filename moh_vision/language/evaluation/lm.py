@@ -20,7 +20,7 @@ from pathlib import Path
 from torch import nn
 
 from moh_vision.attention import head_budget
-from moh_vision.engine.commands import Parser, nearest, reason_of, refuse_output, say
+from moh_vision.engine.commands import nearest, reason_of, refuse_output, say
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import total
 from moh_vision.engine.run import finish, make_accelerator
@@ -46,15 +46,6 @@ def options(add: Callable) -> None:
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
     add("--head-load", metavar="FILE", help="write as JSON which heads the tokens of each task ran; must not exist")
-
-
-def parse(argv: list[str]) -> Namespace:
-    """Return the options of another command that scores with this one, checked."""
-    parser = Parser("python -m moh_vision lm", __doc__)
-    options(parser.add_argument)
-    parsed = parser.parse(argv)
-    check(parsed)
-    return parsed
 
 
 def check(options: Namespace) -> None:

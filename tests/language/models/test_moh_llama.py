@@ -13,9 +13,9 @@ from transformers import DynamicCache, StaticCache
 
 import moh_vision
 from moh_vision.attention import RoutingStats, attention_layers, load_balance_loss
-from moh_vision.commands.macs import PAPERS, count
-from moh_vision.language.models.create import create_text_model, task_of
+from moh_vision.language.models.create import create_text_model, list_text_presets, task_of
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
+from moh_vision.models.counts import count_macs
 
 PAIRS = [(3, 2), (2, 1)]
 ATTENTION = ("sdpa", "eager")
@@ -187,9 +187,9 @@ def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_to
     model.eval().routed_loss(labels, input_ids=ids)
 
 
-@pytest.mark.parametrize("preset", [p for p in PAPERS if p.startswith("clm_") and "wt103" not in p])
+@pytest.mark.parametrize("preset", [p for p in list_text_presets() if p.startswith("clm_") and "wt103" not in p])
 def test_budgets_of_table_a(preset):
-    """tests/commands/test_macs.py counts its parameters."""
+    """tests/models/test_counts.py counts its parameters."""
     model = empty(preset)
     assert type(model) is MoHLlamaForCausalLM and task_of(preset) == "clm"
     share = {"75": 0.75, "50": 0.5}.get(preset[-2:], 1.0)
@@ -203,7 +203,7 @@ def test_budgets_of_table_a(preset):
 
 def test_macs_of_table_a():
     for preset, active in (("clm_small", 12), ("clm_moh_small_75", 9)):
-        found = count(preset).macs
+        found = count_macs(empty(preset), torch.zeros(1, 512, dtype=torch.long))
         N, C, H, D, V = 512, 768, 12, 64, 65_536
         mlp, head = 12 * 3 * N * C * 2048, N * C * V
         router = 0 if active == H else N * C * (8 + 4 + 2)

@@ -1,41 +1,87 @@
+"""Parameters and MACs: against the papers' and against formulas by hand."""
+
 import pytest
 import timm
 import torch
+import yaml
+from text_tiny import empty
 
-from moh_vision.commands.macs import PAPERS, count, report
-from moh_vision.language.models.create import create_text_model
-from moh_vision.models.counts import count_macs
-from moh_vision.models.describe import describe
+from moh_vision.commands.table import PAPER_ROWS
+from moh_vision.models.counts import count_macs, count_parameters
+from moh_vision.models.describe import describe, module_table
+
+# Rows on data whose words our presets use: parameters and MACs in millions.
+ROWS = [row for row in PAPER_ROWS if row["data"] in ("WMT14 EN-DE", "WikiText-103") and "parameters" in row]
+PAPERS = {
+    **{
+        row["model"]: [yaml.safe_load(row.get(key, "").replace(",", "")) for key in ("parameters", "macs")]
+        for row in ROWS
+    },
+    "mt_transformer_base": (61, 604),  # Peng 2020, table 2; Zhang has it with more words
+    "clm_small": (186, None),  # Jin 2024, table A
+    "clm_moh_small_75": (186, None),
+    "clm_moh_small_50": (186, None),
+    "clm_base": (881, None),
+    "clm_moh_base_75": (882, None),
+    "clm_moh_base_50": (882, None),
+}
+
+
+def counted(preset):
+    """Parameters and MACs of a text preset, for Zhang's input: about 37,000 words in parameters, 32,000 in MACs."""
+    kind = preset.partition("_")[0]
+    ids = torch.zeros(1, dict(mt=10, mlm=128, clm=512)[kind], dtype=torch.long)
+    model = empty(preset)
+    if kind == "mt":
+        return count_parameters(model), count_macs(empty(preset, vocab_size=32_000), ids, decoder_input_ids=ids)
+    return count_parameters(model), count_macs(model, ids)
+
+
+def counted_image(name):
+    """MACs of an image model."""
+    with torch.device("meta"):
+        model = timm.create_model(name)
+    inputs = [torch.zeros(1, *model.pretrained_cfg["input_size"])]
+    if "dit" in name:
+        inputs += [torch.zeros(1, dtype=torch.long)] * 2
+    return count_macs(model, *inputs)
 
 
 @pytest.mark.parametrize("preset", PAPERS)
 def test_rows_of_the_papers(preset):
     """MoA's masked models are printed with linear layers and twice the scores, the others with linear layers alone."""
     millions, macs = PAPERS[preset]
-    found, masked = count(preset), preset.startswith("mlm_")
-    assert found.parameters / 1e6 == pytest.approx(millions, rel=0.0005 if masked else 0.01)
+    (parameters, found), masked = counted(preset), preset.startswith("mlm_")
+    assert parameters / 1e6 == pytest.approx(millions, rel=0.0005 if masked else 0.01)
     if preset.startswith("clm_") and "wt103" not in preset:  # Jin 2024, table A
-        assert round(found.parameters / 1e6) == millions
+        assert round(parameters / 1e6) == millions
     if macs and masked and preset != "mlm_base":
         near = 0.0065 if preset == "mlm_moa_8K8E128D" else 0.0025
-        assert (found.macs.linears + 2 * found.macs.scores) / 1e6 == pytest.approx(macs, rel=near)
-        assert -0.12 < found.macs.linears / (macs * 1e6) - 1 < -0.08
+        assert (found.linears + 2 * found.scores) / 1e6 == pytest.approx(macs, rel=near)
+        assert -0.12 < found.linears / (macs * 1e6) - 1 < -0.08
     elif macs:
-        assert found.macs.linears / 1e6 == pytest.approx(macs, rel=0.005)
+        assert found.linears / 1e6 == pytest.approx(macs, rel=0.005)
 
 
 def test_gates_of_mae_are_its_difference_to_base():
     """18 times 512 * 256 + 256 * 8 with biases, and the batch norm; the paper says 2.42M."""
-    gates = count("mt_mae_7").parameters - count("mt_transformer_base").parameters
+    gates = count_parameters(empty("mt_mae_7")) - count_parameters(empty("mt_transformer_base"))
     assert gates == 18 * (512 * 256 + 256 + 256 * 8 + 8 + 2 * 512) and round(gates / 1e6, 2) == 2.42
 
 
+def test_moa_by_the_formulas_of_the_paper():
+    """18 layers; eq. 18: one product k T^2 D and 2 (k + 1) T D d; eq. 20: (2E + 2) D d."""
+    parameters, macs = counted("mt_moa_8K32E128D")
+    assert parameters == 37_000 * 512 + 25_227_264 + 18 * (66 * 128 * 512 + 512 * 32)
+    layers = 12 * 10 * 2 * 512 * 2048 + 18 * 10 * 512 * (2 * 128 + 2 * 8 * 128 + 32)
+    assert macs.linears == layers + 10 * 512 * 32_000
+
+
 def tiny(attention, **fields):
-    with torch.device("meta"):
-        return create_text_model(
-            "mt_transformer_base", vocab_size=50, hidden_size=24, intermediate_size=40, num_attention_heads=4,
-            encoder_layers=2, decoder_layers=1, attention=attention, **fields,
-        )  # fmt: skip
+    return empty(
+        "mt_transformer_base", vocab_size=50, hidden_size=24, intermediate_size=40, num_attention_heads=4,
+        encoder_layers=2, decoder_layers=1, attention=attention, **fields,
+    )  # fmt: skip
 
 
 def macs_of(model, sources, targets):
@@ -136,48 +182,31 @@ def test_describe_says_what_the_budget_spares():
 
 def test_an_adaptive_vocabulary():
     """Words read count as frequent ones (C x C); every word is weighed in the output, rare ones in their own width."""
-    with torch.device("meta"):
-        model = create_text_model(
-            "clm_wt103_base", vocab_size=100, adaptive_cutoffs=[20, 60], hidden_size=32, intermediate_size=40,
-            num_attention_heads=4, num_hidden_layers=1,
-        )  # fmt: skip
+    model = empty(
+        "clm_wt103_base", vocab_size=100, adaptive_cutoffs=[20, 60], hidden_size=32, intermediate_size=40,
+        num_attention_heads=4, num_hidden_layers=1,
+    )  # fmt: skip
     macs = count_macs(model, torch.zeros(1, 6, dtype=torch.long))
     softmax = 32 * (20 + 2) + (32 * 8 + 8 * 40) + (32 * 2 + 2 * 40)
     assert macs.other == 6 * (32 * 32 + 2 * 32 * 40 + softmax)
 
 
 def test_dit_spares_what_its_budget_leaves_out():
-    found = count("moh_dit_small_patch2_75")
+    macs = counted_image("moh_dit_small_patch2_75")
     T, d, D = 256, 384, 64
     idle = sum(6 - active for active in [3] * 2 + [4] * 4 + [5] * 4 + [6] * 2)
     spared = idle * (2 * T * d * D + 2 * T * T * D)
-    assert found.macs.every_head - found.macs.linears - found.macs.scores == spared
+    assert macs.every_head - macs.linears - macs.scores == spared
 
 
 @pytest.mark.slow
 def test_transnext():
     """10.3 G for the small one (Shi 2024, table 1); 9.7 G were it to skip heads everywhere."""
-    found = count("moh_transnext_small_80")
-    macs = found.macs
+    macs = counted_image("moh_transnext_small_80")
     assert macs.every_head / 1e9 == pytest.approx(10.3, rel=0.02)
     idle = [(layer, layer.budget.heads - layer.budget.active) for layer in macs.attention]
     # A head's queries, its part of the output, its scores, and its queries times the tokens of the 3 x 3 window.
     window = lambda layer: 0 if layer.queries == layer.keys else 9  # noqa: E731
     spared = sum(24 * n * layer.queries * (2 * layer.dim + 2 * layer.keys + window(layer)) for layer, n in idle)
     assert macs.every_head - macs.ideal == spared > 0
-    assert "stages.2.blocks.0-21.attn scores       22 x" in report("moh_transnext_small_80", found)
-
-
-def test_command(run_command):
-    code, out, err = run_command("macs", "mt_moa_8K32E128D")
-    assert code == 0 and err == ""
-    lines = {line.strip().split("  ")[0]: line.split() for line in out.splitlines() if line}
-    row = lines["MACs of linear layers, 32,000 words"]
-    # 18 layers; eq. 18: one product k T^2 D and 2 (k + 1) T D d; eq. 20: (2E + 2) D d
-    total = 12 * 10 * 2 * 512 * 2048 + 18 * 10 * 512 * (2 * 128 + 2 * 8 * 128 + 32) + 10 * 512 * 32_000
-    assert row[-5:] == [f"{total:,}", "631", "M", f"{100 * (total / 631e6 - 1):+.2f}", "%"]
-    size = 37_000 * 512 + 25_227_264 + 18 * (66 * 128 * 512 + 512 * 32)
-    assert lines["parameters, 37,000 words"][3] == f"{size:,}"
-    ends = [line.index(word) + len(word) for line, word in zip(out.splitlines()[2:5], ("paper", "123 M", "631 M"))]
-    assert len(set(ends)) == 1  # columns are aligned
-    assert "linear layers and twice the scores" in run_command("macs", "mlm_moa_8K8E128D").out
+    assert "stages.2.blocks.0-21.attn scores       22 x" in "\n".join(module_table(macs))
