@@ -54,7 +54,6 @@ CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" el
 def options(add: Callable) -> None:
     add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT[/{train,val}]/CLASS/*, or no CLASS")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
-    add("--split", metavar="NAME", help="the folders in IMAGEFOLDER are classes, and this is their split (train)")
     add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
     add("--size", type=int, help="pixels of the shorter side; without it the bytes are stored unchanged")
     add("--quality", type=int, help="of the JPEG that --size stores, 1 to 100 (95)")
@@ -98,8 +97,6 @@ def _check(o: Namespace) -> None:
         raise ValueError(f"--quality {o.quality}: expected 1 to 100")
     if not 0 <= o.max_bad_fraction <= 1:
         raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 to 1")
-    if o.split is not None and not (o.split.isascii() and o.split.replace("_", "").isalnum()):
-        raise ValueError(f"--split {o.split!r}: expected letters, digits and _ (training reads train and val)")
     if o.val_fraction is not None and not 0 < o.val_fraction < 1:
         raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
     if not Path(o.source).is_dir():
@@ -115,8 +112,8 @@ def _check(o: Namespace) -> None:
 def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
     source, val_fraction = Path(o.source), o.val_fraction
-    places = {o.split: source} if o.split else _split_folders(source)
-    if val_fraction is not None and (o.split or places != {"train": source}):
+    places = _split_folders(source)
+    if val_fraction is not None and places != {"train": source}:
         raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
     splits = {name: ImageFolder(place) for name, place in places.items()}
     left_out = [path for images in splits.values() for path in images.left_out]

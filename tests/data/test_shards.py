@@ -48,7 +48,7 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert run(root, tmp_path / "more", "--val-fraction", 0.25) == 0
     more = set((tmp_path / "more" / "val.files.txt").read_text().splitlines())
     assert val == more - {name for name in more if int(name[-6:-4]) >= 40}
-    # Bad files are counted over both splits, as data.check counts those of the folder, and what is finished is kept.
+    # Bad files are counted over both splits, and what is finished is kept.
     for names in (train, val):
         (root / min(names)).write_bytes(b"")
     both = partial(run, root, tmp_path / "bad", "--val-fraction", 0.25, "--max-bad-fraction")
@@ -254,14 +254,10 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
     assert not (tmp_path / "out" / "test-000000.tar").exists()
 
 
-def test_classes_called_train_and_two_roots_in_one_folder(tmp_path):
-    out = tmp_path / "out"
-    write_folder(tmp_path / "a", ["train", "tram"], each=2)  # a train that runs on rails
-    write_folder(tmp_path / "b", ["train", "tram"], each=1)
-    assert run(tmp_path / "a", out) == 0
-    assert run(tmp_path / "b", out, "--split", "val") == 0
-    assert Shards(str(out), "val").classes == ["train", "tram"]
-    assert (len(Shards(str(out), "train")), len(Shards(str(out), "val"))) == (4, 2)
+def test_a_class_called_train(tmp_path):
+    write_folder(tmp_path / "images", ["train", "tram"], each=2)  # a train that runs on rails
+    assert run(tmp_path / "images", tmp_path / "out") == 0
+    assert Shards(str(tmp_path / "out"), "train").classes == ["train", "tram"]
 
 
 def test_images_deeper_in_a_class_and_behind_links_are_found(tmp_path):
@@ -328,7 +324,6 @@ def test_folders_that_cannot_be_converted(tmp_path, capfd, change, words):
         (["--in", "{root}", "--out", "{out}", "--quality", "90"], "--quality 90 is of the JPEG that --size stores"),
         (["--in", "{root}", "--out", "{out}", "--size", "9", "--quality", "101"], "--quality 101: expected 1 to 100"),
         (["--in", "{root}", "--out", "{out}", "--max-bad-fraction", "2"], "--max-bad-fraction 2: expected 0 to 1"),
-        (["--in", "{root}", "--out", "{out}", "--split", "a/b"], "--split 'a/b': expected letters, digits and _"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, refused, arguments, words):
