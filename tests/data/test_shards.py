@@ -52,8 +52,9 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     for names in (train, val):
         (root / min(names)).write_bytes(b"")
     both = partial(run, root, tmp_path / "bad", "--val-fraction", 0.25, "--max-bad-fraction")
-    assert both(0.008) == 2 and "2 bad of 240 images" in (line := error_line(capfd))
-    assert "0.009 allows those found so far, and finished shards are kept" in line
+    assert both(0.008) == 2 and "2 unreadable so far" in (line := error_line(capfd))
+    words = "allowed are --max-bad-fraction 0.008 of 240 images; 0.009 allows these); finished shards are kept"
+    assert words in line
     assert both(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
     assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
     assert "leaves class cat without a file in val; give a larger one" in error_line(capfd)
@@ -181,7 +182,9 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     root, out = write_folder(tmp_path / "images"), tmp_path / "out"
     (root / "dog" / "03.png").write_bytes(b"")
     assert run(root, out, workers=2) == 2
-    assert f"{root}/dog/03.png: zero bytes; 1 bad of 24 images, more than --max-bad-fraction 0" in error_line(capfd)
+    assert f"{root}/dog/03.png: zero bytes (1 unreadable so far, allowed are --max-bad-fraction 0 of 24" in error_line(
+        capfd
+    )
     mended = shutil.copytree(root, tmp_path / "mended")
     (mended / "dog" / "03.png").unlink()  # before the first shard is finished another input is taken
     assert run(mended, out) == 0 and len(Shards(str(out), "train")) == 23
@@ -189,7 +192,7 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     (root / "owl" / "05.png").write_bytes(b"text")
     fresh = tmp_path / "fresh"
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.05) == 2
-    assert "2 bad of 24 images, more than --max-bad-fraction 0.05" in error_line(capfd)
+    assert "2 unreadable so far, allowed are --max-bad-fraction 0.05 of 24" in error_line(capfd)
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.1, workers=2) == 0
     assert "22 images" in (shown := capfd.readouterr().out) and "2 bad images left out, train.bad.txt" in shown
     listed = (fresh / "train.bad.txt").read_text().splitlines()
@@ -198,7 +201,7 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     assert len(source) == len(files) == 22
     assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
     assert run(root, fresh, "--samples-per-shard", 6) == 2, "what was allowed once is not allowed for ever"
-    assert "2 bad of 24" in error_line(capfd)
+    assert "2 unreadable so far" in error_line(capfd)
 
 
 def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
