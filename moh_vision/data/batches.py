@@ -21,7 +21,12 @@ MAX_BAD_IN_A_ROW = 100
 
 
 def image_transform(
-    augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float], fit: str = "squash"
+    augment: str,
+    img_size: int,
+    channels: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    fit: str = "squash",
 ) -> Callable:
     """Return a transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 

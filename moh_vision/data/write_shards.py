@@ -176,8 +176,14 @@ class ImageShards(ShardWriter):
         self.options, self.images, self.limit = o, images, limit
         paths = map(images.path, range(len(images)))
         plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
-        kept = {"--size": o.size, "--quality": o.quality, "--samples-per-shard": o.samples_per_shard, "--seed": o.seed}
-        super().__init__(record_path(Path(o.out), split), plan, {**kept, **fingerprint(images)})
+        made_from = {
+            "--size": o.size,
+            "--quality": o.quality,
+            "--samples-per-shard": o.samples_per_shard,
+            "--seed": o.seed,
+            **fingerprint(images),
+        }
+        super().__init__(record_path(Path(o.out), split), plan, made_from)
 
     def check(self, bad: list[list]) -> None:
         """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
