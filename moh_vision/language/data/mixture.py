@@ -18,7 +18,6 @@ from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.blocks import CausalWindows
 
 LONGEST_ROUND = 1 << 17
-KEPT = 4  # rounds at hand
 
 
 class Mixture:
@@ -44,7 +43,7 @@ class Mixture:
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
         self.blocks, self.seed = list(blocks), seed
-        self._round = lru_cache(KEPT)(self._make_round)
+        self._round = lru_cache(4)(self._make_round)
         # Each source keeps the order of its present epoch: they alternate, and `epoch_order` keeps the last two.
         self._orders = [lru_cache(1)(partial(self._make_order, source)) for source in range(len(blocks))]
 

@@ -50,7 +50,9 @@ def test_a_source_is_gone_through_before_it_repeats():
         assert len(whole) < 2 or whole[0] != whole[1]
     assert len(seen[0]) > 10 * blocks[0]
     other, again = (Mixture([0.5, 0.3, 0.2], blocks, seed=seed) for seed in (5, 4))
-    assert [other[p] for p in range(50)] != [mixture[p] for p in range(50)]
+    assert [other[p][0] for p in range(50)] != [mixture[p][0] for p in range(50)]
+    drawn = [block for source, block in map(other.__getitem__, range(50)) if source == 0]
+    assert drawn[:13] != seen[0][:13]
     assert again[10**12] == mixture[10**12] and again[300] == mixture[300]  # found without those before
 
 
