@@ -19,7 +19,6 @@ COMMANDS = {
     "predict": "name what is on images",
     "export": "write a model as ONNX or torch.export's .pt2",
     "publish": "write a folder for timm, diffusers or transformers, with a model card",
-    "check": "read every image of a data set",
     "shards": "write images as webdataset shards",
     "latents": "encode images with a VAE, once for all epochs",
     "tokenise": "write text as token ids",
@@ -32,8 +31,6 @@ COMMANDS = {
 def command_of(name: str) -> ModuleType:
     """Import a command's module, see `run_command`; those of moh_vision/commands have its name."""
     match name:
-        case "check":
-            from moh_vision.data import check as command
         case "shards":
             from moh_vision.data import write_shards as command
         case "latents":

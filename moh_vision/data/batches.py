@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 from torchvision.transforms import InterpolationMode, v2
 
-from moh_vision.data.decode import UnreadableImage, allowed_bad, center_crop
+from moh_vision.data.decode import BadSamples, UnreadableImage, center_crop
 from moh_vision.data.order import StepBatches
 from moh_vision.data.stream import ShardStream, StreamedBatches
 from moh_vision.data.workers import leave_signals_to_the_parent
@@ -21,7 +21,12 @@ MAX_BAD_IN_A_ROW = 100
 
 
 def image_transform(
-    augment: str, img_size: int, channels: int, mean: Sequence[float], std: Sequence[float], fit: str = "squash"
+    augment: str,
+    img_size: int,
+    channels: int,
+    mean: Sequence[float],
+    std: Sequence[float],
+    fit: str = "squash",
 ) -> Callable:
     """Return a transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
@@ -92,29 +97,6 @@ class LabelledImages(Dataset):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)
-
-
-class BadSamples:
-    """Counts different samples that cannot be decoded, in training of all processes; too many raise UnreadableImage."""
-
-    def __init__(self, total: int, max_fraction: float = 0.0):
-        self.total, self.max_fraction = total, max_fraction
-        self.seen: dict[int | str, str] = {}  # sample -> message
-        self.new = False
-
-    def check(self, bad: list[tuple[int, str]]) -> None:
-        """Take note of (sample number, message) of a batch."""
-        self.new = self.new or any(number not in self.seen for number, _ in bad)
-        self.seen |= bad
-        if len(self.seen) > allowed_bad(self.max_fraction, self.total):
-            *_, last = self.seen.values()
-            allowed = f"data.max_bad_fraction {self.max_fraction:g} of {self.total} images"
-            raise UnreadableImage(f"{last} ({len(self.seen)} unreadable so far, allowed are {allowed})")
-
-    def share(self, gather: Callable[[list], list]) -> None:
-        """Tell all processes what each has seen; every process calls it. `gather`: lists of each -> one list on all."""
-        self.check(gather(list(self.seen.items())))
-        self.new = False
 
 
 class Batches:

@@ -2,7 +2,7 @@
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import BinaryIO
@@ -20,6 +20,34 @@ MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobyte
 
 class UnreadableImage(BadData):
     """An image that cannot be decoded; the message names its file, or its shard and byte."""
+
+
+class BadSamples:
+    """Counts different samples that cannot be decoded, of all processes; more than `option` allows raise UnreadableImage."""
+
+    def __init__(self, total: int, max_fraction: float = 0.0, option: str = "data.max_bad_fraction"):
+        self.total, self.max_fraction, self.option = total, max_fraction, option
+        self.allowed = math.floor(Fraction(str(max_fraction)) * total)  # exact, where 0.29 * 100 in floats is below 29
+        self.seen: dict[int | str, str] = {}  # sample -> message
+        self.new = False
+
+    def check(self, bad: Iterable[tuple[int | str, str]]) -> None:
+        """Take note of (sample, message) of a batch or shard."""
+        known = len(self.seen)
+        self.seen |= bad
+        count = len(self.seen)
+        self.new = self.new or count > known
+        if count > self.allowed:
+            *_, last = self.seen.values()
+            digits = max(3, math.ceil(math.log10(self.total / count)))  # 3 decimals, or the first that is not 0
+            enough = math.ceil(Fraction(count, self.total) * 10**digits) / 10**digits
+            allowed = f"{self.option} {self.max_fraction:g} of {self.total} images; {enough:g} allows these"
+            raise UnreadableImage(f"{last} ({count} unreadable so far, allowed are {allowed})")
+
+    def share(self, gather: Callable[[list], list]) -> None:
+        """Tell all processes what each has seen; every process calls it. `gather`: lists of each -> one list on all."""
+        self.check(gather(list(self.seen.items())))
+        self.new = False
 
 
 def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image.Image:
@@ -75,17 +103,6 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     except Exception:
         turned = False
     return image.size[::-1] if turned else image.size
-
-
-def allowed_bad(fraction: float, total: int) -> int:
-    """Return how many of `total` images may be unreadable; exact, where 0.29 * 100 in floats is less than 29."""
-    return math.floor(Fraction(str(fraction)) * total)
-
-
-def fraction_for(bad: int, total: int) -> str:
-    """Return the smallest fraction that allows `bad` of `total` images: 3 decimals, or the first that is not 0."""
-    digits = max(3, math.ceil(math.log10(total / bad)))
-    return f"{math.ceil(Fraction(bad, total) * 10**digits) / 10**digits:.{digits}f}".rstrip("0").rstrip(".")
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:

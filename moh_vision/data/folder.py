@@ -59,10 +59,10 @@ class ImageFolder(ImageSource):
     """Images in FOLDER/CLASS/..., at any depth; classes are the sorted names of folders, without any: no classes.
 
     They come in sorted order, so that the same folder gives the same sample numbers. Of the data set `name`.
-    A class may have no images if `allow_empty`. `left_out` are the files that are no images by their names.
+    `left_out` are the files that are no images by their names.
     """
 
-    def __init__(self, folder: str | Path, name: str = "", allow_empty: bool = False):
+    def __init__(self, folder: str | Path, name: str = ""):
         self.folder, self.name = Path(folder), name
         self.classes = subfolders(folder)
         paths, labels, self.left_out = [], [], []
@@ -73,7 +73,7 @@ class ImageFolder(ImageSource):
             if not files and not name:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
                 raise ValueError(f"{folder} holds no class folders and no images ({expected})")
-            if not files and not allow_empty:
+            if not files:
                 raise ValueError(f"{self.folder / name}: a class folder without images ({', '.join(IMAGES)})")
             paths += files
             labels += [label] * len(files)

@@ -28,41 +28,6 @@ def epoch_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], group: int)
     return np.concatenate(parts)
 
 
-class Permutation:
-    """A permutation of 0 .. count - 1 by a formula: any place is found without the others, and nothing is kept.
-
-    A Feistel network over the next power of four, walked on until the number is below count (Black and Rogaway 2002). A
-    shuffle of ten million blocks would take 80 MB and seconds in every epoch of every source.
-    """
-
-    ROUNDS = 6
-
-    def __init__(self, count: int, seed: int):
-        assert count >= 1
-        self.count = count
-        self.half = max(3, ((count - 1).bit_length() + 1) // 2)  # bits; small networks shuffle badly
-        self.keys = [derive_seed(seed, number) for number in range(self.ROUNDS)]
-
-    def __getitem__(self, place: int) -> int:
-        if not 0 <= place < self.count:
-            raise IndexError(place)
-        half, low = self.half, (1 << self.half) - 1
-        while True:
-            left, right = place >> half, place & low
-            for key in self.keys:
-                left, right = right, left ^ (_mixed(right ^ key) & low)
-            place = left << half | right
-            if place < self.count:
-                return place
-
-
-def _mixed(x: int) -> int:
-    """The finaliser of splitmix64 (Steele et al. 2014)."""
-    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
-    x = (x ^ x >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
-    return x ^ x >> 31
-
-
 @dataclass
 class StepBatches:
     """The micro-batches of one rank, step after step, as lists of (position, sample number).

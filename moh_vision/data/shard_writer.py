@@ -10,32 +10,12 @@ from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
-from moh_vision.data.decode import allowed_bad, fraction_for
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.sources import ImageSource
 from moh_vision.engine.commands import refuse_unwritable, say
 from moh_vision.engine.io import sha256_of, write_whole
-
-
-class BadLimit(NamedTuple):
-    """How many images may be bad: a share of those there are. `earlier` ones are in other splits."""
-
-    share: float
-    images: int
-    earlier: int = 0
-
-    def check(self, bad: list[list], folder: Path | None = None) -> None:
-        """Raise ValueError if these [which, reason] are too many; `which` are files in `folder`, if given."""
-        count = self.earlier + len(bad)
-        if bad and count > allowed_bad(self.share, self.images):
-            which, reason = bad[-1]
-            raise ValueError(
-                f"{f'{folder / which}: ' if folder else ''}{reason}; {count} bad of {self.images} images, more than "
-                f"--max-bad-fraction {self.share:g} allows; {fraction_for(count, self.images)} allows those found so far, "
-                "and finished shards are kept"
-            )
 
 
 def plan_shards(

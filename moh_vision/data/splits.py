@@ -17,7 +17,6 @@ from moh_vision.data.stream import ShardStream
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
-EXCHANGED = "more for validation than for training: are train and val exchanged?"
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -35,11 +34,11 @@ def has_split(root: str, split: str) -> bool:
     return bool(split_folder(root, split)) or any(Path(root).glob(f"{split}-*.tar"))
 
 
-def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource:
+def open_source(root: str, split: str) -> ImageSource:
     """Open the images of "train" or "val".
 
     `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
-    classes the images are in train/ and val/ themselves, or all in `root` for "train". `allow_empty`: see `ImageFolder`.
+    classes the images are in train/ and val/ themselves, or all in `root` for "train".
     """
     if root == "digits":
         return Digits(split)
@@ -53,20 +52,16 @@ def open_source(root: str, split: str, allow_empty: bool = False) -> ImageSource
     if is_latent_cache(root, split):
         raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
     if folder := split_folder(root, split):
-        return ImageFolder(folder, Path(root).name, allow_empty)
+        return ImageFolder(folder, Path(root).name)
     if has_split(root, split):
         return Shards(root, split)
     if split == "train" and holds_images(root):
         return ImageFolder(root, Path(root).name)
     problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
     if subfolders(root):
-        problem += f"; if its folders are classes, put them into train and val, or {dividing(root)}"
+        divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
+        problem += f"; if its folders are classes, put them into train and val, or {divided}"
     raise FileNotFoundError(problem)
-
-
-def dividing(root: str, options: str = "") -> str:
-    """Return the command that divides a folder of classes, for a message."""
-    return f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1{options} divides them"
 
 
 def open_splits(root: str, train=None) -> tuple:
@@ -106,7 +101,8 @@ def check_same_classes(expected: list[str], owner: str, val: ImageSource, named:
 def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
     """Describe in one line the images of a run, and how often it sees them."""
     checked = f", {len(val)} for validation" if val is not None else ""
-    checked += f" ({EXCHANGED})" if val is not None and len(val) > len(train) else ""
+    if val is not None and len(val) > len(train):
+        checked += " (more for validation than for training: are train and val exchanged?)"
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
     return f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
 

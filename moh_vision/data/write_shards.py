@@ -32,11 +32,11 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-from moh_vision.data.decode import UnreadableImage, in_8_bits, open_image
+from moh_vision.data.decode import BadSamples, UnreadableImage, in_8_bits, open_image
 from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
-from moh_vision.data.shard_writer import BadLimit, ShardWriter, check_out, end_with, fingerprint, one_line, plan_shards
-from moh_vision.data.shards import Shards, index_files
+from moh_vision.data.shard_writer import ShardWriter, check_out, end_with, fingerprint, one_line, plan_shards
+from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_files
 from moh_vision.data.splits import check_same_classes, of_classes
 from moh_vision.engine.commands import Progress, message_of, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
@@ -44,9 +44,6 @@ from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 KEPT = "shards"  # what an interrupted command finds again
 # MPO: a JPEG with more pictures behind it.
 STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-# A short list: some of Pillow's other formats start programs.
-READ = ("JPEG", "PNG", "WEBP", "BMP", "PPM", "TIFF")
-REENCODED = (".bmp", ".ppm", ".pgm", ".tif", ".tiff")  # training does not read these
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
 
@@ -54,7 +51,6 @@ CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" el
 def options(add: Callable) -> None:
     add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT[/{train,val}]/CLASS/*, or no CLASS")
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
-    add("--split", metavar="NAME", help="the folders in IMAGEFOLDER are classes, and this is their split (train)")
     add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
     add("--size", type=int, help="pixels of the shorter side; without it the bytes are stored unchanged")
     add("--quality", type=int, help="of the JPEG that --size stores, 1 to 100 (95)")
@@ -78,13 +74,12 @@ def work(o: Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     with only_one(out, "--out", with_children=True), warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
-        limit = BadLimit(o.max_bad_fraction, sum(map(len, splits.values())))
+        bad = BadSamples(sum(map(len, splits.values())), o.max_bad_fraction, "--max-bad-fraction")
         # All are checked before anything is written.
-        writers = [ImageShards(o, name, images) for name, images in splits.items()]
+        writers = [ImageShards(o, name, images, bad) for name, images in splits.items()]
         write_whole(names, classes)
         for writer in writers:
-            writer.write(limit)
-            limit = limit._replace(earlier=limit.earlier + len(writer.bad))
+            writer.write()
 
 
 def _check(o: Namespace) -> None:
@@ -93,13 +88,12 @@ def _check(o: Namespace) -> None:
             raise ValueError(f"--{name} {value}: expected 1 or more")
     if o.quality is not None and o.size is None:
         raise ValueError(f"--quality {o.quality} is of the JPEG that --size stores; give --size too")
-    o.quality = 95 if o.quality is None else o.quality
-    if not 1 <= o.quality <= 100:
+    if o.size is not None and o.quality is None:
+        o.quality = 95
+    if o.quality is not None and not 1 <= o.quality <= 100:
         raise ValueError(f"--quality {o.quality}: expected 1 to 100")
     if not 0 <= o.max_bad_fraction <= 1:
         raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 to 1")
-    if o.split is not None and not (o.split.isascii() and o.split.replace("_", "").isalnum()):
-        raise ValueError(f"--split {o.split!r}: expected letters, digits and _ (training reads train and val)")
     if o.val_fraction is not None and not 0 < o.val_fraction < 1:
         raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
     if not Path(o.source).is_dir():
@@ -115,8 +109,8 @@ def _check(o: Namespace) -> None:
 def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
     source, val_fraction = Path(o.source), o.val_fraction
-    places = {o.split: source} if o.split else _split_folders(source)
-    if val_fraction is not None and (o.split or places != {"train": source}):
+    places = _split_folders(source)
+    if val_fraction is not None and places != {"train": source}:
         raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
     splits = {name: ImageFolder(place) for name, place in places.items()}
     left_out = [path for images in splits.values() for path in images.left_out]
@@ -159,14 +153,14 @@ def _split_folders(root: Path) -> dict[str, Path]:
 
 
 def _refuse_names(images: ImageFolder, stored: bool) -> None:
-    """Refuse classes that classes.txt cannot hold, and files that training does not read if they are `stored` as they are."""
+    """Refuse classes that classes.txt cannot hold, and files that shards cannot hold if they are `stored` as they are."""
     for label in images.classes:
         if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
             raise ValueError(
                 f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
             )
     for index in range(len(images) if stored else 0):
-        if images.path(index).lower().endswith(REENCODED):
+        if not images.path(index).lower().endswith(IMAGE_EXTENSIONS):
             raise ValueError(
                 f"{images.where(index)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
             )
@@ -178,25 +172,28 @@ def _refuse_names(images: ImageFolder, stored: bool) -> None:
 class ImageShards(ShardWriter):
     """Writes the shards of a split of images, each in one of several processes."""
 
-    def __init__(self, o: Namespace, split: str, images: ImageFolder):
-        self.options, self.images = o, images
+    def __init__(self, o: Namespace, split: str, images: ImageFolder, limit: BadSamples):
+        self.options, self.images, self.limit = o, images, limit
         paths = map(images.path, range(len(images)))
         plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
         made_from = {
             "--size": o.size,
-            "--quality": o.size and o.quality,
+            "--quality": o.quality,
             "--samples-per-shard": o.samples_per_shard,
             "--seed": o.seed,
             **fingerprint(images),
         }
         super().__init__(record_path(Path(o.out), split), plan, made_from)
 
-    def write(self, limit: BadLimit) -> None:
+    def check(self, bad: list[list]) -> None:
+        """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
+        self.limit.check((place := f"{self.images.folder}/{path}", f"{place}: {reason}") for path, reason in bad)
+
+    def write(self) -> None:
         """Write the shards that are missing."""
-        self.limit, folder = limit, self.images.folder
         workers = self.options.workers or len(os.sched_getaffinity(0))
         todo = self.begin(workers)
-        limit.check(self.bad, folder)
+        self.check(self.bad)
         done = sum(len(self.plan[name]) for name in self.entries)
         with (
             Progress(self.split, len(self.images), "image", done) as progress,
@@ -204,7 +201,7 @@ class ImageShards(ShardWriter):
         ):
             for entry in finished:
                 self.entries[entry["shard"]] = entry
-                limit.check(self.bad, folder)
+                self.check(entry["bad"])
                 progress.add(len(self.plan[entry["shard"]]))
         self.end()
         left_out = {path for path, _ in self.bad}
@@ -258,7 +255,7 @@ def _write_shard(name: str) -> dict:
                     extension, data = encode_sample(data, writer.options.size, writer.options.quality)
                 except UnreadableImage as error:
                     bad.append([images.path(number), str(error)])
-                    writer.limit.check(bad, images.folder)
+                    writer.check(bad)
                 else:
                     label = {"cls": str(images.labels[number]).encode()} if images.classes else {}
                     tar.write({"__key__": f"{number:08d}", extension: data, **label})
@@ -276,7 +273,7 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
     if not data:
         raise UnreadableImage("zero bytes")
     try:
-        image = open_image(io.BytesIO(data), READ)
+        image = open_image(io.BytesIO(data))
         image.load()
         if size is None:
             if image.format not in STORED:

@@ -244,9 +244,9 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
         with user_errors(command, every_rank=True):
             try:
                 work()
-            except OSError as error:
-                is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-                raise ValueError(message_of(error) + goes_on * is_full) from None
+            except (OSError, BadData) as error:
+                at_work = isinstance(error, BadData) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                raise ValueError(message_of(error) + goes_on * at_work) from None
     except SystemExit as end:
         return end.code or 0
     except KeyboardInterrupt:

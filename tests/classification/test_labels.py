@@ -104,10 +104,10 @@ def test_200_of_the_classes(imagenet, tmp_path, kind):
     chosen = [c if c % 3 else (c + 1) % 1000 for c in of]
     truth = expected(logits[chosen][:, of], list(range(200)))
     assert 50 < truth["top1"] < 100 and truth["loss"] < expected(logits[chosen], of)["loss"]  # fewer compete
-    root = class_folders(tmp_path / "plain", folder / "pictures", chosen, [SYNSETS[c] for c in of])
+    root = class_folders(tmp_path / "plain" / "val", folder / "pictures", chosen, [SYNSETS[c] for c in of])
     (root / "README.txt").write_text("as it comes")
     if kind == "a":
-        assert convert(root, tmp_path / "shards", "--split val") == 0
+        assert convert(root.parent, tmp_path / "shards") == 0
         root = tmp_path / "shards"
     assert (found := scores(folder, root, kind, tmp_path))["images"] == 200
     assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5)

@@ -10,7 +10,7 @@ from pictures import write_folder
 from refusals import refuse
 from test_sources import write_shards
 
-from moh_vision.data.splits import DataRecord, open_source, open_splits
+from moh_vision.data.splits import DataRecord, in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
 
 
@@ -58,6 +58,14 @@ def test_a_folder_that_has_changed_is_refused_by_name(tmp_path, change):
         assert len(said) == 1 and said[0].endswith("accepted")
     else:
         refuse(words, record(root, "data.root").check, run, said.append)
+
+
+def test_more_images_for_validation_than_for_training_are_taken_and_said(tmp_path):
+    for val, said in ((3, ""), (4, " (more for validation than for training: are train and val exchanged?)")):
+        root = str(write_folder(tmp_path / str(val), train=3, val=val))
+        train, held_out = open_splits(root)
+        words = f"{root}: 6 training images of 2 classes, {2 * val} for validation{said}; 3 steps of 4 are 2 epochs"
+        assert in_short(root, train, 3, 4, held_out) == words
 
 
 def test_shards_that_were_written_again_are_refused(tmp_path):

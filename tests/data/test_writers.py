@@ -7,6 +7,7 @@ import resource
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from pictures import contents, write_folder
 from PIL import Image
 from refusals import one_line
 from tiny_vae import save_tiny_vae
+from tqdm import tqdm
 
 from moh_vision.__main__ import main
 from moh_vision.data import write_shards
@@ -65,6 +67,17 @@ def writer(request, tmp_path, vae):
     return Writer("latents", root, argv, opened, (write_latents, "encode_moments"), "train.meta.json", "npy")
 
 
+def forked(writer, out, *more):
+    """The process id of a fork that runs the command, to be killed."""
+    child = os.fork()
+    if child == 0:
+        # tqdm's own lock is shared with this process, which would wait forever for a fork killed while it prints.
+        tqdm.set_lock(threading.RLock())
+        torch.set_num_threads(1)
+        os._exit(writer.run(out, *more))
+    return child
+
+
 def told(capfd, command=""):
     """The one line of an error."""
     (line,) = capfd.readouterr().err.strip().splitlines()
@@ -89,10 +102,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, writer, m
     with monkeypatch.context() as patch:
         encode = getattr(*writer.encoder)
         patch.setattr(*writer.encoder, lambda *given: time.sleep(0.02) or encode(*given))
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)
-            os._exit(writer.run(out, *more))
+        child = forked(writer, out, *more)
         deadline = time.monotonic() + 30
         while len(list(out.glob("train-*"))) < 3:
             assert time.monotonic() < deadline and os.waitpid(child, os.WNOHANG) == (0, 0)
@@ -120,10 +130,7 @@ def test_killed_at_50_instants(tmp_path, writer, monkeypatch):
     monkeypatch.setattr(*writer.encoder, lambda *given: time.sleep(0.02) or encode(*given))
     for number, seconds in enumerate(np.random.default_rng(0).uniform(0, 0.25, 50)):
         out = tmp_path / f"out{number // 5}"  # five kills each
-        child = os.fork()
-        if child == 0:
-            torch.set_num_threads(1)
-            os._exit(writer.run(out, *more))
+        child = forked(writer, out, *more)
         time.sleep(seconds)
         os.kill(child, signal.SIGKILL)
         kills += os.waitpid(child, 0)[1] == signal.SIGKILL

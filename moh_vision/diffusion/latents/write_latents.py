@@ -32,8 +32,8 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from moh_vision.data.batches import LabelledImages, check_images_fit, evaluation_batches
-from moh_vision.data.shard_writer import BadLimit, ShardWriter, check_out, end_with, fingerprint, plan_shards
+from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_batches
+from moh_vision.data.shard_writer import ShardWriter, check_out, end_with, fingerprint, plan_shards
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
@@ -88,7 +88,7 @@ def write_latents(o: Namespace) -> None:
 
     with contextlib.ExitStack() as stack:
         said = dict(source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape)
-        limit = BadLimit(o.max_bad_fraction, len(source))
+        limit = BadSamples(len(source), o.max_bad_fraction, "--max-bad-fraction")
 
         def begin() -> tuple[ShardWriter, list[str]]:
             out.mkdir(parents=True, exist_ok=True)
@@ -139,7 +139,7 @@ def _check(o: Namespace) -> None:
 class Encoder:
     """Encodes images on a rank, shard by shard."""
 
-    def __init__(self, o: Namespace, source, model, writer: ShardWriter, limit: BadLimit):
+    def __init__(self, o: Namespace, source, model, writer: ShardWriter, limit: BadSamples):
         self.o, self.source, self.writer, self.limit = o, source, writer, limit
         gpus, state = torch.cuda.device_count(), PartialState()
         self.device = torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")

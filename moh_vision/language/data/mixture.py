@@ -6,19 +6,18 @@ Pure functions of (seed, position), so runs resume by arithmetic, with any numbe
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from math import lcm
 
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from moh_vision.data.order import Permutation, StepBatches
+from moh_vision.data.order import StepBatches, epoch_order
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.blocks import CausalWindows
 
 LONGEST_ROUND = 1 << 17
-KEPT = 4  # rounds at hand, and permutations of each source
 
 
 class Mixture:
@@ -44,8 +43,9 @@ class Mixture:
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
         self.blocks, self.seed = list(blocks), seed
-        self._round = lru_cache(KEPT)(self._make_round)
-        self._order = lru_cache(KEPT * len(blocks))(self._make_order)
+        self._round = lru_cache(4)(self._make_round)
+        # Each source keeps the order of its present epoch: they alternate, and `epoch_order` keeps the last two.
+        self._orders = [lru_cache(1)(partial(self._make_order, source)) for source in range(len(blocks))]
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return (source, its block) at a position of the run."""
@@ -53,7 +53,7 @@ class Mixture:
         which, nth, before = self._round(number)
         source = int(which[place])
         epoch, place = divmod(before[source] + int(nth[place]), self.blocks[source])
-        return source, self._order(source, epoch)[place]
+        return source, int(self._orders[source](epoch)[place])
 
     def drawn(self, position: int) -> list[int]:
         """Blocks of each source before a position."""
@@ -77,8 +77,8 @@ class Mixture:
             nth[which == source] = np.arange(count)
         return which, nth, before
 
-    def _make_order(self, source: int, epoch: int) -> Permutation:
-        return Permutation(self.blocks[source], derive_seed(self.seed, source, epoch, Stream.BLOCKS))
+    def _make_order(self, source: int, epoch: int) -> np.ndarray:
+        return epoch_order(derive_seed(self.seed, source, Stream.BLOCKS), epoch, (self.blocks[source],), group=1)
 
 
 class MixedBatches(StepBatches):

@@ -6,7 +6,6 @@ import numpy as np
 from refusals import each_refused, refuse
 from small_text import write_ids
 
-from moh_vision.data.order import Permutation
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import CausalInputs
@@ -14,27 +13,6 @@ from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixtur
 from moh_vision.language.data.vocabulary import train_vocabulary
 
 TABLE_B = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]  # of Jin 2024
-
-
-def test_a_permutation_has_every_number_once_and_shuffled():
-    """Every number comes at every place about equally often, and neighbours do not stay neighbours."""
-    for count in (1, 2, 5, 63, 64, 65, 1000):
-        orders = [list(Permutation(count, seed)) for seed in range(3)]  # it ends with IndexError
-        assert all(sorted(order) == list(range(count)) for order in orders)
-        assert count < 5 or orders[0] != orders[1] != orders[2]
-    count, draws = 7, 7000
-    table = np.zeros((count, count))
-    for seed in range(draws):
-        order = Permutation(count, seed)
-        for place in range(count):
-            table[place, order[place]] += 1
-    expected = draws / count
-    assert ((table - expected) ** 2 / expected).sum() < 36 + 4 * (2 * 36) ** 0.5  # chi-squared of (7 - 1)^2 degrees
-    order = np.array([Permutation(5000, 3)[place] for place in range(5000)])
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 4 / 5000**0.5
-    assert abs(np.corrcoef(order, np.arange(5000))[0, 1]) < 4 / 5000**0.5
-    big = Permutation(10**9, 1)
-    assert len({big[place] for place in range(1000)}) == 1000
 
 
 def test_shares_are_exact():
@@ -73,7 +51,9 @@ def test_a_source_is_gone_through_before_it_repeats():
         assert len(whole) < 2 or whole[0] != whole[1]
     assert len(seen[0]) > 10 * blocks[0]
     other, again = (Mixture([0.5, 0.3, 0.2], blocks, seed=seed) for seed in (5, 4))
-    assert [other[p] for p in range(50)] != [mixture[p] for p in range(50)]
+    assert [other[p][0] for p in range(50)] != [mixture[p][0] for p in range(50)]
+    drawn = [block for source, block in map(other.__getitem__, range(50)) if source == 0]
+    assert drawn[:13] != seen[0][:13]
     assert again[10**12] == mixture[10**12] and again[300] == mixture[300]  # found without those before
 
 
@@ -115,6 +95,8 @@ def test_a_run_on_sources(tmp_path, capsys):
     for row in rows:
         real = [i for i in row if i != -100]
         assert real == list(range(real[0], real[0] + len(real))) and real[-1] // 100 == real[0] // 100
+    later = text.batches(4, accumulation=2, rank=1, world=2, start=20, stop=30)  # resumed, as one of two processes
+    assert [item for batch in later for item in batch] == [list(batches)[n][m] for n in range(20, 30) for m in (1, 3)]
     assert batches.epoch(0) == 0 and batches.epoch(29) == 11
     assert batches.epochs() == [12.0, 4.0, 8.0]
 
