@@ -2,7 +2,6 @@
 
 from collections import Counter, defaultdict
 
-import numpy as np
 from refusals import each_refused, refuse
 from small_text import write_ids
 
