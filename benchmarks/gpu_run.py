@@ -199,7 +199,7 @@ class Run:
 
 
 def captured(step):
-    """The replay of a CUDA graph of `step`.
+    """The replay of a CUDA graph of `step`, which it keeps: a graph does not own what it reads, and a freed input faults.
 
     Raises:
         RuntimeError: if the step waits for the device. This is found out before capturing, because a capture that fails
@@ -217,7 +217,7 @@ def captured(step):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    return graph.replay
+    return lambda step=step: graph.replay()
 
 
 def line(row, base):
