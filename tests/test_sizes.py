@@ -26,7 +26,7 @@ LIMITS = {
     "all of moh_vision": (28990, 28750),
     "tests": (24740, 24000),
     "benchmarks": (2400, 2400),
-    "words of docs": (27500, 30000),
+    "words of docs": (28000, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (2250, 2350),
     "configurations": (56, 56),
 }

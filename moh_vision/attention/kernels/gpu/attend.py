@@ -166,11 +166,6 @@ def zeros_part(ROWS: tl.constexpr, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def zero_rows(ROWS: tl.constexpr):
-    return tl.zeros([ROWS], tl.float32)
-
-
-@triton.jit
 def zeros(ROWS: tl.constexpr, how: tl.constexpr):
     x = (zeros_part(ROWS, how.WIDTH0),)
     if how.WIDTH1 > 0:
@@ -299,7 +294,7 @@ def write_zeros(x, gates, n, first, stop, low, high, H, how: tl.constexpr):
             row = free.to(tl.int64) * H
             store(x, row * how.D, zeros(how.BLOCK_M, how), real, how)
             if gates is not None:
-                tl.store(gates + row, zero_rows(how.BLOCK_M), mask=real)
+                tl.store(gates + row, tl.zeros(free.shape, tl.float32), mask=real)
 
 
 @triton.jit
@@ -365,7 +360,7 @@ def forward_kernel(
         mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
 
     scale = LOG2E / root
-    nothing = zero_rows(how.BLOCK_M)
+    nothing = tl.zeros(n.shape, tl.float32)
     sums = (zeros(how.BLOCK_M, how), nothing - float("inf"), nothing)
     full, last = key_range(n, first, stop, M, how)
     # fmt: off
@@ -448,7 +443,7 @@ def queries_kernel(
     do_rows = load(do + b64 * do_by[0] * how.UNIT + h64 * how.D, n64 * (do_by[1] * how.UNIT), real, how)
     row_delta = row_products(do_rows, load(o + place, n64 * H * how.D, real, how), how)
     tl.store(delta + pair, row_delta, mask=real)
-    gate = zero_rows(how.BLOCK_M) + 1.0
+    gate = tl.zeros(n.shape, tl.float32) + 1.0
     if how.GATED:
         gate = tl.load(weights + b64 * gates_by[0] + n64 * gates_by[1] + h64 * gates_by[2], mask=real, other=0.0)
         gate = gate.to(tl.float32)
@@ -460,7 +455,7 @@ def queries_kernel(
         mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
 
     scale = LOG2E / root
-    sums = (zeros(how.BLOCK_M, how), zero_rows(how.BLOCK_M))
+    sums = (zeros(how.BLOCK_M, how), tl.zeros(n.shape, tl.float32))
     full, last = key_range(n, first, stop, M, how)
     # fmt: off
     by = k_by[2] * how.UNIT, v_by[2] * how.UNIT
