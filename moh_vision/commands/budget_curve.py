@@ -16,7 +16,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.benchmark import Timer
 
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, routed_budgets, running
 from moh_vision.attention.budget import parse_share
@@ -72,6 +71,8 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
 
 def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None) -> list[dict]:
     """Score and time the models of runs at `budgets_of`; check all budgets first."""
+    from torch.utils.benchmark import Timer  # warns of a CUDA toolkit without a GPU
+
     passes = [one.forward() for one in opened]  # also opens what scores
     budgets = []
     for name, one in zip(names, opened):

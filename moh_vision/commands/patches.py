@@ -130,16 +130,13 @@ def chosen_layers(layers: Sequence[int] | None, every: Sequence[PatchHeads]) -> 
 def options(add) -> None:
     add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
     add("--image", required=True, metavar="FILE", help="the image")
-    text = "layers from 0 (a middle and the last one of those that leave heads out)"
-    add("--layer", type=int, nargs="+", metavar="N", help=text)
+    add("--layer", type=int, nargs="+", metavar="N", help="layers from 0 (a middle and the last that leave heads out)")
 
 
 def figure(options) -> Drawn:
     kind = kind_of(options.run, options.rest)
     if kind != "classification":
-        raise ValueError(
-            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
-        )
+        raise ValueError(f"{options.run} is a {kind} model; expected a classifier")
     picture = decode_image(Path(options.image).read_bytes(), options.image)
     opened = open_run(options.run, options=options.rest, command="patches")
     cfg = opened.model.pretrained_cfg

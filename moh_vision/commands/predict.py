@@ -95,7 +95,6 @@ def options(add) -> None:
 
 
 def work(options) -> None:
-    output = options.output
     if options.top < 1:
         raise ValueError(f"--top {options.top}: expected 1 or more")
     files = image_files(options.images)
@@ -116,11 +115,11 @@ def work(options) -> None:
     for number, likeliest in predict(model.to(accelerator.device), batches, accelerator, options.top):
         predictions.append((files[number], [(names[c], probability) for c, probability in likeliest]))
         read = say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in predictions[-1][1])}")
-        if not (read or output):
+        if not (read or options.output):
             return
-    if output:
+    if options.output:
         pairs = [dict(image=file, classes=classes) for file, classes in predictions]
         of = dict(weights=metadata["weights"], model=metadata["architecture"], img_size=metadata["img_size"])
-        write_json(Path(output), dict(of, images=pairs))
+        write_json(Path(options.output), dict(of, images=pairs))
     if unreadable.seen:
         raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")

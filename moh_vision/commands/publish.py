@@ -13,7 +13,6 @@ from pathlib import Path
 
 import timm
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.utils import validate_repo_id
 from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
@@ -34,7 +33,7 @@ from moh_vision.commands.runs import (
 )
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
-from moh_vision.engine.commands import reason_of, say
+from moh_vision.engine.commands import say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe
@@ -274,13 +273,8 @@ def options(add) -> None:
 
 def work(options) -> None:
     path, folder, repo = options.run, options.output, options.repo
-    if repo:
-        try:
-            validate_repo_id(repo)
-            if "/" not in repo:
-                raise ValueError("expected OWNER/NAME")
-        except ValueError as error:
-            raise ValueError(f"--repo {repo}: {reason_of(error)}") from None
+    if repo and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise ValueError(f"--repo {repo}: expected OWNER/NAME")
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))

@@ -177,13 +177,10 @@ def find_run(folder: Path) -> ScoredRun:
         section = isinstance(value, dict)
         config.update({f"{key}.{inner}": v for inner, v in value.items()} if section else {key: value})
     name, kind = config.get("model.name"), kind_of(folder)
-    if not isinstance(name, str):
-        raise ValueError(f"{file}: model.name {name!r}; expected the name of a model")
     if kind == "text":
-        kind = TEXT.get(name.partition("_")[0])
-    if kind is None:
-        names = " or ".join(f"{start}_" for start in TEXT)
-        raise ValueError(f"{file}: model.name {name!r}; expected one with {names}")
+        kind = TEXT.get(str(name).partition("_")[0])
+    if kind is None or not isinstance(name, str):
+        raise ValueError(f"{file}: model.name {name!r}; expected the name of a model")
     return ScoredRun(folder, kind, config, 0, {}, "")
 
 

@@ -133,8 +133,7 @@ def options(add) -> None:
     add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
     add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
     add("--output", required=True, metavar="FILE", help="YAML, one [shared, routed] per layer")
-    text = "images, or blocks of text, that the search looks at (%(default)s)"
-    add("--images", type=int, default=512, metavar="N", help=text)
+    add("--images", type=int, default=512, metavar="N", help="images, or blocks of text, to look at (%(default)s)")
 
 
 def work(options) -> None:

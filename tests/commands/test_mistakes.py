@@ -71,7 +71,7 @@ LINES = {
     "export CLS --format torch-export --static-heads no.json": "no.json",
     "publish none --output a": "none: no such file or folder",
     "publish CLS --output a --repo digits": "--repo digits: expected OWNER/NAME",
-    "publish CLS --output a --repo anna/a/b": "--repo anna/a/b: ",
+    "publish CLS --output a --repo anna/a/b": "--repo anna/a/b: expected OWNER/NAME",
 }
 
 
