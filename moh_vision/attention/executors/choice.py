@@ -8,10 +8,9 @@ from torch import nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.executors.masked import Masked, Unfused
+from moh_vision.attention.executors.masked import Masked, Reference, Unfused
 from moh_vision.attention.executors.measured import rows_of
 from moh_vision.attention.executors.packed import OnGpu, Tokens, WholeSequences
-from moh_vision.attention.executors.reference import Reference
 from moh_vision.attention.executors.sequences import Sequences
 from moh_vision.attention.linear import is_traced, plain, product_dtype
 from moh_vision.attention.routing import Call

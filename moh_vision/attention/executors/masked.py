@@ -1,4 +1,4 @@
-"""All heads: one fused attention call, then the weights. Never wrong, skips nothing."""
+"""All heads: one fused attention call, or step by step, then the weights. Never wrong, skips nothing."""
 
 import torch
 import torch.fx
@@ -36,6 +36,22 @@ class Unfused(Masked):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         return self.layer.attn_drop(attention_matrix(q, k, self.call.attn_mask, self.call.is_causal)) @ v
+
+
+class Reference(Masked):
+    """The oracle: equation (*) as a loop over heads, without any fused kernel. Slow, for tests."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        call, (B, H, N, _), (_, G, M, _) = self.call, q.shape, k.shape
+        mask = call.attn_mask
+        if mask is not None:
+            mask = mask.expand(B, H, N, M)
+        heads = []
+        for h in range(H):
+            g = h * G // H  # its key-value head
+            matrix = attention_matrix(q[:, h], k[:, g], None if mask is None else mask[:, h], call.is_causal)
+            heads.append(F.dropout(matrix, call.dropout_p) @ v[:, g])
+        return torch.stack(heads, 1)
 
 
 def attend(
