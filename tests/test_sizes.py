@@ -26,7 +26,7 @@ LIMITS = {
     "all of moh_vision": (28190, 28750),
     "tests": (23970, 24000),
     "benchmarks": (2400, 2400),
-    "words of docs": (28000, 30000),
+    "words of docs": (28200, 30000),
     "words of README, CHANGELOG, CONTRIBUTING": (2200, 2350),
     "configurations": (55, 56),
 }

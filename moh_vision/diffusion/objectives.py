@@ -3,7 +3,7 @@
 Ho 2020; Nichol and Dhariwal 2021 (eq. 15 and 16); Lipman 2023; Ma 2024. diffusers has no such losses.
 
 An objective is a module with `name`, picklable `draw(numpy generator)`, `add_noise(x0, noise, t)` and forward (output,
-x0, xt, noise, t) -> dict of [B] tensors with "loss". Timesteps are from 0 (clean) to 1000 (noise) everywhere.
+x0, xt, noise, t) -> dict of [B] tensors with "loss" and "mse". Timesteps are from 0 (clean) to 1000 (noise) everywhere.
 """
 
 import math

@@ -255,8 +255,10 @@ class RunConfig(CommonConfig):
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
         yield Idle("model.head_budget budget_range", routers - {"dense", "mae"}, "a model that routes its heads", model)
         yield Idle("model.scope", routers - {"dense"}, "a model that routes its heads", model)
-        yield Idle("balance_weight", routers & {"moh", "query_norm"}, "router moh or query_norm", model)
-        yield Idle("moa_balance_weight z_weight", "moa" in routers, "router moa", model)
+        # A router of a user's own file may be trained with the losses of either paper.
+        yield Idle("balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model)
+        others = routers - {"moh", "query_norm", "mae", "dense"}
+        yield Idle("moa_balance_weight z_weight", others, "router moa", model)
         yield Idle("block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs")
         for option, words in OPTIONS.items():
             yield Idle(f"optim.{option}", takes(self.optim.name, option), f"an optim.name with {words}", "optim.name")

@@ -223,7 +223,7 @@ IDLE = [
     ((ClsConfig, DitConfig), {"model.router": "mae"}, f"{MODEL} balance_weight z_weight", "model.scope block_descent.mode"),
     ((ClsConfig, DitConfig), {"model.router": "moh"}, "z_weight moa_balance_weight block_descent.gate_lr", f"{MODEL} balance_weight"),
     ((ClsConfig, DitConfig), {"model.router": "moa"}, "balance_weight", f"{MODEL} z_weight moa_balance_weight"),
-    ((ClsConfig,), {"model.router": "mine"}, "balance_weight z_weight", MODEL),
+    ((ClsConfig,), {"model.router": "mine"}, "block_descent.mode", f"{MODEL} balance_weight z_weight"),
     ((ClsConfig,), {"model.router": "mae", "model.router_kwargs": {"mode": "argmax"}}, "block_descent.mode", ""),
     ((ClsConfig,), {"model.pretrained": "x", "model.convert": {"router": "query_norm"}}, "z_weight", f"{MODEL} balance_weight"),
     ((LanguageConfig,), {}, f"{MODEL} balance_weight z_weight block_descent.mode", ""),

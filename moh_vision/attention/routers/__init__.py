@@ -17,8 +17,6 @@ and one whose heads may be shared a sixth:
     shared_share  share of shared heads among the active ones where a budget does not say
 """
 
-from collections.abc import Callable
-
 from torch import nn
 
 from moh_vision.attention.budget import SHARED_SHARE
@@ -28,7 +26,7 @@ from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routers.query_norm import QueryNormRouter
 
-ROUTERS: dict[str, Callable[..., nn.Module]] = {
+ROUTERS: dict[str, type[nn.Module]] = {
     "moh": MoHRouter,
     "query_norm": QueryNormRouter,
     "moa": MoARouter,
