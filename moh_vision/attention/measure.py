@@ -103,7 +103,7 @@ def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
     every = [row for kind in rows.values() for row in kind]
     ratios = [row[5] for row in every if row[4] != "Masked"]
     line = f"attention measured in {time.perf_counter() - start:.1f} s: {len(ratios)} of {len(every)} kinds of calls skip heads"
-    took = f", in {min(ratios):.2f} to {max(ratios):.2f} of their time" if ratios else ""
+    took = f", in {min(ratios):.2f} to {max(ratios):.2f} of the layer's time with all heads" if ratios else ""
     return dict(device=measured.device(), rows=rows), line + took if every else ""
 
 

@@ -118,7 +118,7 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         times[:] = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
     for line in lines:
         for share, (low, middle, high) in zip(line["shares"], line["milliseconds"]):
-            say(f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.3g} ({low:.3g} to {high:.3g}) ms a batch")
+            say(f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch")
     return lines
 
 
@@ -150,8 +150,7 @@ def draw(lines: Sequence[dict]):
 def options(add) -> None:
     add("runs", nargs="+", metavar="RUN", help="a run, or its checkpoint; they come first")
     known = ", ".join(f"{share:g}" for share in SHARES)
-    text = f"active heads over all heads, or uniform:S (those allowed of {known})"
-    add("--shares", nargs="+", metavar="S", help=text)
+    add("--shares", nargs="+", metavar="S", help=f"share of active heads, or uniform:S (those allowed of {known})")
 
 
 def figure(options) -> Drawn:
@@ -162,11 +161,9 @@ def figure(options) -> Drawn:
             understood = False
         if not understood:
             raise ValueError(f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S")
-    first = options.runs[0]
     kinds = [kind_of(run, options.rest) for run in options.runs]
-    for run, kind in zip(options.runs, kinds):
-        if kind != kinds[0]:
-            raise ValueError(f"{first} is a {kinds[0]} run, {run} a {kind} run: one figure has one kind")
+    if len(set(kinds)) > 1:
+        raise ValueError(f"{', '.join(options.runs)} are runs of {', '.join(kinds)}: one figure has one kind")
     opened: list[Opened] = []
     for run in options.runs:
         given = options.rest
@@ -175,5 +172,8 @@ def figure(options) -> Drawn:
             given = ["--data.root", c.data.root, "--mixed_precision", c.mixed_precision, *given]
         opened.append(open_run(run, options=given, split="val", scores=True, command="budget-curve"))
         refuse_budget(opened[-1], "--shares")
+    data = {one.config.data.root for one in opened if one.kind != "diffusion"}
+    if len(data) > 1:
+        raise ValueError(f"runs would be scored on {' and on '.join(sorted(data))}; --data.root says one for all")
     lines = measure(options.runs, opened, options.shares)
     return Drawn(draw(lines), dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))

@@ -176,7 +176,7 @@ class Run:
         usual = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr)
         usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # missing in some configurations
         lr = partial(learning_rate, peak=o.lr, **{**usual, **(schedule or {})})
-        if (warmup := lr.keywords["warmup_steps"]) > self.stop > self.start:
+        if 3 * (warmup := lr.keywords["warmup_steps"]) > self.stop > self.start:
             say(
                 f"the warm-up takes {warmup} steps, the run has {self.stop}: the learning rate ends at {lr(self.stop - 1):.3g}"
             )

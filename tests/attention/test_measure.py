@@ -86,8 +86,8 @@ def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
     training, *of_training, inference, _, _, _, tokens = capsys.readouterr().out.splitlines()
     assert training.startswith("training 4 heads") and training.endswith("4 x 9 to 9 tokens, 2 heads: all heads")
     assert [line.split(maxsplit=1) for line in of_training] == [
-        ["WholeSequences", "heads are chosen per token"],
-        ["Sequences", "heads are chosen per token"],
+        ["WholeSequences", "needs heads that are chosen per sequence"],
+        ["Sequences", "needs heads that are chosen per sequence"],
         ["OnGpu", "no Triton kernel runs the call"],
         ["Tokens", "no compiled operator runs the call (dropout)"],
     ]

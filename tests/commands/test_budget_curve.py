@@ -1,11 +1,14 @@
 """Score and latency over the share of heads: budgets, what is measured, and the command on small runs."""
 
 import json
+import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import test_moh_vit
 import timm
+from PIL import Image
 from refusals import refuse
 
 from moh_vision.attention import attention_layers, head_budget
@@ -117,6 +120,13 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     (token, dense), _ = curve(runs[0], dense, "--output", tmp_path / "new.svg", "--shares", "0.75")
     assert (token["shares"], dense["shares"]) == ([0.75], [1.0])
     assert "cls, all heads" in (tmp_path / "new.svg").read_text()
+    for place in (tmp_path / "data/val" / str(digit) for digit in range(10)):
+        place.mkdir(parents=True)
+        Image.new("L", (8, 8)).save(place / "a.png")
+    other = Path(shutil.copytree(runs[0], tmp_path / "other"), "config.yaml")
+    other.write_text(other.read_text().replace("root: digits", f"root: {tmp_path}/data"))
+    error = refused("budget-curve", *runs, other.parent, "--output", tmp_path / "more.svg")
+    assert f"scored on {tmp_path}/data and on digits; --data.root says one for all" in error
 
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve):

@@ -78,7 +78,7 @@ def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tu
         none = f"no compiled operator runs the call ({why})"
     once, whole = hooked, none
     if routing.active.shape[1] != 1:
-        once = "heads are chosen per token"
+        once = "needs heads that are chosen per sequence"
     elif cache is not None or layer.grouped:
         once = "keys are cached, or shared by groups of heads"
     if not none and (path != "cpp" or not kernels.native(call.x.device, product_dtype(call.x))):
