@@ -63,8 +63,7 @@ class HubDataset(ImageSource):
         return f"{self.table_name}, row {index}" + (f" ({cell['path']})" if cell["bytes"] is None else "")
 
     def identities(self) -> Iterator[bytes]:
-        # The fingerprint that `datasets` gives the table.
-        yield from (f"{self.rows._fingerprint} {row}".encode() for row in range(len(self)))
+        yield self.rows._fingerprint.encode()  # that `datasets` gives the table
 
     def _column(self, table, kind, title: str) -> str:
         names = [name for name, feature in table.features.items() if isinstance(feature, kind)]

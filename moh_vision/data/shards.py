@@ -112,9 +112,8 @@ class Shards(ImageSource):
         yield self.bytes.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        shards = np.repeat(range(len(self.paths)), self.shard_sizes).tolist()
-        for shard, offset, size in zip(shards, self.offset.tolist(), self.bytes.tolist()):
-            yield repr(((self.paths[shard].name, *self._stats[shard]), offset, size)).encode()
+        yield json.dumps(self._stats).encode()
+        yield from self.listing()
 
 
 def class_names(file: Path) -> list[str]:

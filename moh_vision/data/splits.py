@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -122,7 +122,7 @@ class DataRecord:
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
         self.root, self.allowed = root, allowed
-        self.splits = {name: _outline(source) for name, source in splits.items()}
+        self.splits = {name: outline(source, source.listing()) for name, source in splits.items()}
         first, *others = gather_object([self.splits])
         for rank, seen in enumerate(others, 1):
             for split in [split for split in seen if seen[split] != first[split]]:
@@ -156,11 +156,11 @@ class DataRecord:
         write_whole(run / RECORD, json.dumps(self.splits) + "\n")
 
 
-def _outline(source) -> dict:
-    """Summarise a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
+def outline(source, listing: Iterable[bytes]) -> dict:
+    """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
     labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
     digest = hashlib.sha256(labels.tobytes())
-    for data in source.listing():
+    for data in listing:
         digest.update(data)
     names = source.classes or ["none"]
     counts = np.bincount(labels, minlength=len(names)).tolist()

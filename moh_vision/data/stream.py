@@ -76,7 +76,7 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
     record, entries = record_path(root, "train"), {}
     # Who counts the images of a stream himself has shards that are not those of data.root.
     if record.exists() and not (data.stream and data.samples):
-        written = {entry["shard"]: entry for entry in read_record(record)["shards"]}
+        written = read_record(record)["shards"]
         shards = {url: (re.findall(r"[^/\s]+\.tar", url) or [""])[-1] for url in urls}
         entries = {url: written[shard] for url, shard in shards.items() if shard in written}
     if not data.samples and len(entries) < len(set(urls)):

@@ -35,10 +35,10 @@ from PIL import Image
 from moh_vision.data.decode import BadSamples, UnreadableImage, in_8_bits, open_image
 from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
-from moh_vision.data.shard_writer import ShardWriter, check_out, end_with, fingerprint, one_line, plan_shards
+from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
 from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_files
 from moh_vision.data.splits import check_same_classes, of_classes
-from moh_vision.engine.commands import Progress, message_of, say
+from moh_vision.engine.commands import Progress, message_of, refuse_unwritable, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
@@ -100,7 +100,7 @@ def _check(o: Namespace) -> None:
         raise FileNotFoundError(f"--in {o.source}: no such folder")
     if Path(o.out).resolve().is_relative_to(Path(o.source).resolve()):
         raise ValueError(f"--out {o.out} is inside --in {o.source}; the shards would be taken for input")
-    check_out(o.out)
+    refuse_unwritable("--out", record_path(Path(o.out), "train"))
 
 
 # ---------------------------------------------------------------- the folder of images
@@ -176,14 +176,9 @@ class ImageShards(ShardWriter):
         self.options, self.images, self.limit = o, images, limit
         paths = map(images.path, range(len(images)))
         plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
-        made_from = {
-            "--size": o.size,
-            "--quality": o.quality,
-            "--samples-per-shard": o.samples_per_shard,
-            "--seed": o.seed,
-            **fingerprint(images),
-        }
-        super().__init__(record_path(Path(o.out), split), plan, made_from)
+        names = ("size", "quality", "samples_per_shard", "seed")
+        options = {f"--{name.replace('_', '-')}": getattr(o, name) for name in names}
+        super().__init__(record_path(Path(o.out), split), plan, images, options)
 
     def check(self, bad: list[list]) -> None:
         """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
