@@ -69,7 +69,6 @@ class ShardWriter:
         # Before the first shard is finished nothing depends on them.
         if changed and record["shards"]:
             changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
-            changes += [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
             raise ValueError(
                 f"--out {self.out} holds shards of other arguments or another input: {'; '.join(changes)}. Take another folder"
             )

@@ -170,9 +170,8 @@ class ShardStream(ImageSource):
         def refuse(error: Exception):
             raise UnreadableImage(f"{url}: {error.args[0]}") from None
 
-        file = StreamedFile(url, patience)
         try:
-            with open_tar(url, file) as tar:
+            with contextlib.closing(StreamedFile(url, patience)) as file, open_tar(url, file) as tar:
                 plain = (m for m in members(tar, url) if not META.match(m.name))
                 files = (dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain)
                 count = 0
@@ -185,8 +184,6 @@ class ShardStream(ImageSource):
             raise UnreadableImage(f"{url}: cut off within a member, at byte {file.offset} ({error})") from None
         except ValueError as error:
             raise UnreadableImage(str(error)) from None
-        finally:
-            file.close()
 
 
 class StreamedFile:
