@@ -12,6 +12,7 @@ from refusals import refuse
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
+from moh_vision.engine.io import hidden_path
 
 
 def write_shards(folder, count=23, per_shard=10, classes=3, split="train", extension="png"):
@@ -50,8 +51,10 @@ def test_shards_written_by_webdataset_are_read_at_random(tmp_path):
 
 def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     folder = write_shards(tmp_path / "d")
-    Shards(str(folder), "train")
     index = folder / ".train-000001.tar.index.npy"
+    (others := hidden_path(index)).write_bytes(b"another process writes here")
+    Shards(str(folder), "train")
+    assert others.read_bytes() == b"another process writes here"
     before = index.stat().st_mtime_ns
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
