@@ -1,14 +1,16 @@
 import hashlib
 import io
 import os
+import sys
 import tarfile
 
 import numpy as np
 import pytest
 import webdataset
 from PIL import Image
-from refusals import refuse
+from refusals import refuse, refused
 
+from moh_vision.classification import train as cls
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
@@ -118,3 +120,10 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
     refuse(words, opened, [0, -1, 1])
     plain = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
     refuse("0 class-label columns among image, label; expected one", opened, [0, 1, 1], plain)
+
+
+def test_a_package_that_the_hub_needs_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    model = ["--model.name", "moh_vit_tiny_patch16_224", "--output", tmp_path / "run"]
+    said = refused(capsys, cls.main, "--data.root", "hfds/anna/pets", *model)
+    assert "error: the package datasets is missing: pip install 'moh_vision[hub]'" in said
