@@ -116,8 +116,7 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
     assert (source.name, source.classes, source.labels.tolist()) == ("pets", ["cat", "dog"], [1, 0, 1])
     assert [source.image(i).getpixel((0, 0)) for i in range(3)] == [(i, 0, 0) for i in range(3)]
     assert list(source.identities()) == list(opened([1, 0, 1]).identities()) != list(opened([1, 1, 1]).identities())
-    words = "^hfds/anna/pets, split validation, row 1: no label, but .* has 2 classes"
-    refuse(words, opened, [0, -1, 1])
+    refuse("^hfds/anna/pets, split validation, row 1: no label, but .* has 2 classes", opened, [0, -1, 1])
     plain = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
     refuse("0 class-label columns among image, label; expected one", opened, [0, 1, 1], plain)
 
