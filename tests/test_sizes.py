@@ -16,7 +16,7 @@ LIMITS = {
     "attention": (5210, 5600),
     "attention, C++": (2065, 2065),
     "models": (3900, 4000),
-    "data": (2150, 2050),
+    "data": (2050, 2050),
     "engine": (3450, 3450),
     "evaluation": (1250, 1250),
     "classification": (980, 1000),

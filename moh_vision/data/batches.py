@@ -104,7 +104,6 @@ class Batches:
 
     def __init__(self, images: LabelledImages, bad: BadSamples | None, workers: int, **options):
         self.bad, self.complete = bad or BadSamples(len(images.source)), images.replace
-        options = dict(dataset=images) | options
         self.loader = DataLoader(num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options)
 
     def __len__(self) -> int:
@@ -152,7 +151,7 @@ def training_batches(
     if isinstance(dataset.source, ShardStream):
         order = dict(dataset=StreamedBatches(dataset, batches, joined), batch_size=None)
     else:
-        order = dict(batch_sampler=batches, collate_fn=joined)
+        order = dict(dataset=dataset, batch_sampler=batches, collate_fn=joined)
     ahead = dict(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
     return iter(Batches(dataset, bad, workers, **order, **ahead))
 
@@ -162,7 +161,7 @@ def evaluation_batches(
 ) -> Batches:
     """Return batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    return Batches(dataset, bad, workers, batch_sampler=sampler, collate_fn=collate)
+    return Batches(dataset, bad, workers, dataset=dataset, batch_sampler=sampler, collate_fn=collate)
 
 
 def evenly_spread(total: int, count: int) -> list[list[int]]:
@@ -180,9 +179,7 @@ def calibration_halves(
     """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
     total = len(dataset.source)
     if 2 * count > total:
-        raise ValueError(
-            f"--images {count}: these and as many others are needed, the training split has {total} images"
-        )
+        raise ValueError(f"--images {count}: twice as many are needed, the training split has {total} images")
     numbers = sum(evenly_spread(total, 2 * count), [])
     halves = [[half[start : start + 64] for start in range(0, count, 64)] for half in (numbers[::2], numbers[1::2])]
     return tuple(list(evaluation_batches(dataset, slices, workers, bad)) for slices in halves)

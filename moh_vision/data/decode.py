@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from moh_vision.engine.commands import BadData
+from moh_vision.engine.commands import BadData, message_of
 
 # A short list: some of Pillow's other formats start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
@@ -58,22 +58,12 @@ def open_image(file: Path | BinaryIO, formats: Sequence[str] = FORMATS) -> Image
     return image
 
 
-def decode_image(data: bytes, where: str) -> Image.Image:
-    """Decode the bytes of one image file to mode "L" or "RGB"; raise UnreadableImage that names it, `where`.
+def in_8_bits(image: Image.Image) -> Image.Image:
+    """Return an image of any mode upright, as "L" or "RGB"; raise ValueError for floating-point pixels.
 
     A rotation noted in EXIF is applied (timm and torchvision ignore it). CMYK, palette and other colour images become
     RGB, alpha is dropped, and 16-bit grey is scaled to 8 bits. Of an animation it is the first picture.
     """
-    try:
-        return in_8_bits(open_image(io.BytesIO(data)))
-    except UnidentifiedImageError:
-        raise UnreadableImage(f"{where}: cannot identify the image format ({len(data)} bytes)") from None
-    except Exception as error:  # decoders raise many kinds
-        raise UnreadableImage(f"{where}: {str(error) or type(error).__name__}") from None
-
-
-def in_8_bits(image: Image.Image) -> Image.Image:
-    """Return an image of any mode upright, as "L" or "RGB"; raise ValueError for floating-point pixels."""
     if image.mode == "F":
         raise ValueError("floating-point pixels, whose range is not known; convert it to 8 bits")
     image.load()
@@ -85,6 +75,17 @@ def in_8_bits(image: Image.Image) -> Image.Image:
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
+
+
+def decode_image(data: bytes, where: str = "", convert: Callable = in_8_bits):
+    """Return `convert` of the bytes of an image file; raise UnreadableImage with the reason, which names it `where`."""
+    try:
+        return convert(open_image(io.BytesIO(data)))
+    except UnidentifiedImageError:
+        reason = f"cannot identify the image format ({len(data)} bytes)"
+    except Exception as error:  # decoders raise many kinds
+        reason = message_of(error)
+    raise UnreadableImage(f"{where}: {reason}" if where else reason)
 
 
 def upright(image: Image.Image) -> Image.Image:

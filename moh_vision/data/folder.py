@@ -37,22 +37,16 @@ def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirE
             yield entry, f"{prefix}{entry.name}"
 
 
-def refuse_special(entry: os.DirEntry) -> None:
+def refuse_special(path: os.PathLike) -> None:
     """Raise ValueError for a pipe, socket or device, which would be read forever; a dangling link passes."""
-    if os.path.exists(entry.path) and not entry.is_file():
-        raise ValueError(f"{entry.path}: not a file but a pipe, socket or device")
+    if not os.path.isfile(path) and os.path.exists(path):
+        raise ValueError(f"{os.fspath(path)}: not a file but a folder, pipe, socket or device")
 
 
 def split_folder(root: str, split: str) -> Path | None:
     """Return ROOT/train, or ROOT/val or /validation, if it exists."""
     folders = [Path(root, name) for name in (VAL_NAMES if split == "val" else (split,))]
     return next((folder for folder in folders if folder.is_dir()), None)
-
-
-def holds_images(root: str | Path) -> bool:
-    """Return whether there are images directly in `root`, and no folders: images without classes."""
-    entries = [entry for entry in os.scandir(root) if not entry.name.startswith(".")]
-    return not subfolders(root) and any(entry.name.lower().endswith(IMAGES) for entry in entries)
 
 
 class ImageFolder(ImageSource):
@@ -70,11 +64,9 @@ class ImageFolder(ImageSource):
             self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
         for label, name in enumerate(self.classes or [""]):
             files = self._images(name)
-            if not files and not name:
-                expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
-                raise ValueError(f"{folder} holds no class folders and no images ({expected})")
             if not files:
-                raise ValueError(f"{self.folder / name}: a class folder without images ({', '.join(IMAGES)})")
+                expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
+                raise ValueError(f"{self.folder / name} holds no images ({', '.join(IMAGES)}); {expected}")
             paths += files
             labels += [label] * len(files)
         # One array of bytes: a list of a million strings would be copied into every loader process.

@@ -15,10 +15,8 @@ def hub_split(root: str, names: Sequence[str]):
 
     `root` is hfds/NAME or hfds/NAME:CONFIG, what datasets.load_dataset takes: a name on the hub, or a local folder.
     """
-    try:
-        import datasets
-    except ImportError:
-        raise ValueError(f"data.root {root} needs the package datasets: pip install 'moh_vision[hub]'") from None
+    import datasets
+
     name, _, config = root.removeprefix(PREFIX).partition(":")
     try:
         splits = datasets.load_dataset(name, config or None)
@@ -43,16 +41,10 @@ class HubDataset(ImageSource):
         self.name = root.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
         self.classes = list(table.features[label].names)
         self.labels = np.array(table[label], dtype=np.int64)
-        unlabelled = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
-        if len(unlabelled):
-            row = unlabelled[0]
-            raise ValueError(
-                f"data.root {self.table_name}: row {row} has label {self.labels[row]}, "
-                f"allowed are 0 to {len(self.classes) - 1}"
-            )
         # Bytes, not images: decoding is ours, so that every source treats files alike.
         self.column = image
         self.rows = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        self.check_labels(self.table_name)
 
     def read(self, index: int) -> bytes:
         cell = self.rows[index][self.column]
@@ -63,14 +55,11 @@ class HubDataset(ImageSource):
         return f"{self.table_name}, row {index}" + (f" ({cell['path']})" if cell["bytes"] is None else "")
 
     def identities(self) -> Iterator[bytes]:
-        # The fingerprint that `datasets` gives the table.
-        yield from (f"{self.rows._fingerprint} {row}".encode() for row in range(len(self)))
+        yield self.rows._fingerprint.encode()  # that `datasets` gives the table
 
     def _column(self, table, kind, title: str) -> str:
         names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
         if len(names) != 1:
-            there = ", ".join(table.features)
-            raise ValueError(
-                f"data.root {self.root}: one {title} column is needed, there are {len(names)} among {there}"
-            )
+            there = f"{len(names)} {title} columns among {', '.join(table.features)}"
+            raise ValueError(f"data.root {self.root}: {there}; expected one")
         return names[0]

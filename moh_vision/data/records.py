@@ -20,43 +20,38 @@ def parts_path(record: Path) -> Path:
 
 
 def read_record(path: Path, unfinished: bool = False) -> dict:
-    """Read a record: format, made_from, and `shards`: the entries of all, or of an `unfinished` one those so far."""
+    """Read a record: format, made_from, and `shards`: name -> entry of all, or of an `unfinished` one of those so far."""
     try:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, this version reads {FORMAT}")
-        record["made_from"] = dict(record["made_from"])
-        if record["shards"] is None and unfinished:
-            parts = sorted(parts_path(path).glob("*.json"))
-            record["shards"] = [json.loads(file.read_text("utf-8")) for file in parts]
-        _check_entries(record["shards"] or [])
+        record["made_from"], entries = dict(record["made_from"]), record["shards"]
+        if entries is None and not unfinished:
+            raise ValueError("some are not written yet; the command that writes them goes on where it stopped")
+        if entries is None:
+            entries = [json.loads(file.read_text("utf-8")) for file in sorted(parts_path(path).glob("*.json"))]
+        record["shards"] = {entry["shard"]: _checked(entry) for entry in entries}
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None
-    if record["shards"] is None:
-        raise ValueError(
-            f"{path}: the shards are not all there yet; the command that writes them goes on where it stopped"
-        )
     return record
 
 
-def _check_entries(entries: list[dict]) -> None:
-    """Raise an error unless these are entries of shards, with [which, reason] of each bad image."""
-    for entry in entries:
-        for key, kind in KINDS.items():
-            if type(entry[key]) is not kind or kind is int and not 0 < entry[key] < 2**48:
-                raise ValueError(f"{key} is {entry[key]!r}")
-        for which, reason in entry["bad"]:
-            if not isinstance(which, str | int) or not isinstance(reason, str):
-                raise ValueError(f"bad holds {which!r}, {reason!r}")
+def _checked(entry: dict) -> dict:
+    """Return the entry of a shard; raise ValueError for a value of another kind."""
+    for key, kind in KINDS.items():
+        if type(entry[key]) is not kind or kind is int and not 0 < entry[key] < 2**48:
+            raise ValueError(f"{key} is {entry[key]!r}")
+    for which, reason in entry["bad"]:
+        if not isinstance(which, str | int) or not isinstance(reason, str):
+            raise ValueError(f"bad holds {which!r}, {reason!r}")
+    return entry
 
 
 def entries_for(path: Path, record: dict, shards: list[Path]) -> dict[str, dict]:
     """Return the entries of a record by the names of the shards; raise ValueError that names one too few or too many."""
-    entries, names = {entry["shard"]: entry for entry in record["shards"]}, {shard.name: shard for shard in shards}
-    if gone := entries.keys() - names.keys():
-        raise ValueError(f"{min(gone)} of {path} is gone")
-    if more := names.keys() - entries.keys():
-        raise ValueError(f"{names[min(more)]} is not in {path.name}")
+    entries = record["shards"]
+    if odd := sorted(entries.keys() ^ {shard.name for shard in shards}):
+        raise ValueError(f"{path}: {odd[0]} {'is gone' if odd[0] in entries else 'is not in it'}")
     return entries
 
 

@@ -6,15 +6,14 @@ import os
 import shutil
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
 from moh_vision.data.records import FORMAT, parts_path, read_record
-from moh_vision.data.sources import ImageSource
-from moh_vision.engine.commands import refuse_unwritable, say
+from moh_vision.data.splits import outline
+from moh_vision.engine.commands import say
 from moh_vision.engine.io import sha256_of, write_whole
 
 
@@ -34,29 +33,20 @@ def plan_shards(
     return {f"{split}-{i:06d}.{ending}": order[starts[i] : starts[i + 1]] for i in range(count)}
 
 
-def fingerprint(source: ImageSource) -> dict[str, str]:
-    """Return "class NAME" -> number of images and digest of their identities, to tell one listing from another."""
-    names = source.classes or ["none"]
-    counts = Counter()
-    digests = {name: hashlib.sha256() for name in names}  # of the hub's classes some have one name
-    for label, identity in zip(source.labels.tolist(), source.identities()):
-        counts[names[label]] += 1
-        digests[names[label]].update(identity)
-    sums = {name: digest.hexdigest()[:16] for name, digest in digests.items()}
-    return {f"class {name}": f"{counts[name]} images (sha256 {sums[name]})" for name in sums}
-
-
 class ShardWriter:
     """The shards of one split in a folder, and their `record`; `plan` is file name -> sample numbers of each shard.
 
     As soon as a shard is whole, its entry (shard, samples, bytes, sha256, and bad: a list of [which, reason]) is kept in a
-    hidden folder; the record takes all at the end, and says `more`. Shards that were made from other options or classes
-    (`made_from`: name -> value; behind "(sha256" only the sum counts) are refused.
+    hidden folder; the record takes all at the end, and says `more`. Shards that were made with other `options` (name ->
+    value), or from `images` (a source) of other classes or files, are refused.
     """
 
-    def __init__(self, record: Path, plan: dict[str, list], made_from: dict[str, object], **more):
+    def __init__(self, record: Path, plan: dict[str, list], images, options: dict[str, object], **more):
         self.out, self.record, self.plan = record.parent, record, plan
         self.split = record.name.partition(".")[0]
+        listed = outline(images, images.identities())
+        counts = {f"images of class {name}": count for name, count in zip(listed["classes"], listed["samples"])}
+        made_from = {**options, **counts, "sha256 of the input": listed["sha256"]}
         self.header = dict(format=FORMAT, made_from=made_from, **more)
         self.parts = parts_path(record)
         self.entries = self._earlier()
@@ -75,18 +65,17 @@ class ShardWriter:
             return {}
         record, now = read_record(self.record, unfinished=True), self.header["made_from"]
         before = record["made_from"]
-        changed = [key for key in {**before, **now} if _essence(before.get(key)) != _essence(now.get(key))]
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         # Before the first shard is finished nothing depends on them.
         if changed and record["shards"]:
             changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
-            changes += [f"and {len(changed) - 5} more"] if len(changed) > 5 else []
             raise ValueError(
                 f"--out {self.out} holds shards of other arguments or another input: {'; '.join(changes)}. Take another folder"
             )
-        return {entry["shard"]: entry for entry in record["shards"]}
+        return record["shards"]
 
     def begin(self, threads: int) -> list[str]:
-        """Check the sums of the shards that are there, move damaged ones aside, and return the names of those to write."""
+        """Check the sums of the shards that are there, and return the names of those to write, damaged ones too."""
         there = {name: e for name, e in self.entries.items() if name in self.plan and (self.out / name).exists()}
         if there:
             say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
@@ -94,9 +83,7 @@ class ShardWriter:
             sums = dict(zip(there, pool.map(lambda name: sha256_of(self.out / name), there)))
         for name, sha256 in sums.items():
             if sha256 != there[name]["sha256"]:
-                aside = f"{name}.damaged-{sha256[:8]}"
-                say(f"{self.split}: {name} does not have its recorded sha256; moved to {aside}, written again")
-                (self.out / name).rename(self.out / aside)
+                say(f"{self.split}: {name} does not have its recorded sha256; it is written again")
                 del there[name]
         self.entries = there
         todo = [name for name in self.plan if name not in there]
@@ -144,21 +131,9 @@ class ShardWriter:
         write_whole(self.record, json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n")
 
 
-def _essence(value: object) -> str:
-    """Return what two values of `made_from` are compared by."""
-    return str(value).rpartition("(sha256")[2]
-
-
 def one_line(path: str) -> str:
     """Return a file name as one line of UTF-8."""
     return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
-
-
-def check_out(out: str) -> None:
-    """Raise ValueError if `out` is a file, or a folder that cannot be written."""
-    if Path(out).exists() and not Path(out).is_dir():
-        raise ValueError(f"--out {out} is a file, expected a folder")
-    refuse_unwritable("--out", out)
 
 
 def end_with(parent: int) -> None:

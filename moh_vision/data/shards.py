@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
@@ -37,47 +38,32 @@ class Shards(ImageSource):
         self.name = folder.name
         self.paths = sorted(folder.glob(f"{split}-*.tar"))
         for path in self.paths:
-            if not path.is_file():
-                raise ValueError(f"{path}: not a file, expected a shard")
+            refuse_special(path)
         record = record_path(folder, split)
         entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
-        self._stats = [_size_and_time(path.stat()) for path in self.paths]
-        known = {index for path in self.paths for index in index_files(path)}
-        for pattern in index_files(folder / f"{split}-*.tar"):
-            for file in sorted(set(pattern.parent.glob(pattern.name)) - known):
-                more = "delete the index if you removed the shard on purpose"
-                raise ValueError(f"the shard of the index {file} is gone; {more}")
+        self._stats = [(status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.paths)]
         tables = []
         for path, size_and_time in Progress.over(list(zip(self.paths, self._stats)), "indexing", "shard"):
-            kept = next((file for file in index_files(path) if file.exists()), None)
-            table = _read_index(kept, path, size_and_time) if kept else scan(path)
+            index = index_file(path)
+            kept = index.exists()
+            table = _read_index(index, path, size_and_time) if kept else scan(path)
             if entries is not None:
                 refuse_difference(path, size_and_time[0], len(table), entries[path.name], record)
             if not kept:  # only now: what the record refuses is read again
-                _keep_index(path, size_and_time, table)
+                with whole_file(index, shared=True) as file:
+                    np.save(file, np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]), allow_pickle=False)
             tables.append(table)
         self.shard_sizes = tuple(map(len, tables))
         if not sum(self.shard_sizes):
             raise ValueError(f"{folder}: the shards hold no samples")
         self._ends = np.cumsum(self.shard_sizes)
         self.offset, self.bytes, self.labels = (np.concatenate([t[:, column] for t in tables]) for column in range(3))
-        self.classes = self._class_names(folder / "classes.txt")
-
-    def _class_names(self, file: Path) -> list[str]:
-        names = class_names(file) if file.exists() else [str(c) for c in range(int(self.labels.max()) + 1)]
-        if (self.labels < 0).all() and not names:
+        file, numbers = folder / "classes.txt", range(int(self.labels.max()) + 1)
+        self.classes = class_names(file) if file.exists() else [str(c) for c in numbers]
+        if self.classes or numbers:
+            self.check_labels(file if file.exists() else folder)
+        else:
             self.labels = np.zeros_like(self.labels)
-            return []
-        if self.labels.min() < 0:
-            bare = int(self.labels.argmin())
-            others = f"{file} names {len(names)} classes" if file.exists() else "others have one"
-            raise ValueError(f"{self.where(bare)}: the sample has no .cls file, but {others}")
-        if self.labels.max() >= len(names):
-            worst = int(self.labels.argmax())
-            raise ValueError(
-                f"{self.paths[self._shard(worst)]}: label {self.labels[worst]}, but {file} names {len(names)} classes"
-            )
-        return names
 
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, "right"))
@@ -112,9 +98,8 @@ class Shards(ImageSource):
         yield self.bytes.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        shards = np.repeat(range(len(self.paths)), self.shard_sizes).tolist()
-        for shard, offset, size in zip(shards, self.offset.tolist(), self.bytes.tolist()):
-            yield repr(((self.paths[shard].name, *self._stats[shard]), offset, size)).encode()
+        yield json.dumps(self._stats).encode()
+        yield from self.listing()
 
 
 def class_names(file: Path) -> list[str]:
@@ -162,11 +147,14 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
 # int64 [1 + N, 3] as .npy: first INDEX_FORMAT and the shard's size and time, then offset, size and label of each sample.
 
 
-def index_files(shard: Path) -> tuple[Path, Path]:
-    """Return where the index of a shard may be: beside it, or in the user's cache if its folder is read-only."""
+def index_file(shard: Path) -> Path:
+    """Return where the index of a shard is: beside it, or in the user's cache if it has none there and cannot get one."""
     folder, name = shard.parent, f".{shard.name}.index.npy"
+    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    if (folder / name).exists() or folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK):
+        return folder / name
     which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
-    return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
+    return cache_folder() / "index" / f"{folder.name}-{which}" / name
 
 
 def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.ndarray:
@@ -189,21 +177,11 @@ def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.n
     return table
 
 
-def _keep_index(shard: Path, size_and_time: tuple[int, int], table: np.ndarray) -> None:
-    # The mode is asked too, because root may write into folders that are meant to be read-only.
-    writable = shard.parent.stat().st_mode & stat.S_IWUSR and os.access(shard.parent, os.W_OK)
-    with whole_file(index_files(shard)[0 if writable else 1], shared=True) as file:
-        np.save(file, np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]), allow_pickle=False)
-
-
-def _size_and_time(status: os.stat_result) -> tuple[int, int]:
-    return status.st_size, status.st_mtime_ns
-
-
 @lru_cache(maxsize=MAX_OPEN_SHARDS)  # there may be more shards than a process may open
 def _opened(shard: Path, size_and_time: tuple[int, int]) -> FileIO:
     """Open a shard for random reads; raise UnreadableImage if it has changed since its index was made."""
     file = open(shard, "rb", buffering=0)
-    if _size_and_time(os.fstat(file.fileno())) != size_and_time:
+    now = os.fstat(file.fileno())
+    if (now.st_size, now.st_mtime_ns) != size_and_time:
         raise UnreadableImage(f"{shard}: the shard has changed since its index was made")
     return file

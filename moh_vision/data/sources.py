@@ -39,17 +39,25 @@ class ImageSource:
         """Decode a sample; raise UnreadableImage, naming it."""
         data = self.read(index)
         try:
-            return decode_image(data, "")
+            return decode_image(data)
         except UnreadableImage as error:  # its name may have to be read, so only now
-            raise UnreadableImage(f"{self.where(index)}{error}") from None
+            raise UnreadableImage(f"{self.where(index)}: {error}") from None
+
+    def check_labels(self, named: object) -> None:
+        """Raise ValueError for the first sample whose label is not that of a class, which are `named` there; -1 is none."""
+        wrong = np.flatnonzero((self.labels < 0) | (self.labels >= len(self.classes)))
+        if len(wrong):
+            label = self.labels[wrong[0]]
+            found = "no label" if label == -1 else f"label {label}"
+            raise ValueError(f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on")
 
     def listing(self) -> Iterator[bytes]:
         """Yield bytes that tell which sample has which number, beside the labels in their order."""
         yield from ()
 
     def identities(self) -> Iterator[bytes]:
-        """Yield for each sample what tells it from a changed one."""
-        raise NotImplementedError
+        """Yield bytes that tell the files from changed ones, beside the labels in their order."""
+        yield from self.listing()
 
 
 def read_file(path: str | Path, where: str) -> bytes:
@@ -80,6 +88,3 @@ class Digits(ImageSource):
 
     def image(self, index: int) -> Image.Image:
         return Image.fromarray(self.pixels[index])
-
-    def identities(self) -> Iterator[bytes]:
-        yield from (pixels.tobytes() for pixels in self.pixels)

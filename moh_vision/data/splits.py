@@ -2,14 +2,15 @@
 
 import hashlib
 import json
+import os
 import shlex
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import numpy as np
 from accelerate.utils import gather_object
 
-from moh_vision.data.folder import ImageFolder, holds_images, split_folder, subfolders
+from moh_vision.data.folder import IMAGES, ImageFolder, split_folder, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
@@ -55,10 +56,11 @@ def open_source(root: str, split: str) -> ImageSource:
         return ImageFolder(folder, Path(root).name)
     if has_split(root, split):
         return Shards(root, split)
-    if split == "train" and holds_images(root):
+    classes = subfolders(root)
+    if split == "train" and not classes and any(name.lower().endswith(IMAGES) for name in os.listdir(root)):
         return ImageFolder(root, Path(root).name)
     problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
-    if subfolders(root):
+    if classes:
         divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
         problem += f"; if its folders are classes, put them into train and val, or {divided}"
     raise FileNotFoundError(problem)
@@ -89,13 +91,10 @@ def check_same_classes(expected: list[str], owner: str, val: ImageSource, named:
         val.classes = list(expected)
     if val.classes == expected:
         return
-    counts = f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val"
-    for have, classes, lack, others in ((owner, expected, "val", val.classes), ("val", val.classes, owner, expected)):
-        odd = sorted(set(classes) - set(others))
-        if odd:
-            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
-            raise ValueError(f"{counts}; {have} has class {odd[0]!r}{more}, which {lack} has not")
-    raise ValueError(f"{counts}, in another order")
+    problem = "in another order"
+    if odd := sorted(set(expected) ^ set(val.classes)):
+        problem = f"class {odd[0]!r} is only in {owner if odd[0] in expected else 'val'}"
+    raise ValueError(f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val; {problem}")
 
 
 def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
@@ -122,7 +121,7 @@ class DataRecord:
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
         self.root, self.allowed = root, allowed
-        self.splits = {name: _outline(source) for name, source in splits.items()}
+        self.splits = {name: outline(source, source.listing()) for name, source in splits.items()}
         first, *others = gather_object([self.splits])
         for rank, seen in enumerate(others, 1):
             for split in [split for split in seen if seen[split] != first[split]]:
@@ -144,23 +143,23 @@ class DataRecord:
             ) from None
         for split, changes in changed.items():
             problem = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
-            way = f"start a run of these classes: --output NEW --init-from {run}"
-            if same_classes:
-                way = "accept the change: --allow-change data.root"
-            if not same_classes or "data.root" not in self.allowed:
-                raise ValueError(f"{problem}. Bring them back, or {way}")
-            say(f"{problem}; accepted")
+            if same_classes and "data.root" in self.allowed:
+                say(f"{problem}; accepted")
+                continue
+            new = f"start a run of these classes: --output NEW --init-from {run}"
+            way = "accept the change: --allow-change data.root" if same_classes else new
+            raise ValueError(f"{problem}. Bring them back, or {way}")
 
     def save(self, run: Path) -> None:
         """Write the record into a run's folder."""
         write_whole(run / RECORD, json.dumps(self.splits) + "\n")
 
 
-def _outline(source) -> dict:
-    """Summarise a listing of samples: each class with its number of samples, and a sha256 of labels and files."""
+def outline(source, listing: Iterable[bytes]) -> dict:
+    """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
     labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
     digest = hashlib.sha256(labels.tobytes())
-    for data in source.listing():
+    for data in listing:
         digest.update(data)
     names = source.classes or ["none"]
     counts = np.bincount(labels, minlength=len(names)).tolist()

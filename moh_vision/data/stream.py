@@ -76,7 +76,7 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
     record, entries = record_path(root, "train"), {}
     # Who counts the images of a stream himself has shards that are not those of data.root.
     if record.exists() and not (data.stream and data.samples):
-        written = {entry["shard"]: entry for entry in read_record(record)["shards"]}
+        written = read_record(record)["shards"]
         shards = {url: (re.findall(r"[^/\s]+\.tar", url) or [""])[-1] for url in urls}
         entries = {url: written[shard] for url, shard in shards.items() if shard in written}
     if not data.samples and len(entries) < len(set(urls)):
@@ -170,9 +170,8 @@ class ShardStream(ImageSource):
         def refuse(error: Exception):
             raise UnreadableImage(f"{url}: {error.args[0]}") from None
 
-        file = StreamedFile(url, patience)
         try:
-            with open_tar(url, file) as tar:
+            with contextlib.closing(StreamedFile(url, patience)) as file, open_tar(url, file) as tar:
                 plain = (m for m in members(tar, url) if not META.match(m.name))
                 files = (dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain)
                 count = 0
@@ -185,8 +184,6 @@ class ShardStream(ImageSource):
             raise UnreadableImage(f"{url}: cut off within a member, at byte {file.offset} ({error})") from None
         except ValueError as error:
             raise UnreadableImage(str(error)) from None
-        finally:
-            file.close()
 
 
 class StreamedFile:

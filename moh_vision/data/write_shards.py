@@ -32,13 +32,13 @@ import numpy as np
 import webdataset
 from PIL import Image
 
-from moh_vision.data.decode import BadSamples, UnreadableImage, in_8_bits, open_image
+from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in_8_bits
 from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
-from moh_vision.data.shard_writer import ShardWriter, check_out, end_with, fingerprint, one_line, plan_shards
-from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_files
+from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
+from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_file
 from moh_vision.data.splits import check_same_classes, of_classes
-from moh_vision.engine.commands import Progress, message_of, say
+from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
@@ -96,11 +96,10 @@ def _check(o: Namespace) -> None:
         raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 to 1")
     if o.val_fraction is not None and not 0 < o.val_fraction < 1:
         raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
-    if not Path(o.source).is_dir():
-        raise FileNotFoundError(f"--in {o.source}: no such folder")
+    refuse_missing("--in", o.source)
     if Path(o.out).resolve().is_relative_to(Path(o.source).resolve()):
         raise ValueError(f"--out {o.out} is inside --in {o.source}; the shards would be taken for input")
-    check_out(o.out)
+    refuse_unwritable("--out", record_path(Path(o.out), "train"))
 
 
 # ---------------------------------------------------------------- the folder of images
@@ -141,12 +140,8 @@ def _split_folders(root: Path) -> dict[str, Path]:
     other folders; otherwise the folders in ROOT are classes.
     """
     there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
-    with_classes = [name for name in there if subfolders(root / name)]
-    if not there or not with_classes and there != subfolders(root):
+    if not there or there != subfolders(root) and not any(subfolders(root / name) for name in there):
         return {"train": root}
-    if with_classes and with_classes != there:
-        bare = min(set(there) - set(with_classes))
-        raise ValueError(f"--in {root}: {bare} has no class folders in it, but {with_classes[0]} has")
     if set(VAL_NAMES) <= set(there):
         raise ValueError(f"--in {root}: both val and validation are there; move one away")
     return {"train" if name == "train" else "val": root / name for name in there}
@@ -176,14 +171,9 @@ class ImageShards(ShardWriter):
         self.options, self.images, self.limit = o, images, limit
         paths = map(images.path, range(len(images)))
         plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
-        made_from = {
-            "--size": o.size,
-            "--quality": o.quality,
-            "--samples-per-shard": o.samples_per_shard,
-            "--seed": o.seed,
-            **fingerprint(images),
-        }
-        super().__init__(record_path(Path(o.out), split), plan, made_from)
+        names = ("size", "quality", "samples_per_shard", "seed")
+        options = {f"--{name.replace('_', '-')}": getattr(o, name) for name in names}
+        super().__init__(record_path(Path(o.out), split), plan, images, options)
 
     def check(self, bad: list[list]) -> None:
         """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
@@ -197,7 +187,7 @@ class ImageShards(ShardWriter):
         done = sum(len(self.plan[name]) for name in self.entries)
         with (
             Progress(self.split, len(self.images), "image", done) as progress,
-            closing(self._in_processes(todo, min(workers, len(todo)))) as finished,
+            closing(self._in_processes(todo, min(workers, len(todo)) or 1)) as finished,
         ):
             for entry in finished:
                 self.entries[entry["shard"]] = entry
@@ -214,8 +204,6 @@ class ImageShards(ShardWriter):
 
     def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
         """Yield the entry of each shard; what is unfinished when it ends is ended and removed."""
-        if not names:
-            return
         with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())) as pool:
             try:
                 yield from pool.map(_write_shard, names)
@@ -244,8 +232,7 @@ def _start_worker(writer: ImageShards, parent: int) -> None:
 def _write_shard(name: str) -> dict:
     """Write a shard, in a worker; return its entry."""
     writer, images, bad = _writer, _writer.images, []
-    for index in index_files(writer.out / name):
-        index.unlink(missing_ok=True)  # it would no longer fit
+    index_file(writer.out / name).unlink(missing_ok=True)  # it would no longer fit
     with whole_file(writer.out / name) as file:
         # Headers without time and owner, or every run would have other sums.
         with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
@@ -270,14 +257,12 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
 
     With `size` they are a JPEG of this `quality`, whose shorter side has at most `size` pixels; without, `data` itself.
     """
-    if not data:
-        raise UnreadableImage("zero bytes")
-    try:
-        image = open_image(io.BytesIO(data))
+
+    def stored(image: Image.Image) -> tuple[str, bytes]:
         image.load()
         if size is None:
             if image.format not in STORED:
-                raise UnreadableImage(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
+                raise ValueError(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")
         short = min(image.size)
@@ -287,9 +272,5 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         out = io.BytesIO()
         image.save(out, "JPEG", quality=quality, subsampling="4:4:4")
         return "jpg", out.getvalue()
-    except (UnreadableImage, MemoryError):
-        raise
-    except Image.UnidentifiedImageError:
-        raise UnreadableImage("not an image that can be read") from None
-    except Exception as error:  # decoders raise many kinds
-        raise UnreadableImage(message_of(error)) from None
+
+    return decode_image(data, convert=stored)

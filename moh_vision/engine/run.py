@@ -87,7 +87,7 @@ class Run:
                 self.saver.wait()
             if error is None:
                 self._finish()
-            elif isinstance(error, MISTAKES) and self.setting_up or isinstance(error, BadData):
+            elif isinstance(error, (*MISTAKES, ModuleNotFoundError)) and self.setting_up or isinstance(error, BadData):
                 with self.errors():
                     raise error
             elif isinstance(error, (FloatingPointError, SaveError)):

@@ -110,8 +110,8 @@ def test_processes_that_see_other_data_are_refused(tmp_path, monkeypatch):
 
 
 def test_latents_of_another_vae_are_other_data():
-    latents, shards = LatentCache.__new__(LatentCache), [dict(shard="train-000000.npy", sha256="1")]
+    latents, shards = LatentCache.__new__(LatentCache), {"train-000000.npy": dict(sha256="1")}
     latents.__dict__.update(labels=np.arange(2), classes=["a", "b"], record=dict(shards=shards))
     one = DataRecord("x", (), train=latents).splits
-    shards[0]["sha256"] = "2"
+    shards["train-000000.npy"]["sha256"] = "2"
     assert one != DataRecord("x", (), train=latents).splits

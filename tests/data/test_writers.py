@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, writer, m
     time.sleep(0.5)  # its workers notice, and end in the middle of a shard
     kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*")}
     assert 3 <= len(kept) < 10
-    with one_line(f"{writer.record}: the shards are not all there yet; the command that writes them goes on where it"):
+    with one_line(f"{writer.record} .*: some are not written yet; the command that writes them goes on where it"):
         writer.open(out)
     assert writer.run(out, *more) == 0
     assert f"{len(kept)} of 10 shards are there" in capfd.readouterr().out
@@ -148,7 +148,7 @@ def test_a_finished_run_is_left_alone(tmp_path, writer, capfd):
     assert "all there already" in capfd.readouterr().out
 
 
-def test_a_damaged_shard_is_moved_aside_and_a_lost_or_unnamed_one_written_again(tmp_path, writer, capfd):
+def test_a_damaged_a_lost_and_an_unnamed_shard_are_written_again(tmp_path, writer, capfd):
     out, more = tmp_path / "out", writer.shards(4)
     assert writer.run(out, *more) == 0
     good = contents(out)
@@ -158,11 +158,8 @@ def test_a_damaged_shard_is_moved_aside_and_a_lost_or_unnamed_one_written_again(
     (out / writer.shard(2)).unlink()
     (out / writer.shard(3)).rename(out / f".{writer.shard(3)}.tmp")  # killed before the rename
     assert writer.run(out, *more) == 0
-    assert f"{writer.shard(1)} does not have its recorded sha256; moved to" in capfd.readouterr().out
-    after = contents(out)
-    (aside,) = after.keys() - good.keys()
-    assert aside.startswith(f"{writer.shard(1)}.damaged-") and after.pop(aside) == bytes(damaged) and after == good
-    assert len(writer.open(out)) == 20
+    assert f"{writer.shard(1)} does not have its recorded sha256; it is written again" in capfd.readouterr().out
+    assert contents(out) == good and len(writer.open(out)) == 20
 
 
 def test_a_full_disk_is_one_line_and_the_command_goes_on(tmp_path, writer, capfd):
@@ -201,10 +198,10 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
         (("--seed", 5), "--seed was 0, now 5"),
         (("--size", 4), "--size was (None|16), now 4"),
         (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
-        ("more", r"class dog was 10 images \(sha256 [0-9a-f]{16}\), now 11 images"),
-        ("touched", r"class cat was 10 images \(sha256 [0-9a-f]{16}\), now 10 images"),
-        ("class", "class ant was None, now 10 images"),
-        ("gone", r"class dog was 10 images \(.*\), now None"),
+        ("more", "images of class dog was 10, now 11; sha256 of the input was "),
+        ("touched", "input: sha256 of the input was [0-9a-f]{64}, now [0-9a-f]{64}. Take another folder"),
+        ("class", "images of class ant was None, now 10"),
+        ("gone", "images of class dog was 10, now None"),
     ],
 )
 def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd, change, words):
@@ -259,7 +256,7 @@ def test_a_record_cannot_name_files_elsewhere(tmp_path, writer):
     record["shards"].append(dict(record["shards"][0], shard="../victim", sha256="0" * 64))
     (out / writer.record).write_text(json.dumps(record))
     assert writer.run(out) == 0 and victim.read_text() == "precious"
-    with one_line("../victim of .* is gone"):
+    with one_line("../victim is gone"):
         (out / writer.record).write_text(json.dumps(record))
         writer.open(out)
 
@@ -275,12 +272,12 @@ def shorten(writer, out):
 
 def lose(writer, out):
     (out / writer.shard(1)).unlink()
-    return f"{writer.shard(1)} of {out}/{writer.record} is gone"
+    return f"{out}/{writer.record}: {writer.shard(1)} is gone"
 
 
 def add(writer, out):
     shutil.copy(out / writer.shard(1), out / writer.shard(9))
-    return f"{out}/{writer.shard(9)} is not in {writer.record}"
+    return f"{out}/{writer.record}: {writer.shard(9)} is not in it"
 
 
 def rewritten(change):
@@ -297,7 +294,7 @@ FAULTS = {
     "shorter": (shorten, ""),
     "a shard less": (lose, ""),
     "a shard more": (add, ""),
-    "unfinished": (rewritten(lambda r: r.update(shards=None)), ": the shards are not all there yet"),
+    "unfinished": (rewritten(lambda r: r.update(shards=None)), " .*: some are not written yet"),
     "another version": (rewritten(lambda r: r.update(format=1)), " is not a record .* format 1, this version reads 2"),
     "a sample less": (rewritten(lambda r: r["shards"][1].update(samples=6)), ": "),
 }

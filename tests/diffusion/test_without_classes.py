@@ -106,7 +106,7 @@ def test_shards_have_labels_or_none(tmp_path):
     read = {source.read(i) for i in range(24)}
     assert read == {path.read_bytes() for path in (tmp_path / "images" / "train").iterdir()}
     (root / "classes.txt").write_text("cat\n")
-    with one_line("00000[0-9]+.png at byte [0-9]+: the sample has no .cls file, but .*classes.txt names 1 classes"):
+    with one_line("00000[0-9]+.png at byte [0-9]+: no label, but .*classes.txt has 1 classes"):
         Shards(str(root), "train")
 
 

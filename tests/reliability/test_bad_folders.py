@@ -17,7 +17,7 @@ from moh_vision.data.splits import open_source
 def test_class_names_that_are_too_few_or_no_text(tmp_path):
     write_shards(tmp_path, count=5, classes=5)
     for names, words in (
-        (b"a\nb\nc\nd\n", "train-000000.tar: label 4, but .*classes.txt names 4 classes"),
+        (b"a\nb\nc\nd\n", "train-000000.tar, 0004.png at byte .*: label 4, but .*classes.txt has 4 classes"),
         (b"\xff\xfe\n", "classes.txt: not UTF-8"),
     ):
         (tmp_path / "classes.txt").write_bytes(names)
@@ -34,14 +34,14 @@ def test_empty_folders(tmp_path, capsys):
     words = f"data.root {root}: neither train-\\*.tar shards nor a folder train"
     not_opened(root, words, FileNotFoundError)
     (root / "train").mkdir()
-    not_opened(root, f"^{root}/train holds no class folders")
+    not_opened(root, f"^{root}/train holds no images")
     (root / "train" / "cat").mkdir()
-    not_opened(root, f"{root}/train/cat: a class folder without images .*.jpg")
-    assert convert(root, tmp_path / "out") == 2 and "a class folder without images (.jpg" in capsys.readouterr().err
+    not_opened(root, f"{root}/train/cat holds no images .*.jpg")
+    assert convert(root, tmp_path / "out") == 2 and "cat holds no images (.jpg" in capsys.readouterr().err
     root = write_folder(tmp_path / "one")
     for file in (root / "train" / "dog").iterdir():
         file.unlink()
-    not_opened(root, f"{root}/train/dog: a class folder without images")
+    not_opened(root, f"{root}/train/dog holds no images")
     empty = tmp_path / "shards"
     empty.mkdir()
     tarfile.open(empty / "train-000000.tar", "w").close()
@@ -52,7 +52,9 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
     folder, shards = write_folder(tmp_path / "folder"), write_shards(tmp_path / "shards")
     os.mkfifo(folder / "train" / "cat" / "9.png")
     os.mkfifo(shards / "train-000009.tar")
-    assert convert(folder, tmp_path / "out") == 2 and "cat/9.png: not a file but a pipe" in capsys.readouterr().err
+    assert (
+        convert(folder, tmp_path / "out") == 2 and "cat/9.png: not a file but a folder, pipe" in capsys.readouterr().err
+    )
     not_opened(folder, "9.png: not a file")
     not_opened(shards, "9.tar: not a file")
 

@@ -95,7 +95,7 @@ class LatentCache:
 
     def listing(self) -> Iterator[bytes]:
         """Yield what tells these latents from others: the shards with their SHA-256."""
-        yield json.dumps(self.record["shards"]).encode()
+        yield json.dumps(list(self.record["shards"].values())).encode()
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)

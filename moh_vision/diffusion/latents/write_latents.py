@@ -33,12 +33,12 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_batches
-from moh_vision.data.shard_writer import ShardWriter, check_out, end_with, fingerprint, plan_shards
+from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
 from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, image_channels, load_vae
-from moh_vision.engine.commands import Progress
+from moh_vision.engine.commands import Progress, refuse_unwritable
 from moh_vision.engine.io import only_one, whole_file, write_whole
 from moh_vision.engine.ranks import first, from_first
 
@@ -93,8 +93,8 @@ def write_latents(o: Namespace) -> None:
         def begin() -> tuple[ShardWriter, list[str]]:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
-            made_from = {"--vae": str(space), **kept, **fingerprint(source)}
-            writer = ShardWriter(latents_path(out, o.split), plan, made_from, vae=vars(space), **said)
+            options = {"sha256 of --vae": space.sha256, **kept}
+            writer = ShardWriter(latents_path(out, o.split), plan, source, options, vae=vars(space), **said)
             todo = writer.begin(max(1, o.workers))
             limit.check(writer.bad)
             return writer, todo
@@ -131,7 +131,7 @@ def _check(o: Namespace) -> None:
     check_images_fit("--size", o.size, 1, o.batch_size)
     if not 0 <= o.max_bad_fraction < 1:
         raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 <= fraction < 1")
-    check_out(o.out)
+    refuse_unwritable("--out", latents_path(Path(o.out), o.split))
     if Path(o.root).is_dir() and Path(o.out).resolve().is_relative_to(Path(o.root).resolve()):
         raise ValueError(f"--out {o.out} is inside --data {o.root}")
 

@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 from refusals import one_line
 
+from moh_vision.engine.commands import user_errors
 from moh_vision.language.data.sources import find_lines, find_pairs
 
 MULTI30K = Path(os.environ.get("MOH_VISION_MULTI30K", ROOT.parent / "shared" / "data" / "multi30k"))
@@ -160,9 +161,11 @@ def test_hugging_face_mistakes(hub, call, expected):
     assert expected in message(call)
 
 
-def test_without_datasets_it_says_what_to_install(monkeypatch):
+def test_without_datasets_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "pip install 'moh_vision[hub]'" in message(lambda: find_lines("hfds/some/name", "train"))
+    with pytest.raises(SystemExit), user_errors("train_text.py"):
+        find_lines("hfds/some/name", "train")
+    assert "the package datasets is missing: pip install 'moh_vision[hub]'" in capsys.readouterr().err
 
 
 def test_multi30k():
