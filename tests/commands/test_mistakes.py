@@ -70,7 +70,6 @@ LINES = {
     "export FOREIGN --format torch-export": "does not say of which model it is",
     "export CLS --format torch-export --static-heads no.json": "no.json",
     "publish none --output a": "none: no such file or folder",
-    "publish CLS --output a --repo digits": "--repo digits: expected OWNER/NAME",
     "publish CLS --output a --repo anna/a/b": "--repo anna/a/b: expected OWNER/NAME",
 }
 

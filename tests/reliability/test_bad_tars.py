@@ -86,7 +86,6 @@ def flipped(data, place):
 TORN = {
     "a bit of a header": lambda data, m: (flipped(data, m[20].offset + 5), "cut off or damaged behind member 20, at byte {offset} "),
     "a header": lambda data, m: (zeroed(data, m[20].offset, m[20].offset_data), "byte {data} is not zero, .* byte {offset}"),
-    "a page": lambda data, m: (zeroed(data, m[20].offset, m[20].offset + 4096), r"byte \d+ is not zero, .* byte {offset}"),
     "all behind": lambda data, m: (zeroed(data, m[20].offset), r"\d+ zeros behind member 20, from byte {offset} to the end; tar writes at most 10752"),
     "two joined": lambda data, m: (data + data, "byte {size} is not zero, .* behind member 80"),
     "one record more": lambda data, m: (data + bytes(10240), r"\d+ zeros behind member 80, from byte \d+ to the end; "),
@@ -227,9 +226,7 @@ REFUSED = {
     "no label": labelled(b"", "'', expected a class number"),
     "bytes": labelled(b"\xff\xfe", "expected a class number"),
     "a digit for Python": labelled("\u0663".encode(), "expected a class number"),
-    "a tag": labelled(b"!!python/object:os.system", "expected a class number"),
     "a million": labelled(b"1000000", "'1000000', expected a class number of 0 to 999999"),
-    "32 digits": labelled(b"9" * 32, "'9{32}', expected a class number of 0 to"),
 }  # fmt: skip
 
 
@@ -243,12 +240,6 @@ def test_tars_that_are_refused(tmp_path, case):
 # ---------------------------------------------------------------- the record of what was written
 
 
-def last_sample(path):
-    """Where the last sample of a shard begins, and the shard's bytes."""
-    with tarfile.open(path) as tar:
-        return tar.getmembers()[-2].offset, path.read_bytes()
-
-
 @pytest.fixture
 def written(tmp_path):
     """Shards of four samples, and their record."""
@@ -259,8 +250,9 @@ def written(tmp_path):
 def tear(folder):
     """The zeros at the end are as many as tar writes: only the record knows of the sample that was there."""
     path = folder / "train-000001.tar"
-    first, data = last_sample(path)
-    path.write_bytes(zeroed(data, first))
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-2]
+    path.write_bytes(zeroed(path.read_bytes(), last.offset))
     return f"{path}: 10240 bytes, 3 samples; train.shards.json says 10240 and 4"
 
 
