@@ -108,7 +108,7 @@ def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):
         about = dict(yaml.safe_load((run / "config.yaml").read_text()), objective=objective, learn_sigma=True)
         (run / "config.yaml").write_text(yaml.safe_dump(about))
         runs.append(run)
-    labels = {"losses of noise and flow, which have no common scale": runs[:2], "loss": runs[::2]}
+    labels = {"losses of noise and flow (no common scale)": runs[:2], "loss": runs[::2]}
     for number, (y, several) in enumerate(labels.items()):
         assert run_command("curves", *several, "--output", tmp_path / f"{number}.png").code == 0
         assert json.loads((tmp_path / f"{number}.json").read_text())["y"] == y
