@@ -94,7 +94,7 @@ def goals():
 
 
 def reached(goal, tables):
-    """The rows in which a goal was measured, by contestant, and the name of the dense one that the others are held to.
+    """The rows in which a goal was measured, by contestant, and the row of the dense one that they are held to.
 
     Of the first form that was measured; a graph's replay is the time of the device alone.
     """
@@ -102,7 +102,8 @@ def reached(goal, tables):
         about = dict(part=goal.part, shape=goal.shape, mode=goal.mode, form=form, dtype="bfloat16")
         for table in tables:
             rows = {name: table["rows"].get(f"{name} {goal.share} {goal.scope}", {}) for name in CONTESTANTS}
-            if "ratio" in rows["packed"] and all(table[key] == value for key, value in about.items()):
+            timed = "ratio" in rows["packed"] and table["base"].startswith("dense")
+            if timed and all(table[key] == value for key, value in about.items()):
                 return rows, table["rows"][table["base"]]
     return None
 

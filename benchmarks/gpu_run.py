@@ -9,7 +9,7 @@ import time
 from contextlib import contextmanager
 
 import torch
-from timing import cell, clock_of, interleaved, new_report, spread, to_base
+from timing import cell, clock_of, interleaved, new_report, to_base
 
 SECONDS, ROUNDS = 1.5, (5, 50)  # of one table; at least and at most
 PART = 90.0  # seconds of a part that does not use torch.compile: what hangs must not take the time of all others
@@ -151,9 +151,8 @@ class Run:
             floors: {name: the least seconds that it could take}, for some or none.
 
         Returns:
-            about, with the rows by name; `ratio` is to `base`, the fastest whose name begins with "dense", and
-            `to_masked` to the one called "masked" instead of the first word. Where time runs out, what is ready then
-            is measured.
+            about, with the rows by name; `ratio` is to `base`, the fastest whose name begins with "dense". Where time
+            runs out, what is ready then is measured.
         """
         if self.cuda:  # what earlier tables held
             gc.collect()
@@ -178,9 +177,6 @@ class Run:
         base = min(dense or times, key=lambda name: times[name].quantile(0.5).item(), default=None)
         for name, row in to_base(times, base).items():
             rows[name].update(row)
-            masked = " ".join(["masked", *name.split()[1:]])
-            if masked in times and masked != name:
-                rows[name]["to_masked"] = spread(times[name] / times[masked])
             if name in floors:
                 rows[name]["roofline"] = float(f"{floors[name] / times[name].quantile(0.5).item():.3g}")
         print("\n" + " ".join(str(value) for value in about.values()))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
@@ -57,7 +56,7 @@ def open_source(root: str, split: str) -> ImageSource:
     if has_split(root, split):
         return Shards(root, split)
     classes = subfolders(root)
-    if split == "train" and not classes and any(name.lower().endswith(IMAGES) for name in os.listdir(root)):
+    if split == "train" and not classes and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*")):
         return ImageFolder(root, Path(root).name)
     problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
     if classes:

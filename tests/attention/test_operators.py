@@ -368,15 +368,8 @@ def arguments(dtype=torch.float32, N=37, D=24):
 def arguments_of_triton():
     q, k, v = (x.requires_grad_() for x in torch.randn(1, 6, 3, 2, 16, device=DEVICE).permute(2, 0, 3, 1, 4).unbind())
     weights = torch.rand(1, 6, 2, device=DEVICE, requires_grad=True)
-    return (
-        q,
-        k,
-        v,
-        weights,
-        *list_for_triton(some_active(1, 6, 2, 0.5), tail=0),
-        False,
-        torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8,
-    )
+    pairs, mask = list_for_triton(some_active(1, 6, 2, 0.5), tail=0), torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8
+    return q, k, v, weights, *pairs, False, mask
 
 
 @on(CPP, *CPP16, TRITON)

@@ -152,7 +152,7 @@ def test_classes_without_images_and_many_classes_on_the_console():
     assert many == "top-1 by class: 0.00 % (cow) to 75.00 % (ant)"
 
 
-def test_the_schedule_is_timms(tmp_path):
+def test_the_schedule_is_timms(tmp_path, capsys):
     """Warm-up from warmup_lr, then the cosine of the whole length from step 0; then min_lr."""
     root = write_folder(tmp_path / "d", train=16)  # 32 images: an epoch is 4 steps
     lines = train(
@@ -162,6 +162,9 @@ def test_the_schedule_is_timms(tmp_path):
     warmup = [0.01 + 0.09 * t / 4 for t in range(4)]
     cosine = [0.02 + 0.04 * (1 + math.cos(math.pi * t / 12)) for t in range(4, 12)]
     assert [e["lr"] for e in lines if "lr" in e] == pytest.approx([*warmup, *cosine, 0.02, 0.02])
+    assert "the warm-up takes" not in capsys.readouterr().out
+    train(root, tmp_path / "short", "--max-steps", "5", "--optim.warmup_steps", "2")
+    assert "the warm-up takes 2 steps, the run has 5: the learning rate ends at" in capsys.readouterr().out
 
 
 def test_an_unreadable_image_of_the_validation_is_one_line(tmp_path, capsys):

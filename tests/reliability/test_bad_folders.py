@@ -31,6 +31,7 @@ def not_opened(root, words, kind=ValueError):
 def test_empty_folders(tmp_path, capsys):
     root = tmp_path / "data"
     root.mkdir()
+    (root / ".hidden.jpg").touch()
     words = f"data.root {root}: neither train-\\*.tar shards nor a folder train"
     not_opened(root, words, FileNotFoundError)
     (root / "train").mkdir()
