@@ -21,7 +21,10 @@ STAGES = [
         f"--grid {OUT}/grid.png --out {OUT}/samples.npz --head-load {OUT}/dit/head_load.json "
         f"--score digits --extractor {OUT}/cls --overwrite true",
     ),
-    ("4/4  draw which heads ran, of the classifier", f"-m moh_vision head-load {OUT}/cls --output {OUT}/cls/heads.png"),
+    (
+        "4/4  draw which heads ran, of the classifier",
+        f"-m moh_vision head-load {OUT}/cls --output {OUT}/cls/heads.png",
+    ),
     ("     and of the samples", f"-m moh_vision head-load {OUT}/dit --output {OUT}/dit/heads.png"),
 ]
 
@@ -46,7 +49,9 @@ def main() -> int:
     ]
     print(f"\n=== quickstart, {sum(seconds):.0f} s ({', '.join(f'{s:.0f}' for s in seconds)})")
     for name, value, goal in checks:
-        print(f"{name:36s} {value:6.2f} %   goal {goal:.0f} %   {'reached' if value >= goal else 'MISSED'}")
+        print(
+            f"{name:36s} {value:6.2f} %   goal {goal:.0f} %   {'reached' if value >= goal else 'MISSED'}"
+        )
     print(
         f"{'Frechet distance to test images':36s} {scores['frechet_distance']:6.2f}     in the classifier's features, not FID"
     )

@@ -26,7 +26,17 @@ import sys
 from typing import NamedTuple
 
 import torch
-from timing import PATHS, about_machine, interleaved, markdown, new_report, parser_of, to_base, use_path, write_report
+from timing import (
+    PATHS,
+    about_machine,
+    interleaved,
+    markdown,
+    new_report,
+    parser_of,
+    to_base,
+    use_path,
+    write_report,
+)
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,7 +62,11 @@ SHAPES = {
     "n4096": Shape(1, 8, 4096, 768, 12),
     "one_image": Shape(1, 1, 256, 384, 6),  # DiT-S, as people sample; forward alone
 }
-MOA = {"8K8E128D": (8, 8, 128), "16K32E256D": (16, 32, 256), "8K64E256D": (8, 64, 256)}  # active, experts, width
+MOA = {
+    "8K8E128D": (8, 8, 128),
+    "16K32E256D": (16, 32, 256),
+    "8K64E256D": (8, 64, 256),
+}  # active, experts, width
 MOA_TOKENS = MAE_TOKENS = (128, 1024)
 TOKENS = 8192  # MoA and MAE: 512 wide, and as many tokens a batch as fit in this
 MANY_TOKENS = 16384  # of a batch: beyond it only forward of dense, masked and auto is timed
@@ -83,7 +97,9 @@ class Dense(nn.Module):
 
     def forward(self, x, is_causal=False):
         B, N, C = x.shape
-        q, k, v = self.qkv(x).view(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(x).view(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         return self.proj(o.transpose(1, 2).reshape(B, N, C))
 
@@ -96,7 +112,12 @@ class ReleasedRouter(nn.Module):
 
     def __init__(self, router):
         super().__init__()
-        self.router, self.budget, self.reads, self.aux_loss = router, router.budget, router.reads, router.aux_loss
+        self.router, self.budget, self.reads, self.aux_loss = (
+            router,
+            router.budget,
+            router.reads,
+            router.aux_loss,
+        )
 
     def forward(self, x, *_):
         """x [B, N, C]; the weight of a head that is not chosen is 0."""
@@ -107,13 +128,25 @@ class ReleasedRouter(nn.Module):
 
         logits = logits_of(router.routed)  # [B, N, E]
         probs = logits.softmax(-1)
-        chosen = F.one_hot(probs.topk(router.num_routed, -1).indices, router.num_candidates).sum(-2)  # [B, N, E]
+        chosen = F.one_hot(probs.topk(router.num_routed, -1).indices, router.num_candidates).sum(
+            -2
+        )  # [B, N, E]
         routed = probs * chosen
-        routed = router.num_routed * routed / routed.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).eps)
+        routed = (
+            router.num_routed
+            * routed
+            / routed.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).eps)
+        )
         alpha = 2 * logits_of(router.balance).softmax(-1)  # [B, N, 2], eq. 6
-        shared = torch.ones_like(alpha[..., :1]) if router.shared is None else logits_of(router.shared).softmax(-1)
+        shared = (
+            torch.ones_like(alpha[..., :1])
+            if router.shared is None
+            else logits_of(router.shared).softmax(-1)
+        )
         shared = torch.einsum("bn,bne->bne", alpha[..., 0], router.num_shared * shared)
-        gates = torch.cat([shared, torch.einsum("bn,bne->bne", alpha[..., 1], routed)], -1)  # [B, N, H]
+        gates = torch.cat(
+            [shared, torch.einsum("bn,bne->bne", alpha[..., 1], routed)], -1
+        )  # [B, N, H]
         counts = torch.cat([torch.ones_like(shared), chosen], -1).sum(1)
         return Routing(gates, None, RoutingStats(probs, counts, logits))
 
@@ -129,8 +162,15 @@ class Released(nn.Module):
         self.layer, self.router = layer, ReleasedRouter(layer.router)
 
     def forward(self, x, is_causal=False):
-        q, k, v = self.layer.qkv(x).unflatten(-1, (3, self.layer.num_heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(1, 2)  # [B, N, H, D]
+        q, k, v = (
+            self.layer.qkv(x)
+            .unflatten(-1, (3, self.layer.num_heads, -1))
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(
+            1, 2
+        )  # [B, N, H, D]
         gates = self.router(x.mean(1, keepdim=True) if self.layer.scope == "sample" else x).weights
         return self.layer.proj(torch.einsum("bnh,bnhd->bnhd", gates, o).flatten(2))
 
@@ -208,7 +248,16 @@ def moh_case(name, share, scope, dtype):
     budget = resolve_budget(f"uniform:{share}", 1, h, C // h)[0]
     layer = HeadMixtureAttention(C, budget, scope=scope, dtype=dtype)
     draw_router(layer.router, N if per_sample else 1)
-    about = dict(shape=name, batch=B, tokens=N, width=C, heads=h, share=share, active=budget.active, scope=scope)
+    about = dict(
+        shape=name,
+        batch=B,
+        tokens=N,
+        width=C,
+        heads=h,
+        share=share,
+        active=budget.active,
+        scope=scope,
+    )
     modules = {"dense": Dense(C, h, dtype), "released": Released(layer), **copies(layer, EXECUTORS)}
     if B * N > MANY_TOKENS:
         del modules["released"], modules["packed"]
@@ -229,11 +278,21 @@ def moa_case(name, tokens, dtype):
         dtype=dtype,
     )
     draw_router(layer.router)
-    about = dict(shape=name, batch=B, tokens=tokens, width=512, heads=experts, active=active, scope="token")
+    about = dict(
+        shape=name, batch=B, tokens=tokens, width=512, heads=experts, active=active, scope="token"
+    )
     macs = 2 * 512 * width * (active + 1) + 2 * tokens * width * active  # for one token
     # Computing every one of many experts takes seconds.
-    modules = {"dense": Dense(512, 8, dtype), **copies(layer, EXECUTORS if active == experts else EXECUTORS[1:])}
-    return about, modules, torch.randn(B, tokens, 512, dtype=dtype), macs / (4 * 512 * 512 + 2 * tokens * 512)
+    modules = {
+        "dense": Dense(512, 8, dtype),
+        **copies(layer, EXECUTORS if active == experts else EXECUTORS[1:]),
+    }
+    return (
+        about,
+        modules,
+        torch.randn(B, tokens, 512, dtype=dtype),
+        macs / (4 * 512 * 512 + 2 * tokens * 512),
+    )
 
 
 def mae_case(tokens, dtype):
@@ -241,7 +300,9 @@ def mae_case(tokens, dtype):
     layer = HeadMixtureAttention(
         512, HeadBudget(8, 64, 8, 0), router="mae", router_kwargs=dict(mode="sampled"), dtype=dtype
     )
-    about = dict(shape="mae_f_step", batch=8, tokens=tokens, width=512, heads=8, active=7, scope="sample")
+    about = dict(
+        shape="mae_f_step", batch=8, tokens=tokens, width=512, heads=8, active=7, scope="sample"
+    )
     modules = {"dense": Dense(512, 8, dtype), **copies(layer, EXECUTORS)}
     return about, modules, torch.randn(8, tokens, 512, dtype=dtype), 7 / 8
 
@@ -277,13 +338,17 @@ def measure(modules, x, mode, routed_per_token):
     entry = dict(times=to_base(times), picked=picked(modules["auto"], x, mode))
     if mode == "train":
         tokens = x.shape[0] * x.shape[1]
-        entry["saved_bytes_per_token"] = {name: round(saved_bytes(m, x) / tokens) for name, m in modules.items()}
+        entry["saved_bytes_per_token"] = {
+            name: round(saved_bytes(m, x) / tokens) for name, m in modules.items()
+        }
     return entry
 
 
 def key(case):
     """What tells cases apart, but for repetitions."""
-    return tuple(case.get(k) for k in ("shape", "tokens", "scope", "share", "dtype", "mode", "threads"))
+    return tuple(
+        case.get(k) for k in ("shape", "tokens", "scope", "share", "dtype", "mode", "threads")
+    )
 
 
 def span(values):
@@ -296,17 +361,27 @@ def layer_table(cases):
     """Time of auto over dense, medians, a row for a group of shapes and a dtype; and what stays in memory for backward."""
 
     def row(scope, shapes, dtype):
-        some = [c for c in cases if c["shape"] in shapes and c["scope"] == scope and c["dtype"] == dtype]
+        some = [
+            c for c in cases if c["shape"] in shapes and c["scope"] == scope and c["dtype"] == dtype
+        ]
         for mode in MODES:
             for share in SHARES:
                 found = [c for c in some if c["mode"] == mode and c["share"] == share]
                 yield span([c["times"]["auto"]["ratio"] for c in found])
-        kept = [c["saved_bytes_per_token"] for c in some if c["share"] == 0.5 and "saved_bytes_per_token" in c]
+        kept = [
+            c["saved_bytes_per_token"]
+            for c in some
+            if c["share"] == 0.5 and "saved_bytes_per_token" in c
+        ]
         yield span([each["auto"] / each["dense"] for each in kept])
 
     columns = [f"{mode}, {share}" for mode in MODES for share in SHARES]
-    rows = [[name, dtype, *row(*group, dtype)] for name, group in GROUPS.items() for dtype in DTYPES]
-    return markdown(["heads chosen", "dtype", *columns, "kept, 0.5"], [row for row in rows if any(row[2:])])
+    rows = [
+        [name, dtype, *row(*group, dtype)] for name, group in GROUPS.items() for dtype in DTYPES
+    ]
+    return markdown(
+        ["heads chosen", "dtype", *columns, "kept, 0.5"], [row for row in rows if any(row[2:])]
+    )
 
 
 def experts_table(cases):
@@ -315,14 +390,21 @@ def experts_table(cases):
     for case in cases:
         if case["shape"] not in SHAPES:
             name = f"{case['shape']}, {case['batch']} x {case['tokens']}"
-            rows.setdefault(name, {"": case["bound"]})[case["dtype"], case["mode"]] = case["times"]["auto"]["ratio"]
+            rows.setdefault(name, {"": case["bound"]})[case["dtype"], case["mode"]] = case["times"][
+                "auto"
+            ]["ratio"]
     columns = [(dtype, mode) for dtype in DTYPES for mode in MODES]
-    lines = [[name, *(span([row[key]] if key in row else []) for key in ("", *columns))] for name, row in rows.items()]
+    lines = [
+        [name, *(span([row[key]] if key in row else []) for key in ("", *columns))]
+        for name, row in rows.items()
+    ]
     return markdown(["layer", "bound", *map(", ".join, columns)], lines)
 
 
 def tables(report):
-    return "\n".join([about_machine(report) + "\n", layer_table(report["cases"]), experts_table(report["cases"])])
+    return "\n".join(
+        [about_machine(report) + "\n", layer_table(report["cases"]), experts_table(report["cases"])]
+    )
 
 
 def line(entry):
@@ -346,7 +428,9 @@ def main():
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--path", choices=PATHS, help="operators; default: what a user gets")
-    parser.add_argument("--add", action="store_true", help="replace these cases in --output and keep its others")
+    parser.add_argument(
+        "--add", action="store_true", help="replace these cases in --output and keep its others"
+    )
     args = parser.parse_args()
     if args.table:
         return print(tables(json.loads(args.output.read_text())), end="")
@@ -357,16 +441,24 @@ def main():
     if args.add:
         earlier = json.loads(args.output.read_text())
         if earlier["path"] != report["path"]:
-            parser.error(f"{args.output}: measured with operators {earlier['path']!r}, this is {report['path']!r}")
+            parser.error(
+                f"{args.output}: measured with operators {earlier['path']!r}, this is {report['path']!r}"
+            )
         report["cases"] = earlier["cases"]
     for dtype, about, modules, x, best in cases(args):
         for mode in args.modes:
-            if mode == "train" and (about["shape"] == "one_image" or x.shape[0] * x.shape[1] > MANY_TOKENS):
+            if mode == "train" and (
+                about["shape"] == "one_image" or x.shape[0] * x.shape[1] > MANY_TOKENS
+            ):
                 continue
             entry = dict(about, dtype=dtype, mode=mode, threads=args.threads, bound=round(best, 3))
-            entry.update(measure(modules, x, mode, about["shape"] in SHAPES and about["scope"] == "token"))
+            entry.update(
+                measure(modules, x, mode, about["shape"] in SHAPES and about["scope"] == "token")
+            )
             entry["load"] = os.getloadavg()[0]
-            report["cases"] = [case for case in report["cases"] if key(case) != key(entry)] + [entry]
+            report["cases"] = [case for case in report["cases"] if key(case) != key(entry)] + [
+                entry
+            ]
             print(line(entry), flush=True)
             write_report(args.output, report, indent=None)  # what comes later may fail
     print(args.output)

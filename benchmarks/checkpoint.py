@@ -25,7 +25,17 @@ from pathlib import Path
 import timm
 import torch
 from accelerate import Accelerator
-from timing import about_machine, cell, interleaved, markdown, new_report, parser_of, spread, wall, write_report
+from timing import (
+    about_machine,
+    cell,
+    interleaved,
+    markdown,
+    new_report,
+    parser_of,
+    spread,
+    wall,
+    write_report,
+)
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
@@ -39,7 +49,9 @@ NAMES = ("copy", "waiting", "stall", "written")
 def training_state(depth):
     """(accelerator, `TrainingState`) of a training that has done a step."""
     accelerator = Accelerator(cpu=True)
-    model = timm.create_model("moh_vit_small_patch16_224", depth=depth, head_budget="uniform:0.75", img_size=32)
+    model = timm.create_model(
+        "moh_vit_small_patch16_224", depth=depth, head_budget="uniform:0.75", img_size=32
+    )
     ema = make_ema(model, 0.99, False, "cpu")
     task = ClassificationTask(model, 0.01)
     task, optimizer = accelerator.prepare(task, torch.optim.AdamW(task.parameters()))
@@ -60,7 +72,9 @@ def copy(paths, target):
 def timed_rounds(accelerator, state, folder, rounds):
     """{name: seconds [rounds]}, after a round that does not count."""
     run, stalls, numbers = folder / "run", [], itertools.count(1)
-    waiting, background = (Saver(accelerator, run, state, keep=1, background=b) for b in (False, True))
+    waiting, background = (
+        Saver(accelerator, run, state, keep=1, background=b) for b in (False, True)
+    )
 
     def in_background():
         stalls.append(wall(lambda: background.save(next(numbers), {})))
@@ -86,10 +100,10 @@ def table(report):
     rows = []
     for name in NAMES:
         seconds, ratio = report[name]["seconds"], report[name]["to copy"]
-        rows.append([name, *(cell(found["median"], found["quartiles"]) for found in (seconds, ratio))])
-    about = (
-        f"{about_machine(report)} {report['state_mb']} MB of state, {report['rounds']} rounds; medians [quartiles].\n"
-    )
+        rows.append(
+            [name, *(cell(found["median"], found["quartiles"]) for found in (seconds, ratio))]
+        )
+    about = f"{about_machine(report)} {report['state_mb']} MB of state, {report['rounds']} rounds; medians [quartiles].\n"
     return about + "\n" + markdown(["", "seconds", "of a copy"], rows)
 
 

@@ -64,9 +64,15 @@ def main():
     rows = []
     for batch in BATCHES:
         images = torch.randn(batch, *SIZE)
-        steps = {f"PyTorch {case}": lambda m=m, x=images: m(x) for case, m in models.items() if "masked" not in case}
+        steps = {
+            f"PyTorch {case}": lambda m=m, x=images: m(x)
+            for case, m in models.items()
+            if "masked" not in case
+        }
         for case, session in sessions.items():
-            steps[f"onnxruntime {case}"] = lambda s=session, x=images: s.run(None, {"images": x.numpy()})
+            steps[f"onnxruntime {case}"] = lambda s=session, x=images: s.run(
+                None, {"images": x.numpy()}
+            )
         for name, found in to_base(interleaved(steps, ROUNDS, SECONDS)).items():
             ratio = cell(found["ratio"], found["quartiles"])
             rows.append([str(batch), *name.split(" ", 1), ratio, str(found["rounds"])])

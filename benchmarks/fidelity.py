@@ -38,7 +38,11 @@ def write_folders(data, folder, count):
 
 def ours(folder, weights, batch_size):
     return score(
-        folder / SETS[0], folder / SETS[1], inception_weights=weights, batch_size=batch_size, allow_biased=True
+        folder / SETS[0],
+        folder / SETS[1],
+        inception_weights=weights,
+        batch_size=batch_size,
+        allow_biased=True,
     )
 
 
@@ -81,14 +85,26 @@ def speed(args, folder):
             for name in SCORERS if number % 2 == 0 else reversed(SCORERS):
                 row = own_process.submit(measured, name, folder, args.batch).result()
                 rounds[name].append(row)
-                print(f"round {number}: {name:16}{row['seconds']:8.1f} s {row['peak_mib']:6} MiB", flush=True)
+                print(
+                    f"round {number}: {name:16}{row['seconds']:8.1f} s {row['peak_mib']:6} MiB",
+                    flush=True,
+                )
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["ours"], rounds["torch_fidelity"])]
-    result = dict(images=args.images, rounds=args.rounds, time_ratio=statistics.median(ratios), time_ratios=ratios)
+    result = dict(
+        images=args.images,
+        rounds=args.rounds,
+        time_ratio=statistics.median(ratios),
+        time_ratios=ratios,
+    )
     for name, rows in rounds.items():
         seconds = [row["seconds"] for row in rows]
-        peaks = {key: max(row[key] for row in rows) for key in ("peak_mib", "peak_over_imports_mib")}
+        peaks = {
+            key: max(row[key] for row in rows) for key in ("peak_mib", "peak_over_imports_mib")
+        }
         images_per_s = round(args.images / statistics.median(seconds), 2)
-        result[name] = dict(seconds=seconds, images_per_s=images_per_s, **peaks, numbers=rows[-1]["numbers"])
+        result[name] = dict(
+            seconds=seconds, images_per_s=images_per_s, **peaks, numbers=rows[-1]["numbers"]
+        )
     return result
 
 

@@ -101,7 +101,10 @@ def reached(goal, tables):
     for form in ("compiled",) if goal.part == "step" else ("graph", "eager"):
         about = dict(part=goal.part, shape=goal.shape, mode=goal.mode, form=form, dtype="bfloat16")
         for table in tables:
-            rows = {name: table["rows"].get(f"{name} {goal.share} {goal.scope}", {}) for name in CONTESTANTS}
+            rows = {
+                name: table["rows"].get(f"{name} {goal.share} {goal.scope}", {})
+                for name in CONTESTANTS
+            }
             timed = "ratio" in rows["packed"] and table["base"].startswith("dense")
             if timed and all(table[key] == value for key, value in about.items()):
                 return rows, table["rows"][table["base"]]
@@ -115,10 +118,22 @@ def goal_table(report):
     for goal, found in every.items():
         if found:
             rows, dense = found
-            others = [f"{rows[name]['ratio']:.2f}" if "ratio" in rows[name] else "" for name in CONTESTANTS[:2]]
+            others = [
+                f"{rows[name]['ratio']:.2f}" if "ratio" in rows[name] else ""
+                for name in CONTESTANTS[:2]
+            ]
             packed = cell(rows["packed"]["ratio"], rows["packed"]["quartiles"])
             met = "met" if rows["packed"]["quartiles"][0] <= goal.limit else "missed"
-            lines.append([*map(str, goal[:-1]), f"{dense['milliseconds']:.3f}", *others, packed, str(goal.limit), met])
+            lines.append(
+                [
+                    *map(str, goal[:-1]),
+                    f"{dense['milliseconds']:.3f}",
+                    *others,
+                    packed,
+                    str(goal.limit),
+                    met,
+                ]
+            )
     left = f"{len(every) - len(lines)} of {len(every)} goals are not measured.\n"
     head = [*Goal._fields[:-1], "dense, ms", *CONTESTANTS[:2], "packed [quartiles]", "goal", ""]
     return (markdown(head, lines) + "\n" if lines else "") + left
@@ -144,7 +159,9 @@ def plan(run):
             shape = shapes[name]._replace(scope=scope)
             for mode in ("forward", "train"):
                 about = (name, shape, shares, dtype, mode, form)
-                add(f"layer {name} {scope} {dtype} {mode} {form}", layers, *about, compiles=compiles)
+                add(
+                    f"layer {name} {scope} {dtype} {mode} {form}", layers, *about, compiles=compiles
+                )
 
     add("peaks", peaks)
     numerics_of("bfloat16", cases)
@@ -158,7 +175,14 @@ def plan(run):
     for family in families:
         add(f"step {family} compiled", training, family, "compiled", compiles=True)
     for dtype in DTYPES:
-        numerics_of(dtype, [name for name in cases if dtype not in ("bfloat16", "float32", "tf32") or name != first])
+        numerics_of(
+            dtype,
+            [
+                name
+                for name in cases
+                if dtype not in ("bfloat16", "float32", "tf32") or name != first
+            ],
+        )
         numerics_of(dtype, [first], 0.75)
         if not run.quick:
             numerics_of(dtype, [first], 1.0)
@@ -199,14 +223,39 @@ def carry_out(run, prefixes):
 
 def main():
     parser = parser_of(__doc__, "gpu")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cuda (the default) or cpu")
+    parser.add_argument(
+        "--device", default="cuda", choices=("cuda", "cpu"), help="cuda (the default) or cpu"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny shapes, one share, two rounds")
-    parser.add_argument("--parts", nargs="+", default=[""], help="beginnings of names of parts; default: all")
-    parser.add_argument("--minutes", type=float, default=7.3, help="for everything; the rest is skipped (default 7.3)")
-    parser.add_argument("--compile-seconds", type=float, default=200.0, help="for all of torch.compile (default 200)")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of weights and inputs; default: a new one")
-    parser.add_argument("--add", action="store_true", help="keep what is in --output and measure what it lacks")
-    parser.add_argument("--resume", action="store_true", help="as --add, in the same time: after the device was lost")
+    parser.add_argument(
+        "--parts", nargs="+", default=[""], help="beginnings of names of parts; default: all"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=7.3,
+        help="for everything; the rest is skipped (default 7.3)",
+    )
+    parser.add_argument(
+        "--compile-seconds",
+        type=float,
+        default=200.0,
+        help="for all of torch.compile (default 200)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=int(time.time()),
+        help="of weights and inputs; default: a new one",
+    )
+    parser.add_argument(
+        "--add", action="store_true", help="keep what is in --output and measure what it lacks"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="as --add, in the same time: after the device was lost",
+    )
     args = parser.parse_args()
     out = args.output
     if args.device == "cpu" and out == parser.get_default("output"):
@@ -215,10 +264,14 @@ def main():
         print(goal_table(json.loads(out.read_text()) if out.is_file() else {}), end="")
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device cuda: torch {torch.__version__} finds no CUDA device; allowed here: cpu")
+        parser.error(
+            f"--device cuda: torch {torch.__version__} finds no CUDA device; allowed here: cpu"
+        )
     out.parent.mkdir(parents=True, exist_ok=True)
     empty = dict(numerics=[], routers=[], races=[], peaks={}, tables=[])
-    run = Run(args.device, out, args.minutes, args.compile_seconds, args.quick, seed=args.seed, **empty)
+    run = Run(
+        args.device, out, args.minutes, args.compile_seconds, args.quick, seed=args.seed, **empty
+    )
     if args.resume:
         run.resume()
     elif args.add:

@@ -58,12 +58,18 @@ class Given(nn.Module):
 
     def __init__(self, routing, budget):
         super().__init__()
-        self.weights, self.active, self.stats = nn.Parameter(routing.weights.float()), routing.active, routing.stats
+        self.weights, self.active, self.stats = (
+            nn.Parameter(routing.weights.float()),
+            routing.active,
+            routing.stats,
+        )
         self.pairs = Pairs(*eager.pairs(routing.active)) if routing.active.shape[1] == 1 else None
         self.budget = budget
 
     def forward(self, x, q=None, padding_mask=None):
-        return Routing(self.weights * self.active, self.active, self.stats, self.budget.active, self.pairs)
+        return Routing(
+            self.weights * self.active, self.active, self.stats, self.budget.active, self.pairs
+        )
 
 
 @contextmanager
@@ -80,7 +86,12 @@ def precision(dtype_name):
 def make_layer(shape, share, dtype, device):
     budget = resolve_budget(f"uniform:{share}", 1, shape.heads, shape.width)[0]
     layer = HeadMixtureAttention(
-        shape.heads * shape.width, budget, scope=shape.scope, kv_heads=shape.kv_heads, dtype=dtype, device=device
+        shape.heads * shape.width,
+        budget,
+        scope=shape.scope,
+        kv_heads=shape.kv_heads,
+        dtype=dtype,
+        device=device,
     )
     draw_router(layer.router, shape.tokens if shape.scope == "sample" else 1)
     return layer
@@ -93,13 +104,20 @@ def make_mask(shape, dtype, device):
         seen = torch.rand(B, 1, 1, N, device=device) < 0.8
         seen[..., 0] = True
         return seen.expand(B, 1, N, N)
-    return torch.randn(1, shape.heads, N, N, device=device, dtype=dtype) if shape.mask == "bias" else None
+    return (
+        torch.randn(1, shape.heads, N, N, device=device, dtype=dtype)
+        if shape.mask == "bias"
+        else None
+    )
 
 
 def poison(run):
     """Fill memory that is free with NaN: what is never written, but read, shows."""
     if run.cuda:
-        blocks = [torch.full((2**size,), float("nan"), device=run.device) for size in [16] * 64 + [22] * 64 + [28]]
+        blocks = [
+            torch.full((2**size,), float("nan"), device=run.device)
+            for size in [16] * 64 + [22] * 64 + [28]
+        ]
         del blocks
 
 
@@ -111,7 +129,9 @@ def results(module, x, dy, **options):
     found["y"] = output(module, x, **options)
     inputs = {"x": x, **dict(module.named_parameters())}
     grads = torch.autograd.grad(found["y"], list(inputs.values()), dy.to(x.dtype))
-    return found | {f"gradient of {name.removeprefix('layer.')}": grad for name, grad in zip(inputs, grads)}
+    return found | {
+        f"gradient of {name.removeprefix('layer.')}": grad for name, grad in zip(inputs, grads)
+    }
 
 
 def router_results(router, x, alike, dw):
@@ -128,7 +148,9 @@ def worst_error(got, want):
 
     Gradients that are small by cancellation are held to the rounding of the largest one.
     """
-    largest = max((t.norm().item() for name, t in want.items() if name.startswith("gradient")), default=0.0)
+    largest = max(
+        (t.norm().item() for name, t in want.items() if name.startswith("gradient")), default=0.0
+    )
     errors = []
     for name, tensor in want.items():
         scale = tensor.norm().item() + (0.02 * largest if name.startswith("gradient") else 0)
@@ -152,7 +174,10 @@ def check(run, about, compute, want):
         row["differs"] = differing(got, compute())
     except Exception as error:
         row["raised"] = one_line(error)
-        print("raised: " + ", ".join(str(value) for value in [*about.values(), row["raised"]]), flush=True)
+        print(
+            "raised: " + ", ".join(str(value) for value in [*about.values(), row["raised"]]),
+            flush=True,
+        )
     run.report["numerics"].append(row)
 
 
@@ -181,11 +206,18 @@ def numerics(run, case, shape, dtype_name, share):
         oracle.double().executor = "reference"
         exact = mask.double() if shape.mask == "bias" else mask
         options = dict(is_causal=shape.causal) if shape.causal else {}
-        want = results(oracle, x.double(), dy, **options, **({} if mask is None else dict(attn_mask=exact)))
+        want = results(
+            oracle, x.double(), dy, **options, **({} if mask is None else dict(attn_mask=exact))
+        )
         if mask is not None:
             options["attn_mask"] = mask
         for name, module in contestants.items():
-            check(run, dict(about, executor=name), functools.partial(results, module, x, dy, **options), want)
+            check(
+                run,
+                dict(about, executor=name),
+                functools.partial(results, module, x, dy, **options),
+                want,
+            )
 
 
 def check_router(run, about, layer, oracle, x):
@@ -198,7 +230,9 @@ def check_router(run, about, layer, oracle, x):
     if here.pairs is not None:
         want = eager.pairs(here.active)
         got = [t.clone() for t in here.pairs]
-        row["list_is_right"] = torch.equal(got[1], want[1]) and torch.equal(got[0][: len(want[0])], want[0])
+        row["list_is_right"] = torch.equal(got[1], want[1]) and torch.equal(
+            got[0][: len(want[0])], want[0]
+        )
     run.report["routers"].append(row)
     dw = torch.randn(routing.weights.shape, device=x.device, dtype=torch.float64)
     want = router_results(oracle.router, read.double(), alike, dw)
@@ -213,10 +247,19 @@ def races(run, name, shape, dtype_name, share):
     with precision(dtype_name):
         layer = make_layer(shape, share, DTYPES[dtype_name][0], run.device)
         layer.executor = "packed"
-        x, dy = torch.randn(2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=DTYPES[dtype_name][0])
+        x, dy = torch.randn(
+            2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=DTYPES[dtype_name][0]
+        )
         first = results(layer, x, dy, is_causal=shape.causal)
         differs = differing(first, results(layer, x, dy, is_causal=shape.causal))
-    row = dict(case=name, scope=shape.scope, dtype=dtype_name, share=share, executor="packed", differs=differs)
+    row = dict(
+        case=name,
+        scope=shape.scope,
+        dtype=dtype_name,
+        share=share,
+        executor="packed",
+        differs=differs,
+    )
     run.report["races"].append(row)
 
 
@@ -229,11 +272,17 @@ def wrong(report):
             lines.append(f"{what} is off by {row['error']:.1e}, allowed is {row['allowed']:.0e}")
     for row in report["routers"]:
         if not row.get("list_is_right", True):
-            lines.append(f"router, {row['case']}, {row['dtype']}, share {row['share']}: the list of pairs is wrong")
+            lines.append(
+                f"router, {row['case']}, {row['dtype']}, share {row['share']}: the list of pairs is wrong"
+            )
     for row in report["numerics"] + report["races"]:
         # In float64 sums are torch's, and heads chosen per sample go through torch's attention, whose gradient of the
         # queries may be added up in any order.
-        names = [n for n in row.get("differs", ()) if "sample" not in (row.get("scope") or row["case"]) or n[0] == "y"]
+        names = [
+            n
+            for n in row.get("differs", ())
+            if "sample" not in (row.get("scope") or row["case"]) or n[0] == "y"
+        ]
         if names and row["executor"] in ("packed", "router") and row["dtype"] != "float64":
             what = f"{row['executor']}, {row['case']}, {row['dtype']}, share {row['share']}"
             lines.append(f"{what}: other bits when computed again: {', '.join(names)}")

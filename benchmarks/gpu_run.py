@@ -27,7 +27,10 @@ def stop_after(seconds):
     def stop(*_):
         raise OutOfTime
 
-    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
+    handler, timer = (
+        signal.signal(signal.SIGALRM, stop),
+        signal.setitimer(signal.ITIMER_REAL, seconds),
+    )
     try:
         yield
     finally:
@@ -56,7 +59,9 @@ class Run:
         self.clock, self.lost = clock_of(device), False  # lost: the device answers no more
         installed = {d.name: d.version for d in importlib.metadata.distributions()}
         versions = {name: installed.get(name) for name in PACKAGES} | dict(cuda=torch.version.cuda)
-        self.report = new_report(versions=versions, quick=quick, **about, seconds={}, errors={}, skipped=[])
+        self.report = new_report(
+            versions=versions, quick=quick, **about, seconds={}, errors={}, skipped=[]
+        )
         if self.cuda:
             p = torch.cuda.get_device_properties(device)
             size = dict(memory_gib=round(p.total_memory / 2**30, 1), l2_mib=p.L2_cache_size / 2**20)
@@ -79,7 +84,9 @@ class Run:
             with stop_after(left):
                 measure(self, *arguments)
         except OutOfTime:
-            self.report["skipped"].append(name if left <= 0 else f"{name}: stopped after {left:.0f} s")
+            self.report["skipped"].append(
+                name if left <= 0 else f"{name}: stopped after {left:.0f} s"
+            )
         except Exception as error:
             self.report["errors"][name] = one_line(error)
             print(f"failed: {name}: {one_line(error)}", flush=True)
@@ -112,7 +119,9 @@ class Run:
         earlier = json.loads(self.out.read_text())
         for key in ("versions", "quick"):
             if earlier[key] != self.report[key]:
-                raise ValueError(f"{self.out} was measured with {key} {earlier[key]}, this is {self.report[key]}")
+                raise ValueError(
+                    f"{self.out} was measured with {key} {earlier[key]}, this is {self.report[key]}"
+                )
         here, there = (report.get("card", {}).get("name") for report in (self.report, earlier))
         if here != there:
             raise ValueError(f"{self.out} was measured on {there}, this is {here}")
@@ -128,14 +137,18 @@ class Run:
         card = f"--id=GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         command = ["nvidia-smi", card, f"--query-gpu={fields}", "--format=csv,noheader"]
         try:
-            out = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            out = subprocess.run(
+                command, capture_output=True, text=True, timeout=20, check=True
+            ).stdout
         except (OSError, subprocess.SubprocessError) as error:
             return dict(nvidia_smi=one_line(error))
         return dict(zip(fields.split(","), (value.strip() for value in out.split(","))))
 
     def interleaved(self, steps):
         """{name: step} -> {name: seconds [rounds], float64}."""
-        return interleaved(steps, (1, 2) if self.quick else ROUNDS, SECONDS, warm_up=0, clock=self.clock)
+        return interleaved(
+            steps, (1, 2) if self.quick else ROUNDS, SECONDS, warm_up=0, clock=self.clock
+        )
 
     def median(self, step):
         """Seconds of one step by itself."""
@@ -178,7 +191,9 @@ class Run:
         for name, row in to_base(times, base).items():
             rows[name].update(row)
             if name in floors:
-                rows[name]["roofline"] = float(f"{floors[name] / times[name].quantile(0.5).item():.3g}")
+                rows[name]["roofline"] = float(
+                    f"{floors[name] / times[name].quantile(0.5).item():.3g}"
+                )
         print("\n" + " ".join(str(value) for value in about.values()))
         for name, row in rows.items():
             print(f"  {name:21}{line(row, base)}", flush=True)

@@ -54,7 +54,9 @@ VITS = Model(128, 12, (VIT, {}), (f"moh_{VIT}", dict(head_budget=0.75)), (f"moh_
 MODELS = {
     ("vit_base", "eager"): VITS,
     ("vit_base", "compiled"): VITS,
-    ("dit_xlarge", "eager"): Model(32, 28, (DIT, {}), (f"moh_{DIT}_75", {}), (f"moh_{DIT}_75", HALF)),
+    ("dit_xlarge", "eager"): Model(
+        32, 28, (DIT, {}), (f"moh_{DIT}_75", {}), (f"moh_{DIT}_75", HALF)
+    ),
     ("dit_xlarge", "compiled"): Model(
         64,
         9,
@@ -94,13 +96,17 @@ class Grouped(nn.Module):
     def forward(self, x, is_causal=False):
         q, k, v = self.layer.project(Call(x, None))
         if self.expand:
-            k, v = (t.repeat_interleave(self.layer.num_heads // self.layer.kv_heads, 1) for t in (k, v))
+            k, v = (
+                t.repeat_interleave(self.layer.num_heads // self.layer.kv_heads, 1) for t in (k, v)
+            )
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=not self.expand)
         return self.layer.proj(o.transpose(1, 2).flatten(2))
 
 
 def with_backends(module):
-    return {name: Backend(module, backend) if backend else module for name, backend in BACKENDS.items()}
+    return {
+        name: Backend(module, backend) if backend else module for name, backend in BACKENDS.items()
+    }
 
 
 def peaks(run):
@@ -114,7 +120,11 @@ def peaks(run):
     source, target = torch.ones(2, length, device=run.device, dtype=torch.uint8)
     found["copy"] = 2 * length / run.median(lambda: target.copy_(source))
     print(
-        "peaks:", ", ".join(f"{name} {rate:.3g} {'B' if name == 'copy' else 'FLOP'}/s" for name, rate in found.items())
+        "peaks:",
+        ", ".join(
+            f"{name} {rate:.3g} {'B' if name == 'copy' else 'FLOP'}/s"
+            for name, rate in found.items()
+        ),
     )
 
 
@@ -123,7 +133,9 @@ def least_seconds(rates, shape, dtype_name, mode, share):
     B, N, C = shape.batch, shape.tokens, shape.heads * shape.width
     flops = B * N * (8 * C * C + 4 * N * C) * bound(share, N, C, shape.scope)
     numbers = 2 * B * N * C + 4 * C * C  # x, y and the weights
-    if mode == "train":  # backward has two products for each of forward; and dy, x, dx, the weights and their gradients
+    if (
+        mode == "train"
+    ):  # backward has two products for each of forward; and dy, x, dx, the weights and their gradients
         flops, numbers = 3 * flops, numbers + 3 * B * N * C + 8 * C * C
     return max(flops / rates[dtype_name], numbers * DTYPES[dtype_name][0].itemsize / rates["copy"])
 
@@ -159,12 +171,17 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
             module = torch.compile(module, dynamic=False, backend=COMPILER)
         return layer_step(module, x, mode)
 
-    about = dict(part="layer", shape=shape_name, scope=shape.scope, dtype=dtype_name, mode=mode, form=form)
+    about = dict(
+        part="layer", shape=shape_name, scope=shape.scope, dtype=dtype_name, mode=mode, form=form
+    )
     about.update(batch=B, tokens=N, heads=shape.heads, width=shape.width)
     with precision(dtype_name):
         rates, floors = run.report["peaks"], {}
         if rates:
-            floors = {name: least_seconds(rates, shape, dtype_name, mode, active[name]) for name in contestants}
+            floors = {
+                name: least_seconds(rates, shape, dtype_name, mode, active[name])
+                for name in contestants
+            }
         makers = {name: functools.partial(make, module) for name, module in contestants.items()}
         rows = report_table(run, about, makers, floors)["rows"]
         for name, row in rows.items():
@@ -185,9 +202,13 @@ def prompt(run, form):
         router_kwargs=dict(group=heads // kv_heads), qkv_bias=False, proj_bias=False, dtype=dtype, device=run.device,
     )  # fmt: skip
     contestants = with_backends(Grouped(layer, expand=True)) | {"dense shared": Grouped(layer)}
-    contestants.update({f"{name} {share} token": module for name, module in copies(layer, TIMED).items()})
+    contestants.update(
+        {f"{name} {share} token": module for name, module in copies(layer, TIMED).items()}
+    )
     x = torch.randn(1, N, C, device=run.device, dtype=dtype)
-    about = dict(part="prefill", shape="llama_8b", scope="token", dtype="bfloat16", mode="forward", form=form)
+    about = dict(
+        part="prefill", shape="llama_8b", scope="token", dtype="bfloat16", mode="forward", form=form
+    )
     about.update(batch=1, tokens=N, heads=heads, width=width)
     makers = {
         name: functools.partial(layer_step, module, x, "forward", is_causal=True)
@@ -244,7 +265,10 @@ def training(run, family, form):
         contestants[label] = (name, dict(arguments, executor=label.split()[0]))
     if small:
         half = {label: dict(head_budget="uniform:0.5") for label in contestants if label != "dense"}
-        contestants = {label: (n, {**kw, **small, **half.get(label, {})}) for label, (n, kw) in contestants.items()}
+        contestants = {
+            label: (n, {**kw, **small, **half.get(label, {})})
+            for label, (n, kw) in contestants.items()
+        }
 
     def make(name, arguments):
         model = drawn(name, arguments)
@@ -252,7 +276,9 @@ def training(run, family, form):
 
     about = dict(part="step", shape=family, scope="both", dtype="bfloat16", mode="train", form=form)
     about.update(batch=batch, layers=small.get("depth", models.layers), autocast=True)
-    report_table(run, about, {label: functools.partial(make, *model) for label, model in contestants.items()})
+    report_table(
+        run, about, {label: functools.partial(make, *model) for label, model in contestants.items()}
+    )
 
 
 def sampling(run, form):
@@ -270,7 +296,11 @@ def sampling(run, form):
     def make(name, arguments):
         model = drawn(name, arguments).to(run.device).eval()
         given_inputs = inputs(model, batch, None, run.device)
-        call = given_inputs["images"], given_inputs["timesteps"][:1].expand(batch), given_inputs["labels"]
+        call = (
+            given_inputs["images"],
+            given_inputs["timesteps"][:1].expand(batch),
+            given_inputs["labels"],
+        )
 
         def step():
             with torch.no_grad(), torch.autocast(run.device, torch.bfloat16):
@@ -278,6 +308,15 @@ def sampling(run, form):
 
         return step
 
-    about = dict(part="sampling", shape="dit_small", scope="both", dtype="bfloat16", mode="forward", form=form)
+    about = dict(
+        part="sampling",
+        shape="dit_small",
+        scope="both",
+        dtype="bfloat16",
+        mode="forward",
+        form=form,
+    )
     about.update(batch=batch, autocast=True)
-    report_table(run, about, {label: functools.partial(make, *model) for label, model in contestants.items()})
+    report_table(
+        run, about, {label: functools.partial(make, *model) for label, model in contestants.items()}
+    )

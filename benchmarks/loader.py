@@ -25,7 +25,16 @@ import torch
 import webdataset
 from PIL import Image
 from sklearn.datasets import load_sample_images
-from timing import about_machine, cell, interleaved, markdown, new_report, parser_of, spread, write_report
+from timing import (
+    about_machine,
+    cell,
+    interleaved,
+    markdown,
+    new_report,
+    parser_of,
+    spread,
+    write_report,
+)
 from timm.data import create_dataset, create_loader, create_transform
 
 from moh_vision.__main__ import main as command
@@ -37,12 +46,17 @@ from moh_vision.data.stream import ShardStream
 
 BATCH, SIDE, CLASSES = 32, 224, 10
 MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
-AUGMENTATION = dict(is_training=True, color_jitter=None, interpolation="bicubic", mean=MEAN, std=STD)
+AUGMENTATION = dict(
+    is_training=True, color_jitter=None, interpolation="bicubic", mean=MEAN, std=STD
+)
 
 
 def write_images(folder, count):
     """FOLDER/images/train/CLASS/*.jpg, and the same as shards in FOLDER/shards; returns their mean size in KB."""
-    rng, photos = random.Random(0), [Image.fromarray(pixels) for pixels in load_sample_images().images]
+    rng, photos = (
+        random.Random(0),
+        [Image.fromarray(pixels) for pixels in load_sample_images().images],
+    )
     sizes = []
     for i in range(count):
         photo = rng.choice(photos)
@@ -54,7 +68,9 @@ def write_images(folder, count):
         photo.crop((left, top, left + width, top + height)).save(path, quality=90)
         sizes.append(path.stat().st_size)
     per_shard = max(1, count // 10)
-    argv = f"shards --in {folder}/images --out {folder}/shards --samples-per-shard {per_shard}".split()
+    argv = (
+        f"shards --in {folder}/images --out {folder}/shards --samples-per-shard {per_shard}".split()
+    )
     assert command(argv) == 0
     return round(sum(sizes) / count / 1000)
 
@@ -68,11 +84,19 @@ def loaders(folder):
     def ours(source, workers):
         order = dict(group=8, seed=0, batch_size=BATCH, accumulation=1, rank=0, world=1)
         batches = StepBatches(source.shard_sizes, **order, start=0, stop=len(source) // BATCH)
-        return (batch["images"] for batch in training_batches(LabelledImages(source, transform, 0), batches, workers))
+        return (
+            batch["images"]
+            for batch in training_batches(LabelledImages(source, transform, 0), batches, workers)
+        )
 
     def stream(workers):
         classes = (shards / "classes.txt").read_text().split()
-        return ours(ShardStream(urls, classes, sum(open_source(str(shards), "train").shard_sizes), "shards"), workers)
+        return ours(
+            ShardStream(
+                urls, classes, sum(open_source(str(shards), "train").shard_sizes), "shards"
+            ),
+            workers,
+        )
 
     def timms(workers, **options):
         images = create_dataset("", root=str(folder / "images" / "train"), split="train")
@@ -82,8 +106,14 @@ def loaders(folder):
 
     def webdatasets(workers):
         images = webdataset.WebDataset(urls, shardshuffle=100, seed=0).shuffle(1000).decode("pil")
-        images = images.to_tuple("jpg", "cls").map_tuple(create_transform(SIDE, **AUGMENTATION)).batched(BATCH)
-        return (batch for batch, _ in webdataset.WebLoader(images, batch_size=None, num_workers=workers))
+        images = (
+            images.to_tuple("jpg", "cls")
+            .map_tuple(create_transform(SIDE, **AUGMENTATION))
+            .batched(BATCH)
+        )
+        return (
+            batch for batch, _ in webdataset.WebLoader(images, batch_size=None, num_workers=workers)
+        )
 
     return {
         "ours, folder": lambda workers: ours(open_source(str(folder / "images"), "train"), workers),
@@ -109,7 +139,10 @@ def timed_pass(make, stalls, clock=time.perf_counter):
 def judge(times, stalls, workers):
     """[dict of a loader] with so many workers: images per second, the time over the others' best, and until the first batch."""
     own = {name: seconds for (name, count), seconds in times.items() if count == workers}
-    best = min((name for name in own if not name.startswith("ours")), key=lambda name: own[name].median().item())
+    best = min(
+        (name for name in own if not name.startswith("ours")),
+        key=lambda name: own[name].median().item(),
+    )
     return [
         dict(
             loader=name,
@@ -130,12 +163,16 @@ def table(report):
     lines = []
     for name in dict.fromkeys(row["loader"] for row in report["rows"]):
         lines.append([name])
-        for row in sorted((row for row in report["rows"] if row["loader"] == name), key=lambda row: row["workers"]):
+        for row in sorted(
+            (row for row in report["rows"] if row["loader"] == name), key=lambda row: row["workers"]
+        ):
             speed, ratio = row["images_per_second"], row["time_to_best"]
             lines[-1] += [f"{speed['median']:.0f}", cell(ratio["median"], ratio["quartiles"])]
             lines[-1] += [f"{row['seconds_to_first_batch']['median']:.1f}"]
     columns = [f"{kind}, {n} worker{'s' * (n > 1)}" for n in counts for kind in kinds]
-    return f"{about_machine(report)} {report['rounds']} rounds.\n\n" + markdown(["loader", *columns], lines)
+    return f"{about_machine(report)} {report['rounds']} rounds.\n\n" + markdown(
+        ["loader", *columns], lines
+    )
 
 
 def main():
@@ -150,7 +187,11 @@ def main():
     report = new_report(images=args.images)
     with tempfile.TemporaryDirectory(prefix="loader-") as folder:
         report["kilobytes"] = write_images(Path(folder), args.images)
-        made = {(name, n): partial(make, n) for name, make in loaders(Path(folder)).items() for n in args.workers}
+        made = {
+            (name, n): partial(make, n)
+            for name, make in loaders(Path(folder)).items()
+            for n in args.workers
+        }
         stalls = {key: [] for key in made}
         steps = {key: partial(timed_pass, make, stalls[key]) for key, make in made.items()}
         times = interleaved(steps, (1, 99), args.seconds, warm_up=0, clock=lambda step: step())

@@ -49,7 +49,12 @@ from moh_vision.attention import HeadMixtureAttention
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.models.counts import count_macs
-from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention, AggregatedHeads, CosineAttention
+from moh_vision.models.foveal_attention import (
+    WINDOW,
+    AggregatedAttention,
+    AggregatedHeads,
+    CosineAttention,
+)
 
 SHARES = (0.75, 0.5)
 STEPS, GUIDED_STEPS, GUIDANCE = 50, 10, 4.0  # of a sampling run
@@ -78,7 +83,10 @@ def dit(head_budget=None, name="dit_small", **scope):
     else:
         budget = {} if head_budget == 0.75 else dict(head_budget=head_budget)
         model = timm.create_model(f"moh_{name}_patch2_75", **budget, **scope, **SIZES[name])
-    for block in [*model.blocks, model.final_layer]:  # a new DiT is the identity, whose routers see no difference
+    for block in [
+        *model.blocks,
+        model.final_layer,
+    ]:  # a new DiT is the identity, whose routers see no difference
         nn.init.normal_(block.adaLN_modulation[1].weight, std=0.02)
     return model
 
@@ -95,7 +103,11 @@ def dits(name="dit_small"):
 def transnexts():
     sizes = SIZES["transnext"]
     ours = timm.create_model("moh_transnext_small_75", **sizes)
-    return {"dense": timm.create_model("transnext_small", **sizes), "token 0.75": ours, "released": released(ours)}
+    return {
+        "dense": timm.create_model("transnext_small", **sizes),
+        "token 0.75": ours,
+        "released": released(ours),
+    }
 
 
 class UnfoldedHeads(AggregatedHeads):
@@ -104,11 +116,17 @@ class UnfoldedHeads(AggregatedHeads):
     def attend(self, q, k, v):
         layer, (H, W), (B, h, N, D) = self.layer, self.size, q.shape
         maps = (t.transpose(2, 3).reshape(B, h * D, H, W) for t in (k, v))
-        k, v = (F.unfold(t, 3, padding=1).view(B, h, D, WINDOW, N).permute(0, 1, 4, 2, 3) for t in maps)
+        k, v = (
+            F.unfold(t, 3, padding=1).view(B, h, D, WINDOW, N).permute(0, 1, 4, 2, 3) for t in maps
+        )
         scaled = layer.scaled(q, self.positions.length)
-        near = (scaled.unsqueeze(3) @ k).squeeze(3) + layer.relative_pos_bias_local.unsqueeze(1)  # [B, h, N, 9]
+        near = (scaled.unsqueeze(3) @ k).squeeze(3) + layer.relative_pos_bias_local.unsqueeze(
+            1
+        )  # [B, h, N, 9]
         near = near.masked_fill(self.positions.outside, -float("inf"))
-        k_pool, v_pool = (t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W))))  # [B, h, P, D]
+        k_pool, v_pool = (
+            t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W)))
+        )  # [B, h, P, D]
         far = scaled @ k_pool.transpose(2, 3) + layer.position_bias(self.positions).transpose(1, 2)
         near, far = torch.cat([near, far], 3).softmax(3).split([WINDOW, far.shape[3]], 3)
         near = near + q @ layer.learnable_tokens + layer.learnable_bias
@@ -122,7 +140,9 @@ def released(model):
         layer.executor = "masked"
         if layer.budget.candidates:  # else all heads are shared, and run
             layer.router = ReleasedRouter(layer.router)
-        layer.fused_attn = not isinstance(layer, CosineAttention)  # in whose release the matrix is made
+        layer.fused_attn = not isinstance(
+            layer, CosineAttention
+        )  # in whose release the matrix is made
         if isinstance(layer, AggregatedAttention):
             layer.all_heads = UnfoldedHeads
     return model
@@ -138,7 +158,10 @@ def dits_that_sample():
 
 def converted():
     dense = timm.create_model("vit_base_patch16_224", **SIZES["converted"])
-    copies = {f"token {s}": moh_vision.convert(deepcopy(dense), head_budget=f"uniform:{s}") for s in SHARES}
+    copies = {
+        f"token {s}": moh_vision.convert(deepcopy(dense), head_budget=f"uniform:{s}")
+        for s in SHARES
+    }
     return {"dense": dense, **copies}
 
 
@@ -165,7 +188,9 @@ def routed(model):
 
 def share(model):
     layers = routed(model)
-    return sum(a.budget.active for a in layers) / sum(a.num_heads for a in layers) if layers else 1.0
+    return (
+        sum(a.budget.active for a in layers) / sum(a.num_heads for a in layers) if layers else 1.0
+    )
 
 
 def inputs(model, batch, pixels, device="cpu"):
@@ -173,7 +198,11 @@ def inputs(model, batch, pixels, device="cpu"):
     if not is_dit(model):
         images = torch.randn(batch, 3, pixels, pixels, device=device)
         return dict(images=images, labels=torch.randint(model.num_classes, (batch,), device=device))
-    size, channels, classes = model.config.sample_size, model.config.in_channels, model.config.num_classes
+    size, channels, classes = (
+        model.config.sample_size,
+        model.config.in_channels,
+        model.config.num_classes,
+    )
     images, noise = torch.randn(2, batch, channels, size, size, device=device)
     labels, timesteps = (torch.randint(n, (batch,), device=device) for n in (classes, 1000))
     return dict(images=images, noise=noise, labels=labels, timesteps=timesteps)
@@ -197,7 +226,11 @@ def task(model):
 def arguments(model, batch, pixels):
     """Of its forward."""
     given = inputs(model, batch, pixels)
-    return (given["images"], given["timesteps"], given["labels"]) if is_dit(model) else (given["images"],)
+    return (
+        (given["images"], given["timesteps"], given["labels"])
+        if is_dit(model)
+        else (given["images"],)
+    )
 
 
 def bound(model, pixels):
@@ -229,16 +262,22 @@ def denoising_step(model, batch, _, guided=False):
     scheduler = make_scheduler("ddim", steps, True, clip=True)
     labels = torch.arange(batch) % model.config.num_classes
     if guided:
-        labels = torch.cat([labels, torch.full_like(labels, model.config.num_classes)])  # of no class
+        labels = torch.cat(
+            [labels, torch.full_like(labels, model.config.num_classes)]
+        )  # of no class
     state = dict(number=0)
 
     @torch.no_grad()
     def step():
         if state["number"] % steps == 0:
-            state["x"] = torch.randn(batch, channels, size, size, generator=torch.Generator().manual_seed(0))
+            state["x"] = torch.randn(
+                batch, channels, size, size, generator=torch.Generator().manual_seed(0)
+            )
         t = scheduler.timesteps[state["number"] % steps]
         noise = (
-            model(state["x"].repeat(1 + guided, 1, 1, 1), t.expand(len(labels)), labels).sample[:, :channels].float()
+            model(state["x"].repeat(1 + guided, 1, 1, 1), t.expand(len(labels)), labels)
+            .sample[:, :channels]
+            .float()
         )
         if guided:
             by_class, without = noise.chunk(2)
@@ -269,7 +308,9 @@ def under(dtype, step):
 
 def measure(models, mode, batch, pixels, dtype):
     """{name: times, share and bound}"""
-    steps = {name: under(dtype, MODES[mode](model, batch, pixels)) for name, model in models.items()}
+    steps = {
+        name: under(dtype, MODES[mode](model, batch, pixels)) for name, model in models.items()
+    }
     if mode in ("denoise", "guided"):
         times = interleaved(steps, STEPS if mode == "denoise" else GUIDED_STEPS, warm_up=1)
     else:
@@ -283,12 +324,18 @@ def measure(models, mode, batch, pixels, dtype):
 
 def tables(report):
     """Time over dense, medians: a row for each case, a column for each kind of heads."""
-    names = dict.fromkeys(name for case in report["cases"] for name in case["times"] if name != "dense")
+    names = dict.fromkeys(
+        name for case in report["cases"] for name in case["times"] if name != "dense"
+    )
     rows = []
     for case in report["cases"]:
-        ratios = (f"{case['times'][name]['ratio']:.2f}" if name in case["times"] else "" for name in names)
+        ratios = (
+            f"{case['times'][name]['ratio']:.2f}" if name in case["times"] else "" for name in names
+        )
         rows.append([f"{case['part']}, {case['mode']}", str(case["batch"]), case["dtype"], *ratios])
-    return about_machine(report) + "\n\n" + markdown(["model, mode", "batch", "dtype", *names], rows)
+    return (
+        about_machine(report) + "\n\n" + markdown(["model, mode", "batch", "dtype", *names], rows)
+    )
 
 
 def main():
@@ -318,7 +365,10 @@ def main():
             report["cases"].append(dict(about, times=measure(models, mode, batch, pixels, dtype)))
             print(*about.values())
             for name, row in report["cases"][-1]["times"].items():
-                print(f"    {name:16}{cell(row['ratio'], row['quartiles'])}, bound {row['bound']:.2f}", flush=True)
+                print(
+                    f"    {name:16}{cell(row['ratio'], row['quartiles'])}, bound {row['bound']:.2f}",
+                    flush=True,
+                )
     write_report(args.output, report)
 
 

@@ -10,7 +10,10 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 def write_random_inception(path):
     """23.9 million parameters."""
     torch.manual_seed(0)
-    with mock.patch.object(torch, "load"), mock.patch.object(FeatureExtractorInceptionV3, "load_state_dict"):
+    with (
+        mock.patch.object(torch, "load"),
+        mock.patch.object(FeatureExtractorInceptionV3, "load_state_dict"),
+    ):
         network = FeatureExtractorInceptionV3("random", ["2048"], "none")
     for module in network.modules():
         if isinstance(module, nn.Conv2d):  # the default one dies out over so many layers

@@ -84,7 +84,9 @@ def interleaved(steps, rounds, seconds=None, warm_up=2, before=None, clock=wall)
 def spread(values, digits=3):
     """Median and quartiles of the values of all rounds [rounds]."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    low, middle, high = values.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).tolist()
+    low, middle, high = values.quantile(
+        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    ).tolist()
     return dict(median=round(middle, digits), quartiles=[round(low, digits), round(high, digits)])
 
 
@@ -95,7 +97,10 @@ def to_base(times, base=None):
     """
     rows = {}
     for name, seconds in times.items():
-        ratio, milliseconds = spread(seconds / times[base or next(iter(times))]), spread(1e3 * seconds, 4)
+        ratio, milliseconds = (
+            spread(seconds / times[base or next(iter(times))]),
+            spread(1e3 * seconds, 4),
+        )
         rows[name] = dict(
             ratio=ratio["median"],
             quartiles=ratio["quartiles"],
@@ -137,9 +142,7 @@ def about_machine(report):
     """One line for the head of a table."""
     m = report["machine"]
     operators = f", operators: {report['path']}" if "path" in report else ""
-    return (
-        f"{m['cores']} cores of {m['cpu']} ({m['isa']}), torch {m['torch'].partition('+')[0]}{operators}, {m['date']}."
-    )
+    return f"{m['cores']} cores of {m['cpu']} ({m['isa']}), torch {m['torch'].partition('+')[0]}{operators}, {m['date']}."
 
 
 def use_path(path):
@@ -150,9 +153,17 @@ def use_path(path):
 
 def parser_of(doc, result):
     """A parser with what all benchmarks take: where their result goes, and whether it is only shown."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{result}.json", help="default: %(default)s")
-    parser.add_argument("--table", action="store_true", help="only print what is in --output, as docs/results have it")
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / f"{result}.json", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="only print what is in --output, as docs/results have it",
+    )
     return parser
 
 

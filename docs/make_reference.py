@@ -128,12 +128,24 @@ def models_page() -> str:
         ("Text models: `moh_vision.language.create_text_model(name)`", list_text_presets(), 1e6),
     ):
         images = unit == 1e9
-        columns = ["name", "parameters, M", *(["active heads, %"] if images else []), f"{'G' if images else 'M'}MACs"]
-        lines = [f"| {' | '.join(columns)} | in the paper |", f"|---|{'---:|' * (len(columns) - 1)}---|"]
+        columns = [
+            "name",
+            "parameters, M",
+            *(["active heads, %"] if images else []),
+            f"{'G' if images else 'M'}MACs",
+        ]
+        lines = [
+            f"| {' | '.join(columns)} | in the paper |",
+            f"|---|{'---:|' * (len(columns) - 1)}---|",
+        ]
         for name in names:
             model, macs = counted(name)
-            share = [f"{100 * (moh_vision.head_budget(model).get('share') or 1):.0f}"] if images else []
-            numbers = " | ".join([f"{count_parameters(model) / 1e6:.1f}", *share, f"{macs / unit:,.1f}"])
+            share = (
+                [f"{100 * (moh_vision.head_budget(model).get('share') or 1):.0f}"] if images else []
+            )
+            numbers = " | ".join(
+                [f"{count_parameters(model) / 1e6:.1f}", *share, f"{macs / unit:,.1f}"]
+            )
             scored = [_scores(row) for row in PAPER_ROWS if row["model"] == name]
             lines.append(f"| `{name}` | {numbers} | {'; '.join(filter(None, scored))} |")
         parts.append("\n".join([f"## {title}\n", *lines]) + "\n")
@@ -143,7 +155,10 @@ def models_page() -> str:
 def _scores(row: dict) -> str:
     names = dict(top1="top-1 {} %", fid="FID {}", bleu="BLEU {}", test_perplexity="perplexity {}")
     words = [text.format(row[key]) for key, text in names.items() if key in row]
-    about = [row["data"], row["source"].partition(",")[0]]  # of images all scores are of one paper and data set
+    about = [
+        row["data"],
+        row["source"].partition(",")[0],
+    ]  # of images all scores are of one paper and data set
     if "fid" in row:
         about = [f"{row['steps']} steps", *re.findall(r"cfg = [\d.]+", row["row"])]
     return f"{', '.join(words)} ({', '.join(about)})" if words else ""

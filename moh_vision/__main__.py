@@ -58,7 +58,10 @@ def main(argv: list[str] | None = None) -> int:
         say("\nOf each: python -m moh_vision COMMAND --help")
         return 0
     if name not in COMMANDS:
-        print(f"moh_vision: error: {name}: no such command, {closest(name, COMMANDS)}", file=sys.stderr)
+        print(
+            f"moh_vision: error: {name}: no such command, {closest(name, COMMANDS)}",
+            file=sys.stderr,
+        )
         return 2
     with user_errors(name, ()):  # the package of an extra may be missing
         command = command_of(name)

@@ -52,7 +52,9 @@ def open_run(
             from moh_vision.diffusion.opening import open_run as wing
         case "text":
             from moh_vision.language.opening import open_run as wing
-    return wing(str(path), weights, device, options, name=name, split=split, scores=scores, command=command)
+    return wing(
+        str(path), weights, device, options, name=name, split=split, scores=scores, command=command
+    )
 
 
 def load_run(path: str | Path, weights: str = "ema") -> nn.Module:
@@ -77,12 +79,20 @@ def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
         return "diffusion"
     if (place / "config.json").is_file():
         saved = _read(place / "config.json")
-        return "text" if "model_type" in saved else "diffusion" if "_class_name" in saved else "classification"
+        return (
+            "text"
+            if "model_type" in saved
+            else "diffusion"
+            if "_class_name" in saved
+            else "classification"
+        )
     if place.is_file() and place.suffix == ".safetensors":
         saved = read_safetensors(place, lambda name: False)[1].get("config")
         if saved is not None:
             return _said(place, saved.get("kind") if isinstance(saved, dict) else None)
-    named = next((b for a, b in zip(options, options[1:]) if a == "--model.name"), place.name).split(".")[0]
+    named = next(
+        (b for a, b in zip(options, options[1:]) if a == "--model.name"), place.name
+    ).split(".")[0]
     return "diffusion" if image_models().get(named) == "diffusion" else "classification"
 
 

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported: kernels run on the CPU
+    os.environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # read when Triton is imported: kernels run on the CPU
 
-os.environ.update(MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off")  # times and compilers decide nothing here
+os.environ.update(
+    MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off"
+)  # times and compilers decide nothing here
 
 ROOT = Path(__file__).resolve().parent.parent
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
@@ -24,7 +28,9 @@ def pytest_configure(config):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--record-curves", action="store_true", help="record the loss curves of tests/golden anew")
+    parser.addoption(
+        "--record-curves", action="store_true", help="record the loss curves of tests/golden anew"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -65,7 +71,9 @@ def path(request) -> str:
         kernels.use(request.param)
     except ValueError as error:
         pytest.skip(str(error))
-    torch.set_default_device("cuda" if request.param == "triton" and torch.cuda.is_available() else None)
+    torch.set_default_device(
+        "cuda" if request.param == "triton" and torch.cuda.is_available() else None
+    )
     yield request.param
     torch.set_default_device(None)
     kernels.use(None)

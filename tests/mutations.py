@@ -45,10 +45,20 @@ def mutations(tree):
     for node in nodes(tree):
         fields, found = vars(node), []  # (holder, key, new value)
         if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 100:
-            found.append((fields, "value", not node.value if isinstance(node.value, bool) else node.value + 1))
+            found.append(
+                (
+                    fields,
+                    "value",
+                    not node.value if isinstance(node.value, bool) else node.value + 1,
+                )
+            )
         elif isinstance(fields.get("op"), ast.Not):
             found.append((fields, "operand", ast.UnaryOp(ast.Not(), node.operand)))
-        places = [(fields, "op")] if "op" in fields else [(node.ops, k) for k, _ in enumerate(fields.get("ops", []))]
+        places = (
+            [(fields, "op")]
+            if "op" in fields
+            else [(node.ops, k) for k, _ in enumerate(fields.get("ops", []))]
+        )
         for holder, key in places:
             if neighbour := NEIGHBOUR.get(type(holder[key]).__name__):
                 found.append((holder, key, getattr(ast, neighbour)()))
@@ -60,24 +70,39 @@ def mutations(tree):
 
 def draw(files, count, seed):
     """Draw from each of `count` equal parts of all mutations: [(file, what changes, source before, source after)]."""
-    every = [(file, k) for file in files for k, _ in enumerate(mutations(ast.parse((ROOT / file).read_text())))]
+    every = [
+        (file, k)
+        for file in files
+        for k, _ in enumerate(mutations(ast.parse((ROOT / file).read_text())))
+    ]
     pick, drawn = random.Random(seed), []
     for part in range(count):
-        file, k = every[pick.randrange(part * len(every) // count, (part + 1) * len(every) // count)]
+        file, k = every[
+            pick.randrange(part * len(every) // count, (part + 1) * len(every) // count)
+        ]
         before = ast.unparse(tree := ast.parse((ROOT / file).read_text()))
         line = next(line for n, line in enumerate(mutations(tree)) if n == k)
         after = ast.unparse(tree)
-        old, new = next(pair for pair in zip(before.splitlines(), after.splitlines()) if pair[0] != pair[1])
+        old, new = next(
+            pair for pair in zip(before.splitlines(), after.splitlines()) if pair[0] != pair[1]
+        )
         drawn.append((file, f"{file}:{line}  {old.strip()}  ->  {new.strip()}", before, after))
     return drawn
 
 
 def first_failure(tree, tests, limit=None):
     """Return the first test that fails in `tree` or what else ended the run; "" where all pass."""
-    command = [sys.executable, *"-m pytest -xq -p no:cacheprovider -m".split(), "not slow and not reliability", *tests]
+    command = [
+        sys.executable,
+        *"-m pytest -xq -p no:cacheprovider -m".split(),
+        "not slow and not reliability",
+        *tests,
+    ]
     env = {**os.environ, "PYTHONPATH": str(tree), "MOH_VISION_CACHE": str(tree.parent / "cache")}
     with open(tree.parent / "printed", "w") as output:
-        run = subprocess.Popen(command, cwd=tree, env=env, stdout=output, stderr=output, start_new_session=True)
+        run = subprocess.Popen(
+            command, cwd=tree, env=env, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         code = run.wait(limit)
     except subprocess.TimeoutExpired:
@@ -85,33 +110,48 @@ def first_failure(tree, tests, limit=None):
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)  # and what the tests started
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", (tree.parent / "printed").read_text(), flags=re.MULTILINE)
+    failed = re.findall(
+        r"^(?:FAILED|ERROR) (\S+)", (tree.parent / "printed").read_text(), flags=re.MULTILINE
+    )
     return (failed or [f"exit code {code}"])[0] if code else ""
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--room", required=True, help="folder of the Python files to change")
-    parser.add_argument("--exclude", nargs="+", default=[], help="files that stay: 'kernels/gpu/*' tune.py")
-    parser.add_argument("--tests", nargs="+", default=["tests"], help="slow and reliability tests are left out")
+    parser.add_argument(
+        "--exclude", nargs="+", default=[], help="files that stay: 'kernels/gpu/*' tune.py"
+    )
+    parser.add_argument(
+        "--tests", nargs="+", default=["tests"], help="slow and reliability tests are left out"
+    )
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--list", action="store_true", help="print the mutations and run nothing")
     args = parser.parse_args()
     files = [path.relative_to(ROOT) for path in sorted((ROOT / args.room).resolve().rglob("*.py"))]
-    drawn = draw([file for file in files if not any(map(file.match, args.exclude))], args.count, args.seed)
+    drawn = draw(
+        [file for file in files if not any(map(file.match, args.exclude))], args.count, args.seed
+    )
     if args.list:
         sys.exit(print(*(change for _, change, _, _ in drawn), sep="\n"))
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree, start = Path(folder) / "tree", time.monotonic()
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs"))
+        shutil.copytree(
+            ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs")
+        )
         if (built := cache_folder() / "kernels").is_dir():
             shutil.copytree(built, Path(folder) / "cache" / "kernels")
         for file, _, before, _ in drawn:
             (tree / file).write_text(before)
         if failed := first_failure(tree, args.tests):
             sys.exit(f"without a mutation: {failed}")
-        print(f"without a mutation the tests take {(seconds := time.monotonic() - start):.0f} s", flush=True)
+        print(
+            f"without a mutation the tests take {(seconds := time.monotonic() - start):.0f} s",
+            flush=True,
+        )
         for file, change, before, after in drawn:
             (tree / file).write_text(after)
             failed = first_failure(tree, args.tests, 3 * seconds)

@@ -23,7 +23,9 @@ def on_two_ranks(function, *args):
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = server.getsockname()[1]
-    torch.multiprocessing.start_processes(_on_a_rank, (port, function, args), nprocs=2, start_method="forkserver")
+    torch.multiprocessing.start_processes(
+        _on_a_rank, (port, function, args), nprocs=2, start_method="forkserver"
+    )
 
 
 def _on_a_rank(rank, port, function, args):
@@ -76,14 +78,21 @@ class Command:
 
 
 def _alone():
-    torch.set_num_threads(1)  # the threads of the server's pool are not in the fork, which would wait for them
-    multiprocessing.set_start_method("fork", force=True)  # of loaders: they are no forks of the server
+    torch.set_num_threads(
+        1
+    )  # the threads of the server's pool are not in the fork, which would wait for them
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # of loaders: they are no forks of the server
 
 
 def _run(main, argv, log):
     _alone()
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
+    for number, handler in (
+        (signal.SIGINT, signal.default_int_handler),
+        (signal.SIGTERM, signal.SIG_DFL),
+    ):
         signal.signal(number, handler)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -108,7 +117,9 @@ def fork(work):
     if child:
         return child
     try:
-        torch.set_num_threads(1)  # the threads of the parent's pool are not in the fork, which would wait for them
+        torch.set_num_threads(
+            1
+        )  # the threads of the parent's pool are not in the fork, which would wait for them
         work()
         os._exit(0)
     except BaseException:

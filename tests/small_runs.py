@@ -63,7 +63,9 @@ def losses(folder, kind):
 
 def outcome(run):
     """Hashes of all that a run ends with: tensors of every file of weights and of its newest checkpoint, and plain values."""
-    newest = max((run / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_")))
+    newest = max(
+        (run / "checkpoints").glob("step_*"), key=lambda p: int(p.name.removeprefix("step_"))
+    )
     record = json.loads((newest / "step.json").read_text())
     digests = {}
     for path in (
@@ -72,7 +74,9 @@ def outcome(run):
     ):  # their metadata name the folder of the run
         digests[str(path.relative_to(run))] = digest = hashlib.sha256()
         for key, value in sorted(load_file(path).items()):
-            digest.update(f"{key} {value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes())
+            digest.update(
+                f"{key} {value.dtype} {list(value.shape)}".encode() + value.numpy().tobytes()
+            )
     found = {name: digest.hexdigest() for name, digest in digests.items()}
     return found | {key: record[key] for key in ("step", "optimizers", "scaler")}
 

@@ -13,14 +13,24 @@ from moh_vision.attention import HeadMixtureAttention
 from moh_vision.attention.kernels import use
 
 TINY = dict(img_size=32, depth=1, embed_dim=24, num_heads=12)
-SIZES = dict(vit_small=TINY, converted=TINY, dit_small=dict(img_size=8, embed_dim=48), transnext=dict(img_size=32))
+SIZES = dict(
+    vit_small=TINY,
+    converted=TINY,
+    dit_small=dict(img_size=8, embed_dim=48),
+    transnext=dict(img_size=32),
+)
 HALF = dict(img_size=32, depth=1, head_budget="uniform:0.5")
-ONNX = dict(dense=dict(img_size=32, depth=1, router="dense"), fixed=HALF, image=dict(HALF, scope="sample"))
+ONNX = dict(
+    dense=dict(img_size=32, depth=1, router="dense"), fixed=HALF, image=dict(HALF, scope="sample")
+)
 MOA = dict(TOKENS=256, MOA_TOKENS=(16,), MAE_TOKENS=(16,), MOA={"8K64E256D": (2, 16, 64)})
 GPU = "--device cpu --quick --seed 0 --compile-seconds 0 --parts 'layer vit_base token bfloat16' races "
 # file: (what is smaller in it, options)
 BENCHMARKS = {
-    "attention": (MOA, "--threads 1 --path torch --shapes vit_small one_image 8K64E256D mae_f_step"),
+    "attention": (
+        MOA,
+        "--threads 1 --path torch --shapes vit_small one_image 8K64E256D mae_f_step",
+    ),
     "models": (
         dict(STEPS=2, GUIDED_STEPS=1, SHARES=(0.75,), SIZES=SIZES),
         "--path torch --threads 1 --batches 2 --dtypes bfloat16 --parts vit_small sampling converted",
@@ -47,14 +57,19 @@ def run(tmp_path, monkeypatch, capsys):
     use(None)
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "export")) for n in BENCHMARKS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "export")) for n in BENCHMARKS]
+)
 def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monkeypatch):
     smaller, options = BENCHMARKS[name]
     module, report = importlib.import_module(name), tmp_path / "report.json"
     for key, value in dict(smaller, ROUNDS=(1, 1)).items():
         monkeypatch.setattr(module, key, value, raising=key != "ROUNDS")
     if name == "attention":
-        few = {n: module.SHAPES[n]._replace(batch=2, samples=2, tokens=17) for n in ("vit_small", "one_image")}
+        few = {
+            n: module.SHAPES[n]._replace(batch=2, samples=2, tokens=17)
+            for n in ("vit_small", "one_image")
+        }
         monkeypatch.setattr(module, "SHAPES", few)
     if name == "export":
         pytest.importorskip("onnxruntime", reason="onnxruntime is not installed (extra 'export')")
@@ -65,10 +80,14 @@ def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monk
     assert {"cpu", "torch", "date"} <= found["machine"].keys() and len(found["load_before"]) == 3
     assert run(name, f"--output {report} --table")[1].out
     if name == "gpu":
-        assert found["errors"] == {} and all(row["error"] <= row["allowed"] for row in found["numerics"])
+        assert found["errors"] == {} and all(
+            row["error"] <= row["allowed"] for row in found["numerics"]
+        )
         assert found["tables"][0]["rows"]["packed 0.75 token"]["roofline"] > 0
     monkeypatch.undo()  # the page has the tables of the results that are kept
-    assert run(name, "--table")[1].out.strip() in (ROOT / "docs/results/speed.md").read_text(encoding="utf-8")
+    assert run(name, "--table")[1].out.strip() in (ROOT / "docs/results/speed.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
@@ -81,8 +100,12 @@ def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
         return heads
 
     monkeypatch.setattr(HeadMixtureAttention, "choose", damaged)
-    code, printed = run("gpu", f"--output {tmp_path / 'report.json'} {GPU} 'numerics token 64 bfloat16 0.5'")
-    assert code == 1 and printed.err.startswith("gpu: error: masked, token 64, bfloat16, share 0.5: ")
+    code, printed = run(
+        "gpu", f"--output {tmp_path / 'report.json'} {GPU} 'numerics token 64 bfloat16 0.5'"
+    )
+    assert code == 1 and printed.err.startswith(
+        "gpu: error: masked, token 64, bfloat16, share 0.5: "
+    )
 
 
 @pytest.mark.parametrize("part", ["dit_small", "transnext"])
@@ -97,5 +120,7 @@ def test_the_released_models_are_ours(part, monkeypatch):
         benchmark.draw_router(layer.router)
         getattr(other.router, "router", other.router).load_state_dict(layer.router.state_dict())
     with torch.no_grad():
-        ours, released = (getattr(output, "sample", output) for output in (model(*given) for model in models))
+        ours, released = (
+            getattr(output, "sample", output) for output in (model(*given) for model in models)
+        )
     torch.testing.assert_close(released, ours, rtol=1e-4, atol=1e-4)

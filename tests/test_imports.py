@@ -72,7 +72,9 @@ def test_no_files_import_one_another_in_a_circle():
             elif isinstance(node, ast.ImportFrom):
                 members = files.keys() & {f"{node.module}.{alias.name}" for alias in node.names}
                 arrows[name] |= members or files.keys() & {node.module}
-    list(graphlib.TopologicalSorter(arrows).static_order())  # raises CycleError, which names the files
+    list(
+        graphlib.TopologicalSorter(arrows).static_order()
+    )  # raises CycleError, which names the files
 
 
 def test_the_core_needs_torch_only():
@@ -81,7 +83,9 @@ def test_the_core_needs_torch_only():
         if inside.parts[0] == "attention":
             needed = {name.split(".")[0] for name in modules(tree)}
             # Triton is imported only where it is there.
-            assert needed <= (allowed | {"triton"} if inside.parent.name == "gpu" else allowed), inside
+            assert needed <= (allowed | {"triton"} if inside.parent.name == "gpu" else allowed), (
+                inside
+            )
 
 
 def test_no_string_names_a_function():
@@ -103,7 +107,10 @@ def test_commands_are_listed_and_explain_themselves(capsys):
                 assert main([name, "--help"]) == 0
             assert capsys.readouterr().out.startswith("usage: "), name
     assert main(["tabel"]) == 2
-    assert capsys.readouterr().err == "moh_vision: error: tabel: no such command, did you mean table?\n"
+    assert (
+        capsys.readouterr().err
+        == "moh_vision: error: tabel: no such command, did you mean table?\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["attention.kernels", "evaluation.fidelity"])
@@ -121,12 +128,19 @@ def test_scripts_only_call_the_package():
 
 def test_a_missing_extra_is_named(capsys):
     """One line with what to install, and every package that it knows is in that extra."""
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
     for package, extra in EXTRAS.items():
-        assert any(re.match(rf"{package}\b", requirement) for requirement in declared[extra]), package
+        assert any(re.match(rf"{package}\b", requirement) for requirement in declared[extra]), (
+            package
+        )
     with pytest.raises(SystemExit, match="2"), user_errors("x"):
         raise ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
-    assert capsys.readouterr().err == "x: error: the package lm_eval is missing: pip install 'moh_vision[lm]'\n"
+    assert (
+        capsys.readouterr().err
+        == "x: error: the package lm_eval is missing: pip install 'moh_vision[lm]'\n"
+    )
     with pytest.raises(ModuleNotFoundError), user_errors("x"):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
 
@@ -142,7 +156,12 @@ from moh_vision.__main__ import COMMANDS, main
 for name in COMMANDS:
     with contextlib.suppress(SystemExit):
         main([name, "--help"])"""
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     missing = r"^(\w+): error: the package \w+ is missing: pip install 'moh_vision\[\w+\]'$"
-    assert result.returncode == 0 and set(re.findall(missing, result.stderr, re.M)) == {"gates", "tokenise"}
+    assert result.returncode == 0 and set(re.findall(missing, result.stderr, re.M)) == {
+        "gates",
+        "tokenise",
+    }
     assert result.stdout.startswith("[]\n")

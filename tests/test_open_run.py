@@ -31,15 +31,29 @@ def test_every_form_of_a_run_is_the_same_model(runs, name, tmp_path, monkeypatch
     opened = moh_vision.open_run(run)
     assert opened.kind == kind == kind_of(run) and not opened.model.training
     weights = "model" if name == "clm" else "ema"
-    forms = [run / f"{weights}.safetensors", run / "checkpoints" / "step_2", runs[f"{name}_published"]]
+    forms = [
+        run / f"{weights}.safetensors",
+        run / "checkpoints" / "step_2",
+        runs[f"{name}_published"],
+    ]
     if name != "clm":  # weights alone say their kind
         forms.append(shutil.copy(run / "ema.safetensors", tmp_path / "weights.safetensors"))
     for form in forms:
         again = moh_vision.open_run(str(form))
-        assert again.kind == kind and same(again.model, opened.model) and same(moh_vision.load_run(form), opened.model)
+        assert (
+            again.kind == kind
+            and same(again.model, opened.model)
+            and same(moh_vision.load_run(form), opened.model)
+        )
     assert same(moh_vision.load_run(run), opened.model)
-    assert name != "cls" or again.model.pretrained_cfg["crop_pct"] == opened.model.pretrained_cfg["crop_pct"] == 1
-    assert same(moh_vision.load_run(run, "model").state_dict(), moh_vision.open_run(run, "model").model.state_dict())
+    assert (
+        name != "cls"
+        or again.model.pretrained_cfg["crop_pct"] == opened.model.pretrained_cfg["crop_pct"] == 1
+    )
+    assert same(
+        moh_vision.load_run(run, "model").state_dict(),
+        moh_vision.open_run(run, "model").model.state_dict(),
+    )
     inputs, named = opened.example()
     with torch.no_grad():
         opened.model(*inputs, **named)
@@ -55,11 +69,18 @@ def test_weights_that_training_keeps_are_opened_like_a_run(trained):
 
 
 def test_weights_with_the_name_of_a_model(tmp_path):
-    for name, kind in (("moh_vit_tiny_patch16_224", "classification"), ("moh_dit_small_patch2_75", "diffusion")):
+    for name, kind in (
+        ("moh_vit_tiny_patch16_224", "classification"),
+        ("moh_dit_small_patch2_75", "diffusion"),
+    ):
         model = timm.create_model(name)
         torch.save(model.state_dict(), tmp_path / "weights.pt")
         opened = moh_vision.open_run(tmp_path / "weights.pt", name=name)
-        assert opened.kind == kind and opened.metadata["architecture"] == name and same(opened.model, model)
+        assert (
+            opened.kind == kind
+            and opened.metadata["architecture"] == name
+            and same(opened.model, model)
+        )
 
 
 def test_data_losses_and_scores(runs):
@@ -80,7 +101,9 @@ def test_samples_are_scored_as_asked(runs):
     assert opened.forward()[1] == 10
     for reference in (None, "digits"):  # the training images, as while training
         own = moh_vision.open_run(runs["dit"])
-        own.metadata["config"]["score"].update(images=20, steps=3, extractor=str(runs["cls"]), reference=reference)
+        own.metadata["config"]["score"].update(
+            images=20, steps=3, extractor=str(runs["cls"]), reference=reference
+        )
         assert own.scores()["num_reference"] == 1442
     assert opened.scores() == opened.scores() and 0 <= opened.scores()["recognised"] <= 100
 

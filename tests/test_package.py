@@ -35,7 +35,10 @@ def test_the_wheel_holds_the_package_alone(built):
     tracked = run("git", "ls-files", "-z", "moh_vision", "configs", cwd=ROOT).split("\0")[:-1]
     expected = {name if name.startswith("moh_vision") else f"moh_vision/{name}" for name in tracked}
     expected.discard("moh_vision/configs")  # the link
-    inside, info = {n for n in names if n.startswith("moh_vision/")}, {n for n in names if ".dist-info/" in n}
+    inside, info = (
+        {n for n in names if n.startswith("moh_vision/")},
+        {n for n in names if ".dist-info/" in n},
+    )
     assert inside == expected
     assert names == inside | info
     assert any(name.endswith("/licenses/LICENSE") for name in info)
@@ -54,9 +57,18 @@ def test_the_wheel_runs_away_from_the_clone(built, tmp_path):
     python = tmp_path / "venv" / "bin" / "python"
     site = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site, built[0])
-    behind = run(sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    behind = run(
+        sys.executable, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"
+    ).strip()
     environment = {"PYTHONPATH": behind, "PATH": "/usr/bin:/bin"}
     code = "import moh_vision; print(moh_vision.__file__)"
     assert run(python, "-c", code, cwd=tmp_path, env=environment).startswith(site)
-    words = ["-m", "moh_vision.classification.train", "--config", "quickstart/cls", "--dry_run", "true"]
+    words = [
+        "-m",
+        "moh_vision.classification.train",
+        "--config",
+        "quickstart/cls",
+        "--dry_run",
+        "true",
+    ]
     assert "head" in run(python, *words, "--output", "run", cwd=tmp_path, env=environment)

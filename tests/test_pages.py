@@ -42,7 +42,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 @pytest.fixture(scope="module")
 def reference():
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_reference", ROOT / "docs" / "make_reference.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -81,7 +83,11 @@ def test_environment_variables_are_on_their_page():
     page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", page, re.M)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == found
-    named = {name for text in (product, tests) for name in re.findall(r"MOH_VISION_[A-Z0-9]+(?!\w)", text)}
+    named = {
+        name
+        for text in (product, tests)
+        for name in re.findall(r"MOH_VISION_[A-Z0-9]+(?!\w)", text)
+    }
     assert named <= found
 
 
@@ -117,16 +123,28 @@ def test_the_messages_are_those_of_the_code():
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # one text over several lines
     messages = re.findall(r"^\| `(.*?)` \|", page, flags=re.MULTILINE)
     assert len(messages) > 20
-    parts = [part.strip() for message in messages for part in message.split("...") if len(part.strip()) > 3]
+    parts = [
+        part.strip()
+        for message in messages
+        for part in message.split("...")
+        if len(part.strip()) > 3
+    ]
     assert [part for part in parts if part not in code] == []
 
 
 def test_keys_that_a_resumed_run_may_change_are_listed():
     page = (ROOT / "docs" / "guides" / "scale.md").read_text(encoding="utf-8")
     listed = page.split("Accepted keys:")[1].split(";")[0]
-    free = {name for kind in KINDS.values() for name, found in keys_of(kind).items() if found.options["free"]}
+    free = {
+        name
+        for kind in KINDS.values()
+        for name, found in keys_of(kind).items()
+        if found.options["free"]
+    }
     named = set(re.findall(r"`([\w.]+)`", listed))  # a section stands for all its keys
-    assert {name.partition(".")[0] if name.partition(".")[0] in named else name for name in free} == named | {"output"}
+    assert {
+        name.partition(".")[0] if name.partition(".")[0] in named else name for name in free
+    } == named | {"output"}
 
 
 # ---------------------------------------------------------------- docs/papers.md
@@ -141,7 +159,8 @@ SCRIPTS = {
 }
 PAPERS = (ROOT / "docs" / "papers.md").read_text()
 CODE = sorted(
-    set(re.findall(r"`([^`]+)`", PAPERS)) | {line.strip() for line in PAPERS.splitlines() if line[:4] == " " * 4}
+    set(re.findall(r"`([^`]+)`", PAPERS))
+    | {line.strip() for line in PAPERS.splitlines() if line[:4] == " " * 4}
 )
 RUNS = [code for code in CODE if re.match(r"(cls|dit|text)/\w", code)]
 VARIANTS = [
@@ -196,26 +215,49 @@ def test_runs(code):
         assert made(file.parent.name, str(file), *options)
 
 
-@pytest.mark.parametrize("config", ["cls/moh_transnext_small_75", "dit/moh_dit_small_patch2_75", "cls/cifar10_vit_cpu"])
+@pytest.mark.parametrize(
+    "config", ["cls/moh_transnext_small_75", "dit/moh_dit_small_patch2_75", "cls/cifar10_vit_cpu"]
+)
 def test_the_ablation_of_components(config):
     """Jin 2024, table 6: equally many heads of each layer run in all three rows, that is 75 %."""
-    rows = [row for row in RUNS if row.startswith(f"{config} ") and ("head_budget" in row or "two_stage" in row)]
-    [routed_only] = [row for row in rows if "[[0,3]" in row or ":0.75:0" == row[-7:] and "moa" not in row]
+    rows = [
+        row
+        for row in RUNS
+        if row.startswith(f"{config} ") and ("head_budget" in row or "two_stage" in row)
+    ]
+    [routed_only] = [
+        row for row in rows if "[[0,3]" in row or ":0.75:0" == row[-7:] and "moa" not in row
+    ]
     [one_stage] = [row for row in rows if "two_stage" in row]
-    neither, shared, both = (made(row[:3], *shlex.split(row)) for row in (routed_only, one_stage, config))
-    active = [[layer["active"] for layer in head_budget(model)["layers"]] for model in (neither, shared, both)]
-    assert active[0] == active[1] == active[2] and head_budget(both)["share"] == pytest.approx(0.75, abs=0.004)
-    for model, some_shared, balanced in ((neither, False, False), (shared, True, False), (both, True, True)):
+    neither, shared, both = (
+        made(row[:3], *shlex.split(row)) for row in (routed_only, one_stage, config)
+    )
+    active = [
+        [layer["active"] for layer in head_budget(model)["layers"]]
+        for model in (neither, shared, both)
+    ]
+    assert active[0] == active[1] == active[2] and head_budget(both)["share"] == pytest.approx(
+        0.75, abs=0.004
+    )
+    for model, some_shared, balanced in (
+        (neither, False, False),
+        (shared, True, False),
+        (both, True, True),
+    ):
         layers = attention_layers(model)
         assert any(layer.budget.shared for layer in layers) == some_shared
-        assert any(getattr(layer.router, "balance", None) is not None for layer in layers) == balanced
+        assert (
+            any(getattr(layer.router, "balance", None) is not None for layer in layers) == balanced
+        )
 
 
 def test_the_shares_of_shared_heads():
     """Jin 2024, table 7: the budgets of the page have the shares that the paper prints."""
     assert len(BUDGETS) == 9
     for share, shared, spec in BUDGETS:
-        stages = stage_budgets(json.loads(spec), SMALL["depths"], SMALL["num_heads"], SMALL["embed_dims"])
+        stages = stage_budgets(
+            json.loads(spec), SMALL["depths"], SMALL["num_heads"], SMALL["embed_dims"]
+        )
         layers = [budget for stage in stages for budget in stage]
         assert sum(b.active for b in layers) == 323 and sum(b.shared for b in layers) == int(shared)
         assert 100 * int(shared) / 323 == pytest.approx(float(share), abs=0.06)
@@ -224,7 +266,12 @@ def test_the_shares_of_shared_heads():
 # ---------------------------------------------------------------- what pages say to type
 
 GUIDES = "classifier diffusion data scale extend analysis convert sampling"
-RUN_PAGES = ["README", "docs/getting-started", "docs/concepts", *(f"docs/guides/{name}" for name in GUIDES.split())]
+RUN_PAGES = [
+    "README",
+    "docs/getting-started",
+    "docs/concepts",
+    *(f"docs/guides/{name}" for name in GUIDES.split()),
+]
 LAUNCHERS = r"(?:accelerate launch(?: --config_file \S+)?|torchrun(?: --\S+ \d+)?|python)(?: -m)? "
 NOT_RUN = {
     "git clone": "needs a network",
@@ -282,7 +329,11 @@ def pieces(page):
 def commands(page):
     """The commands of a page that the project runs; of docs/papers.md those in its tables."""
     typed = OF_PAPERS if page == "docs/papers" else [line for _, line in pieces(page)]
-    return [line for line in typed if re.match(LAUNCHERS, line) and not re.search("-m venv|quickstart.py", line)]
+    return [
+        line
+        for line in typed
+        if re.match(LAUNCHERS, line) and not re.search("-m venv|quickstart.py", line)
+    ]
 
 
 def excused(command):
@@ -322,22 +373,41 @@ def stand_ins(trained, tmp_path_factory):
         (root / "classes" / name).mkdir(parents=True)
         for i in range(60):  # enough that a tenth is not nothing
             Image.new("RGB", (8, 8), (4 * i, 0, 0)).save(root / "classes" / name / f"{i}.jpg")
-    blocks = dict(down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4)
+    blocks = dict(
+        down_block_types=["DownEncoderBlock2D"] * 4, up_block_types=["UpDecoderBlock2D"] * 4
+    )
     vae = save_tiny_vae(root / "vae", **blocks, block_out_channels=(8,) * 4)
     three = ("--model.depth", 3)  # pages name layer 2
     data = ("--data.root", root / "photos", "--data.img_size", 8)
     for name, *more in (("cls", *three), ("other", *three, "--seed", 1), ("dit",)):
         shutil.copytree(trained(name.replace("other", "cls"), 2, *data, *more), root / name)
-    encode = f"latents --vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4"
+    encode = (
+        f"latents --vae {vae} --data {root}/photos --out {root}/latents --size 256 --batch-size 4"
+    )
     assert not moh_vision_main(encode.split())
     texts = write_pairs(root / "texts")
     for file in list(texts.glob("val.*")):
-        shutil.copyfile(file, file.with_name(file.name.replace("val", "valid", 1)))  # configurations name either
+        shutil.copyfile(
+            file, file.with_name(file.name.replace("val", "valid", 1))
+        )  # configurations name either
     photos = root / "photos"
     places = dict.fromkeys(("IMAGENET", "PHOTOS", "ROOT", "IMAGE_OR_FOLDER"), photos)
-    places |= {"LATENTS": root / "latents", "TEXTS": texts, "CLASSES": root / "classes", "OTHER_RUN": root / "other"}
-    places |= {"PHOTOS/train": photos / "train", "PHOTOS/val": photos / "val", "IMAGE.jpg": photos / "val/cat/0.jpg"}
-    places |= {"SAMPLES": photos / "train/cat", "REFERENCE": photos / "train/dog", "stabilityai/sd-vae-ft-ema": vae}
+    places |= {
+        "LATENTS": root / "latents",
+        "TEXTS": texts,
+        "CLASSES": root / "classes",
+        "OTHER_RUN": root / "other",
+    }
+    places |= {
+        "PHOTOS/train": photos / "train",
+        "PHOTOS/val": photos / "val",
+        "IMAGE.jpg": photos / "val/cat/0.jpg",
+    }
+    places |= {
+        "SAMPLES": photos / "train/cat",
+        "REFERENCE": photos / "train/dog",
+        "stabilityai/sd-vae-ft-ema": vae,
+    }
     places["SHARDS"] = "SHARDS"
     return {"folder": root, **{name: str(place) for name, place in places.items()}}
 
@@ -350,15 +420,29 @@ def filled(name, words, places):
     if "--save-statistics" in words:  # nothing is scored
         more = more.replace("--allow-biased", "")
     for option, value in re.findall(r"(--\S+) ([^-]\S*)?", more + " "):
-        words = words if option.replace("_", "-") in given else [*words, option, *([value] if value else [])]
+        words = (
+            words
+            if option.replace("_", "-") in given
+            else [*words, option, *([value] if value else [])]
+        )
     if "LATENTS" in words and name.endswith("diffusion.train"):
-        words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]  # the configurations name it, and it is not here
-    known = {**places, "RUN": run, **dict.fromkeys(("DIT", "EARLIER"), str(places["folder"] / "dit"))}
+        words = [
+            *words,
+            "--vae",
+            "stabilityai/sd-vae-ft-ema",
+        ]  # the configurations name it, and it is not here
+    known = {
+        **places,
+        "RUN": run,
+        **dict.fromkeys(("DIT", "EARLIER"), str(places["folder"] / "dit")),
+    }
     known["LATENTS"] = "new" if name.endswith("latents") else places["LATENTS"]
     words = [known.get(word, word) for word in words if word != "..."]
     if "--extractor" in words:
         words[words.index("--extractor") + 1] = str(places["folder"] / "cls")
-    if "--max_steps" in words and name.endswith("classification.train"):  # more than the epochs of a few images
+    if "--max_steps" in words and name.endswith(
+        "classification.train"
+    ):  # more than the epochs of a few images
         at = words.index("--max_steps")
         words = words[:at] + words[at + 2 :]
     if "--output" in words and name.endswith("train"):
@@ -372,7 +456,9 @@ def run_page(page, places):
     (places["folder"] / "dit/scores.json").unlink(missing_ok=True)  # of another page
     create, names = timm.create_model, {}
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS):
-        patch.setattr(timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs))
+        patch.setattr(
+            timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs)
+        )
         for block, command in pieces(page):
             if block:
                 block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
@@ -389,12 +475,16 @@ def run_page(page, places):
                 assert not code, f"{command}\n  as {words}"
 
 
-@pytest.mark.parametrize("page", [RUN_PAGES[0], *(pytest.param(p, marks=pytest.mark.slow) for p in RUN_PAGES[1:])])
+@pytest.mark.parametrize(
+    "page", [RUN_PAGES[0], *(pytest.param(p, marks=pytest.mark.slow) for p in RUN_PAGES[1:])]
+)
 def test_what_a_page_says_runs(page, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert page != "README" or len(commands(page)) > 8
     if page.endswith("convert"):
-        torch.save(timm.create_model("vit_small_patch16_224", num_classes=10).state_dict(), "dense.pth")
+        torch.save(
+            timm.create_model("vit_small_patch16_224", num_classes=10).state_dict(), "dense.pth"
+        )
     run_page(page, stand_ins)
 
 
@@ -403,7 +493,10 @@ def options_of(name):
     """What --help of a script, module or command names."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         main_of(name)[1](["--help"])
-    return {option.replace("_", "-") for option in re.findall(r"(?<![\w-])--[\w.-]+", printed.getvalue())}
+    return {
+        option.replace("_", "-")
+        for option in re.findall(r"(?<![\w-])--[\w.-]+", printed.getvalue())
+    }
 
 
 def test_options_of_all_pages():
@@ -414,5 +507,9 @@ def test_options_of_all_pages():
             name, _, words = words_of(command)
             taken = options_of(name).union(*map(options_of, REST.get(name, ())))
             options = [word.replace("_", "-") for word in words if word.startswith("--")]
-            unknown += [f"{page}: {command}: {o}" for o in options if o not in taken and not o.startswith(free)]
+            unknown += [
+                f"{page}: {command}: {o}"
+                for o in options
+                if o not in taken and not o.startswith(free)
+            ]
     assert unknown == []

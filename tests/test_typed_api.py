@@ -58,9 +58,13 @@ def test_a_layer() -> None:
 
 
 def test_a_vit(tmp_path: Any) -> None:
-    model = timm.create_model("vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4, num_classes=10)
+    model = timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, embed_dim=32, depth=2, num_heads=4, num_classes=10
+    )
     images = torch.randn(2, 3, 32, 32)
-    assert_type(moh_vision.convert(model, head_budget=[(1, 1), (1, 2)], calibrate=images), nn.Module)
+    assert_type(
+        moh_vision.convert(model, head_budget=[(1, 1), (1, 2)], calibrate=images), nn.Module
+    )
     assert_type(moh_vision.set_head_budget(model, 0.5), nn.Module)
     assert isinstance(model, MoHVisionTransformer)
     logits, stats = model.forward_routed(images)
@@ -75,14 +79,22 @@ def test_a_vit(tmp_path: Any) -> None:
 
 def test_a_pipeline() -> None:
     transformer = timm.create_model(
-        "moh_dit_small_patch2_75", img_size=4, embed_dim=32, depth=2, num_heads=4, head_budget=0.5, num_classes=3
+        "moh_dit_small_patch2_75",
+        img_size=4,
+        embed_dim=32,
+        depth=2,
+        num_heads=4,
+        head_budget=0.5,
+        num_classes=3,
     )
     assert isinstance(transformer, MoHDiTTransformer2DModel)
     scheduler = make_scheduler("ddim", 2, learned_variance=True, clip=False)
     pipeline = MoHDiTPipeline(transformer, scheduler, id2label={0: "cat", 1: "dog", 2: "owl"})
     assert_type(pipeline.labels, dict[str, int])
     assert_type(Guidance(1.5).guided(4), int)
-    (latents,) = pipeline(["cat", "owl"], num_inference_steps=2, output_type="latent", return_dict=False)
+    (latents,) = pipeline(
+        ["cat", "owl"], num_inference_steps=2, output_type="latent", return_dict=False
+    )
     assert len(latents) == 2
 
 
@@ -96,7 +108,11 @@ def test_a_configuration() -> None:
 def public(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Functions and methods that a module offers: those of `__all__`, or where it has none, of its own classes."""
     module = importlib.import_module(name)
-    own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == name and n[0] != "_"]
+    own = [
+        n
+        for n, value in vars(module).items()
+        if getattr(value, "__module__", "") == name and n[0] != "_"
+    ]
     for named in getattr(module, "__all__", own):
         value = getattr(module, named)
         if inspect.isfunction(value):
@@ -114,7 +130,9 @@ def test_public_functions_have_types(name: str) -> None:
     for where, code in public(name):
         first, *rest = [*inspect.signature(code).parameters.values(), None]
         parameters = rest if "." in where else [first, *rest]
-        untyped += [f"{where}: {p.name}" for p in parameters if p is not None and p.annotation is p.empty]
+        untyped += [
+            f"{where}: {p.name}" for p in parameters if p is not None and p.annotation is p.empty
+        ]
         if not where.endswith("__init__") and "return" not in code.__annotations__:
             untyped.append(f"{where}: what it returns")
         count += 1

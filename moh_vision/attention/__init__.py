@@ -11,7 +11,13 @@ from moh_vision.attention.budget import BudgetSpec, HeadBudget, all_heads, resol
 from moh_vision.attention.cache import ContextCache, KeyValueCache
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.layer import HeadMixtureAttention
-from moh_vision.attention.losses import head_runs, head_usage, load_balance_loss, moa_balance_loss, router_z_loss
+from moh_vision.attention.losses import (
+    head_runs,
+    head_usage,
+    load_balance_loss,
+    moa_balance_loss,
+    router_z_loss,
+)
 from moh_vision.attention.model_heads import (
     attention_layers,
     head_budget,

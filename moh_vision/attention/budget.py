@@ -44,7 +44,9 @@ class HeadBudget:
         if self.active < 1:
             raise ValueError("shared=0, routed=0: at least 1 head must run")
         if self.active > self.heads:
-            raise ValueError(f"shared={self.shared} + routed={self.routed} = {self.active} of only {self.heads} heads")
+            raise ValueError(
+                f"shared={self.shared} + routed={self.routed} = {self.active} of only {self.heads} heads"
+            )
         if self.routed == 0 and self.shared < self.heads:
             raise ValueError(
                 f"routed=0 with shared={self.shared} of {self.heads} heads: the other {self.heads - self.shared} would never "
@@ -118,7 +120,9 @@ def resolve_budget(
     return tuple(budgets)
 
 
-def _pairs_of_share(spec: float | str, heads: Sequence[int], shared_share: float) -> list[tuple[int, int]]:
+def _pairs_of_share(
+    spec: float | str, heads: Sequence[int], shared_share: float
+) -> list[tuple[int, int]]:
     """Return (shared, routed) of each layer for a share of all heads, uniform or a ramp."""
     kind, target, said = parse_share(spec)
     share = shared_share if said is None else said
@@ -173,11 +177,15 @@ def change_routed(
         pairs = _explicit_pairs(spec, len(budgets))
         for layer, ((shared, _), b) in enumerate(zip(pairs, budgets)):
             if shared != b.shared:
-                raise ValueError(f"head_budget, layer {layer}: {b.shared} heads are shared and stay so, not {shared}")
+                raise ValueError(
+                    f"head_budget, layer {layer}: {b.shared} heads are shared and stay so, not {shared}"
+                )
     else:
         kind, target, shared_share = parse_share(spec)
         if shared_share is not None:
-            raise ValueError(f"head_budget {spec!r}: the shared heads of a model stay; leave out {shared_share}")
+            raise ValueError(
+                f"head_budget {spec!r}: the shared heads of a model stay; leave out {shared_share}"
+            )
         fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
         if len(fixed) == len(budgets) and target < 1:
             raise ValueError(
@@ -192,7 +200,9 @@ def change_routed(
             )
         least = [b.shared + (b.candidates > 0) for b in budgets]
         active = _active(kind, target, heads, least)
-        advice = "give the lower budget when the model is made or converted, it then shares fewer heads"
+        advice = (
+            "give the lower budget when the model is made or converted, it then shares fewer heads"
+        )
         for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
             if a < low:
                 raise ValueError(
@@ -216,7 +226,9 @@ def check_groups(budget: HeadBudget, group: int) -> None:
     for name in ("heads", "shared", "routed"):
         count = getattr(budget, name)
         if count % group:
-            raise ValueError(f"{name}={count} is not a multiple of group={group}: heads are chosen in whole groups")
+            raise ValueError(
+                f"{name}={count} is not a multiple of group={group}: heads are chosen in whole groups"
+            )
 
 
 def _in_groups(
@@ -229,7 +241,9 @@ def _in_groups(
             check_groups(b, group)
         except ValueError as error:
             raise ValueError(f"head_budget, layer {layer}: {error}") from None
-        wide.append(HeadBudget(b.heads // group, b.head_dim * group, b.shared // group, b.routed // group))
+        wide.append(
+            HeadBudget(b.heads // group, b.head_dim * group, b.shared // group, b.routed // group)
+        )
     if isinstance(spec, (list, tuple)):
         for layer, (pair, group) in enumerate(zip(_explicit_pairs(spec, len(budgets)), groups)):
             if pair[0] % group or pair[1] % group:
@@ -241,7 +255,9 @@ def _in_groups(
     try:
         decided = decide(spec, wide)
     except ValueError as error:
-        raise ValueError(f"{error} (counted in groups of {', '.join(map(str, sorted(set(groups))))} heads)") from None
+        raise ValueError(
+            f"{error} (counted in groups of {', '.join(map(str, sorted(set(groups))))} heads)"
+        ) from None
     return tuple(
         HeadBudget(b.heads, b.head_dim, new.shared * group, new.routed * group)
         for b, new, group in zip(budgets, decided, groups)
@@ -278,7 +294,9 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
             or len(pair) != 2
             or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
         ):
-            raise ValueError(f"head_budget, layer {layer}: {pair!r} is not a pair of whole numbers (shared, routed)")
+            raise ValueError(
+                f"head_budget, layer {layer}: {pair!r} is not a pair of whole numbers (shared, routed)"
+            )
         pairs.append((pair[0], pair[1]))
     return pairs
 
@@ -287,10 +305,16 @@ def parse_share(spec: object) -> tuple[str, float, float | None]:
     """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None)."""
     kind, *numbers = spec.split(":") if isinstance(spec, str) and ":" in spec else ("ramp", spec)
     try:
-        target, shared = (math.nan if isinstance(n, bool) else float(n) for n in (numbers + [0])[:2])
+        target, shared = (
+            math.nan if isinstance(n, bool) else float(n) for n in (numbers + [0])[:2]
+        )
     except (TypeError, ValueError):
         target = shared = math.nan
-    if kind not in ("ramp", "uniform") or len(numbers) > 2 or not (0 < target <= 1 and 0 <= shared < 1):
+    if (
+        kind not in ("ramp", "uniform")
+        or len(numbers) > 2
+        or not (0 < target <= 1 and 0 <= shared < 1)
+    ):
         raise ValueError(
             f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
             "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a "
@@ -307,7 +331,9 @@ def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
         )
 
 
-_warn_once_of_rounding = functools.lru_cache(warn_of_rounding)  # a run is opened by making its model again
+_warn_once_of_rounding = functools.lru_cache(
+    warn_of_rounding
+)  # a run is opened by making its model again
 
 
 def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> float:
@@ -315,14 +341,20 @@ def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> fl
     if kind == "ramp":
         heads, least = [sum(heads)], [sum(least)]
     shares = (n / 1000 for n in range(1, 1001))
-    return next(s for s in shares if all(math.floor(s * h + 0.5) >= low for low, h in zip(least, heads)))
+    return next(
+        s for s in shares if all(math.floor(s * h + 0.5) >= low for low, h in zip(least, heads))
+    )
 
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
     """Active heads of each layer, before rounding."""
     depth, total = len(heads), sum(heads)
-    position = [2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)]  # -1 .. 1
-    middle = sum(p * h for p, h in zip(position, heads)) / total  # 0 where all layers have equally many heads
+    position = [
+        2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)
+    ]  # -1 .. 1
+    middle = (
+        sum(p * h for p, h in zip(position, heads)) / total
+    )  # 0 where all layers have equally many heads
     position = [p - middle for p in position]
     half_range = min((1 - target) / max(1.0, *position), target / 3)
     return [(target + half_range * p) * h for p, h in zip(position, heads)]
@@ -339,7 +371,9 @@ def _active(kind: str, target: float, heads: Sequence[int], least: Sequence[int]
 def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> list[int]:
     # A router needs at least one head to route, unless the layer has a single head.
     most = [max(a - 1, 0) if h > 1 else 1 for a, h in zip(active, heads)]
-    return _round_to_total([share * a for a in active], math.floor(share * sum(active) + 0.5), [0] * len(most), most)
+    return _round_to_total(
+        [share * a for a in active], math.floor(share * sum(active) + 0.5), [0] * len(most), most
+    )
 
 
 def _round_to_total(
@@ -360,5 +394,7 @@ def _round_to_total(
         if not free:
             break
         # The layer that is furthest behind (or ahead); deeper ones first, so that a ramp never falls with depth.
-        result[max(free, key=lambda i: (round(step * (wanted[i] - result[i]), 9), step * i))] += step
+        result[max(free, key=lambda i: (round(step * (wanted[i] - result[i]), 9), step * i))] += (
+            step
+        )
     return result

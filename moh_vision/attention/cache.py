@@ -74,7 +74,9 @@ class KeyValueCache(Cache):
                 a window has no memory of what it was), unless nothing or everything is forgotten.
         """
         if not 0 <= length <= self.length:
-            raise ValueError(f"crop to {length} tokens is out of range: 0 to {self.length} are kept")
+            raise ValueError(
+                f"crop to {length} tokens is out of range: 0 to {self.length} are kept"
+            )
         if self.router_state is not None and 0 < length < self.length:
             raise ValueError(
                 f"crop to {length} of {self.length} tokens: the running state of this layer's router cannot go back"
@@ -87,7 +89,9 @@ class KeyValueCache(Cache):
         if buffer is not None and buffer.shape[2] >= end:
             return buffer
         larger = torch.empty(
-            (*new.shape[:2], max(end, 2 * self.length), new.shape[3]), dtype=new.dtype, device=new.device
+            (*new.shape[:2], max(end, 2 * self.length), new.shape[3]),
+            dtype=new.dtype,
+            device=new.device,
         )
         if buffer is not None:
             larger[:, :, : self.length] = buffer[:, :, : self.length]
@@ -118,7 +122,9 @@ class ContextCache(Cache):
             return context
         kept = self.keys.shape[0]
         if kept not in (1, x.shape[0]):
-            raise ValueError(f"this ContextCache keeps a batch of {kept}, not of {x.shape[0]}: take a new one")
+            raise ValueError(
+                f"this ContextCache keeps a batch of {kept}, not of {x.shape[0]}: take a new one"
+            )
         return None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -73,7 +73,9 @@ class HeadMixtureAttention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
-        nn.Module.__init__(self)  # not super(): a subclass may have a second base, whose __init__ takes other arguments
+        nn.Module.__init__(
+            self
+        )  # not super(): a subclass may have a second base, whose __init__ takes other arguments
         _refuse_unknown(router=router, executor=executor, scope=scope, route_by=route_by)
         kv_heads = budget.heads if kv_heads is None else kv_heads
         if kv_heads < 1 or budget.heads % kv_heads:
@@ -181,14 +183,28 @@ class HeadMixtureAttention(nn.Module):
             keys = cache.length or keys
             context_padding = cache.padding
         elif crosses and cache is not None:
-            raise ValueError("a KeyValueCache is for self-attention, not with a context: give a ContextCache")
+            raise ValueError(
+                "a KeyValueCache is for self-attention, not with a context: give a ContextCache"
+            )
         self.check(x, padding_mask, rotary, condition, context_padding, past, keys, crosses)
         padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
         hidden = context_padding if crosses else padding_mask
-        mask, causal = visible(attn_mask, is_causal, hidden, crosses, x.shape[1], keys, past, x.device)
+        mask, causal = visible(
+            attn_mask, is_causal, hidden, crosses, x.shape[1], keys, past, x.device
+        )
 
         routing, q = self.route(x, padded, condition, context, context_padding, cache)
-        call = Call(x, routing, context, q, mask, causal, self.attn_drop.p if self.training else 0.0, rotary, cache)
+        call = Call(
+            x,
+            routing,
+            context,
+            q,
+            mask,
+            causal,
+            self.attn_drop.p if self.training else 0.0,
+            rotary,
+            cache,
+        )
         heads = self.choose(call)
         q, k, v = heads.project()
         o = heads.attend(q, k, v)
@@ -214,7 +230,9 @@ class HeadMixtureAttention(nn.Module):
         if crosses and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
         if not crosses and (self.by_context or context_padding is not None):
-            raise ValueError("route_by 'context' and context_padding are for cross-attention: give a context")
+            raise ValueError(
+                "route_by 'context' and context_padding are for cross-attention: give a context"
+            )
         check_length("context_padding", context_padding, 0, keys, x)
         if condition is not None and self.scope != "sample":
             raise ValueError("a condition decides for whole sequences: it needs scope 'sample'")
@@ -248,7 +266,11 @@ class HeadMixtureAttention(nn.Module):
             return routing, None
         q = None
         if self.needs_query:
-            q = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+            q = (
+                self.project_queries(x)
+                .unflatten(-1, (self.num_heads, self.head_dim))
+                .transpose(1, 2)
+            )
         if self.scope == "token":
             return self.router(x, q, padded), q
         mean_q = None if q is None else masked_mean(q, padded)  # [B, H, 1, D]
@@ -260,7 +282,12 @@ class HeadMixtureAttention(nn.Module):
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weight and bias of queries, of keys and of values; of one `split`, whose backward is one pass over the weight."""
         bias = self.qkv.bias
-        return list(zip(self.qkv.weight.split(self.rows), (None,) * 3 if bias is None else bias.split(self.rows)))
+        return list(
+            zip(
+                self.qkv.weight.split(self.rows),
+                (None,) * 3 if bias is None else bias.split(self.rows),
+            )
+        )
 
     def project_all(self, x: Tensor) -> tuple[Tensor, ...]:
         """Queries, keys and values of x in one product: x [B, N, C] -> [B, N, H*D] and twice [B, N, G*D]."""
@@ -307,7 +334,9 @@ class HeadMixtureAttention(nn.Module):
         """
         if isinstance(call.cache, ContextCache) and call.cache.length > 0:
             return call.cache.keys, call.cache.values
-        k, v = kv or self.project_keys_values(call.x if call.context is None else call.context, weights)
+        k, v = kv or self.project_keys_values(
+            call.x if call.context is None else call.context, weights
+        )
         k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))  # [B, M, G, D]
         k, v = self.prepare_keys(k, call.rotary).transpose(1, 2), v.transpose(1, 2)
         return (k, v) if call.cache is None else call.cache.update(k, v)

@@ -13,7 +13,9 @@ from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import RoutingStats
 
 
-def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def load_balance_loss(
+    stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """MoH's load-balance loss: Jin 2024, eq. 7, times E and averaged over layers, as in the released code.
 
     Eq. 7 is sum_i f_i P_i for one layer. Here one layer is E * sum_i f_i P_i over its E candidates, where f_i is the
@@ -42,7 +44,9 @@ def load_balance_loss(stats: Sequence[RoutingStats], all_reduce: Callable[[Tenso
     return torch.stack(losses).mean()
 
 
-def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+def moa_balance_loss(
+    stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
     """MoA's load-balance loss L_a (Zhang 2022, eq. 13), summed over modules (eq. 17).
 
     One module: E * sum_i f_i P_i with the counts f and the summed probabilities P each divided by their sum over the
@@ -59,7 +63,9 @@ def moa_balance_loss(stats: Sequence[RoutingStats], all_reduce: Callable[[Tensor
     return torch.stack(losses).sum()
 
 
-def _summed(counts: list[Tensor], all_reduce: Callable[[Tensor], Tensor] | None) -> Sequence[Tensor]:
+def _summed(
+    counts: list[Tensor], all_reduce: Callable[[Tensor], Tensor] | None
+) -> Sequence[Tensor]:
     """Vectors of counts summed over processes, all layers in one message."""
     if all_reduce is None:
         return counts
@@ -84,7 +90,11 @@ def sample_runs(s: RoutingStats) -> Tensor:
     """`head_runs` of one layer, for every sequence: [B, H + 1]."""
     counts = s.counts.detach()
     # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
-    tokens = s.probs.detach().sum((1, 2)).round() if s.probs.shape[-1] >= s.counts.shape[-1] else counts[:, 0]
+    tokens = (
+        s.probs.detach().sum((1, 2)).round()
+        if s.probs.shape[-1] >= s.counts.shape[-1]
+        else counts[:, 0]
+    )
     return torch.cat([counts, tokens.unsqueeze(1)], dim=1)
 
 
@@ -104,13 +114,23 @@ class RoutedTask(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, balance_weight: float, moa_balance_weight: float = 0.01, z_weight: float = 0.001
+        self,
+        model: nn.Module,
+        balance_weight: float,
+        moa_balance_weight: float = 0.01,
+        z_weight: float = 0.001,
     ):
         super().__init__()
         self.model = model
-        self.balance_weight, self.moa_balance_weight, self.z_weight = balance_weight, moa_balance_weight, z_weight
+        self.balance_weight, self.moa_balance_weight, self.z_weight = (
+            balance_weight,
+            moa_balance_weight,
+            z_weight,
+        )
         layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
-        self.aux_losses = [layer.router.aux_loss for layer in layers]  # in the order of the statistics
+        self.aux_losses = [
+            layer.router.aux_loss for layer in layers
+        ]  # in the order of the statistics
 
     def losses(self, task_loss: Tensor, stats: list[RoutingStats]) -> dict:
         """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
@@ -120,14 +140,24 @@ class RoutedTask(nn.Module):
             loss has a gradient. head_runs is what `moh_vision.attention.head_runs` returns.
         """
         moh, moa = (
-            [s for s, of in zip(stats, self.aux_losses, strict=True) if of == paper] for paper in ("moh", "moa")
+            [s for s, of in zip(stats, self.aux_losses, strict=True) if of == paper]
+            for paper in ("moh", "moa")
         )
-        terms = dict(balance_loss=load_balance_loss(moh, sum_over_processes) if moh else task_loss.new_zeros(()))
+        terms = dict(
+            balance_loss=load_balance_loss(moh, sum_over_processes)
+            if moh
+            else task_loss.new_zeros(())
+        )
         auxiliary = self.balance_weight * terms["balance_loss"]
         if moa:
-            terms.update(moa_balance_loss=moa_balance_loss(moa, sum_over_processes), z_loss=router_z_loss(moa))
+            terms.update(
+                moa_balance_loss=moa_balance_loss(moa, sum_over_processes),
+                z_loss=router_z_loss(moa),
+            )
             auxiliary = (
-                auxiliary + self.moa_balance_weight * terms["moa_balance_loss"] + self.z_weight * terms["z_loss"]
+                auxiliary
+                + self.moa_balance_weight * terms["moa_balance_loss"]
+                + self.z_weight * terms["z_loss"]
             )
         loss = task_loss + auxiliary
         return dict(

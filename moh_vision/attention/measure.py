@@ -30,10 +30,16 @@ log = logging.getLogger("moh_vision.attention")
 
 PAYS = 0.95  # of the time of all heads: less is noise
 SMALL = 2  # sequences, where results are compared
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # of the largest number; of 16 bits and TF32:
+TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-4,
+}  # of the largest number; of 16 bits and TF32:
 ROUGH = 3e-2
 LEAST, MOST = 5, 20  # rounds
-STEPS, PASSES = 10, 3  # the time of so many training steps may be spent, each of so many forward passes
+STEPS, PASSES = (
+    10,
+    3,
+)  # the time of so many training steps may be spent, each of so many forward passes
 PATIENCE = 10.0  # seconds that a user who asks for it waits at least
 LONGEST = 60.0  # seconds that a run measures at most, however slow its steps are
 
@@ -70,11 +76,15 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
         ValueError: the model has no HeadMixtureAttention layer.
     """
     attention_layers(model)
-    compiled = getattr(model, "_compiled_call_impl", None) is not None or hasattr(model, "_orig_mod")
+    compiled = getattr(model, "_compiled_call_impl", None) is not None or hasattr(
+        model, "_orig_mod"
+    )
     calls: Calls = {}
     ways: dict[tuple, dict[str, str]] = {}
     for training in (True, False) if model.training else (False,):
-        forward = collect(calls, model, lambda: model(*inputs, **named), training, compiled, ways=ways)
+        forward = collect(
+            calls, model, lambda: model(*inputs, **named), training, compiled, ways=ways
+        )
     rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * forward))
     measured.use_table(dict(measured.table(), rows=measured.merged(measured.table()["rows"], rows)))
     for line in table_lines(rows, ways):
@@ -103,7 +113,11 @@ def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
     every = [row for kind in rows.values() for row in kind]
     ratios = [row[5] for row in every if row[4] != "Masked"]
     line = f"attention measured in {time.perf_counter() - start:.1f} s: {len(ratios)} of {len(every)} kinds of calls skip heads"
-    took = f", in {min(ratios):.2f} to {max(ratios):.2f} of the layer's time with all heads" if ratios else ""
+    took = (
+        f", in {min(ratios):.2f} to {max(ratios):.2f} of the layer's time with all heads"
+        if ratios
+        else ""
+    )
     return dict(device=measured.device(), rows=rows), line + took if every else ""
 
 
@@ -120,7 +134,9 @@ def collect(
         ways: takes, by call, every way to skip heads and why it cannot; "" where it can.
     """
     layers = [
-        m for m in model.modules() if isinstance(m, HeadMixtureAttention) and m.executor == "auto" and m.fused_attn
+        m
+        for m in model.modules()
+        if isinstance(m, HeadMixtureAttention) and m.executor == "auto" and m.fused_attn
     ]
     inputs: dict[nn.Module, tuple] = {}
 
@@ -136,12 +152,17 @@ def collect(
             autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
             try:
                 if call_key not in calls:
-                    calls[call_key] = Recorded(way, copied(layer), resized(inputs[layer], B, want), autocast, compiled)
+                    calls[call_key] = Recorded(
+                        way, copied(layer), resized(inputs[layer], B, want), autocast, compiled
+                    )
             except Exception as error:  # what cannot be copied
                 refuse(way, B, N, error)
         return layer.all_heads(layer, call, *more)
 
-    modes, buffers = [(m, m.training) for m in model.modules()], [(b, b.clone()) for b in model.buffers()]
+    modes, buffers = (
+        [(m, m.training) for m in model.modules()],
+        [(b, b.clone()) for b in model.buffers()],
+    )
     keep_inputs = lambda layer, args, named: inputs.update({layer: (args, named)})  # noqa: E731
     hooks = [layer.register_forward_pre_hook(keep_inputs, with_kwargs=True) for layer in layers]
     try:
@@ -178,7 +199,9 @@ def rows_of_calls(calls: Calls, time_left: float) -> measured.Rows:
     return rows
 
 
-def judge(call: Recorded, sizes: tuple[int, int, int], time_left: float) -> tuple[str, float | None, float]:
+def judge(
+    call: Recorded, sizes: tuple[int, int, int], time_left: float
+) -> tuple[str, float | None, float]:
     """The executor to take for a call, the time of skipping heads over that of all heads, and seconds of compiling."""
     B, N, M = sizes
     try:
@@ -228,7 +251,9 @@ def compare(call: Recorded, batch: int, small: int) -> None:
         hook = layer.router.register_forward_hook(change)
         want = run(layer, call, inputs, layer.all_heads)
         with warnings.catch_warnings(action="ignore"):
-            torch.set_deterministic_debug_mode("warn")  # memory that nobody has written to holds NaN
+            torch.set_deterministic_debug_mode(
+                "warn"
+            )  # memory that nobody has written to holds NaN
             try:
                 got = run(layer, call, inputs, call.way)
             finally:
@@ -240,8 +265,13 @@ def compare(call: Recorded, batch: int, small: int) -> None:
 
 def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
     """Return a routing in which no token chose the last head."""
-    others = torch.arange(routing.active.shape[-1], device=routing.active.device) < routing.active.shape[-1] - 1
-    return routing._replace(weights=routing.weights * others, active=routing.active & others, count=None, pairs=None)
+    others = (
+        torch.arange(routing.active.shape[-1], device=routing.active.device)
+        < routing.active.shape[-1] - 1
+    )
+    return routing._replace(
+        weights=routing.weights * others, active=routing.active & others, count=None, pairs=None
+    )
 
 
 def check_same(want: list[Tensor], got: list[Tensor], tolerance: float) -> None:
@@ -253,7 +283,9 @@ def check_same(want: list[Tensor], got: list[Tensor], tolerance: float) -> None:
         torch.testing.assert_close(f, w, rtol=0, atol=tolerance * size)
 
 
-def run(layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], way: type[Masked]) -> list[Tensor]:
+def run(
+    layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], way: type[Masked]
+) -> list[Tensor]:
     """The output of a call and, in training, the gradients of its tokens and of the layer's weights."""
 
     def leaf(t: Any) -> Any:
@@ -267,8 +299,15 @@ def run(layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], way: type[
         y = layer(*args, **named)[0]
     if not layer.training:
         return [y]
-    wanted = [t for t in (*tree_leaves(inputs), *layer.parameters()) if isinstance(t, Tensor) and t.requires_grad]
-    return [y.detach(), *torch.autograd.grad(y, wanted, y.detach(), allow_unused=True, materialize_grads=True)]
+    wanted = [
+        t
+        for t in (*tree_leaves(inputs), *layer.parameters())
+        if isinstance(t, Tensor) and t.requires_grad
+    ]
+    return [
+        y.detach(),
+        *torch.autograd.grad(y, wanted, y.detach(), allow_unused=True, materialize_grads=True),
+    ]
 
 
 def copied(layer: nn.Module) -> nn.Module:
@@ -314,5 +353,7 @@ def seconds(one: Callable[[], object], number: int = 1) -> float:
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
     """Restore the random number generators afterwards."""
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+    with torch.random.fork_rng(
+        devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    ):
         yield

@@ -15,7 +15,11 @@ from moh_vision.attention.routing import Routing
 
 def named_layers(model: nn.Module) -> dict[str, HeadMixtureAttention]:
     """Every `HeadMixtureAttention` of a model by its name, in order."""
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, HeadMixtureAttention)}
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, HeadMixtureAttention)
+    }
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no HeadMixtureAttention layer; moh_vision.convert gives a dense model some"
@@ -45,7 +49,9 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
     for layer, budget in zip(layers, budgets, strict=True):
         if budget.shared != layer.budget.shared:
             like = next(layer.parameters())
-            router = type(layer.router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
+            router = type(layer.router)(
+                layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
+            )
             layer.router = router.train(layer.training)
         layer.router.budget = budget
 
@@ -55,8 +61,16 @@ def single_routed(layers: Sequence[HeadMixtureAttention]) -> str | None:
 
     Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
     """
-    single = [n for n, a in enumerate(layers) if a.budget.routed == 1 and getattr(a.router, "released", False)]
-    return f"one routed head in layers {single}: only the balance loss trains those routers" if single else None
+    single = [
+        n
+        for n, a in enumerate(layers)
+        if a.budget.routed == 1 and getattr(a.router, "released", False)
+    ]
+    return (
+        f"one routed head in layers {single}: only the balance loss trains those routers"
+        if single
+        else None
+    )
 
 
 @contextmanager
@@ -87,8 +101,13 @@ def head_budget(model: nn.Module) -> dict:
         are head-weighted totals, the figure that the papers quote.
     """
     budgets = {name: layer.budget for name, layer in named_layers(model).items()}
-    layers = [dict(name=name, **asdict(budget), active=budget.active) for name, budget in budgets.items()]
-    active, heads = sum(layer["active"] for layer in layers), sum(layer["heads"] for layer in layers)
+    layers = [
+        dict(name=name, **asdict(budget), active=budget.active) for name, budget in budgets.items()
+    ]
+    active, heads = (
+        sum(layer["active"] for layer in layers),
+        sum(layer["heads"] for layer in layers),
+    )
     return dict(layers=layers, active=active, heads=heads, share=active / heads)
 
 
@@ -128,8 +147,13 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
         model(*args, **kwargs)
     for layer, answers in routings.items():
         if len(answers) != 1:
-            raise ValueError(f"{layers[layer]} routes {len(answers)} times in this call, expected once")
-    return [of_every_token(answers[0], (*tokens[layer], layer.num_heads)) for layer, answers in routings.items()]
+            raise ValueError(
+                f"{layers[layer]} routes {len(answers)} times in this call, expected once"
+            )
+    return [
+        of_every_token(answers[0], (*tokens[layer], layer.num_heads))
+        for layer, answers in routings.items()
+    ]
 
 
 def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:

@@ -7,4 +7,14 @@ from moh_vision.attention.executors.measured import off, processor, use_table
 from moh_vision.attention.kernels.build import PATHS, about, path, use
 from moh_vision.attention.measure import collect, measured_table
 
-__all__ = ["PATHS", "about", "collect", "measured_table", "off", "path", "processor", "use", "use_table"]
+__all__ = [
+    "PATHS",
+    "about",
+    "collect",
+    "measured_table",
+    "off",
+    "path",
+    "processor",
+    "use",
+    "use_table",
+]

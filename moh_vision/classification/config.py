@@ -52,7 +52,9 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
     """Area of the random crop, as a share of the image's."""
     auto_augment: str | None = key(None, needs=IMAGENET)
     """String of timm, such as rand-m9-mstd0.5-inc1."""
-    color_jitter: float = key(0.0, ge=0, needs=f"{IMAGENET}; .auto_augment=null or .auto_augment=*3a*")
+    color_jitter: float = key(
+        0.0, ge=0, needs=f"{IMAGENET}; .auto_augment=null or .auto_augment=*3a*"
+    )
     """Of brightness, contrast and saturation. timm leaves it out beside an auto_augment other than 3a."""
     erase_prob: float = key(0.0, ge=0, le=1, needs=IMAGENET)
     """How often a rectangle is erased."""
@@ -63,7 +65,9 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
         """Keyword arguments of `imagenet_train_transform`, by timm's names."""
         erase = dict(re_prob=self.erase_prob, re_mode=self.erase_mode)
         jitter = self.color_jitter or None
-        return dict(scale=self.crop_scale, auto_augment=self.auto_augment, color_jitter=jitter, **erase)
+        return dict(
+            scale=self.crop_scale, auto_augment=self.auto_augment, color_jitter=jitter, **erase
+        )
 
 
 @dataclass
@@ -119,7 +123,9 @@ class ClsOptimConfig(OptimConfig):
     def agree(self) -> None:
         super().agree()
         if self.warmup_epochs and self.warmup_steps:
-            raise ValueError("optim.warmup_epochs and optim.warmup_steps are the same thing: give one")
+            raise ValueError(
+                "optim.warmup_epochs and optim.warmup_steps are the same thing: give one"
+            )
 
 
 @dataclass

@@ -64,7 +64,9 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
         images = _real_labels(root, source)
         numbers = [n for n, right in enumerate(images) if right]
         if not numbers:
-            raise ValueError(f"data.root {root}: none of its {len(source)} images has a label in ReaL")
+            raise ValueError(
+                f"data.root {root}: none of its {len(source)} images has a label in ReaL"
+            )
         most = max(map(len, images))
         rows = [(images[n] + images[n][:1] * most)[:most] for n in numbers]
         return Relabelled(source, numbers, np.array(rows, np.int64), columns)
@@ -86,11 +88,15 @@ def imagenet_names(classes: Sequence[str]) -> list[str]:
     return [IMAGENET[int(name)] for name in classes] if numbered else list(classes)
 
 
-def refuse_other_classifier(model: nn.Module, classes: Sequence[str] | None, named: str, labels: Labels) -> None:
+def refuse_other_classifier(
+    model: nn.Module, classes: Sequence[str] | None, named: str, labels: Labels
+) -> None:
     """Refuse a model without ImageNet's 1,000 classes as outputs; `classes` None: unnamed."""
     if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
         others = f"{model.num_classes} classes" + (f", the first {classes[0]!r}" if classes else "")
-        raise ValueError(f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}")
+        raise ValueError(
+            f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}"
+        )
 
 
 def _real_labels(root: str, source) -> list[list[int]]:

@@ -52,10 +52,14 @@ class OpenedClassifier(Opened):
         named = f"--checkpoint {self.config.checkpoint}"
         if config.labels:
             return refuse_other_classifier(self.model, classes, named, config.labels)
-        check_same_classes(classes or source.classes, named, source, f"data.root {config.data.root}")
+        check_same_classes(
+            classes or source.classes, named, source, f"data.root {config.data.root}"
+        )
         count = len(source.classes)
         if self.model.num_classes != count:
-            raise ValueError(f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {count}")
+            raise ValueError(
+                f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {count}"
+            )
 
     def _unreadable(self, images: LabelledImages) -> BadSamples:
         return BadSamples(len(images.source), self.config.data.max_bad_fraction)
@@ -114,14 +118,18 @@ def open_run(
     return opened
 
 
-def open_with(config: OpenedClsConfig, split: str | None = None, accelerator=None) -> OpenedClassifier:
+def open_with(
+    config: OpenedClsConfig, split: str | None = None, accelerator=None
+) -> OpenedClassifier:
     """Open the classifier of --checkpoint, but first a split: it gives weights alone their classes."""
     if split is None:
         return OpenedClassifier(config, *open_classifier(config))
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
     source = open_images(config, split, accelerator)
     classes = IMAGENET if config.labels else source.classes
-    model_and_metadata = open_classifier(config, len(source), in_chans=source.channels, num_classes=len(classes))
+    model_and_metadata = open_classifier(
+        config, len(source), in_chans=source.channels, num_classes=len(classes)
+    )
     opened = OpenedClassifier(config, *model_and_metadata, {split: source})
     opened.accelerator = accelerator
     opened._check_classes(source)
@@ -131,14 +139,18 @@ def open_with(config: OpenedClsConfig, split: str | None = None, accelerator=Non
 def open_images(config: OpenedClsConfig, split: str, accelerator):
     """Open a split of data.root as a source, or the images of --labels."""
     if config.data.root is None:
-        raise ValueError(f"--data.root is needed: {config.checkpoint} is no run, whose configuration says which images")
+        raise ValueError(
+            f"--data.root is needed: {config.checkpoint} is no run, whose configuration says which images"
+        )
     with accelerator.main_process_first():
         if config.labels:
             return open_labelled(config.data.root, config.labels)
         return with_classes(config.data.root, open_source(config.data.root, split))
 
 
-def open_classifier(config: OpenedClsConfig, images: int = 1, **arguments) -> tuple[nn.Module, dict]:
+def open_classifier(
+    config: OpenedClsConfig, images: int = 1, **arguments
+) -> tuple[nn.Module, dict]:
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
     A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
@@ -178,7 +190,11 @@ def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
     """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
         name, arguments, cfg = of_source(folder, "classifier")
-        return name, arguments, {**cfg, "label_names": listed(cfg.get("label_names"), "label_names")}
+        return (
+            name,
+            arguments,
+            {**cfg, "label_names": listed(cfg.get("label_names"), "label_names")},
+        )
     except Exception as error:  # files of others may hold anything
         reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
         raise ValueError(
@@ -190,7 +206,11 @@ def data_as_trained(data: EvalDataConfig, given: Collection[str], metadata: dict
     """Return `data` with the image preparation of the weights' training, except for `given` keys."""
     try:
         saved = metadata.get("config", {}).get("data", {})
-        keys = [key for key in ("augment", "crop_pct", "crop_mode") if key in saved and f"data.{key}" not in given]
+        keys = [
+            key
+            for key in ("augment", "crop_pct", "crop_mode")
+            if key in saved and f"data.{key}" not in given
+        ]
         return replace(data, **{key: saved[key] for key in keys})
     except (TypeError, ValueError, AttributeError) as error:  # foreign files may hold anything
         raise ValueError(
@@ -198,14 +218,18 @@ def data_as_trained(data: EvalDataConfig, given: Collection[str], metadata: dict
         ) from None
 
 
-def prepare(model: nn.Module, data: EvalDataConfig, img_size: int | None, classes: Sequence[str] | None) -> None:
+def prepare(
+    model: nn.Module, data: EvalDataConfig, img_size: int | None, classes: Sequence[str] | None
+) -> None:
     """Write how validation prepares images into pretrained_cfg, for `validation_transform`.
 
     `img_size` or `classes` None: as the pretrained_cfg has them.
     """
     cfg, channels = dict(model.pretrained_cfg), model.in_chans
     side = [img_size] * 2 if img_size else cfg["input_size"][1:]
-    cfg.update(num_classes=model.num_classes, input_size=(channels, *side), **data.eval_options(cfg))
+    cfg.update(
+        num_classes=model.num_classes, input_size=(channels, *side), **data.eval_options(cfg)
+    )
     cfg.update(mean=tuple(cfg["mean"][:channels]), std=tuple(cfg["std"][:channels]))
     cfg["label_names"] = cfg.get("label_names") if classes is None else list(classes)
     model.pretrained_cfg = model.default_cfg = cfg

@@ -20,7 +20,11 @@ from moh_vision.models.head_load import HeadLoad
 
 
 def validate(
-    task: nn.Module, images: LabelledImages, data, accelerator, progress: Callable[[Iterable, str], Iterable]
+    task: nn.Module,
+    images: LabelledImages,
+    data,
+    accelerator,
+    progress: Callable[[Iterable, str], Iterable],
 ) -> tuple[dict, HeadLoad, Tensor]:
     """Score a `ClassificationTask` on a split: every readable image once over all processes.
 
@@ -76,7 +80,9 @@ def confusion_of(predictions: Tensor) -> Tensor:
     return torch.cat([pairs, images[:, None]], 1)
 
 
-def write_predictions(path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]) -> None:
+def write_predictions(
+    path: Path, predictions: Tensor, names: Sequence[str], classes: Sequence[str]
+) -> None:
     """Write each image's name, class, predicted class and both probabilities as CSV."""
     rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
     for number, label, predicted, *probabilities in predictions.tolist():
@@ -90,7 +96,10 @@ def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> list[tuple[str,
     labels, predicted, images = confusion.T
     of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
     right = torch.zeros_like(of_class).index_add_(0, labels, images * (labels == predicted))
-    return [(name, 100 * r / n if n else None) for name, r, n in zip(classes, right.tolist(), of_class.tolist())]
+    return [
+        (name, 100 * r / n if n else None)
+        for name, r, n in zip(classes, right.tolist(), of_class.tolist())
+    ]
 
 
 def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str:
@@ -99,5 +108,8 @@ def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str
         known = sorted((share, name) for name, share in top1 if share is not None)
         return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
     wide = max(len(name) for name, _ in top1)
-    rows = (f"  {name:<{wide}}  {'no images' if share is None else f'{share:6.2f} %'}" for name, share in top1)
+    rows = (
+        f"  {name:<{wide}}  {'no images' if share is None else f'{share:6.2f} %'}"
+        for name, share in top1
+    )
     return "\n".join(["top-1 by class:", *rows])

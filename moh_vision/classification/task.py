@@ -24,7 +24,9 @@ class ClassificationTask(RoutedTask):
         super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing, self.distill = label_smoothing, distill
 
-    def forward(self, images: Tensor, labels: Tensor | None = None, teacher_logits: Tensor | None = None):
+    def forward(
+        self, images: Tensor, labels: Tensor | None = None, teacher_logits: Tensor | None = None
+    ):
         """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
         images [B, C, h, w]; labels [B], or targets [B, classes]. With teacher_logits [B, classes],
@@ -38,7 +40,10 @@ class ClassificationTask(RoutedTask):
         terms = {}
         if teacher_logits is not None:
             kd_loss = distillation_loss(logits, teacher_logits, self.distill.temperature)
-            task_loss = self.distill.task_loss_weight * task_loss + self.distill.distill_loss_weight * kd_loss
+            task_loss = (
+                self.distill.task_loss_weight * task_loss
+                + self.distill.distill_loss_weight * kd_loss
+            )
             terms = dict(kd_loss=kd_loss.detach())
         dominant = labels.argmax(-1) if labels.ndim == 2 else labels
         accuracy = (logits.detach().argmax(-1) == dominant).float().mean()
@@ -50,5 +55,7 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float
 
     timm's `LogitDistillationTask` has the same loss, but calls the student without routing statistics.
     """
-    student, teacher = (F.log_softmax(x.to(logits.dtype) / temperature, -1) for x in (logits, teacher_logits))
+    student, teacher = (
+        F.log_softmax(x.to(logits.dtype) / temperature, -1) for x in (logits, teacher_logits)
+    )
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2

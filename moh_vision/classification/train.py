@@ -83,7 +83,9 @@ def train(run: Run) -> None:
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
     batches = StepBatches(source.shard_sizes, **order, **run.portion())
-    to_tensor, val_to_tensor = classification_transforms(d, model.pretrained_cfg, img_size, source.channels)
+    to_tensor, val_to_tensor = classification_transforms(
+        d, model.pretrained_cfg, img_size, source.channels
+    )
     if config.calibrate_images and not run.checkpoint:
         slices = evenly_spread(len(source), config.calibrate_images)
         some = evaluation_batches(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
@@ -119,7 +121,11 @@ def train(run: Run) -> None:
                 batch["teacher_logits"] = teacher(batch["images"])  # [B, classes]
         return batch
 
-    mixing = BatchMixing(config.seed, len(source.classes), **asdict(config.mix)) if config.mix.on else None
+    mixing = (
+        BatchMixing(config.seed, len(source.classes), **asdict(config.mix))
+        if config.mix.on
+        else None
+    )
     dataset = LabelledImages(source, to_tensor, config.seed)
     stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable, mixing))
     for step in run.steps():
@@ -155,7 +161,9 @@ class Evaluation:
         run, (scores, load, predictions) = self.run, self.validate()
         if run.best:
             run.judge(scores, self.model)
-        show = f"validation after {run.done} steps: {summary(scores)}" + (" (EMA)" if run.ema else "")
+        show = f"validation after {run.done} steps: {summary(scores)}" + (
+            " (EMA)" if run.ema else ""
+        )
         run.event({"validation": scores, "weights": self.weights}, show)
         return scores, load, predictions
 
@@ -165,9 +173,15 @@ class Evaluation:
         scores, load, predictions = self.judge()
         if run.elastic:
             by_share = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)
-            run.log.say("\n".join(f"with a share of {share}: {summary(by_share[share])}" for share in by_share))
+            run.log.say(
+                "\n".join(
+                    f"with a share of {share}: {summary(by_share[share])}" for share in by_share
+                )
+            )
             kept = ("top1", "top5", "loss", "active_share")
-            scores["by_share"] = {share: {k: by_share[share][k] for k in kept} for share in by_share}
+            scores["by_share"] = {
+                share: {k: by_share[share][k] for k in kept} for share in by_share
+            }
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
         best = run.best.results() if run.best else {}
@@ -177,9 +191,17 @@ class Evaluation:
             weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
             run.log.say(f"best of the validations: {weights}, {run.folder / BEST}")
         if run.accelerator.is_main_process:
-            counted = dict(classes=list(classes), counts=confusion.tolist())  # counts: class, predicted class, images
+            counted = dict(
+                classes=list(classes), counts=confusion.tolist()
+            )  # counts: class, predicted class, images
             write_whole(run.folder / "confusion.json", json.dumps(counted) + "\n")
-            load.of = dict(model=name, data=run.config.data.root, split="val", weights=self.weights, step=run.done)
+            load.of = dict(
+                model=name,
+                data=run.config.data.root,
+                split="val",
+                weights=self.weights,
+                step=run.done,
+            )
             try:
                 load.save(run.folder / FILE)
             except OSError as error:

@@ -11,7 +11,13 @@ from pathlib import Path
 from moh_vision.classification.config import ValidateConfig
 from moh_vision.classification.labels import SomeClasses, image_names
 from moh_vision.classification.opening import open_with
-from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate, write_predictions
+from moh_vision.classification.scores import (
+    class_accuracy,
+    class_table,
+    confusion_of,
+    validate,
+    write_predictions,
+)
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import BUILD, BadData, Progress, refuse_output, user_errors
@@ -37,9 +43,16 @@ def report(config: ValidateConfig, accelerator) -> None:
     task = accelerator.prepare_model(task, evaluation_mode=True)
     main = accelerator.is_main_process
     progress = partial(Progress.over, enabled=main)
-    scores, load, predictions = validate(task, opened.data("val"), config.data, accelerator, progress)
+    scores, load, predictions = validate(
+        task, opened.data("val"), config.data, accelerator, progress
+    )
     split, files = config.labels or "val", []
-    of = dict(model=metadata["architecture"], data=config.data.root, split=split, weights=str(metadata["weights"]))
+    of = dict(
+        model=metadata["architecture"],
+        data=config.data.root,
+        split=split,
+        weights=str(metadata["weights"]),
+    )
     # Before anything is printed: who reads it may have gone.
     if config.head_load and main:
         load.of = of
@@ -48,7 +61,9 @@ def report(config: ValidateConfig, accelerator) -> None:
     if config.predictions and main:
         write_predictions(Path(config.predictions), predictions, names, val.classes)
         mistakes = int((predictions[:, 1] != predictions[:, 2]).sum())
-        files.append(f"predictions: {config.predictions}, {mistakes} of {len(predictions)} are wrong")
+        files.append(
+            f"predictions: {config.predictions}, {mistakes} of {len(predictions)} are wrong"
+        )
     if config.score_file and main:
         write_json(Path(config.score_file), dict(of, img_size=metadata["img_size"], **scores))
         files.append(f"scores: {config.score_file}")

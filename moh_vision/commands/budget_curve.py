@@ -47,10 +47,16 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     if is_dense(model):
         return {1.0: own}
     if not any(b.candidates for b in own):
-        raise ValueError(f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some")
+        raise ValueError(
+            f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
+        )
     heads = sum(b.heads for b in own)
     spec = getattr(model, "head_budget_spec", None)  # language models keep pairs alone
-    uniform = len({(b.heads, b.active) for b in own}) == 1 if spec is None else str(spec).startswith("uniform:")
+    uniform = (
+        len({(b.heads, b.active) for b in own}) == 1
+        if spec is None
+        else str(spec).startswith("uniform:")
+    )
     kind = "uniform:" if uniform else "ramp:"
 
     def spread(share: str) -> Budgets | None:
@@ -63,13 +69,22 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     for share in shares or ():
         if spreads[share] is None:
             of = share.rpartition(":")[0] + ":" if ":" in share else kind
-            least = next(f"{k / heads:.3f}" for k in range(1, heads + 1) if spread(f"{of}{k / heads}"))
-            raise ValueError(f"--shares {share}: with the shared heads of this model allowed is {least} to 1")
-    every = {sum(b.active for b in budgets) / heads: budgets for budgets in [*filter(None, spreads.values()), own]}
+            least = next(
+                f"{k / heads:.3f}" for k in range(1, heads + 1) if spread(f"{of}{k / heads}")
+            )
+            raise ValueError(
+                f"--shares {share}: with the shared heads of this model allowed is {least} to 1"
+            )
+    every = {
+        sum(b.active for b in budgets) / heads: budgets
+        for budgets in [*filter(None, spreads.values()), own]
+    }
     return dict(sorted(every.items()))
 
 
-def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None) -> list[dict]:
+def measure(
+    names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None
+) -> list[dict]:
     """Score and time the models of runs at `budgets_of`; check all budgets first."""
     from torch.utils.benchmark import Timer  # warns of a CUDA toolkit without a GPU
 
@@ -81,7 +96,9 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
     for name, one in zip(names, opened):
-        say(f"{name}: weights of {one.metadata['weights']}; scored on {one.scored_on.format(c=one.config)}")
+        say(
+            f"{name}: weights of {one.metadata['weights']}; scored on {one.scored_on.format(c=one.config)}"
+        )
     lines, places = [], []
     for name, one, (forward, size), of in zip(names, opened, passes, budgets):
         first = attention_layers(one.model)[0]
@@ -102,14 +119,26 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         for (share, chosen), times in zip(of.items(), line["milliseconds"]):
             with running(one.model, chosen):
                 scores = one.scores()
-            line["scores"].append({key: value for key, value in scores.items() if isinstance(value, (int, float, str))})
-            shown = ", ".join(f"{COLUMNS[key].title} {scores[key]:.4g}" for key in DRAWN if scores.get(key) is not None)
+            line["scores"].append(
+                {
+                    key: value
+                    for key, value in scores.items()
+                    if isinstance(value, (int, float, str))
+                }
+            )
+            shown = ", ".join(
+                f"{COLUMNS[key].title} {scores[key]:.4g}"
+                for key in DRAWN
+                if scores.get(key) is not None
+            )
             say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
             places.append((times, one.model, chosen, forward))
         lines.append(line)
     for number in range(ROUNDS + 1):
         for times, model, chosen, forward in random.Random(number).sample(places, len(places)):
-            timer = Timer("run()", globals={"run": forward}, num_threads=torch.get_num_threads())  # waits for a GPU
+            timer = Timer(
+                "run()", globals={"run": forward}, num_threads=torch.get_num_threads()
+            )  # waits for a GPU
             with running(model, chosen), torch.no_grad():
                 seconds = timer.blocked_autorange(min_run_time=VISIT).mean
             if number:  # the first round warms up
@@ -118,7 +147,9 @@ def measure(names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str
         times[:] = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
     for line in lines:
         for share, (low, middle, high) in zip(line["shares"], line["milliseconds"]):
-            say(f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch")
+            say(
+                f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch"
+            )
     return lines
 
 
@@ -126,13 +157,17 @@ def draw(lines: Sequence[dict]):
     """Draw the results of `measure`: scores above, latency below, one colour per model."""
     every = [scores for line in lines for scores in line["scores"]]
     key = next(key for key in DRAWN if all(scores.get(key) is not None for scores in every))
-    figure, (above, below) = plt.subplots(2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained")
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained"
+    )
     for number, line in enumerate(lines):
         x, y = [100 * share for share in line["shares"]], [scores[key] for scores in line["scores"]]
         low, middle, high = zip(*line["milliseconds"])
         own, colour = line["shares"].index(line["share"]), f"C{number}"
         which = "all heads" if line["shares"] == [1.0] else f"{line['scope']} scope"
-        above.plot(x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {which}")
+        above.plot(
+            x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {which}"
+        )
         quartiles = np.subtract(middle, low), np.subtract(high, middle)
         below.errorbar(x, middle, quartiles, color=colour, marker="o", markersize=4, capsize=3)
         for axes, value in ((above, y[own]), (below, middle[own])):
@@ -150,7 +185,12 @@ def draw(lines: Sequence[dict]):
 def options(add) -> None:
     add("runs", nargs="+", metavar="RUN", help="a run, or its checkpoint; they come first")
     known = ", ".join(f"{share:g}" for share in SHARES)
-    add("--shares", nargs="+", metavar="S", help=f"share of active heads, or uniform:S (those allowed of {known})")
+    add(
+        "--shares",
+        nargs="+",
+        metavar="S",
+        help=f"share of active heads, or uniform:S (those allowed of {known})",
+    )
 
 
 def figure(options) -> Drawn:
@@ -160,20 +200,28 @@ def figure(options) -> Drawn:
         except ValueError:
             understood = False
         if not understood:
-            raise ValueError(f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S")
+            raise ValueError(
+                f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S"
+            )
     kinds = [kind_of(run, options.rest) for run in options.runs]
     if len(set(kinds)) > 1:
-        raise ValueError(f"{', '.join(options.runs)} are runs of {', '.join(kinds)}: one figure has one kind")
+        raise ValueError(
+            f"{', '.join(options.runs)} are runs of {', '.join(kinds)}: one figure has one kind"
+        )
     opened: list[Opened] = []
     for run in options.runs:
         given = options.rest
         if opened and kinds[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
             c = opened[0].config  # a folder that is no run has neither data nor a precision
             given = ["--data.root", c.data.root, "--mixed_precision", c.mixed_precision, *given]
-        opened.append(open_run(run, options=given, split="val", scores=True, command="budget-curve"))
+        opened.append(
+            open_run(run, options=given, split="val", scores=True, command="budget-curve")
+        )
         refuse_budget(opened[-1], "--shares")
     data = {one.config.data.root for one in opened if one.kind != "diffusion"}
     if len(data) > 1:
-        raise ValueError(f"runs would be scored on {' and on '.join(sorted(data))}; --data.root says one for all")
+        raise ValueError(
+            f"runs would be scored on {' and on '.join(sorted(data))}; --data.root says one for all"
+        )
     lines = measure(options.runs, opened, options.shares)
     return Drawn(draw(lines), dict(rounds=ROUNDS, torch=torch.__version__, lines=lines))

@@ -44,10 +44,15 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
         refuse_output("--output", output)
         endings = (".png", ".svg") if draws else getattr(command, "ENDINGS", ())
         if output and endings and not output.endswith(endings):
-            raise ValueError(f"--output {output}: expected a name that ends in {' or '.join(endings)}")
+            raise ValueError(
+                f"--output {output}: expected a name that ends in {' or '.join(endings)}"
+            )
         if not draws:
             return command.work(options)
-        from moh_vision.commands.figures import numbers_path, write_figure  # matplotlib takes a second
+        from moh_vision.commands.figures import (
+            numbers_path,
+            write_figure,
+        )  # matplotlib takes a second
 
         refuse_output("--output", str(numbers_path(options.output)))
         drawn = command.figure(options)

@@ -19,7 +19,16 @@ import numpy as np
 
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, lines_of
-from moh_vision.commands.runs import COLUMNS, NAMES, ScoredRun, find_run, grouped, number_at, read_lines, read_runs
+from moh_vision.commands.runs import (
+    COLUMNS,
+    NAMES,
+    ScoredRun,
+    find_run,
+    grouped,
+    number_at,
+    read_lines,
+    read_runs,
+)
 from moh_vision.engine.command_line import SHIPPED
 from moh_vision.engine.commands import closest
 
@@ -28,10 +37,24 @@ Points = list[tuple[float, float]]  # (steps done, loss)
 
 def options(add) -> None:
     add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    add("--over", metavar="KEY", help="last scores over this key of the configuration, such as data.share")
-    add("--beside", metavar="NAME", help="also the log that ships with a configuration, such as quickstart/cls")
+    add(
+        "--over",
+        metavar="KEY",
+        help="last scores over this key of the configuration, such as data.share",
+    )
+    add(
+        "--beside",
+        metavar="NAME",
+        help="also the log that ships with a configuration, such as quickstart/cls",
+    )
     add("--names", nargs="+", metavar="NAME", help=NAMES)
-    add("--window", type=int, default=1, metavar="N", help="mean of so many logged training losses (%(default)s)")
+    add(
+        "--window",
+        type=int,
+        default=1,
+        metavar="N",
+        help="mean of so many logged training losses (%(default)s)",
+    )
 
 
 def figure(options) -> Drawn:
@@ -46,7 +69,11 @@ def figure(options) -> Drawn:
         runs = [find_run(folder) for folder in options.runs]
         groups = grouped(runs, names=options.names)
         logs = [(name, [run.folder / "metrics.jsonl" for run in group]) for name, group in groups]
-        logs += [(f"{options.beside} as shipped", [shipped_log(options.beside)])] if options.beside else []
+        logs += (
+            [(f"{options.beside} as shipped", [shipped_log(options.beside)])]
+            if options.beside
+            else []
+        )
         lines, x = learning_curves(logs, options.window)
         y = loss_label(runs)
     runs = [str(folder) for folder in options.runs]
@@ -71,7 +98,9 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
         step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
         if step is None:
             raise ValueError(f"{file}: a line without step")
-        trained = ("nll" if "nll" in entry else "loss",)  # without smoothed labels, where the log has it so
+        trained = (
+            "nll" if "nll" in entry else "loss",
+        )  # without smoothed labels, where the log has it so
         for kind, place in (("training", trained), ("validation", ("validation", "loss"))):
             loss = number_at(entry, place, file)
             if loss is not None:  # a skipped step has null
@@ -89,7 +118,10 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
 def running_mean(points: Points, window: int) -> Points:
     """Average each value with those before it: batches differ more than models."""
     values = [value for _, value in points]
-    return [(x, float(np.mean(values[max(0, i + 1 - window) : i + 1]))) for i, (x, _) in enumerate(points)]
+    return [
+        (x, float(np.mean(values[max(0, i + 1 - window) : i + 1])))
+        for i, (x, _) in enumerate(points)
+    ]
 
 
 def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int) -> tuple[list[Line], str]:
@@ -118,15 +150,21 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
     return "loss, nats per token" if "text" in kinds else "loss"
 
 
-def scores_over(runs: Sequence[ScoredRun], key: str, names: list[str] | None) -> tuple[list[Line], str]:
+def scores_over(
+    runs: Sequence[ScoredRun], key: str, names: list[str] | None
+) -> tuple[list[Line], str]:
     """Return lines of the first score that all runs have, over a key; and y's label."""
     for run in runs:
         if key not in run.config:
-            raise ValueError(f"--over {key}: no such key in {run.folder / 'config.yaml'}: {closest(key, run.config)}")
+            raise ValueError(
+                f"--over {key}: no such key in {run.folder / 'config.yaml'}: {closest(key, run.config)}"
+            )
         value = run.config[key]
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"--over {key}: {run.folder} has {value!r} there; expected a number")
-    score = next((score for score in COLUMNS if all(run.scores.get(score) is not None for run in runs)), None)
+    score = next(
+        (score for score in COLUMNS if all(run.scores.get(score) is not None for run in runs)), None
+    )
     if score is None:
         raise ValueError(f"{', '.join(str(run.folder) for run in runs)} have no score in common")
     groups = grouped(runs, key, names)

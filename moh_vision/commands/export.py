@@ -95,7 +95,10 @@ def export(
     `metadata` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
-    metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in (metadata or {}).items()}
+    metadata = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in (metadata or {}).items()
+    }
     if form == "torch-export":
         dims = {name: None if batch else {0: torch.export.Dim("batch", min=1)} for name in inputs}
         program = torch.export.export(module, (), inputs, dynamic_shapes=dims)
@@ -112,11 +115,15 @@ def export(
         node.metadata_props.clear()  # paths of this machine
     written.save(file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(None, {n: x.numpy() for n, x in inputs.items()})[0])
+    return lambda inputs: torch.from_numpy(
+        session.run(None, {n: x.numpy() for n, x in inputs.items()})[0]
+    )
 
 
 @torch.no_grad()
-def cases_of(module: nn.Module, batch: int | None, seed: int) -> list[tuple[dict[str, Tensor], Tensor]]:
+def cases_of(
+    module: nn.Module, batch: int | None, seed: int
+) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Draw inputs in batches of 1 and 3, or the only batch, and compute the outputs."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [module.draw(size, generator) for size in ([batch] if batch else [1, 3])]
@@ -136,10 +143,14 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
     elif checkpoint:
         raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
     elif path.suffix in (".pt", ".pth", ".bin", ".npz"):
-        raise ValueError(f"{source} does not say of which model it is: give NAME --checkpoint {source}")
+        raise ValueError(
+            f"{source} does not say of which model it is: give NAME --checkpoint {source}"
+        )
     weights = checkpoint or source
     if kind_of(weights) == "text":
-        raise ValueError(f"{weights} is a language model; allowed are classifiers and diffusion models")
+        raise ValueError(
+            f"{weights} is a language model; allowed are classifiers and diffusion models"
+        )
     return open_run(weights, name=name, command="export")
 
 
@@ -150,7 +161,10 @@ def fix_heads(model: nn.Module, file: str) -> None:
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
         raise ValueError(f"{file} counts (all, shared) heads {counted}, which are not the model's")
     shares = [runs[:, :-1].sum(0) for runs in load.runs()]
-    kept = [busiest(share, layer.budget.shared, layer.budget.active) for share, layer in zip(shares, layers)]
+    kept = [
+        busiest(share, layer.budget.shared, layer.budget.active)
+        for share, layer in zip(shares, layers)
+    ]
     try:
         keep_heads(model, kept)
     except ValueError as error:
@@ -188,10 +202,14 @@ def write(
             try:
                 run = export(module, file, form, batch, metadata)
             except Exception as error:  # torch and ONNX raise many kinds
-                raise ValueError(f"{metadata['architecture']} cannot be exported: {reason_of(error)}") from None
+                raise ValueError(
+                    f"{metadata['architecture']} cannot be exported: {reason_of(error)}"
+                ) from None
         errors = []
         for some in cases:
-            errors_and_sizes = [((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in some]
+            errors_and_sizes = [
+                ((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in some
+            ]
             error, largest = torch.tensor(errors_and_sizes).amax(0).tolist()  # NaN stays NaN
             errors.append(f"{error:.1e}")
             if error <= TOLERANCE * largest:
@@ -201,35 +219,66 @@ def write(
                 f"{output} is not written: it differs from PyTorch by {error:.1e} where the largest output is {largest:.3g}; "
                 f"allowed is {TOLERANCE:g} of it"
             )
-        for written in sorted(Path(folder).iterdir(), key=lambda written: written == file):  # its weights come first
+        for written in sorted(
+            Path(folder).iterdir(), key=lambda written: written == file
+        ):  # its weights come first
             fsync(written)
             give_name(written, output.with_name(written.name))
-    runtime = f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"
-    tie = f"; another input differed by {errors[0]}, as where two heads are at a tie" if len(errors) > 1 else ""
-    say(f"{runtime} differs from PyTorch by at most {errors[-1]} (largest output {largest:.3g}, float32){tie}")
+    runtime = (
+        f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"
+    )
+    tie = (
+        f"; another input differed by {errors[0]}, as where two heads are at a tie"
+        if len(errors) > 1
+        else ""
+    )
+    say(
+        f"{runtime} differs from PyTorch by at most {errors[-1]} (largest output {largest:.3g}, float32){tie}"
+    )
 
 
 def options(add) -> None:
-    add("source", metavar="RUN|NAME", help="a run, one of its files, a published folder; or the name of a model")
+    add(
+        "source",
+        metavar="RUN|NAME",
+        help="a run, one of its files, a published folder; or the name of a model",
+    )
     add("--format", choices=sorted(SUFFIXES), required=True, help="what to write")
     add("--output", required=True, metavar="FILE", help="a new .onnx or .pt2 file")
-    add("--checkpoint", metavar="FILE", help="weights for NAME; left out: those it is published with")
+    add(
+        "--checkpoint",
+        metavar="FILE",
+        help="weights for NAME; left out: those it is published with",
+    )
     add("--batch", type=int, metavar="N", help="the only batch the file takes; left out: any")
-    add("--head-budget", metavar="S", help="share of heads that run, such as 0.5; left out: the model's")
-    add("--static-heads", metavar="FILE", help="a head_load.json: only the heads that ran most; other outputs")
+    add(
+        "--head-budget",
+        metavar="S",
+        help="share of heads that run, such as 0.5; left out: the model's",
+    )
+    add(
+        "--static-heads",
+        metavar="FILE",
+        help="a head_load.json: only the heads that ran most; other outputs",
+    )
 
 
 def work(options) -> None:
     form, output = options.format, Path(options.output)
     if output.suffix != SUFFIXES[form]:
-        raise ValueError(f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}")
+        raise ValueError(
+            f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}"
+        )
     refuse_output("--output", f"{output}.data")
     for name in PACKAGES if form == "onnx" else ():
         import_module(name)  # one that is missing is said before the work
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: expected 1 or more")
     opened = open_source(options.source, options.checkpoint)
-    model, metadata = opened.model, {key: opened.metadata[key] for key in ("architecture", "classes")}
+    model, metadata = (
+        opened.model,
+        {key: opened.metadata[key] for key in ("architecture", "classes")},
+    )
     if options.head_budget is not None:
         set_head_budget(model, options.head_budget)
     heads = sum(layer.num_heads for layer in attention_layers(model))
@@ -243,10 +292,14 @@ def work(options) -> None:
         module = Classifier(model, prepared["input_size"])
     else:
         config, objective = model.config, opened.metadata["objective"]
-        metadata.update(objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes)
+        metadata.update(
+            objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes
+        )
         module = Denoiser(model)
     cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
     say(f"{opened.metadata['weights']} ({metadata['architecture']})")
     say(heads_text(model, heads, gather_heads(model)))
     write(module, output, form, options.batch, metadata, cases)
-    say(f"{output}: {sum(p.numel() for p in model.parameters()):,} parameters, {output.stat().st_size:,} bytes")
+    say(
+        f"{output}: {sum(p.numel() for p in model.parameters()):,} parameters, {output.stat().st_size:,} bytes"
+    )

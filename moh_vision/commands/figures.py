@@ -30,7 +30,9 @@ class Line(NamedTuple):
             name=self.name,
             x=list(self.values),
             mean=[statistics.mean(values) for values in values_of_runs],
-            std=[statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs],
+            std=[
+                statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs
+            ],
             runs=[len(values) for values in values_of_runs],
         )
 
@@ -48,11 +50,19 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     for line in lines:
         numbers = line.numbers()
-        look = dict(linewidth=1, linestyle=":") if line.dotted else dict(linewidth=1.6, marker="o", markersize=3)
-        (drawn,) = axes.plot(numbers["x"], numbers["mean"], color=line.colour, label=line.name, **look)
+        look = (
+            dict(linewidth=1, linestyle=":")
+            if line.dotted
+            else dict(linewidth=1.6, marker="o", markersize=3)
+        )
+        (drawn,) = axes.plot(
+            numbers["x"], numbers["mean"], color=line.colour, label=line.name, **look
+        )
         if any(numbers["std"]) and not line.dotted:  # bands of training losses hide the rest
             ends = [(m - (s or 0), m + (s or 0)) for m, s in zip(numbers["mean"], numbers["std"])]
-            axes.fill_between(numbers["x"], *zip(*ends), color=drawn.get_color(), alpha=0.15, linewidth=0)
+            axes.fill_between(
+                numbers["x"], *zip(*ends), color=drawn.get_color(), alpha=0.15, linewidth=0
+            )
     axes.set_xlabel(x)
     if axes.get_xlim()[1] >= 10_000:  # steps, tokens
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))

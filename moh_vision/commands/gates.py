@@ -21,7 +21,13 @@ from moh_vision.opening import open_run
 
 
 def options(add) -> None:
-    add("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run of train_text.py")
+    add(
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="folder of a finished run of train_text.py",
+    )
     add("--split", default="val", choices=("val", "test"), help="of the run's data (%(default)s)")
 
 
@@ -40,7 +46,11 @@ def figure(options) -> Drawn:
             if gates["layers"]:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
             del gates["columns"]
-            scores = {key: value for key, value in run.scores.items() if key.startswith("bleu") and value is not None}
+            scores = {
+                key: value
+                for key, value in run.scores.items()
+                if key.startswith("bleu") and value is not None
+            }
             records[run.folder] = dict(run=str(run.folder), name=name, seed=seed, **gates, **scores)
     if not texts:
         raise ValueError(
@@ -56,32 +66,59 @@ def read_split(run: ScoredRun, split: str) -> dict:
     weights = run.folder / run.json("results.json")["weights"]
     opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator
-    batches = text.eval_batches(getattr(text, split), accelerator.process_index, accelerator.num_processes)
+    batches = text.eval_batches(
+        getattr(text, split), accelerator.process_index, accelerator.num_processes
+    )
     return read_gates(opened.model.to(accelerator.device), batches, text.vocabularies, accelerator)
 
 
-def entropy_table(groups: Sequence[tuple[str, list[ScoredRun]]], records: dict[Path, dict]) -> Table:
+def entropy_table(
+    groups: Sequence[tuple[str, list[ScoredRun]]], records: dict[Path, dict]
+) -> Table:
     """Make a table of entropies, and BLEU with one expert in each encoder attention."""
     rows: list[dict[str, str]] = []
-    notes = ["Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."]
-    order = ["model", "runs", "entropy, encoder", "entropy, decoder", "entropy, model", "uniform", "BLEU"]
+    notes = [
+        "Entropy in nats. Mean ± standard deviation over runs that differ in nothing but the seed."
+    ]
+    order = [
+        "model",
+        "runs",
+        "entropy, encoder",
+        "entropy, decoder",
+        "entropy, model",
+        "uniform",
+        "BLEU",
+    ]
     for name, group in groups:
         notes.append(f"{name}: {', '.join(str(run.folder) for run in group)}; {group[0].how}.")
         own = [records[run.folder] for run in group]
         row = dict(model=name, runs=str(len(group)))
         for stack in own[0]["mean_entropy"]:
-            row[f"entropy, {stack}"] = mean_and_spread([one["mean_entropy"][stack] for one in own], 2)
+            row[f"entropy, {stack}"] = mean_and_spread(
+                [one["mean_entropy"][stack] for one in own], 2
+            )
         experts = {layer["experts"] for one in own for layer in one["layers"]}
         if experts:
-            row["uniform"] = " to ".join(f"{math.log(E):.2f}" for E in sorted({min(experts), max(experts)}))
+            row["uniform"] = " to ".join(
+                f"{math.log(E):.2f}" for E in sorted({min(experts), max(experts)})
+            )
         row["BLEU"] = mean_and_spread([one.get("bleu") for one in own], 2)
-        for key, title in (("bleu_argmax", "most probable expert"), ("bleu_random", "random expert")):
+        for key, title in (
+            ("bleu_argmax", "most probable expert"),
+            ("bleu_random", "random expert"),
+        ):
             scored = [one for one in own if key in one]
             row[title] = mean_and_spread([one[key] for one in scored], 2)
             row[f"{title}, change"] = mean_and_spread([one[key] - one["bleu"] for one in scored], 2)
-        row["random expert, std of draws"] = mean_and_spread([one.get("bleu_random_std") for one in own], 2)
+        row["random expert, std of draws"] = mean_and_spread(
+            [one.get("bleu_random_std") for one in own], 2
+        )
         rows.append(row)
-    titles = [title for title in dict.fromkeys([*order, *row]) if any(row.get(title, "-") != "-" for row in rows)]
+    titles = [
+        title
+        for title in dict.fromkeys([*order, *row])
+        if any(row.get(title, "-") != "-" for row in rows)
+    ]
     return Table(titles, [[row.get(title, "-") for title in titles] for row in rows], notes)
 
 
@@ -89,7 +126,9 @@ def draw_gate_entropy(numbers: dict):
     """Draw the entropies in this command's JSON over the layers, a line per model."""
     layers = [(run["name"], layer) for run in numbers["runs"] for layer in run["layers"]]
     names = list(dict.fromkeys(layer["name"] for _, layer in layers))
-    lines = lines_of((model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers)
+    lines = lines_of(
+        (model, names.index(layer["name"]), layer["entropy"]) for model, layer in layers
+    )
     experts = sorted({layer["experts"] for _, layer in layers})
     for number in experts:
         nats = [math.log(number)]
@@ -98,7 +137,9 @@ def draw_gate_entropy(numbers: dict):
     figure = draw_lines(lines, "", "gate entropy, nats")
     axes = figure.axes[0]
     short = [name.replace(".layers.", " ").replace("_attn", "").replace(".", " ") for name in names]
-    axes.set_xticks(range(len(names)), short, fontsize=8, rotation=30, ha="right", rotation_mode="anchor")
+    axes.set_xticks(
+        range(len(names)), short, fontsize=8, rotation=30, ha="right", rotation_mode="anchor"
+    )
     axes.set_ylim(0, 1.06 * math.log(experts[-1]))
     axes.set_title(f"entropy of the gates, {numbers['split']}", fontsize=10)
     return figure

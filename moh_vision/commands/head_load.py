@@ -30,10 +30,29 @@ ALWAYS = "0.75"  # colour of heads that every token runs
 
 def options(add) -> None:
     add("load", type=Path, metavar="RUN|FILE", help=f"folder of a run with {FILE}, or such a file")
-    add("--kind", default="map", choices=("map", "bars", "curves"), help="what to draw (%(default)s)")
-    add("--by", metavar="KIND", help="what the file tells apart, such as timestep (the first: class, text or task)")
-    add("--groups", nargs="+", metavar="NAME", help=f"only these (all; for bars the {SHOWN} that differ most)")
-    add("--layer", type=int, metavar="N", help="only this one, from 0 (all; for bars the last that leaves heads out)")
+    add(
+        "--kind",
+        default="map",
+        choices=("map", "bars", "curves"),
+        help="what to draw (%(default)s)",
+    )
+    add(
+        "--by",
+        metavar="KIND",
+        help="what the file tells apart, such as timestep (the first: class, text or task)",
+    )
+    add(
+        "--groups",
+        nargs="+",
+        metavar="NAME",
+        help=f"only these (all; for bars the {SHOWN} that differ most)",
+    )
+    add(
+        "--layer",
+        type=int,
+        metavar="N",
+        help="only this one, from 0 (all; for bars the last that leaves heads out)",
+    )
 
 
 def figure(options) -> Drawn:
@@ -69,7 +88,9 @@ def draw(
     for name in names or ():
         if name not in every:
             such = ", ".join(nearest(name, every) or every[:5])
-            raise ValueError(f"--groups {name}: no {by} has this name; there are {len(every)}, such as {such}")
+            raise ValueError(
+                f"--groups {name}: no {by} has this name; there are {len(every)}, such as {such}"
+            )
     groups = [every.index(name) for name in names] if names else list(range(len(every)))
     if kind == "bars":
         layer = [len(load.layers) - 1, *load.choosing()][-1] if layer is None else layer
@@ -105,9 +126,13 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     for layer, start, share in zip(layers, first, shares):
         budget = load.layers[layer]
         shown.append(dict(name=budget["name"], first_head=start, share_of_tokens=rounded(share, 3)))
-        heads += ["s"] * budget["shared"] + [str(head) for head in range(budget["shared"], budget["heads"])]
+        heads += ["s"] * budget["shared"] + [
+            str(head) for head in range(budget["shared"], budget["heads"])
+        ]
         always = budget["shared" if layer in choosing else "heads"] - start
-        cell = np.pad(share.numpy(), [(0, 0), (0, 1)], constant_values=np.nan)  # a gap behind each layer
+        cell = np.pad(
+            share.numpy(), [(0, 0), (0, 1)], constant_values=np.nan
+        )  # a gap behind each layer
         cell[:, :always] = -1  # below the scale
         cells.append(cell)
     grid = np.hstack(cells)[:, :-1]
@@ -122,7 +147,9 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     axes.set_frame_on(False)
     axes.set_ylabel(label)
     names = [load.groups[by][group] for group in groups]
-    axes.set_yticks(range(0, len(names), nth), [shortened(name) for name in names[::nth]], fontsize=8)
+    axes.set_yticks(
+        range(0, len(names), nth), [shortened(name) for name in names[::nth]], fontsize=8
+    )
     axes.set_xticks([])
     axes.set_xlabel("routed heads of each layer; those that are always on are left out")
     if numbered:
@@ -143,19 +170,30 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
     heads, shared = budget["heads"], budget["shared"]
     width = min(max(5.0, 1.5 + 0.22 * heads), 16.0)
     size = (width, 0.9 + 1.5 * len(groups))
-    figure, panels = plt.subplots(len(groups), figsize=size, sharex=True, squeeze=False, layout="constrained")
+    figure, panels = plt.subplots(
+        len(groups), figsize=size, sharex=True, squeeze=False, layout="constrained"
+    )
     percents = {}
     for axes, group in zip(panels.flat, groups):
         name, percent = load.groups[by][group], share[group].numpy()
         percents[name] = rounded(share[group], 2)
         axes.bar(range(heads), percent, color=[ALWAYS] * shared + ["C0"] * (heads - shared))
-        axes.axhline(percent[shared:].sum() / max(heads - shared, 1), color="black", linestyle="--", linewidth=0.8)
+        axes.axhline(
+            percent[shared:].sum() / max(heads - shared, 1),
+            color="black",
+            linestyle="--",
+            linewidth=0.8,
+        )
         axes.set_title(shortened(f"{by} {name}", 60), fontsize=9, loc="left")
         axes.set_ylim(0, 105)
         axes.set_ylabel("% of tokens", fontsize=8)
         axes.tick_params(labelsize=8)
-    axes.set_xticks(range(0, heads, math.ceil(0.25 * heads / (width - 1.5))))  # a number needs 0.25 inches
-    axes.set_xlabel("head" + (" (grey: shared, always on)" if shared else "") + ", dashed: equal loads")
+    axes.set_xticks(
+        range(0, heads, math.ceil(0.25 * heads / (width - 1.5)))
+    )  # a number needs 0.25 inches
+    axes.set_xlabel(
+        "head" + (" (grey: shared, always on)" if shared else "") + ", dashed: equal loads"
+    )
     figure.suptitle(title_of(load, width, f"layer {layer} ({budget['name']})"), fontsize=10)
     return Drawn(figure, dict(by=by, layer=budget, percent_of_tokens=percents))
 
@@ -164,11 +202,15 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
     """Draw a line per layer: its routed heads sorted by load (Zhang 2022, figures 3 and 4)."""
     runs, curves = load.runs(by), {}
     for layer in layers:
-        counts = runs[layer][groups, load.layers[layer]["shared"] : -1].sum(0)  # [routed candidates]
+        counts = runs[layer][groups, load.layers[layer]["shared"] : -1].sum(
+            0
+        )  # [routed candidates]
         if layer in load.choosing() and counts.sum() > 0:
             curves[layer] = (100 * counts / counts.sum()).sort(descending=True)
     if not curves:
-        raise ValueError("no layer chose among heads for these groups, so there are no loads to compare")
+        raise ValueError(
+            "no layer chose among heads for these groups, so there are no loads to compare"
+        )
     names = short_names([load.layers[layer]["name"] for layer in curves], list(curves))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(curves)))
     lines, loads = [], {}
@@ -176,16 +218,22 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         budget = load.layers[layer]
         values = {place: [value] for place, value in enumerate(percent.tolist(), 1)}
         lines.append(Line(f"layer {name}", values, colour))
-        loads[budget["name"]] = dict(percent=rounded(percent, 3), heads=(budget["shared"] + order).tolist())
+        loads[budget["name"]] = dict(
+            percent=rounded(percent, 3), heads=(budget["shared"] + order).tolist()
+        )
     for heads in sorted({len(line.values) for line in lines}):
         equal = [100 / heads]
         lines.append(Line(f"equal loads of {heads}", {1: equal, heads: equal}, "grey", dotted=True))
-    figure = draw_lines(lines, "routed heads of a layer, from the most loaded one", "% of the layer's choices")
+    figure = draw_lines(
+        lines, "routed heads of a layer, from the most loaded one", "% of the layer's choices"
+    )
     (axes,) = figure.axes
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title_of(load, 7.0), fontsize=10)
-    return Drawn(figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=loads))
+    return Drawn(
+        figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=loads)
+    )
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:
@@ -207,7 +255,10 @@ def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
         return [str(number) for number in numbers]
     parts = [name.split(".") for name in names]
     common = set.intersection(*map(set, parts))
-    return [" ".join(word for word in words if word.isdecimal() or word not in common) for words in parts]
+    return [
+        " ".join(word for word in words if word.isdecimal() or word not in common)
+        for words in parts
+    ]
 
 
 def shortened(name: str, most: int = 24) -> str:
@@ -220,7 +271,9 @@ def title_of(load: HeadLoad, width: float, more: str = "") -> str:
     share = 100 * active / sum(layer["heads"] for layer in load.layers)
     texts = [load.of.get("run"), f"{share:.3g} % of the heads"]
     texts += [*(load.of.get(key) for key in ("model", "data", "split")), more]
-    title = textwrap.fill(", ".join(str(text) for text in texts if text), int(11 * width), break_on_hyphens=False)
+    title = textwrap.fill(
+        ", ".join(str(text) for text in texts if text), int(11 * width), break_on_hyphens=False
+    )
     return title.replace("$", r"\$")  # no formulas
 
 

@@ -80,9 +80,13 @@ def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int
 def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     """Find the heads and gates of each patch of an image [C, h, w] in every layer."""
     layers = []
-    for layer, routing in zip(head_budget(model)["layers"], token_heads(model, image[None]), strict=True):
+    for layer, routing in zip(
+        head_budget(model)["layers"], token_heads(model, image[None]), strict=True
+    ):
         prefix, *grid = patch_grid(model, layer["name"], image.shape[-2:])
-        active, gates = (t[0, prefix:].T.unflatten(1, grid) for t in (routing.active, routing.weights))
+        active, gates = (
+            t[0, prefix:].T.unflatten(1, grid) for t in (routing.active, routing.weights)
+        )
         layers.append(PatchHeads(layer["name"], layer["shared"], active, gates.float()))
     return layers
 
@@ -90,9 +94,13 @@ def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
     """Draw the image and one map per head for each (number, heads) of a layer."""
     rows = [math.ceil((len(heads.active) + 1) / MOST_COLUMNS) for _, heads in layers]
-    columns = [math.ceil((len(heads.active) + 1) / count) for (_, heads), count in zip(layers, rows)]
+    columns = [
+        math.ceil((len(heads.active) + 1) / count) for (_, heads), count in zip(layers, rows)
+    ]
     heights = [0.45 + (CELL + 0.2) * count for count in rows]
-    figure = plt.figure(figsize=(max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45), layout="constrained")
+    figure = plt.figure(
+        figsize=(max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45), layout="constrained"
+    )
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
     panels = figure.subfigures(len(layers), 1, height_ratios=heights, squeeze=False)[:, 0]
@@ -123,14 +131,26 @@ def chosen_layers(layers: Sequence[int] | None, every: Sequence[PatchHeads]) -> 
     for number in layers or ():
         if not 0 <= number < len(every):
             raise ValueError(f"--layer {number}: expected 0 to {len(every) - 1}")
-    telling = [number for number, heads in enumerate(every) if not heads.active.all()] or range(len(every))
+    telling = [number for number, heads in enumerate(every) if not heads.active.all()] or range(
+        len(every)
+    )
     return list(layers or sorted({telling[(len(telling) - 1) // 2], telling[-1]}))
 
 
 def options(add) -> None:
-    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
+    add(
+        "run",
+        metavar="RUN",
+        help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
+    )
     add("--image", required=True, metavar="FILE", help="the image")
-    add("--layer", type=int, nargs="+", metavar="N", help="layers from 0 (a middle and the last that leave heads out)")
+    add(
+        "--layer",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="layers from 0 (a middle and the last that leave heads out)",
+    )
 
 
 def figure(options) -> Drawn:
@@ -144,7 +164,9 @@ def figure(options) -> Drawn:
     numbers, title = classified(opened, image, options.image)
     every = patch_heads(opened.model, image)
     if all((heads.gates == 1).all() for heads in every):
-        raise ValueError(f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw")
+        raise ValueError(
+            f"{options.run}: every patch runs every head with gate 1, so there is nothing to draw"
+        )
     layers = [(number, every[number]) for number in chosen_layers(options.layer, every)]
     numbers["layers"] = [
         dict(

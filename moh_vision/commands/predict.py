@@ -53,7 +53,11 @@ def image_files(paths: Sequence[str]) -> list[str]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            images = {p: e for e, p in walk(Path(path), f"{path.rstrip('/')}/") if p.lower().endswith(IMAGES)}
+            images = {
+                p: e
+                for e, p in walk(Path(path), f"{path.rstrip('/')}/")
+                if p.lower().endswith(IMAGES)
+            }
             if not images:
                 raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
             for file in sorted(images):
@@ -62,7 +66,9 @@ def image_files(paths: Sequence[str]) -> list[str]:
         elif os.path.isfile(path):
             files.append(path)
         else:
-            raise FileNotFoundError(f"{path}: {'not a file or folder' if os.path.exists(path) else 'no such file'}")
+            raise FileNotFoundError(
+                f"{path}: {'not a file or folder' if os.path.exists(path) else 'no such file'}"
+            )
     return files
 
 
@@ -77,7 +83,9 @@ def class_names(classes: Sequence[str] | None, count: int) -> list[str]:
 
 
 @torch.no_grad()
-def predict(model: torch.nn.Module, batches, accelerator, most: int = 5) -> Iterator[tuple[int, Likeliest]]:
+def predict(
+    model: torch.nn.Module, batches, accelerator, most: int = 5
+) -> Iterator[tuple[int, Likeliest]]:
     """Yield each image's number (its label) and its `most` likeliest classes."""
     for batch in batches:
         with accelerator.autocast():
@@ -88,7 +96,11 @@ def predict(model: torch.nn.Module, batches, accelerator, most: int = 5) -> Iter
 
 
 def options(add) -> None:
-    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
+    add(
+        "run",
+        metavar="RUN",
+        help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
+    )
     add("images", nargs="+", metavar="IMAGE_OR_FOLDER", help="image files, and folders of them")
     add("--top", type=int, default=5, metavar="N", help="classes of each image (5)")
     add("--output", metavar="FILE", help="a new .json with what is printed")
@@ -104,22 +116,39 @@ def work(options) -> None:
     opened = open_run(options.run, options=options.rest, command="predict")
     for key in sorted(opened.config.given.intersection(IDLE)):
         raise ValueError(f"{key} has no effect: only the images that are named are read")
-    model, metadata, accelerator, data = opened.model, opened.metadata, opened.accelerator, opened.config.data
+    model, metadata, accelerator, data = (
+        opened.model,
+        opened.metadata,
+        opened.accelerator,
+        opened.config.data,
+    )
     names = class_names(metadata["classes"], model.num_classes)
     print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)  # beside the rows
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
     slices = rank_slice(len(files), 0, 1, data.eval_batch_size)
-    images = LabelledImages(Files(files), validation_transform(model.pretrained_cfg), seed=0, replace=False)
+    images = LabelledImages(
+        Files(files), validation_transform(model.pretrained_cfg), seed=0, replace=False
+    )
     batches = evaluation_batches(images, slices, data.workers if len(slices) > 1 else 0, unreadable)
     predictions = []
-    for number, likeliest in predict(model.to(accelerator.device), batches, accelerator, options.top):
-        predictions.append((files[number], [(names[c], probability) for c, probability in likeliest]))
-        read = say(f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in predictions[-1][1])}")
+    for number, likeliest in predict(
+        model.to(accelerator.device), batches, accelerator, options.top
+    ):
+        predictions.append(
+            (files[number], [(names[c], probability) for c, probability in likeliest])
+        )
+        read = say(
+            f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in predictions[-1][1])}"
+        )
         if not (read or options.output):
             return
     if options.output:
         pairs = [dict(image=file, classes=classes) for file, classes in predictions]
-        of = dict(weights=metadata["weights"], model=metadata["architecture"], img_size=metadata["img_size"])
+        of = dict(
+            weights=metadata["weights"],
+            model=metadata["architecture"],
+            img_size=metadata["img_size"],
+        )
         write_json(Path(options.output), dict(of, images=pairs))
     if unreadable.seen:
         raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")

@@ -84,15 +84,31 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
         more = record_text({key: results.get(key) for key in ("protocol", "versions")})
     elif results := run.json("results.json"):
         own = in_run and Path(str(results.get("weights"))).stem == file.stem
-        step = results.get("best_step" if file.stem == "best" else "step")  # with patience it ends later
+        step = results.get(
+            "best_step" if file.stem == "best" else "step"
+        )  # with patience it ends later
         own = own and metadata.get("step", step) == step
-        more = "\n".join(form["signature"] for form in results.get("bleu", {}).get("soft", {}).values())
+        more = "\n".join(
+            form["signature"] for form in results.get("bleu", {}).get("soft", {}).values()
+        )
     else:
-        own = in_run and file.name == weights_file(str(run.folder)).name and metadata.get("step") == scored.steps
+        own = (
+            in_run
+            and file.name == weights_file(str(run.folder)).name
+            and metadata.get("step") == scored.steps
+        )
         more = ""
     of_suites = in_run and file.stem == "model"  # which the suites' command reads
-    kept = {k: v for k, v in scored.scores.items() if (own if k in COLUMNS else of_suites) and v is not None}
-    return scored._replace(scores=kept, how="; ".join([scored.how, *more.splitlines()])) if kept else None
+    kept = {
+        k: v
+        for k, v in scored.scores.items()
+        if (own if k in COLUMNS else of_suites) and v is not None
+    }
+    return (
+        scored._replace(scores=kept, how="; ".join([scored.how, *more.splitlines()]))
+        if kept
+        else None
+    )
 
 
 # Each saves a folder and returns for the card: the library, the hub's task, the example.
@@ -104,7 +120,9 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
     cfg = {**model.pretrained_cfg, **dict.fromkeys(OF_SOURCE), "license": license_of_weights(run)}
     names = cfg.pop("label_names")
     words = ImageNetInfo().label_descriptions(as_dict=True)
-    labels = dict(label_names=names, label_descriptions={name: words[name] for name in names if name in words})
+    labels = dict(
+        label_names=names, label_descriptions={name: words[name] for name in names if name in words}
+    )
     # The tag after the point names weights; for a local folder timm records a wrong one.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
@@ -114,7 +132,9 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
         title = cfg["architecture"] = title.removeprefix("moh_")
         model, arguments = plain
     model.pretrained_cfg = model.default_cfg = cfg
-    timm.models.save_for_hf(model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True)
+    timm.models.save_for_hf(
+        model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True
+    )
     colours = "L" if model.in_chans == 1 else "RGB"
     example = dict(ours=plain is None, colours=colours, classes=model.num_classes)
     return dict(library="timm", task="image-classification", model=title, **example)
@@ -135,7 +155,9 @@ def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, di
 
 def license_of_weights(run: ScoredRun) -> str | None:
     """Look up the license in timm's registry of the weights that a run started from."""
-    source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix("hf-hub:timm/")
+    source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix(
+        "hf-hub:timm/"
+    )
     cfg = get_pretrained_cfg(source, allow_unregistered=True)
     return cfg and cfg.license
 
@@ -146,14 +168,20 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRu
     from moh_vision.diffusion.loading import open_pipeline
 
     drawn = scored.sampling if scored is not None else {}
-    draws = {key: drawn[key] for key in ("sampler", "steps", "cfg_scale") if drawn.get(key) is not None}
+    draws = {
+        key: drawn[key] for key in ("sampler", "steps", "cfg_scale") if drawn.get(key) is not None
+    }
     weights = opened.metadata["weights"]
     config = SampleConfig(checkpoint=weights, num_images=0, save_pipeline=str(folder), **draws)
     pipe, _ = open_pipeline(config)
     if pipe.vae is not None:
-        pipe.vae.register_to_config(_name_or_path=without_paths(pipe.vae.config.get("_name_or_path") or ""))
+        pipe.vae.register_to_config(
+            _name_or_path=without_paths(pipe.vae.config.get("_name_or_path") or "")
+        )
     pipe.save_pretrained(folder)
-    return dict(library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps)
+    return dict(
+        library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps
+    )
 
 
 def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
@@ -168,7 +196,9 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
     with quiet():
         opened.model.save_pretrained(folder)
     source = save_tokenizer(run.folder / "tokenizer.json", folder, template)
-    target = source and save_tokenizer(run.folder / "target_tokenizer.json", folder / "target", template)
+    target = source and save_tokenizer(
+        run.folder / "target_tokenizer.json", folder / "target", template
+    )
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
     return dict(library="transformers", task=task, **example)
 
@@ -196,22 +226,33 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
     names = {role: SPECIALS[number] for role, number in roles.items()}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
     around = [(SPECIALS[number], number) for number in (BOS, EOS) if SPECIALS[number] in template]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=template, special_tokens=around)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=around
+    )
     if vocabulary.kind == "bpe":
-        tokenizer.backend_tokenizer.decoder = Sequence([tokenizer.backend_tokenizer.decoder, Strip(" ", 1, 0)])
+        tokenizer.backend_tokenizer.decoder = Sequence(
+            [tokenizer.backend_tokenizer.decoder, Strip(" ", 1, 0)]
+        )
     tokenizer.save_pretrained(folder)
     return True
 
 
 def make_card(
-    run: ScoredRun, opened: Opened, saved: dict, scored: ScoredRun | None, name: str, license: str | None
+    run: ScoredRun,
+    opened: Opened,
+    saved: dict,
+    scored: ScoredRun | None,
+    name: str,
+    license: str | None,
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
     model, metadata = opened.model, opened.metadata
     inputs, named = opened.example()
     scores = scored.scores if scored else {}
     shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
-    head = dict(library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run))
+    head = dict(
+        library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run)
+    )
     card = ModelCard.from_template(
         ModelCardData(**head, license=license or license_of_weights(run), tags=["moh_vision"]),
         template_path=Path(__file__).with_name("model_card.md"),
@@ -234,8 +275,14 @@ def make_card(
 
 def datasets_of(run: ScoredRun) -> list[str] | None:
     """Name the hub's data sets for the card; a local folder of that name is another set."""
-    roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [run.config.get("data.root")]
-    named = [root.removeprefix(PREFIX).partition(":")[0] for root in map(str, roots) if root.startswith(PREFIX)]
+    roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [
+        run.config.get("data.root")
+    ]
+    named = [
+        root.removeprefix(PREFIX).partition(":")[0]
+        for root in map(str, roots)
+        if root.startswith(PREFIX)
+    ]
     return list(dict.fromkeys(named)) or None
 
 
@@ -244,8 +291,15 @@ def data_of(run: ScoredRun) -> str:
     text = f"`{run.config.get('data.root')}`"
     if run.kind in TEXT.values():
         mixture = run.config.get("data.mixture") or ()
-        text = ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture) or text
-        pair = f", {run.config.get('data.source')} to {run.config.get('data.target')}" if run.kind == TEXT["mt"] else ""
+        text = (
+            ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture)
+            or text
+        )
+        pair = (
+            f", {run.config.get('data.source')} to {run.config.get('data.target')}"
+            if run.kind == TEXT["mt"]
+            else ""
+        )
         return f"{text}, split {run.config.get('data.train')}{pair}."
     try:
         counts = {split: outline["samples"] for split, outline in run.json(RECORD).items()}
@@ -281,12 +335,16 @@ def work(options) -> None:
     opened = open_run(weights_of(run, path), command="publish")
     with as_written(f"{run.folder}: its scores are"):
         scored = scores_of(run, opened.metadata)
-    save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[opened.kind]
+    save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[
+        opened.kind
+    ]
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
         hidden = Path(place, folder.name)  # nothing is at its own place before all of it is
         hidden.mkdir()
         saved = save(run, opened, hidden, scored)
-        make_card(run, opened, saved, scored, repo or folder.name, options.license).save(hidden / "README.md")
+        make_card(run, opened, saved, scored, repo or folder.name, options.license).save(
+            hidden / "README.md"
+        )
         for weights in hidden.rglob("*.safetensors"):
             weights.chmod(0o644)  # safetensors makes them private
         give_name(hidden, folder)

@@ -76,7 +76,9 @@ def make_report(folders: Sequence[Path]) -> str:
             of_kind = {name: run for name, run in runs.items() if run.kind == kind}
             parts.append((kind.capitalize(), list(sections(kind, of_kind))))
     parts.append(("Environment", [environment(runs)]))
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    page = jinja2.Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
     return page.from_string(text_of(Path(__file__).with_name("report.html"))).render(
         title=f"Report of {len(runs)} runs" if len(runs) > 1 else f"Report of {next(iter(runs))}",
         about=f"moh_vision {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -158,7 +160,9 @@ def training(runs: Named) -> Section:
     drawn = [
         figures.draw_curves(title, curves, colours, log=title == "training loss")
         for title, curves in panels.items()
-        if any(value for _, values in curves.values() for value in values)  # dense models balance nothing
+        if any(
+            value for _, values in curves.values() for value in values
+        )  # dense models balance nothing
     ]
     return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
 
@@ -177,10 +181,10 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             for by in load.groups if load.choosing() else ():
                 caption = f"{name}: share of tokens that run each head, by {by}"
                 loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
-        elif name not in dense and not (run.folder / "gates.json").is_file():  # of MAE, where every head runs
-            maker = (
-                "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
-            )
+        elif (
+            name not in dense and not (run.folder / "gates.json").is_file()
+        ):  # of MAE, where every head runs
+            maker = "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
             missing.append(f"{name} has no {FILE}: {maker} RUN/{FILE}")
     return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
 
@@ -194,14 +198,20 @@ def samples(runs: Named) -> Section:
         shown = {f"after {step:,} steps": file for step, file in few.items()}
         grids = sorted(run.folder.glob("*grid*.png"), key=lambda file: file.stat().st_mtime)
         shown |= {grid.name: grid for grid in grids[-1:]}
-        blocks.append(("pictures", name, [figures.embed(file, SAMPLES, text) for text, file in shown.items()]))
+        blocks.append(
+            ("pictures", name, [figures.embed(file, SAMPLES, text) for text, file in shown.items()])
+        )
         if not shown:
-            missing.append(f"{name} has no samples: --preview.every N draws some of the same noise while it trains")
+            missing.append(
+                f"{name} has no samples: --preview.every N draws some of the same noise while it trains"
+            )
     return Section("Samples over training", blocks, missing)
 
 
 def confusions(runs: Named) -> Section:
-    files, missing = having(runs, "confusion.json", "a run writes it at its end; its command, given again, does too")
+    files, missing = having(
+        runs, "confusion.json", "a run writes it at its end; its command, given again, does too"
+    )
     drawn, blocks = [], []
     for name, file in files.items():
         classes, counts = read_confusion(file)
@@ -214,7 +224,9 @@ def confusions(runs: Named) -> Section:
         images = np.bincount(counts[:, 0], counts[:, 2], len(classes))
         confused = counts[counts[:, 0] != counts[:, 1]]
         worst = confused[np.argsort(-confused[:, 2], kind="stable")[:PAIRS]]
-        rows = [(classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()]
+        rows = [
+            (classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()
+        ]
         table = Table(["class", "taken for", "images", "% of the class"], rows, [])
         blocks.append(("table", f"{name}: the most confused pairs of classes", table))
     return Section("Confusion", [("pictures", "", drawn), *blocks], missing)
@@ -226,11 +238,15 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
     classes = tree.get("classes")
     try:
         counts = np.array(tree.get("counts"), dtype=np.int64).reshape(-1, 3)
-        fits = isinstance(classes, list) and counts[:, :2].max() < len(classes) and counts.min() >= 0
+        fits = (
+            isinstance(classes, list) and counts[:, :2].max() < len(classes) and counts.min() >= 0
+        )
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
-        raise ValueError(f"{file}: expected classes, and counts [class, predicted class, images] of these")
+        raise ValueError(
+            f"{file}: expected classes, and counts [class, predicted class, images] of these"
+        )
     return [str(name) for name in classes], counts
 
 
@@ -239,9 +255,13 @@ def translations(runs: Named) -> Section:
     alike: dict[tuple, dict[str, list[str]]] = {}  # of the same text
     for name, file in files.items():
         results = runs[name].json("results.json")
-        whole = not any((results.get("left_out") or {"": 1}).values())  # else lines differ from the files
+        whole = not any(
+            (results.get("left_out") or {"": 1}).values()
+        )  # else lines differ from the files
         place = [runs[name].config.get(f"data.{key}") for key in ("root", "source", "target")]
-        alike.setdefault((*place, results.get("bleu_split"), whole), {})[name] = text_of(file).split("\n")[:-1]
+        alike.setdefault((*place, results.get("bleu_split"), whole), {})[name] = text_of(
+            file
+        ).split("\n")[:-1]
     blocks = []
     for (root, source, target, split, whole), lines in alike.items():
         count = min(map(len, lines.values()))
@@ -264,8 +284,13 @@ def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[st
 
 def environment(runs: Named) -> Section:
     starts, missing = starts_of(runs)
-    configs = {f"configuration of {name}": text_of(run.folder / "config.yaml") for name, run in runs.items()}
-    return Section("", [("starts", "", starts), *(("text", *config) for config in configs.items())], missing)
+    configs = {
+        f"configuration of {name}": text_of(run.folder / "config.yaml")
+        for name, run in runs.items()
+    }
+    return Section(
+        "", [("starts", "", starts), *(("text", *config) for config in configs.items())], missing
+    )
 
 
 def options(add) -> None:

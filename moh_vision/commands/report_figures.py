@@ -33,7 +33,9 @@ class Picture(NamedTuple):
     caption: str = ""
 
 
-def draw_curves(title: str, curves: dict[str, Curve], colours: dict[str, str], log: bool = False) -> Picture:
+def draw_curves(
+    title: str, curves: dict[str, Curve], colours: dict[str, str], log: bool = False
+) -> Picture:
     """Draw values over steps, a line per run; long runs as means in 400 points.
 
     log: use a logarithmic axis if values span more than a factor of 10.
@@ -42,8 +44,18 @@ def draw_curves(title: str, curves: dict[str, Curve], colours: dict[str, str], l
     every = [value for _, values in curves.values() for value in values]
     for name, (steps, values) in curves.items():
         parts = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
-        x, y = [steps[places[-1]] for places in parts], [np.mean([values[i] for i in places]) for places in parts]
-        axes.plot(x, y, color=colours[name], linewidth=1.3, marker="o" if len(x) <= 20 else "", markersize=3)
+        x, y = (
+            [steps[places[-1]] for places in parts],
+            [np.mean([values[i] for i in places]) for places in parts],
+        )
+        axes.plot(
+            x,
+            y,
+            color=colours[name],
+            linewidth=1.3,
+            marker="o" if len(x) <= 20 else "",
+            markersize=3,
+        )
     if log and min(every) > 0 and max(every) > 10 * min(every):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
@@ -62,15 +74,23 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
     names = short_names([layer["name"] for layer in layers], range(len(layers)))
     wordy = max(map(len, names)) > 3
     height = 2.8 if wordy else 2.2
-    figure, axes = plt.subplots(figsize=(min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5), height), layout="constrained")
+    figure, axes = plt.subplots(
+        figsize=(min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5), height), layout="constrained"
+    )
     below = np.zeros(len(layers))
     rest = [layer["heads"] - layer["active"] for layer in layers]
-    counts = {"shared": [b["shared"] for b in layers], "routed": [b["routed"] for b in layers], "not run": rest}
+    counts = {
+        "shared": [b["shared"] for b in layers],
+        "routed": [b["routed"] for b in layers],
+        "not run": rest,
+    }
     for (kind, heads), colour in zip(counts.items(), ("#08519c", "#6baed6", "#e3e6ea")):
         axes.bar(range(len(layers)), heads, bottom=below, color=colour, width=0.8, label=kind)
         below += heads
     nth = math.ceil(len(layers) / 40)
-    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8, rotation=45 if wordy else 0)
+    axes.set_xticks(
+        range(0, len(layers), nth), names[::nth], fontsize=8, rotation=45 if wordy else 0
+    )
     if wordy:
         plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.set_xlabel("layer", fontsize=9)
@@ -79,7 +99,13 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
     axes.tick_params(axis="y", labelsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(
+        *axes.get_legend_handles_labels(),
+        loc="outside upper center",
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
     return inline_svg(figure, caption)
 
 
@@ -106,7 +132,9 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 def inline_svg(figure, caption: str = "") -> Picture:
     """Turn a figure drawn within `svg_settings` into a page element; close it."""
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    figure.savefig(
+        text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    )
     width = round(96 * figure.get_figwidth())
     plt.close(figure)
     number = next(_numbers)

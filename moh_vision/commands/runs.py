@@ -45,7 +45,9 @@ COLUMNS = {  # in their order in a table
     "sacrebleu": Column("sacreBLEU", 2, ("bleu", "soft", "bleu", "bleu")),
     "bleu_argmax": Column("BLEU, argmax", 2, ("bleu", "argmax", "tokenised_bleu", "bleu")),
     "bleu_random": Column("BLEU, random", 2, ("bleu", "random", "tokenised_bleu", "bleu")),
-    "bleu_random_std": Column("BLEU, random: std of draws", 2, ("bleu", "random", "tokenised_bleu", "std")),
+    "bleu_random_std": Column(
+        "BLEU, random: std of draws", 2, ("bleu", "random", "tokenised_bleu", "std")
+    ),
     "perplexity": Column("val. perplexity", 2, ("validation", "perplexity")),
     "test_perplexity": Column("test perplexity", 2, ("test", "perplexity")),
     "word_perplexity": Column("val. word perplexity", 2, ("validation", "word_perplexity")),
@@ -91,7 +93,11 @@ class ScoredRun(NamedTuple):
     def settings(self, over: str | None = None) -> dict[str, Any]:
         """Return the configuration without the seed, what has no effect, and the key `over`."""
         left_out = (*WITHOUT_EFFECT, over)
-        return {k: v for k, v in self.config.items() if k not in left_out and k.split(".")[0] not in left_out}
+        return {
+            k: v
+            for k, v in self.config.items()
+            if k not in left_out and k.split(".")[0] not in left_out
+        }
 
     def identity(self, over: str | None = None) -> str:
         """Return a text, equal for runs that differ only in the seed, or also in `over` and steps."""
@@ -161,7 +167,9 @@ def as_written(these: str) -> Iterator[None]:
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
     """Return the file of each run that has it, and lines that tell how the others get it."""
     files = {name: run.folder / file for name, run in runs.items()}
-    missing = [f"{name} has no {file}: {maker}" for name, path in files.items() if not path.is_file()]
+    missing = [
+        f"{name} has no {file}: {maker}" for name, path in files.items() if not path.is_file()
+    ]
     return {name: path for name, path in files.items() if path.is_file()}, missing
 
 
@@ -175,7 +183,9 @@ def find_run(folder: Path) -> ScoredRun:
     config = {}
     for key, value in read_json(file).items():
         section = isinstance(value, dict)
-        config.update({f"{key}.{inner}": v for inner, v in value.items()} if section else {key: value})
+        config.update(
+            {f"{key}.{inner}": v for inner, v in value.items()} if section else {key: value}
+        )
     name, kind = config.get("model.name"), kind_of(folder)
     if kind == "text":
         kind = TEXT.get(str(name).partition("_")[0])
@@ -192,8 +202,13 @@ def read_run(folder: Path) -> ScoredRun:
         scores, suites = _suites(folder)
         results = _scored_samples(run) if run.kind == "diffusion" else run.json("results.json")
         if not results and not suites:
-            raise NoScores(f"{folder} has no results.json: the run has not ended yet; its command goes on with it")
-        scores |= {key: number_at(results, column.place or (key,), folder) for key, column in COLUMNS.items()}
+            raise NoScores(
+                f"{folder} has no results.json: the run has not ended yet; its command goes on with it"
+            )
+        scores |= {
+            key: number_at(results, column.place or (key,), folder)
+            for key, column in COLUMNS.items()
+        }
         steps = number_at(results, ("step",), folder) or 0
         run = described(run._replace(steps=steps, scores=scores), results)
     return run._replace(how="; ".join([run.how, *suites]))
@@ -215,7 +230,9 @@ def _scored_samples(run: ScoredRun) -> dict:
     entries = read_lines(run.folder / "metrics.jsonl")
     scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
     if not scored:
-        raise NoScores(f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE")
+        raise NoScores(
+            f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE"
+        )
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])
 
 
@@ -226,7 +243,9 @@ def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
     if images and 0 < top1 < 100:
         deviation = (top1 * (100 - top1) / images) ** 0.5
         error = f"; one standard error of top-1 over these images is {deviation:.2g} points"
-    return run._replace(how=f"{images} validation images of {run.config.get('data.root')}", error=error)
+    return run._replace(
+        how=f"{images} validation images of {run.config.get('data.root')}", error=error
+    )
 
 
 def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
@@ -235,10 +254,12 @@ def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
         run.scores["recognised"] *= 100
     if results.get("extractor"):
         by = f"{by} by {results['extractor']}"
-    drawn = [f"{k} {v}" for k, v in sampling.items() if k != "seed" and not k.endswith("_sha256") and v is not None]
-    images = (
-        f"{results.get('num_generated')} images against {results.get('num_reference')} of {results.get('reference')}"
-    )
+    drawn = [
+        f"{k} {v}"
+        for k, v in sampling.items()
+        if k != "seed" and not k.endswith("_sha256") and v is not None
+    ]
+    images = f"{results.get('num_generated')} images against {results.get('num_reference')} of {results.get('reference')}"
     return run._replace(how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
 
 
@@ -264,7 +285,11 @@ def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
         limit = record.get("limit")
         for name, result in record.get("suites", {}).items():
             if name not in SUITES or name in files:
-                reason = f"and {files[name]} both have scores of {name}" if name in files else f"has a suite {name!r}"
+                reason = (
+                    f"and {files[name]} both have scores of {name}"
+                    if name in files
+                    else f"has a suite {name!r}"
+                )
                 raise ValueError(f"{file} {reason}; expected one of {', '.join(SUITES)} once")
             *tasks, average = suite_titles(name)
             values = result["values"]
@@ -293,7 +318,9 @@ def grouped(
         for other in group:
             if all(other.config.get(key) == run.config.get(key) for key in ("seed", over)):
                 seed = run.config.get("seed")
-                raise ValueError(f"{other.folder} and {run.folder} are the same run with the same seed, {seed}")
+                raise ValueError(
+                    f"{other.folder} and {run.folder} are the same run with the same seed, {seed}"
+                )
         group.append(run)
     named = []
     for model in dict.fromkeys(run.model for run in runs):
@@ -302,7 +329,9 @@ def grouped(
         keys = sorted(set().union(*settings))
         differ = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
         for group, its in zip(own, settings):
-            differences = "".join(f", {key} {its[key]}" for key in differ if its.get(key) is not None)
+            differences = "".join(
+                f", {key} {its[key]}" for key in differ if its.get(key) is not None
+            )
             named.append((given.get(group[0].folder, model + differences), group))
     return named
 
@@ -323,7 +352,10 @@ def starts_of(runs: dict[str, ScoredRun]) -> tuple[list[dict], list[str]]:
     files, missing = having(runs, "environment.jsonl", "every start of a run adds a line to it")
     for name, file in files.items():
         for line in read_lines(file):
-            start = dict.fromkeys(("device", "cores", "processes", "versions", "commit", "command")) | line
+            start = (
+                dict.fromkeys(("device", "cores", "processes", "versions", "commit", "command"))
+                | line
+            )
             step, date = start.pop("step", None), start.pop("date", None)
             versions = start["versions"] if isinstance(start["versions"], dict) else {}
             shown = ", ".join(f"{package} {version}" for package, version in versions.items())

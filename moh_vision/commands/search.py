@@ -52,9 +52,12 @@ def search_budget(
     layers = attention_layers(model)
     full = all_heads_of(model)
     if any(layer.router.all_heads for layer in layers) or not any(b.candidates for b in full):
-        raise ValueError(f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some")
+        raise ValueError(
+            f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
+        )
     allowed = [
-        range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads] for b, g in zip(full, groups_of(model))
+        range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads]
+        for b, g in zip(full, groups_of(model))
     ]
     heads = sum(b.heads for b in full)
     total, least = math.floor(share * heads + 0.5), sum(counts[0] for counts in allowed)
@@ -87,12 +90,16 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
     costs: per layer, any numbers of heads -> cost. The smallest must fit in `total`.
     """
-    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # heads so far -> (cost, heads per layer)
+    best: dict[int, tuple[float, list[int]]] = {
+        0: (0.0, [])
+    }  # heads so far -> (cost, heads per layer)
     for layer in costs:
         longer: dict[int, tuple[float, list[int]]] = {}
         for heads, (cost, chosen) in best.items():
             for k, more in layer.items():
-                if heads + k <= total and (heads + k not in longer or cost + more < longer[heads + k][0]):
+                if heads + k <= total and (
+                    heads + k not in longer or cost + more < longer[heads + k][0]
+                ):
                     longer[heads + k] = (cost + more, [*chosen, k])
         best = longer
     return best[max(best)][1]
@@ -101,7 +108,10 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
     before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
-    wide = [HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g) for b, g in zip(before, groups)]
+    wide = [
+        HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g)
+        for b, g in zip(before, groups)
+    ]
     counts, compared = {"searched": list(active)}, {}
     for name in ("uniform", "ramp"):
         chosen = spread(name, sum(k // g for k, g in zip(active, groups)), wide)
@@ -114,7 +124,9 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     """Return the budgets that run all routed heads."""
-    return [replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)]
+    return [
+        replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)
+    ]
 
 
 def groups_of(model: nn.Module) -> list[int]:
@@ -130,10 +142,20 @@ def refuse_budget(opened: Opened, option: str) -> None:
 
 
 def options(add) -> None:
-    add("run", metavar="RUN", help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first")
+    add(
+        "run",
+        metavar="RUN",
+        help="run, its checkpoint, folder of timm, or weights for --model.NAME; it comes first",
+    )
     add("--share", type=float, required=True, metavar="S", help="active heads over all heads")
     add("--output", required=True, metavar="FILE", help="YAML, one [shared, routed] per layer")
-    add("--images", type=int, default=512, metavar="N", help="images, or blocks of text, to look at (%(default)s)")
+    add(
+        "--images",
+        type=int,
+        default=512,
+        metavar="N",
+        help="images, or blocks of text, to look at (%(default)s)",
+    )
 
 
 def work(options) -> None:
@@ -157,11 +179,15 @@ def work(options) -> None:
 
     def show(number: int, losses: Losses) -> None:
         top, *fewer = sorted(losses, reverse=True)
-        rises = {heads: round(losses[heads] - losses[top], 4) + 0.0 for heads in fewer}  # + 0.0: no -0.0000
+        rises = {
+            heads: round(losses[heads] - losses[top], 4) + 0.0 for heads in fewer
+        }  # + 0.0: no -0.0000
         text = "  ".join(f"{heads}: {rise:+.4f}" for heads, rise in rises.items())
         say(f"{number:5d}  {text or 'no routed heads'}")
 
-    with Progress("search", runs + 6, "measurement") as progress:  # three budgets are compared, on both halves
+    with Progress(
+        "search", runs + 6, "measurement"
+    ) as progress:  # three budgets are compared, on both halves
 
         def measured(batches: list[dict], _: nn.Module) -> float:
             loss = opened.mean_loss(batches)
@@ -172,7 +198,9 @@ def work(options) -> None:
         active, losses = search_budget(model, loss_of, options.share, show)
         compared = compare(model, active, loss_of)
         elsewhere = compare(model, active, partial(measured, others))
-    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer")
+    say(
+        f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer"
+    )
     heads = sum(b.heads for b in full)
     for name, budget in compared.items():
         count, there = sum(budget["active"]), elsewhere[name]["loss"]

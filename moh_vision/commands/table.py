@@ -37,7 +37,17 @@ from moh_vision.models.counts import count_macs, count_parameters
 PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments that make another model than the papers'; translation models have one name in two sizes.
-OWN = {"attention", "head_budget", "router", "scope", "router_kwargs", "embed_dim", "depth", "num_heads", "patch_size"}
+OWN = {
+    "attention",
+    "head_budget",
+    "router",
+    "scope",
+    "router_kwargs",
+    "embed_dim",
+    "depth",
+    "num_heads",
+    "patch_size",
+}
 INPUTS = dict.fromkeys(("classification", "diffusion"), "an image")
 INPUTS[TEXT["mt"]] = f"{WORDS} source and {WORDS} target tokens"
 MACS = (
@@ -100,12 +110,18 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
         for label, group in alike:
             cells = [_shown(size) for size in sizes(group[0])]
             for key in shown:
-                cells.append(mean_and_spread([run.scores.get(key) for run in group], columns[key].digits))
+                cells.append(
+                    mean_and_spread([run.scores.get(key) for run in group], columns[key].digits)
+                )
             done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
             steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
             rows.append([label, str(len(group)), steps, *cells])
-            seeds = ", ".join(f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group)
-            notes.append(f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}.")
+            seeds = ", ".join(
+                f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group
+            )
+            notes.append(
+                f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}."
+            )
             comparable = [row for row in paper_rows(group[0]) if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
         for row in printed:

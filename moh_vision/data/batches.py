@@ -37,7 +37,9 @@ def image_transform(
     if fit == "crop":
         steps.append(partial(center_crop, size=img_size))
     else:
-        steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))  # nothing if it fits
+        steps.append(
+            v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC)
+        )  # nothing if it fits
     if augment == "affine":
         ranges = dict(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
         steps.append(v2.RandomAffine(**ranges, interpolation=InterpolationMode.BILINEAR))
@@ -104,7 +106,9 @@ class Batches:
 
     def __init__(self, images: LabelledImages, bad: BadSamples | None, workers: int, **options):
         self.bad, self.complete = bad or BadSamples(len(images.source)), images.replace
-        self.loader = DataLoader(num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options)
+        self.loader = DataLoader(
+            num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options
+        )
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -123,7 +127,11 @@ def collate(items: list[dict], mixing: Callable | None = None) -> dict:
     """Join items of a data set to one batch, mixed; runs in the loader's processes."""
     position = items[0]["position"]
     bad = [entry for item in items for entry in item["bad"]]
-    whole = [{k: v for k, v in item.items() if k not in ("position", "bad")} for item in items if "images" in item]
+    whole = [
+        {k: v for k, v in item.items() if k not in ("position", "bad")}
+        for item in items
+        if "images" in item
+    ]
     batch = default_collate(whole) if whole else {}
     if mixing and len(whole) == len(items):
         batch["images"], batch["labels"] = mixing(batch["images"], batch["labels"], position)
@@ -136,7 +144,9 @@ def check_images_fit(key: str, side: int | None, channels: int, count: int) -> N
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if size > memory:
         needed, there = (f"{n / 2**30:,.0f}" for n in (size, memory))
-        raise ValueError(f"{key} {side}: a batch of {count} such images takes {needed} GiB, this machine has {there}")
+        raise ValueError(
+            f"{key} {side}: a batch of {count} such images takes {needed} GiB, this machine has {there}"
+        )
 
 
 def training_batches(
@@ -161,13 +171,18 @@ def evaluation_batches(
 ) -> Batches:
     """Return batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    return Batches(dataset, bad, workers, dataset=dataset, batch_sampler=sampler, collate_fn=collate)
+    return Batches(
+        dataset, bad, workers, dataset=dataset, batch_sampler=sampler, collate_fn=collate
+    )
 
 
 def evenly_spread(total: int, count: int) -> list[list[int]]:
     """Return numbers of `count` of `total` samples, or of all, evenly spread, in batches of 64."""
     count = min(count, total)
-    return [[i * total // count for i in range(start, min(start + 64, count))] for start in range(0, count, 64)]
+    return [
+        [i * total // count for i in range(start, min(start + 64, count))]
+        for start in range(0, count, 64)
+    ]
 
 
 def calibration_halves(
@@ -179,7 +194,12 @@ def calibration_halves(
     """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
     total = len(dataset.source)
     if 2 * count > total:
-        raise ValueError(f"--images {count}: twice as many are needed, the training split has {total} images")
+        raise ValueError(
+            f"--images {count}: twice as many are needed, the training split has {total} images"
+        )
     numbers = sum(evenly_spread(total, 2 * count), [])
-    halves = [[half[start : start + 64] for start in range(0, count, 64)] for half in (numbers[::2], numbers[1::2])]
+    halves = [
+        [half[start : start + 64] for start in range(0, count, 64)]
+        for half in (numbers[::2], numbers[1::2])
+    ]
     return tuple(list(evaluation_batches(dataset, slices, workers, bad)) for slices in halves)

@@ -15,7 +15,9 @@ from moh_vision.engine.commands import BadData, message_of
 # A short list: some of Pillow's other formats start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
 LONGEST = 32  # times the shorter side, before a crop of the centre
-MAX_PIXELS = 89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
+MAX_PIXELS = (
+    89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
+)
 
 
 class UnreadableImage(BadData):
@@ -25,9 +27,13 @@ class UnreadableImage(BadData):
 class BadSamples:
     """Counts different samples that cannot be decoded, of all processes; more than `option` allows raise UnreadableImage."""
 
-    def __init__(self, total: int, max_fraction: float = 0.0, option: str = "data.max_bad_fraction"):
+    def __init__(
+        self, total: int, max_fraction: float = 0.0, option: str = "data.max_bad_fraction"
+    ):
         self.total, self.max_fraction, self.option = total, max_fraction, option
-        self.allowed = math.floor(Fraction(str(max_fraction)) * total)  # exact, where 0.29 * 100 in floats is below 29
+        self.allowed = math.floor(
+            Fraction(str(max_fraction)) * total
+        )  # exact, where 0.29 * 100 in floats is below 29
         self.seen: dict[int | str, str] = {}  # sample -> message
         self.new = False
 
@@ -39,7 +45,9 @@ class BadSamples:
         self.new = self.new or count > known
         if count > self.allowed:
             *_, last = self.seen.values()
-            digits = max(3, math.ceil(math.log10(self.total / count)))  # 3 decimals, or the first that is not 0
+            digits = max(
+                3, math.ceil(math.log10(self.total / count))
+            )  # 3 decimals, or the first that is not 0
             enough = math.ceil(Fraction(count, self.total) * 10**digits) / 10**digits
             allowed = f"{self.option} {self.max_fraction:g} of {self.total} images; {enough:g} allows these"
             raise UnreadableImage(f"{last} ({count} unreadable so far, allowed are {allowed})")
@@ -71,7 +79,9 @@ def in_8_bits(image: Image.Image) -> Image.Image:
     if image.mode in ("1", "LA", "La"):
         return image.convert("L")
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it to white
-        return Image.fromarray((np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8))
+        return Image.fromarray(
+            (np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8)
+        )
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
@@ -116,7 +126,9 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     while min(image.size) >= 2 * size:
         image = image.resize([side // 2 for side in image.size], Image.Resampling.BOX)
     short = min(image.size)
-    image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)
+    image = image.resize(
+        [round(side * size / short) for side in image.size], Image.Resampling.BICUBIC
+    )
     left, top = ((side - size) // 2 for side in image.size)
     return image.crop((left, top, left + size, top + size))
 

@@ -17,7 +17,11 @@ VAL_NAMES = ("val", "validation")
 
 def subfolders(folder: str | Path) -> list[str]:
     """Return the names of the folders in `folder` but hidden ones, sorted, as those of classes are."""
-    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    return sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.is_dir() and not entry.name.startswith(".")
+    )
 
 
 def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirEntry, str]]:
@@ -32,7 +36,9 @@ def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirE
         if entry.name.startswith("."):
             continue
         if entry.is_dir():
-            yield from walk(folder / entry.name, f"{prefix}{entry.name}/", (*above, (here.st_dev, here.st_ino)))
+            yield from walk(
+                folder / entry.name, f"{prefix}{entry.name}/", (*above, (here.st_dev, here.st_ino))
+            )
         else:
             yield entry, f"{prefix}{entry.name}"
 
@@ -61,12 +67,16 @@ class ImageFolder(ImageSource):
         self.classes = subfolders(folder)
         paths, labels, self.left_out = [], [], []
         if self.classes:
-            self.left_out = sorted(e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith("."))
+            self.left_out = sorted(
+                e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith(".")
+            )
         for label, name in enumerate(self.classes or [""]):
             files = self._images(name)
             if not files:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"
-                raise ValueError(f"{self.folder / name} holds no images ({', '.join(IMAGES)}); {expected}")
+                raise ValueError(
+                    f"{self.folder / name} holds no images ({', '.join(IMAGES)}); {expected}"
+                )
             paths += files
             labels += [label] * len(files)
         # One array of bytes: a list of a million strings would be copied into every loader process.
@@ -103,7 +113,9 @@ class ImageFolder(ImageSource):
         images = []
         for entry, path in walk(self.folder / name, name and f"{name}/"):
             if entry.name.lower().endswith(IMAGES):
-                refuse_special(entry)  # a dangling link is listed, counted and named when it is read
+                refuse_special(
+                    entry
+                )  # a dangling link is listed, counted and named when it is read
                 images.append(path)
             else:
                 self.left_out.append(path)

@@ -24,7 +24,9 @@ def hub_split(root: str, names: Sequence[str]):
         raise ValueError(f"data.root {root}: {error}") from None
     split = next((s for s in names if s in splits), None)
     if split is None:
-        raise ValueError(f"data.root {root}: no split {' or '.join(names)}; it has {', '.join(splits)}")
+        raise ValueError(
+            f"data.root {root}: no split {' or '.join(names)}; it has {', '.join(splits)}"
+        )
     return splits[split], f"{root}, split {split}"
 
 
@@ -48,11 +50,15 @@ class HubDataset(ImageSource):
 
     def read(self, index: int) -> bytes:
         cell = self.rows[index][self.column]
-        return read_file(cell["path"], self.where(index)) if cell["bytes"] is None else cell["bytes"]
+        return (
+            read_file(cell["path"], self.where(index)) if cell["bytes"] is None else cell["bytes"]
+        )
 
     def where(self, index: int) -> str:
         cell = self.rows[index][self.column]  # some tables hold paths
-        return f"{self.table_name}, row {index}" + (f" ({cell['path']})" if cell["bytes"] is None else "")
+        return f"{self.table_name}, row {index}" + (
+            f" ({cell['path']})" if cell["bytes"] is None else ""
+        )
 
     def identities(self) -> Iterator[bytes]:
         yield self.rows._fingerprint.encode()  # that `datasets` gives the table

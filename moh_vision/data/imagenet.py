@@ -48,11 +48,20 @@ def validation_transform(cfg: dict) -> Callable:
     """
     channels, _, side = cfg["input_size"]
     kind = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
-    transform = create_transform(side, mean=tuple(cfg["mean"]), **kind)  # mean: the colour of a border
+    transform = create_transform(
+        side, mean=tuple(cfg["mean"]), **kind
+    )  # mean: the colour of a border
     *fit, _, _ = transform.transforms  # without timm's two steps of `ToNormalised`
     # The other modes see the whole image, and make it no larger than they were asked to.
     first = [shorten] if cfg["crop_mode"] == "center" else []
-    return Compose([*first, Grayscale() if channels == 1 else _rgb, *fit, ToNormalised(cfg["mean"], cfg["std"])])
+    return Compose(
+        [
+            *first,
+            Grayscale() if channels == 1 else _rgb,
+            *fit,
+            ToNormalised(cfg["mean"], cfg["std"]),
+        ]
+    )
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
@@ -75,7 +84,9 @@ class ToNormalised:
         self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
 
     def __call__(self, image: Image.Image) -> Tensor:
-        pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1).permute(2, 0, 1)
+        pixels = (
+            torch.from_numpy(np.array(image)).view(image.height, image.width, -1).permute(2, 0, 1)
+        )
         floats = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.div_(255).sub_(self.mean).div_(self.std)
 
@@ -87,7 +98,11 @@ def _rgb(image: Image.Image) -> Image.Image:
 def unnamed_classes(count: int) -> list[str]:
     """Name the classes of weights that come without names: 1,000 are ImageNet's synsets, others their numbers."""
     imagenet = ImageNetInfo()
-    return list(imagenet.label_names()) if count == imagenet.num_classes() else [str(c) for c in range(count)]
+    return (
+        list(imagenet.label_names())
+        if count == imagenet.num_classes()
+        else [str(c) for c in range(count)]
+    )
 
 
 def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
@@ -115,7 +130,9 @@ def classification_transforms(
     else:
         train = image_transform(data.augment, img_size, channels, **normal)
     size = dict(input_size=(channels, img_size, img_size))
-    return train, validation_transform(pretrained_cfg | size | normal | data.eval_options(pretrained_cfg))
+    return train, validation_transform(
+        pretrained_cfg | size | normal | data.eval_options(pretrained_cfg)
+    )
 
 
 class BatchMixing:
@@ -125,11 +142,27 @@ class BatchMixing:
     """
 
     def __init__(
-        self, seed: int, num_classes: int, mixup: float, cutmix: float, prob: float, switch_prob: float, mode: str
+        self,
+        seed: int,
+        num_classes: int,
+        mixup: float,
+        cutmix: float,
+        prob: float,
+        switch_prob: float,
+        mode: str,
     ):
         self.seed = seed
         # Smoothing is the loss's: smoothing mixed labels is mixing smoothed ones.
-        self.mixup = Mixup(mixup, cutmix, None, prob, switch_prob, mode, label_smoothing=0.0, num_classes=num_classes)
+        self.mixup = Mixup(
+            mixup,
+            cutmix,
+            None,
+            prob,
+            switch_prob,
+            mode,
+            label_smoothing=0.0,
+            num_classes=num_classes,
+        )
 
     def __call__(self, images: Tensor, labels: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """images [B, C, h, w] (changed in place), labels [B], B even -> mixed images, targets [B, classes]."""

@@ -23,7 +23,9 @@ def epoch_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], group: int)
     shards = rng.permutation(len(shard_sizes))
     parts = []
     for first in range(0, len(shards), group):
-        members = np.concatenate([np.arange(starts[s], starts[s + 1]) for s in shards[first : first + group]])
+        members = np.concatenate(
+            [np.arange(starts[s], starts[s + 1]) for s in shards[first : first + group]]
+        )
         parts.append(rng.permutation(members))
     return np.concatenate(parts)
 
@@ -60,7 +62,9 @@ class StepBatches:
             divisor = f"accumulation {self.accumulation} x processes {self.world}"
             raise ValueError(f"optim.batch_size {self.batch_size} is not a multiple of {divisor}")
         # Slot of a step -> place in the order of that step: copy 0 of all its samples, then copy 1, ...
-        self.places = np.concatenate([np.arange(copy, self.batch_size, self.repeats) for copy in range(self.repeats)])
+        self.places = np.concatenate(
+            [np.arange(copy, self.batch_size, self.repeats) for copy in range(self.repeats)]
+        )
 
     def __len__(self) -> int:
         return max(0, self.stop - self.start) * self.accumulation
@@ -85,7 +89,9 @@ class StepBatches:
         """Return the sample number at a position."""
         step, slot = divmod(position, self.batch_size)
         epoch, place = divmod(step * self.batch_size + int(self.places[slot]), self.total)
-        return int(epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place // self.repeats])
+        return int(
+            epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place // self.repeats]
+        )
 
 
 def rank_slice(count: int, rank: int, world: int, batch_size: int) -> list[list[int]]:

@@ -27,12 +27,19 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
             raise ValueError(f"format {record['format']}, this version reads {FORMAT}")
         record["made_from"], entries = dict(record["made_from"]), record["shards"]
         if entries is None and not unfinished:
-            raise ValueError("some are not written yet; the command that writes them goes on where it stopped")
+            raise ValueError(
+                "some are not written yet; the command that writes them goes on where it stopped"
+            )
         if entries is None:
-            entries = [json.loads(file.read_text("utf-8")) for file in sorted(parts_path(path).glob("*.json"))]
+            entries = [
+                json.loads(file.read_text("utf-8"))
+                for file in sorted(parts_path(path).glob("*.json"))
+            ]
         record["shards"] = {entry["shard"]: _checked(entry) for entry in entries}
     except Exception as error:  # what is missing or of another kind fails anywhere
-        raise ValueError(f"{path} is not a record of shards that can be read: {reason_of(error)}") from None
+        raise ValueError(
+            f"{path} is not a record of shards that can be read: {reason_of(error)}"
+        ) from None
     return record
 
 

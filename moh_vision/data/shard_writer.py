@@ -41,11 +41,16 @@ class ShardWriter:
     value), or from `images` (a source) of other classes or files, are refused.
     """
 
-    def __init__(self, record: Path, plan: dict[str, list], images, options: dict[str, object], **more):
+    def __init__(
+        self, record: Path, plan: dict[str, list], images, options: dict[str, object], **more
+    ):
         self.out, self.record, self.plan = record.parent, record, plan
         self.split = record.name.partition(".")[0]
         listed = outline(images, images.identities())
-        counts = {f"images of class {name}": count for name, count in zip(listed["classes"], listed["samples"])}
+        counts = {
+            f"images of class {name}": count
+            for name, count in zip(listed["classes"], listed["samples"])
+        }
         made_from = {**options, **counts, "sha256 of the input": listed["sha256"]}
         self.header = dict(format=FORMAT, made_from=made_from, **more)
         self.parts = parts_path(record)
@@ -53,7 +58,9 @@ class ShardWriter:
         patterns = [f"{self.split}[-.]*", f".{self.split}-*"]
         if record.exists():
             patterns = [f"{self.split}-*{Path(next(iter(plan))).suffix}"]
-        strangers = {path.name for pattern in patterns for path in self.out.glob(pattern)} - self.entries.keys()
+        strangers = {
+            path.name for pattern in patterns for path in self.out.glob(pattern)
+        } - self.entries.keys()
         if strangers:
             raise ValueError(
                 f"--out {self.out} holds {min(strangers)}, which this command did not write; take another folder"
@@ -76,7 +83,11 @@ class ShardWriter:
 
     def begin(self, threads: int) -> list[str]:
         """Check the sums of the shards that are there, and return the names of those to write, damaged ones too."""
-        there = {name: e for name, e in self.entries.items() if name in self.plan and (self.out / name).exists()}
+        there = {
+            name: e
+            for name, e in self.entries.items()
+            if name in self.plan and (self.out / name).exists()
+        }
         if there:
             say(f"{self.split}: {len(there)} of {len(self.plan)} shards are there, checking them")
         with ThreadPoolExecutor(threads) as pool:
@@ -96,7 +107,9 @@ class ShardWriter:
     def finish(self, name: str, file: BinaryIO, samples: int, bad: list[list]) -> dict:
         """Record a shard that is written but for its renaming by `whole_file`; return its entry."""
         if not samples:
-            raise ValueError(f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}")
+            raise ValueError(
+                f"every image of shard {name} is bad; the first: {bad[0][0]}: {bad[0][1]}"
+            )
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
         sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -128,12 +141,17 @@ class ShardWriter:
         return entry
 
     def _write(self, shards: list[dict] | None) -> None:
-        write_whole(self.record, json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n")
+        write_whole(
+            self.record,
+            json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n",
+        )
 
 
 def one_line(path: str) -> str:
     """Return a file name as one line of UTF-8."""
-    return path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
+    return (
+        path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
+    )
 
 
 def end_with(parent: int) -> None:

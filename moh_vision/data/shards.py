@@ -41,9 +41,13 @@ class Shards(ImageSource):
             refuse_special(path)
         record = record_path(folder, split)
         entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
-        self._stats = [(status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.paths)]
+        self._stats = [
+            (status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.paths)
+        ]
         tables = []
-        for path, size_and_time in Progress.over(list(zip(self.paths, self._stats)), "indexing", "shard"):
+        for path, size_and_time in Progress.over(
+            list(zip(self.paths, self._stats)), "indexing", "shard"
+        ):
             index = index_file(path)
             kept = index.exists()
             table = _read_index(index, path, size_and_time) if kept else scan(path)
@@ -51,13 +55,19 @@ class Shards(ImageSource):
                 refuse_difference(path, size_and_time[0], len(table), entries[path.name], record)
             if not kept:  # only now: what the record refuses is read again
                 with whole_file(index, shared=True) as file:
-                    np.save(file, np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]), allow_pickle=False)
+                    np.save(
+                        file,
+                        np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]),
+                        allow_pickle=False,
+                    )
             tables.append(table)
         self.shard_sizes = tuple(map(len, tables))
         if not sum(self.shard_sizes):
             raise ValueError(f"{folder}: the shards hold no samples")
         self._ends = np.cumsum(self.shard_sizes)
-        self.offset, self.bytes, self.labels = (np.concatenate([t[:, column] for t in tables]) for column in range(3))
+        self.offset, self.bytes, self.labels = (
+            np.concatenate([t[:, column] for t in tables]) for column in range(3)
+        )
         file, numbers = folder / "classes.txt", range(int(self.labels.max()) + 1)
         self.classes = class_names(file) if file.exists() else [str(c) for c in numbers]
         if self.classes or numbers:
@@ -70,7 +80,9 @@ class Shards(ImageSource):
 
     def _pread(self, index: int, size: int, offset: int) -> bytes:
         shard = self._shard(index)
-        file = _opened(self.paths[shard], self._stats[shard])  # held, or another thread could close it
+        file = _opened(
+            self.paths[shard], self._stats[shard]
+        )  # held, or another thread could close it
         return os.pread(file.fileno(), size, offset)
 
     def read(self, index: int) -> bytes:
@@ -80,7 +92,9 @@ class Shards(ImageSource):
         except OSError as error:
             raise UnreadableImage(f"{self.where(index)}: {error.strerror}") from None
         if len(data) != size:
-            raise UnreadableImage(f"{self.where(index)}: {len(data)} bytes of {size} are there; the shard is damaged")
+            raise UnreadableImage(
+                f"{self.where(index)}: {len(data)} bytes of {size} are there; the shard is damaged"
+            )
         return data
 
     def where(self, index: int) -> str:
@@ -105,7 +119,9 @@ class Shards(ImageSource):
 def class_names(file: Path) -> list[str]:
     """Read the names in a classes.txt, one a line."""
     try:
-        return [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [
+            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
+        ]
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 ({error})") from None
 
@@ -119,14 +135,18 @@ def scan(path: Path) -> np.ndarray:
     with open_tar(path) as tar:
         for member in members(tar, path, path.stat().st_size):
             parent, _, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(".")  # webdataset: up to the first dot of the base name
+            stem, _, extension = base.partition(
+                "."
+            )  # webdataset: up to the first dot of the base name
             image = extension.lower() in IMAGE_EXTENSIONS
             kind = "image" if image else "label" if extension == "cls" else None
             entry = samples.setdefault(f"{parent}/{stem}", {})
             if kind in entry:
                 raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
             if kind:
-                entry[kind] = (member.offset_data, member.size) if image else _label(tar, member, path)
+                entry[kind] = (
+                    (member.offset_data, member.size) if image else _label(tar, member, path)
+                )
     labelled = any("label" in entry for entry in samples.values())
     for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
@@ -139,7 +159,9 @@ def scan(path: Path) -> np.ndarray:
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
     text = tar.extractfile(member).read(32).decode("ascii", "replace").strip()
     if not text.isdigit() or int(text) >= MAX_CLASSES:
-        raise ValueError(f"{path}: {member.name} holds {text!r}, expected a class number of 0 to {MAX_CLASSES - 1}")
+        raise ValueError(
+            f"{path}: {member.name} holds {text!r}, expected a class number of 0 to {MAX_CLASSES - 1}"
+        )
     return int(text)
 
 
@@ -151,9 +173,15 @@ def index_file(shard: Path) -> Path:
     """Return where the index of a shard is: beside it, or in the user's cache if it has none there and cannot get one."""
     folder, name = shard.parent, f".{shard.name}.index.npy"
     # The mode is asked too, because root may write into folders that are meant to be read-only.
-    if (folder / name).exists() or folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK):
+    if (
+        (folder / name).exists()
+        or folder.stat().st_mode & stat.S_IWUSR
+        and os.access(folder, os.W_OK)
+    ):
         return folder / name
-    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]  # other folders have the same name
+    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[
+        :8
+    ]  # other folders have the same name
     return cache_folder() / "index" / f"{folder.name}-{which}" / name
 
 
@@ -168,12 +196,16 @@ def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.n
         offset, size, label = table.T
         outside = (np.minimum(offset, size) < 0) | (offset > size_and_time[0] - size)
         if not changed and (outside | (label < -1) | (label >= MAX_CLASSES)).any():
-            raise ValueError(f"samples outside of their shard, or labels outside of -1 to {MAX_CLASSES - 1}")
+            raise ValueError(
+                f"samples outside of their shard, or labels outside of -1 to {MAX_CLASSES - 1}"
+            )
     except Exception as error:  # damaged headers make many kinds
         problem = f"not an index that can be read ({reason_of(error)})"
         raise ValueError(f"{file}: {problem}; delete it to build it again") from None
     if changed:
-        raise ValueError(f"{shard} was changed since the index {file} was made; delete the index to build it again")
+        raise ValueError(
+            f"{shard} was changed since the index {file} was made; delete the index to build it again"
+        )
     return table
 
 

@@ -15,7 +15,9 @@ class ImageSource:
 
     name: str
     classes: list[str]  # their names; [] of images without labels
-    labels: np.ndarray  # class numbers, int64 [N]; without classes 0, which a DiT takes for "no class"
+    labels: (
+        np.ndarray
+    )  # class numbers, int64 [N]; without classes 0, which a DiT takes for "no class"
     channels = 3  # 1: grey images
     img_size: int | None = None  # side of the images, if all are squares of one size
 
@@ -49,7 +51,9 @@ class ImageSource:
         if len(wrong):
             label = self.labels[wrong[0]]
             found = "no label" if label == -1 else f"label {label}"
-            raise ValueError(f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on")
+            raise ValueError(
+                f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on"
+            )
 
     def listing(self) -> Iterator[bytes]:
         """Yield bytes that tell which sample has which number, beside the labels in their order."""

@@ -50,13 +50,19 @@ def open_source(root: str, split: str) -> ImageSource:
             f"{split}/CLASS/*.jpg, hfds/NAME, or digits; URLs of shards go into data.stream)"
         )
     if is_latent_cache(root, split):
-        raise ValueError(f"data.root {root}: latents, which train_dit.py reads; images are needed here")
+        raise ValueError(
+            f"data.root {root}: latents, which train_dit.py reads; images are needed here"
+        )
     if folder := split_folder(root, split):
         return ImageFolder(folder, Path(root).name)
     if has_split(root, split):
         return Shards(root, split)
     classes = subfolders(root)
-    if split == "train" and not classes and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*")):
+    if (
+        split == "train"
+        and not classes
+        and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*"))
+    ):
         return ImageFolder(root, Path(root).name)
     problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
     if classes:
@@ -76,7 +82,9 @@ def open_splits(root: str, train=None) -> tuple:
 def with_classes(root: str, source: ImageSource) -> ImageSource:
     """Return the images of a classifier; raise ValueError if they have no classes."""
     if not source.classes:
-        raise ValueError(f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them")
+        raise ValueError(
+            f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them"
+        )
     return source
 
 
@@ -86,14 +94,21 @@ def check_same_classes(expected: list[str], owner: str, val: ImageSource, named:
     Shards without classes.txt number their classes up to the largest label; there, val may lack the last ones.
     """
     numbers = [str(c) for c in range(len(expected))]
-    if isinstance(val, Shards) and val.classes and expected == numbers and val.classes == numbers[: len(val.classes)]:
+    if (
+        isinstance(val, Shards)
+        and val.classes
+        and expected == numbers
+        and val.classes == numbers[: len(val.classes)]
+    ):
         val.classes = list(expected)
     if val.classes == expected:
         return
     problem = "in another order"
     if odd := sorted(set(expected) ^ set(val.classes)):
         problem = f"class {odd[0]!r} is only in {owner if odd[0] in expected else 'val'}"
-    raise ValueError(f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val; {problem}")
+    raise ValueError(
+        f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val; {problem}"
+    )
 
 
 def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
@@ -134,14 +149,22 @@ class DataRecord:
             return
         try:
             began = json.loads(file.read_text("utf-8"))
-            changed = {split: _changes(began[split], now) for split, now in self.splits.items() if began[split] != now}
-            same_classes = all(began[split]["classes"] == self.splits[split]["classes"] for split in changed)
+            changed = {
+                split: _changes(began[split], now)
+                for split, now in self.splits.items()
+                if began[split] != now
+            }
+            same_classes = all(
+                began[split]["classes"] == self.splits[split]["classes"] for split in changed
+            )
         except Exception as error:  # what is not there, or of another kind, fails anywhere
             raise ValueError(
                 f"{file}: not a record of data that can be read ({error!r}); --fresh moves the run aside and starts over"
             ) from None
         for split, changes in changed.items():
-            problem = f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
+            problem = (
+                f"data.root {self.root}, {split}: not the data that {run} began with: {changes}"
+            )
             if same_classes and "data.root" in self.allowed:
                 say(f"{problem}; accepted")
                 continue
@@ -167,8 +190,12 @@ def outline(source, listing: Iterable[bytes]) -> dict:
 
 def _changes(old: dict, new: dict) -> str:
     """Name classes, with their samples, that only one of two outlines has."""
-    before, now = ({f"{name} ({n})" for name, n in zip(o["classes"], o["samples"])} for o in (old, new))
+    before, now = (
+        {f"{name} ({n})" for name, n in zip(o["classes"], o["samples"])} for o in (old, new)
+    )
     if before == now:
         return "other files, or the classes in another order"
-    gone, more = (", ".join(sorted(classes)[:6]) or "none" for classes in (before - now, now - before))
+    gone, more = (
+        ", ".join(sorted(classes)[:6]) or "none" for classes in (before - now, now - before)
+    )
     return f"classes (samples) gone: {gone}; new: {more}"

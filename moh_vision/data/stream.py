@@ -65,10 +65,14 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
         problem = unset if isinstance(error, AssertionError) else message_of(error)
         raise ValueError(f"data.stream {data.stream}: {problem}") from None
     if not urls:
-        raise FileNotFoundError(f"data.root {data.root}: no train-*.tar shards in it, and data.stream names none")
+        raise FileNotFoundError(
+            f"data.root {data.root}: no train-*.tar shards in it, and data.stream names none"
+        )
     kinds = {urlparse(url).scheme for url in urls}
     for kind in sorted(kinds - {"", "file", *gopen_schemes}):
-        raise ValueError(f"data.stream {data.stream}: {kind}: is not read; pipe:COMMAND reads what a command writes")
+        raise ValueError(
+            f"data.stream {data.stream}: {kind}: is not read; pipe:COMMAND reads what a command writes"
+        )
     if "data.stream" not in given and "pipe" in kinds:
         raise ValueError(
             f"data.stream {data.stream} runs a command; give it on the command line, it is not taken from a configuration"
@@ -132,15 +136,25 @@ class ShardStream(ImageSource):
         `start` is the step that a run goes on from; `parts` are processes x workers.
         """
         first = derive_seed(seed, start, Stream.SHARDS)
-        shards = self.urls * -(-parts // len(self.urls))  # a part without a shard would block all processes
+        shards = self.urls * -(
+            -parts // len(self.urls)
+        )  # a part without a shard would block all processes
         yield from self._named(webdataset.shuffle(BUFFER, seed=first)(self._passes(shards, first)))
 
     def image(self, name: str):
         """Decode the latest sample, and put its label into `labels`; raise UnreadableImage if it has not both."""
-        text = self._sample.get("cls", b"")[:32].decode("ascii", "replace").strip() if self.classes else "0"
+        text = (
+            self._sample.get("cls", b"")[:32].decode("ascii", "replace").strip()
+            if self.classes
+            else "0"
+        )
         if not text.isdigit() or int(text) >= max(1, len(self.classes)):
-            raise UnreadableImage(f"{name}: label {text!r}, expected a .cls of 0 to {len(self.classes) - 1}")
-        data = next((self._sample[ending] for ending in IMAGE_EXTENSIONS if ending in self._sample), None)
+            raise UnreadableImage(
+                f"{name}: label {text!r}, expected a .cls of 0 to {len(self.classes) - 1}"
+            )
+        data = next(
+            (self._sample[ending] for ending in IMAGE_EXTENSIONS if ending in self._sample), None
+        )
         if data is None:
             raise UnreadableImage(f"{name}: no image, which ends in {', '.join(IMAGE_EXTENSIONS)}")
         self.labels = {name: int(text)}
@@ -155,14 +169,18 @@ class ShardStream(ImageSource):
         """Yield the samples of one pass over this process's and worker's shards after the other."""
         for number in itertools.count():
             order = webdataset.SimpleShardList(shards, seed=derive_seed(seed, number))
-            own = webdataset.DataPipeline(order, webdataset.split_by_node, webdataset.split_by_worker)
+            own = webdataset.DataPipeline(
+                order, webdataset.split_by_node, webdataset.split_by_worker
+            )
             empty = True
             for shard in own:
                 for sample in self._samples(shard["url"], PATIENCE):
                     yield sample
                     empty = False
             if empty:
-                raise UnreadableImage(f"{self.urls[0]} and the others that this process reads: no samples in them")
+                raise UnreadableImage(
+                    f"{self.urls[0]} and the others that this process reads: no samples in them"
+                )
 
     def _samples(self, url: str, patience: float) -> Iterator[dict]:
         """Yield the samples of a shard, which is read to its last byte."""
@@ -171,9 +189,14 @@ class ShardStream(ImageSource):
             raise UnreadableImage(f"{url}: {error.args[0]}") from None
 
         try:
-            with contextlib.closing(StreamedFile(url, patience)) as file, open_tar(url, file) as tar:
+            with (
+                contextlib.closing(StreamedFile(url, patience)) as file,
+                open_tar(url, file) as tar,
+            ):
                 plain = (m for m in members(tar, url) if not META.match(m.name))
-                files = (dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain)
+                files = (
+                    dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain
+                )
                 count = 0
                 for sample in group_by_keys(files, handler=refuse):
                     yield sample
@@ -181,7 +204,9 @@ class ShardStream(ImageSource):
                 if url in self.entries:
                     refuse_difference(url, file.offset, count, self.entries[url], self.record)
         except tarfile.TarError as error:
-            raise UnreadableImage(f"{url}: cut off within a member, at byte {file.offset} ({error})") from None
+            raise UnreadableImage(
+                f"{url}: cut off within a member, at byte {file.offset} ({error})"
+            ) from None
         except ValueError as error:
             raise UnreadableImage(str(error)) from None
 
@@ -213,7 +238,11 @@ class StreamedFile:
                 raise UnreadableImage(f"{self.url}: {why}")
             if failed_at is None:
                 failed_at = time.monotonic()
-                print(f"{self.url}: {why}; tried again for {self.patience:g} s", file=sys.stderr, flush=True)
+                print(
+                    f"{self.url}: {why}; tried again for {self.patience:g} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if time.monotonic() - failed_at > self.patience:
                 raise UnreadableImage(f"{self.url}: {why}, and so for {self.patience:g} s")
             time.sleep(min(pause, self.patience))
@@ -253,7 +282,11 @@ class StreamedFile:
         self.close()
         if isinstance(error, URLError) and isinstance(error.reason, OSError):
             error = error.reason
-        absent = isinstance(error, HTTPError) and 400 <= error.code < 500 and error.code not in (408, 429)
+        absent = (
+            isinstance(error, HTTPError)
+            and 400 <= error.code < 500
+            and error.code not in (408, 429)
+        )
         absent = absent or isinstance(error, FileNotFoundError | PermissionError)
         return message_of(error).removeprefix(f"{self.url}: "), absent
 

@@ -8,7 +8,9 @@ from typing import BinaryIO, Self
 
 from moh_vision.engine.commands import BadData, reason_of
 
-MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE  # two blocks, filled up to a record of 20 (tar's -b)
+MOST_ZEROS = (
+    tarfile.RECORDSIZE + tarfile.BLOCKSIZE
+)  # two blocks, filled up to a record of 20 (tar's -b)
 
 
 class _Header(tarfile.TarInfo):
@@ -33,7 +35,9 @@ def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFil
         raise ValueError(f"{name}: not a readable tar file, uncompressed ({error})") from None
 
 
-def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> Iterator[tarfile.TarInfo]:
+def members(
+    tar: tarfile.TarFile, name: Path | str, size: float = math.inf
+) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files of a shard from `open_tar`; `size` is that of the file, if known.
 
     Raise ValueError, naming the shard and the byte, if it is damaged or cut off, or if there is more behind its end than
@@ -54,11 +58,15 @@ def members(tar: tarfile.TarFile, name: Path | str, size: float = math.inf) -> I
         count += 1
         tar.members.clear()  # it would keep them all
         if member.size < 0 or member.issparse():
-            raise ValueError(f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files")
+            raise ValueError(
+                f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files"
+            )
         if not member.isreg():
             continue
         if member.offset_data + member.size > size:
-            raise ValueError(f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes")
+            raise ValueError(
+                f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes"
+            )
         yield member
     end, place = tar.offset, tar.offset + tarfile.BLOCKSIZE  # of the first block of zeros
     while data := tar.fileobj.read(2**20):

@@ -19,9 +19,13 @@ def end_workers() -> None:
     """
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     if workers:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for a worker that is killed
+        signal.signal(
+            signal.SIGCHLD, signal.SIG_DFL
+        )  # torch's handler would raise for a worker that is killed
     for worker in workers:
         worker.kill()
 
 
-atexit.register(end_workers)  # before multiprocessing's own, which was registered when that was imported
+atexit.register(
+    end_workers
+)  # before multiprocessing's own, which was registered when that was imported

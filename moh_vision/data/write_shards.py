@@ -49,15 +49,35 @@ CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" el
 
 
 def options(add: Callable) -> None:
-    add("--in", dest="source", required=True, metavar="IMAGEFOLDER", help="ROOT[/{train,val}]/CLASS/*, or no CLASS")
+    add(
+        "--in",
+        dest="source",
+        required=True,
+        metavar="IMAGEFOLDER",
+        help="ROOT[/{train,val}]/CLASS/*, or no CLASS",
+    )
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
-    add("--val-fraction", type=float, metavar="F", help="of a folder of classes, this share of every class becomes val")
-    add("--size", type=int, help="pixels of the shorter side; without it the bytes are stored unchanged")
+    add(
+        "--val-fraction",
+        type=float,
+        metavar="F",
+        help="of a folder of classes, this share of every class becomes val",
+    )
+    add(
+        "--size",
+        type=int,
+        help="pixels of the shorter side; without it the bytes are stored unchanged",
+    )
     add("--quality", type=int, help="of the JPEG that --size stores, 1 to 100 (95)")
     add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
     add("--seed", type=int, default=0, help="of the shuffle (0)")
     add("--workers", type=int, help="shards written at a time (the processors there are)")
-    add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be bad and left out (0)")
+    add(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        help="share of images that may be bad and left out (0)",
+    )
 
 
 def work(o: Namespace) -> None:
@@ -70,10 +90,14 @@ def work(o: Namespace) -> None:
     classes = "".join(f"{label}\n" for label in images.classes)
     names = out / "classes.txt"
     if names.exists() and names.read_bytes() != classes.encode():
-        raise ValueError(f"{names} is there and lists other classes than {o.source}; take another --out")
+        raise ValueError(
+            f"{names} is there and lists other classes than {o.source}; take another --out"
+        )
     out.mkdir(parents=True, exist_ok=True)
     with only_one(out, "--out", with_children=True), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="PIL")  # of oddities in files that decode all the same
+        warnings.filterwarnings(
+            "ignore", module="PIL"
+        )  # of oddities in files that decode all the same
         bad = BadSamples(sum(map(len, splits.values())), o.max_bad_fraction, "--max-bad-fraction")
         # All are checked before anything is written.
         writers = [ImageShards(o, name, images, bad) for name, images in splits.items()]
@@ -83,11 +107,17 @@ def work(o: Namespace) -> None:
 
 
 def _check(o: Namespace) -> None:
-    for name, value in (("size", o.size), ("samples-per-shard", o.samples_per_shard), ("workers", o.workers)):
+    for name, value in (
+        ("size", o.size),
+        ("samples-per-shard", o.samples_per_shard),
+        ("workers", o.workers),
+    ):
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: expected 1 or more")
     if o.quality is not None and o.size is None:
-        raise ValueError(f"--quality {o.quality} is of the JPEG that --size stores; give --size too")
+        raise ValueError(
+            f"--quality {o.quality} is of the JPEG that --size stores; give --size too"
+        )
     if o.size is not None and o.quality is None:
         o.quality = 95
     if o.quality is not None and not 1 <= o.quality <= 100:
@@ -98,7 +128,9 @@ def _check(o: Namespace) -> None:
         raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
     refuse_missing("--in", o.source)
     if Path(o.out).resolve().is_relative_to(Path(o.source).resolve()):
-        raise ValueError(f"--out {o.out} is inside --in {o.source}; the shards would be taken for input")
+        raise ValueError(
+            f"--out {o.out} is inside --in {o.source}; the shards would be taken for input"
+        )
     refuse_unwritable("--out", record_path(Path(o.out), "train"))
 
 
@@ -110,26 +142,37 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     source, val_fraction = Path(o.source), o.val_fraction
     places = _split_folders(source)
     if val_fraction is not None and places != {"train": source}:
-        raise ValueError(f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})")
+        raise ValueError(
+            f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})"
+        )
     splits = {name: ImageFolder(place) for name, place in places.items()}
     left_out = [path for images in splits.values() for path in images.left_out]
     if source not in places.values():
-        left_out = sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()}) + left_out
+        left_out = (
+            sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
+            + left_out
+        )
     if left_out:
         shown = ", ".join(map(one_line, left_out[:5]))
         say(f"left out, not in a split or no images by their names ({len(left_out)}): {shown}")
     if val_fraction is not None:
         images = splits["train"]
         # By a hash of their names: more files leave the others where they are.
-        hashes = [hashlib.sha256(os.fsencode(images.path(i))).digest()[:8] for i in range(len(images))]
+        hashes = [
+            hashlib.sha256(os.fsencode(images.path(i))).digest()[:8] for i in range(len(images))
+        ]
         in_val = np.array([int.from_bytes(start, "big") < val_fraction * 2**64 for start in hashes])
         splits = {"train": images.subset(~in_val), "val": images.subset(in_val)}
     for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
         for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
             more = "larger" if name == "val" else "smaller"
-            missing = f"class {images.classes[label]} without a file" if images.classes else "no file"
-            raise ValueError(f"--val-fraction {val_fraction:g} leaves {missing} in {name}; give a {more} one")
+            missing = (
+                f"class {images.classes[label]} without a file" if images.classes else "no file"
+            )
+            raise ValueError(
+                f"--val-fraction {val_fraction:g} leaves {missing} in {name}; give a {more} one"
+            )
     return splits
 
 
@@ -140,7 +183,11 @@ def _split_folders(root: Path) -> dict[str, Path]:
     other folders; otherwise the folders in ROOT are classes.
     """
     there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
-    if not there or there != subfolders(root) and not any(subfolders(root / name) for name in there):
+    if (
+        not there
+        or there != subfolders(root)
+        and not any(subfolders(root / name) for name in there)
+    ):
         return {"train": root}
     if set(VAL_NAMES) <= set(there):
         raise ValueError(f"--in {root}: both val and validation are there; move one away")
@@ -177,7 +224,9 @@ class ImageShards(ShardWriter):
 
     def check(self, bad: list[list]) -> None:
         """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
-        self.limit.check((place := f"{self.images.folder}/{path}", f"{place}: {reason}") for path, reason in bad)
+        self.limit.check(
+            (place := f"{self.images.folder}/{path}", f"{place}: {reason}") for path, reason in bad
+        )
 
     def write(self) -> None:
         """Write the shards that are missing."""
@@ -198,13 +247,17 @@ class ImageShards(ShardWriter):
         files = (self.images.path(i) for samples in self.plan.values() for i in samples)
         text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
         write_whole(self.out / f"{self.split}.files.txt", text)
-        source = Shards(str(self.out), self.split)  # builds the index: reads every header, and counts the samples
+        source = Shards(
+            str(self.out), self.split
+        )  # builds the index: reads every header, and counts the samples
         how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
         self.report(f"{len(source)} images {of_classes(source)}", how)
 
     def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
         """Yield the entry of each shard; what is unfinished when it ends is ended and removed."""
-        with ProcessPoolExecutor(count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())) as pool:
+        with ProcessPoolExecutor(
+            count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())
+        ) as pool:
             try:
                 yield from pool.map(_write_shard, names)
             except BaseException as error:  # also GeneratorExit, when there are too many bad images
@@ -235,11 +288,15 @@ def _write_shard(name: str) -> dict:
     index_file(writer.out / name).unlink(missing_ok=True)  # it would no longer fit
     with whole_file(writer.out / name) as file:
         # Headers without time and owner, or every run would have other sums.
-        with webdataset.TarWriter(file, user="", group="", mtime=0, encoder=False, compress=False) as tar:
+        with webdataset.TarWriter(
+            file, user="", group="", mtime=0, encoder=False, compress=False
+        ) as tar:
             for number in writer.plan[name]:
                 try:
                     data = Path(images.where(number)).read_bytes()
-                    extension, data = encode_sample(data, writer.options.size, writer.options.quality)
+                    extension, data = encode_sample(
+                        data, writer.options.size, writer.options.quality
+                    )
                 except UnreadableImage as error:
                     bad.append([images.path(number), str(error)])
                     writer.check(bad)
@@ -262,12 +319,16 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         image.load()
         if size is None:
             if image.format not in STORED:
-                raise ValueError(f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)")
+                raise ValueError(
+                    f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)"
+                )
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")
         short = min(image.size)
         if short > size:
-            image = image.resize([round(side * size / short) for side in image.size], Image.Resampling.BICUBIC)
+            image = image.resize(
+                [round(side * size / short) for side in image.size], Image.Resampling.BICUBIC
+            )
         image.info = {}  # or the comment of the source would be stored again
         out = io.BytesIO()
         image.save(out, "JPEG", quality=quality, subsampling="4:4:4")

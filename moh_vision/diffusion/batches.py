@@ -34,14 +34,21 @@ class NoisedImages(LabelledImages):
         flip: bool = False,
     ):
         super().__init__(source, transform, seed)
-        self.draw, self.label_drop, self.noise_shape, self.flip = draw, label_drop, noise_shape, flip
+        self.draw, self.label_drop, self.noise_shape, self.flip = (
+            draw,
+            label_drop,
+            noise_shape,
+            flip,
+        )
 
     def item(self, position: int, numbers: Iterator) -> dict:
         sample = super().item(position, numbers)
         if "images" not in sample:
             return sample
         # An own stream: other draws in the augmentation leave these as they are.
-        rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION)))
+        rng = np.random.Generator(
+            np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION))
+        )
         sample["timesteps"] = self.draw(rng)
         if rng.random() < self.label_drop:
             sample["labels"] = len(self.source.classes)
@@ -76,7 +83,9 @@ class ImagesToEncode(NoisedImages):
     def item(self, position: int, numbers: Iterator) -> dict:
         sample = super().item(position, numbers)
         if "images" in sample:
-            mirrored, sample["posterior_noise"] = posterior_draw(self.seed, position, self.noise_shape)
+            mirrored, sample["posterior_noise"] = posterior_draw(
+                self.seed, position, self.noise_shape
+            )
             if mirrored and self.flip:
                 sample["images"] = sample["images"].flip(-1)
         return sample

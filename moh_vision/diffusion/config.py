@@ -8,7 +8,14 @@ from typing import Literal
 from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.sampling import sampler_for
 from moh_vision.engine.commands import nearest
-from moh_vision.engine.config import MAX_SEED, HeadBudgets, ImageRunConfig, ImagesConfig, ModelConfig, OpenedConfig
+from moh_vision.engine.config import (
+    MAX_SEED,
+    HeadBudgets,
+    ImageRunConfig,
+    ImagesConfig,
+    ModelConfig,
+    OpenedConfig,
+)
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
@@ -24,7 +31,9 @@ PROTOCOLS = dict(
 )  # fmt: skip
 
 
-def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], count: int) -> list[int]:
+def class_numbers(
+    key: str, asked: Sequence[str], names: Mapping[str, int], count: int
+) -> list[int]:
     """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
     if asked and not names:
         raise ValueError(f"{key} {asked[0]}: the model was trained without classes")
@@ -33,7 +42,9 @@ def class_numbers(key: str, asked: Sequence[str], names: Mapping[str, int], coun
         by_number = [int(text)] if text.isdecimal() and int(text) < count else []
         numbers = by_name.get(text, by_number)
         if len(numbers) > 1:
-            raise ValueError(f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number")
+            raise ValueError(
+                f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number"
+            )
         if not numbers:
             near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(names)[:5]
             allowed = f"there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
@@ -46,17 +57,23 @@ def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> l
     """Return the numbers of the classes asked for, each once; None: all of `names`, or "no class" where there are none."""
     if asked is None:
         return list(range(len(names))) or [0]
-    numbers = class_numbers(key, asked, {name: number for number, name in enumerate(names)}, len(names))
+    numbers = class_numbers(
+        key, asked, {name: number for number, name in enumerate(names)}, len(names)
+    )
     for place, number in enumerate(numbers):
         if number in numbers[:place]:
-            raise ValueError(f"{key} {asked[place]}: class {number} ({names[number]}) is named twice")
+            raise ValueError(
+                f"{key} {asked[place]}: class {number} ({names[number]}) is named twice"
+            )
     return numbers
 
 
 def check_classes(name: str, classes: Classes, images: int) -> None:
     """Raise ValueError unless there is an image for each class."""
     if classes and images < len(classes):
-        raise ValueError(f"{name} names {len(classes)} classes, more than the {images} images that are drawn")
+        raise ValueError(
+            f"{name} names {len(classes)} classes, more than the {images} images that are drawn"
+        )
 
 
 class Guided(Section):
@@ -128,7 +145,16 @@ class ScoreConfig(DrawConfig, section="score"):
 
     def sampled(self, checkpoint: str, root: str, objective: str) -> "SampleConfig":
         """Return the keys of sample.py for these scores; `root` is the default reference."""
-        same = ("steps", "cfg_scale", "guide", "guide_scale", "seed", "extractor", "inception_weights", "allow_biased")
+        same = (
+            "steps",
+            "cfg_scale",
+            "guide",
+            "guide_scale",
+            "seed",
+            "extractor",
+            "inception_weights",
+            "allow_biased",
+        )
         return SampleConfig(
             checkpoint=checkpoint, num_images=self.images, sampler=sampler_for(objective, self, "score.sampler"),
             score=self.reference or root, score_split=self.split, **{name: getattr(self, name) for name in same},
@@ -250,7 +276,9 @@ class SampleConfig(Guided):
     guide_channels: int | Literal["all"] | None = key(None, ge=1, needs="cfg_scale!=1 or guide")
     """How many channels are guided, from the first, or "all"; left out: 3 of 4, as in the official DiT, and all of any
     other number."""
-    cfg_interval: tuple[float, float] = key((0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide")
+    cfg_interval: tuple[float, float] = key(
+        (0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide"
+    )
     """Guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
     seed: int = key(0, ge=0, le=MAX_SEED, needs=DRAWS)
     """The noise of image i depends on (seed, i) alone."""
@@ -307,12 +335,16 @@ class SampleConfig(Guided):
             raise ValueError(f"out {self.out!r} is out of range: {allowed}")
         written = self.out or self.grid or self.denoising or self.head_load or self.score
         if not self.num_images and written:
-            raise ValueError("num_images 0 leaves nothing for --out, --grid, --denoising, --head-load and --score")
+            raise ValueError(
+                "num_images 0 leaves nothing for --out, --grid, --denoising, --head-load and --score"
+            )
         if self.num_images:
             check_classes("classes", self.classes, self.num_images)
         if self.num_images and not written:
             outputs = "--out, --grid, --denoising, --head-load or --score, or --save-pipeline with --num-images 0"
-            raise ValueError(f"num_images {self.num_images}: nothing would be written; give {outputs}")
+            raise ValueError(
+                f"num_images {self.num_images}: nothing would be written; give {outputs}"
+            )
 
 
 @dataclass(kw_only=True)

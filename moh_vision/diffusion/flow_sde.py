@@ -5,7 +5,9 @@ from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     SchedulerMixin,  # noqa: F401  where diffusers looks for it to load this class in a pipeline
 )
-from diffusers.schedulers.scheduling_flow_match_euler_discrete import FlowMatchEulerDiscreteSchedulerOutput
+from diffusers.schedulers.scheduling_flow_match_euler_discrete import (
+    FlowMatchEulerDiscreteSchedulerOutput,
+)
 from diffusers.utils.torch_utils import randn_tensor
 from torch import Tensor
 

@@ -34,7 +34,9 @@ def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Pat
                 for first, batch in batches:
                     array = batch.permute(0, 2, 3, 1).numpy()
                     if first == 0:
-                        header = dict(descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:]))
+                        header = dict(
+                            descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:])
+                        )
                         np.lib.format.write_array_header_1_0(file, header)
                     file.write(array.tobytes())
             with archive.open("arr_1.npy", "w") as file:
@@ -45,7 +47,13 @@ def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Pat
     hidden.mkdir()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first, batch in batches:
-            list(pool.map(lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"), itertools.count(first), batch))
+            list(
+                pool.map(
+                    lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"),
+                    itertools.count(first),
+                    batch,
+                )
+            )
     if out.exists():  # earlier images stay until all are written
         for stale in out.glob("*.png"):
             stale.unlink()
@@ -62,7 +70,9 @@ def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
     image_grid(images, columns, **look).save(path, format="PNG")
 
 
-def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names) -> int:
+def draw_class_rows(
+    images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names
+) -> int:
     """Draw a grid of `images(numbers)`, one class a row; return the number of rows. `labels`: [N]."""
     drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
     rows = [c for c in classes if drawn[c]]
@@ -72,7 +82,9 @@ def draw_class_rows(images: Callable, labels: Tensor, classes: Sequence[int], co
     return len(rows)
 
 
-def image_grid(images: Tensor, columns: int, names: Sequence[str] = (), above: Sequence[str] = ()) -> Image.Image:
+def image_grid(
+    images: Tensor, columns: int, names: Sequence[str] = (), above: Sequence[str] = ()
+) -> Image.Image:
     """Lay images uint8 [N, 1 or 3, h, w] out row by row, enlarged to about CELL pixels."""
     n, channels, height, width = images.shape
     factor = max(1, round(CELL / height))
@@ -80,20 +92,34 @@ def image_grid(images: Tensor, columns: int, names: Sequence[str] = (), above: S
     height, width = height * factor, width * factor
     font = ImageFont.load_default(max(12, min(height // 5, 24)))
     texts = _in_lines([str(name) for name in names], height // (sum(font.getmetrics()) + LINE_GAP))
-    margin = max((int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()), default=0)
+    margin = max(
+        (int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()),
+        default=0,
+    )
     top = sum(font.getmetrics()) + GAP if above else 0
     size = (margin + columns * (width + GAP) + GAP, top + rows * (height + GAP) + GAP)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
         enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
-        place = (margin + GAP + (i % columns) * (width + GAP), top + GAP + (i // columns) * (height + GAP))
+        place = (
+            margin + GAP + (i % columns) * (width + GAP),
+            top + GAP + (i // columns) * (height + GAP),
+        )
         canvas.paste(enlarged, place)
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
         middle = (margin - 2 * GAP, top + GAP + row * (height + GAP) + height // 2)
-        draw.multiline_text(middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right")
+        draw.multiline_text(
+            middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right"
+        )
     for column, text in enumerate(above):
-        draw.text((margin + GAP + column * (width + GAP) + width // 2, GAP), text, "black", font, anchor="mt")
+        draw.text(
+            (margin + GAP + column * (width + GAP) + width // 2, GAP),
+            text,
+            "black",
+            font,
+            anchor="mt",
+        )
     return canvas
 
 
@@ -111,7 +137,9 @@ class Denoising:
     def __init__(self, path: str, steps: int):
         self.path, self.frames, self.times = path, [], []
         count = min(steps, MOMENTS[path[-4:]])
-        self.moments = torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
+        self.moments = (
+            torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
+        )
 
     def add(self, pipe, step: int, latents: Tensor) -> None:
         """Keep the images if `step` is one to show."""
@@ -124,7 +152,11 @@ class Denoising:
         """Write the file; `names` of the images are for a .png."""
         if self.path.endswith(".png"):
             strip = torch.stack(self.frames, dim=1).flatten(0, 1)  # [images * moments, C, h, w]
-            return draw_image_grid(strip, len(self.frames), self.path, names=names, above=self.times)
+            return draw_image_grid(
+                strip, len(self.frames), self.path, names=names, above=self.times
+            )
         pictures = [image_grid(frame, min(4, len(frame))) for frame in self.frames]
         times = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
-        pictures[0].save(self.path, save_all=True, append_images=pictures[1:], duration=times, loop=0)
+        pictures[0].save(
+            self.path, save_all=True, append_images=pictures[1:], duration=times, loop=0
+        )

@@ -17,10 +17,16 @@ IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
 class ImageParts:
     """Batches of uint8 images in a hidden folder named after `settings`; if `counted`, with sums as of a `HeadLoad`."""
 
-    def __init__(self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False):
+    def __init__(
+        self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False
+    ):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
         self.folder = parent / f".samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self.total, self.batch_size, self.kinds = total, batch_size, (IMAGES, SUMS) if counted else (IMAGES,)
+        self.total, self.batch_size, self.kinds = (
+            total,
+            batch_size,
+            (IMAGES, SUMS) if counted else (IMAGES,),
+        )
         self.count = -(-total // batch_size)
         try:
             write_whole(self.folder / "settings.json", text + "\n", shared=True)
@@ -41,7 +47,9 @@ class ImageParts:
         if SUMS in self.kinds:
             with whole_file(self._path(batch, SUMS), shared=True) as file:
                 np.savez_compressed(file, sums.cpu().numpy())
-        with whole_file(self._path(batch, IMAGES), shared=True) as file:  # processes of a killed run may still write
+        with whole_file(
+            self._path(batch, IMAGES), shared=True
+        ) as file:  # processes of a killed run may still write
             np.save(file, images.cpu().numpy())
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
@@ -57,7 +65,9 @@ class ImageParts:
 
     def sums(self) -> Tensor:
         """Return the sums over all batches."""
-        return sum(torch.from_numpy(np.load(self._path(k, SUMS))["arr_0"]) for k in range(self.count))
+        return sum(
+            torch.from_numpy(np.load(self._path(k, SUMS))["arr_0"]) for k in range(self.count)
+        )
 
     def _path(self, batch: int, kind: str) -> Path:
         return self.folder / f"{batch:08d}{kind}"

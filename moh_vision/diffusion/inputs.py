@@ -72,7 +72,9 @@ class PixelInputs:
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
         """Return the data set that `training_batches` takes."""
         shape = (self.channels, self.img_size, self.img_size)
-        return self.noised(self.source, self.transform, seed, draw, label_drop, shape, self.augment == "flip")
+        return self.noised(
+            self.source, self.transform, seed, draw, label_drop, shape, self.augment == "flip"
+        )
 
     def encode(self, batch: dict, autocast=None) -> dict:
         """Return a batch, on its device, as the diffusion task takes it."""
@@ -106,11 +108,15 @@ class CachedInputs(PixelInputs):
 
     noised = NoisedLatents
 
-    def __init__(self, source: LatentCache, root: str, vae: str, img_size: int | None, augment: str):
+    def __init__(
+        self, source: LatentCache, root: str, vae: str, img_size: int | None, augment: str
+    ):
         super().__init__(source, source.img_size, augment)
         self.colours, self.space, self.transform = None, source.space, nn.Identity()
         if img_size not in (None, source.size):
-            raise ValueError(f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels")
+            raise ValueError(
+                f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels"
+            )
         self.root, self.named, self.vae = root, vae, None
         if vae != "none":
             with contextlib.suppress(NotAtHand):  # only decoding asks the hub
@@ -162,7 +168,9 @@ class EncodedInputs(PixelInputs):
     def describe_vae(self) -> str:
         """Return lines about the VAE for `--dry-run`."""
         costs = ""
-        if self.space.img_size is None:  # transformers' encoders, in an AutoencoderRAE, take more than images
+        if (
+            self.space.img_size is None
+        ):  # transformers' encoders, in an AutoencoderRAE, take more than images
             images = torch.zeros(1, self.colours, self.pixels, self.pixels)
             costs = f": {count_macs(self.vae.encoder, images).dense:,} MACs an image"
         return (

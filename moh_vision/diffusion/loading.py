@@ -28,11 +28,19 @@ LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
 def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
     """Open the pipeline of --checkpoint; also return the metadata of `open_model`."""
     path = Path(config.checkpoint)
-    there = {name for name in ("model_index.json", "config.json", "config.yaml") if (path / name).is_file()}
+    there = {
+        name
+        for name in ("model_index.json", "config.json", "config.yaml")
+        if (path / name).is_file()
+    }
     if not config.model and "model_index.json" in there and config.weights != "ema":
-        raise ValueError(f"--weights {config.weights} has no effect: {path} is a saved pipeline, which holds one kind")
+        raise ValueError(
+            f"--weights {config.weights} has no effect: {path} is a saved pipeline, which holds one kind"
+        )
     if not config.model and (there == {"config.json"} or path.suffix in (".pt", ".pth", ".bin")):
-        raise ValueError(f"{path} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90")
+        raise ValueError(
+            f"{path} does not say of which model it is: give --model, such as moh_dit_xlarge_patch2_90"
+        )
     model, metadata = open_model(config.checkpoint, config.model, config.weights)
     return make_pipeline(config, model, metadata), metadata
 
@@ -45,14 +53,22 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
     config.sampler = sampler_for(metadata["objective"], config, "--sampler")
-    config.guide_channels = Guidance(channels=config.guide_channels).guided(model.config.in_channels)
+    config.guide_channels = Guidance(channels=config.guide_channels).guided(
+        model.config.in_channels
+    )
     # A prediction is clipped to the range of pixels; latents have none.
-    scheduler = make_scheduler(config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"])
+    scheduler = make_scheduler(
+        config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"]
+    )
     label_drop = metadata["label_drop"]
     if config.cfg_scale != 1 and not metadata["classes"]:
-        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with classes: 1 is no guidance")
+        raise ValueError(
+            f"--cfg-scale {config.cfg_scale:g} needs a run trained with classes: 1 is no guidance"
+        )
     if config.cfg_scale != 1 and label_drop == 0:
-        raise ValueError(f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0")
+        raise ValueError(
+            f"--cfg-scale {config.cfg_scale:g} needs a run trained with label_drop above 0"
+        )
     return MoHDiTPipeline(model, scheduler, vae, dict(enumerate(metadata["classes"])), label_drop)
 
 
@@ -97,29 +113,45 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
         try:
             pipe = MoHDiTPipeline.from_pretrained(path)
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(f"{path}: not a pipeline that can be read ({reason_of(error)})") from None
+            raise ValueError(
+                f"{path}: not a pipeline that can be read ({reason_of(error)})"
+            ) from None
         model, file, scheduled = pipe.transformer.eval(), weights_file(path), pipe.scheduler.config
         names = pipe.config.id2label or {}
         classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
-        metadata.update(architecture=Path(path).name, classes=classes, vae=pipe.vae, objective=pipe.config.objective)
+        metadata.update(
+            architecture=Path(path).name,
+            classes=classes,
+            vae=pipe.vae,
+            objective=pipe.config.objective,
+        )
         metadata["label_drop"] = pipe.config.label_drop
-        metadata["shift"] = scheduled.get("shift", scheduled.get("flow_shift", 1.0))  # UniPC's and DPM-Solver's name
+        metadata["shift"] = scheduled.get(
+            "shift", scheduled.get("flow_shift", 1.0)
+        )  # UniPC's and DPM-Solver's name
     else:
         model, own = from_run(path, "diffusion", weights)
         file, objective = Path(own["weights"]), make_objective(own["config"])
-        metadata.update(own, objective=objective.name, shift=getattr(objective, "shift", 1.0), run=run_of(file))
+        metadata.update(
+            own, objective=objective.name, shift=getattr(objective, "shift", 1.0), run=run_of(file)
+        )
         metadata["label_drop"] = own["config"].get("label_drop")
     return model, dict(metadata, file=file, weights=weights_said(file, weights))
 
 
-def open_guide(key: str, guide: str | None, model: nn.Module, objective: str, vae) -> nn.Module | str | None:
+def open_guide(
+    key: str, guide: str | None, model: nn.Module, objective: str, vae
+) -> nn.Module | str | None:
     """Open the weak model that `key` names, as `weak_predict` takes it; refuse one unlike `model` and its metadata."""
     opened, others = guide, []
     if guide and not guide.startswith("heads:"):
         refuse_missing(key, guide)
         opened, own = open_model(guide)
         opened.to(next(model.parameters()).device)
-        others = [("objective", own["objective"], objective), ("VAE", _sha256(own["vae"]), _sha256(vae))]
+        others = [
+            ("objective", own["objective"], objective),
+            ("VAE", _sha256(own["vae"]), _sha256(vae)),
+        ]
     weak_predict(model, opened, f"{key} {guide}", others)
     return opened
 
@@ -134,7 +166,9 @@ def published_model(path: str, name: str, weights: str) -> nn.Module:
         try:
             return create(name, "diffusion", pretrained=True).eval()
         except (RuntimeError, OSError) as error:  # none are published, or the fetch failed
-            raise ValueError(f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE") from None
+            raise ValueError(
+                f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE"
+            ) from None
     refuse_missing("--checkpoint", path)
     file = weights_file(path, weights)
     if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
@@ -152,7 +186,9 @@ def published_model(path: str, name: str, weights: str) -> nn.Module:
 def _fitting(name: str, path: str, sizes: dict) -> list[str]:
     """Return the other models of the same size that take the weights."""
     size, fitting = name.rpartition("_")[0], []
-    for other in [n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module)]:
+    for other in [
+        n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module)
+    ]:
         with contextlib.suppress(ValueError):
             if other != name and load_checkpoint(create(other, "diffusion", **sizes), path):
                 fitting.append(other)
@@ -164,11 +200,21 @@ def _sizes(file: Path, weights: str) -> dict:
     state, sizes = read_tensors(file, weights), {}
 
     def shape(ndim: int, *names: str) -> tuple | None:
-        return next((tuple(t.shape) for name, t in state.items() if name.endswith(names) and t.ndim == ndim), None)
+        return next(
+            (
+                tuple(t.shape)
+                for name, t in state.items()
+                if name.endswith(names) and t.ndim == ndim
+            ),
+            None,
+        )
 
     kernel = shape(4, "x_embedder.proj.weight", "pos_embed.proj.weight")  # [C, in, p, p]
     last = shape(2, "final_layer.linear.weight", "proj_out_2.weight")  # [p * p * out, C]
-    labels, positions = shape(2, "embedding_table.weight"), shape(3, "pos_embed")  # [classes, C], [1, N, C]
+    labels, positions = (
+        shape(2, "embedding_table.weight"),
+        shape(3, "pos_embed"),
+    )  # [classes, C], [1, N, C]
     if labels:
         sizes["num_classes"] = labels[0] - 1
     if kernel:
@@ -188,5 +234,7 @@ def _sizes(file: Path, weights: str) -> dict:
     for key, largest in LARGEST.items():
         size = sizes.get(key, 1)
         if not isinstance(size, int) or not 1 <= size <= largest:
-            raise ValueError(f"{config if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}")
+            raise ValueError(
+                f"{config if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}"
+            )
     return sizes

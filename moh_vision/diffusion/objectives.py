@@ -27,7 +27,9 @@ def make_objective(config: dict) -> nn.Module:
     if name == FlowMatchingLoss.name and isinstance(flow, dict):
         return FlowMatchingLoss(**{key: flow[key] for key in FLOW_KEYS if key in flow})
     if name != HybridLoss.name:
-        raise ValueError(f"objective {name!r} with flow {flow!r}: expected noise, or flow with its section")
+        raise ValueError(
+            f"objective {name!r} with flow {flow!r}: expected noise, or flow with its section"
+        )
     return HybridLoss(config.get("min_snr_gamma"))
 
 
@@ -36,9 +38,15 @@ def draw_step(rng: np.random.Generator) -> int:
     return int(rng.integers(NUM_TIMESTEPS))
 
 
-def draw_time(rng: np.random.Generator, sampling: str, shift: float, location: float, spread: float) -> np.float32:
+def draw_time(
+    rng: np.random.Generator, sampling: str, shift: float, location: float, spread: float
+) -> np.float32:
     """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
-    t = rng.random() if sampling == "uniform" else 1 / (1 + math.exp(-location - spread * rng.standard_normal()))
+    t = (
+        rng.random()
+        if sampling == "uniform"
+        else 1 / (1 + math.exp(-location - spread * rng.standard_normal()))
+    )
     return np.float32(NUM_TIMESTEPS * (shift * t / (1 + (shift - 1) * t)))  # Esser 2024, eq. 23
 
 
@@ -66,24 +74,37 @@ class FlowMatchingLoss(nn.Module):
         shift: float = 1.0,
     ):
         super().__init__()
-        for key, text, allowed in (("predict", predict, PREDICTS), ("timesteps", timesteps, TIMESTEPS)):
+        for key, text, allowed in (
+            ("predict", predict, PREDICTS),
+            ("timesteps", timesteps, TIMESTEPS),
+        ):
             if text not in allowed:
                 raise ValueError(f"flow.{key} {text!r} is not one of {', '.join(allowed)}")
-        for key, number, above in (("shift", shift, 0), ("spread", spread, 0), ("location", location, -math.inf)):
+        for key, number, above in (
+            ("shift", shift, 0),
+            ("spread", spread, 0),
+            ("location", location, -math.inf),
+        ):
             if not (isinstance(number, (int, float)) and above < number < math.inf):
                 raise ValueError(f"flow.{key} {number!r} is out of range: above {above}")
         self.predict, self.shift = predict, shift
-        self.draw = partial(draw_time, sampling=timesteps, shift=shift, location=location, spread=spread)
+        self.draw = partial(
+            draw_time, sampling=timesteps, shift=shift, location=location, spread=spread
+        )
 
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Return x_t of x0 and noise [B, C, h, w] at t [B], 0 .. 1000."""
         t = (t / NUM_TIMESTEPS).to(x0.dtype).view(-1, *[1] * (x0.ndim - 1))  # [B, 1, 1, 1]
         return (1 - t) * x0 + t * noise
 
-    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
+    ) -> dict[str, Tensor]:
         """Return the loss of a predicted velocity [B, C, h, w]: loss and mse, equal [B] tensors."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
-        target = to_velocity(self.predict, dict(velocity=noise - x0, x=x0, noise=noise)[self.predict], xt, t)
+        target = to_velocity(
+            self.predict, dict(velocity=noise - x0, x=x0, noise=noise)[self.predict], xt, t
+        )
         mse = (output - target).square().flatten(1).mean(1)  # [B]
         return dict(loss=mse, mse=mse)
 
@@ -103,7 +124,9 @@ class HybridLoss(nn.Module):
 
     def __init__(self, min_snr_gamma: float | None = None):
         super().__init__()
-        if min_snr_gamma is not None and not (isinstance(min_snr_gamma, (int, float)) and min_snr_gamma > 0):
+        if min_snr_gamma is not None and not (
+            isinstance(min_snr_gamma, (int, float)) and min_snr_gamma > 0
+        ):
             raise ValueError(f"min_snr_gamma {min_snr_gamma!r} is out of range: above 0")
         beta = torch.linspace(BETA_START, BETA_END, NUM_TIMESTEPS, dtype=torch.float64)
         alpha_bar = (1 - beta).cumprod(0)
@@ -126,10 +149,14 @@ class HybridLoss(nn.Module):
     def add_noise(self, x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
         """Return x_t of q(x_t | x_0), Ho 2020 eq. 4, for x0 and noise [B, C, h, w] at t [B], 0 .. 999."""
         if t.is_floating_point():
-            raise ValueError(f"timesteps are {t.dtype}; expected integers from 0 to {NUM_TIMESTEPS - 1}")
+            raise ValueError(
+                f"timesteps are {t.dtype}; expected integers from 0 to {NUM_TIMESTEPS - 1}"
+            )
         return _at(self.sqrt_alpha_bar, t, x0) * x0 + _at(self.sqrt_one_minus, t, x0) * noise
 
-    def forward(self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor) -> dict[str, Tensor]:
+    def forward(
+        self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
+    ) -> dict[str, Tensor]:
         """Return loss, mse (not weighted), and vb if the output [B, C or 2C, h, w] has the variance; all [B]."""
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
@@ -140,7 +167,9 @@ class HybridLoss(nn.Module):
         vb = self.variational_bound(eps.detach(), output[:, x0.shape[1] :], x0, xt, t)
         return dict(loss=simple + vb, mse=mse, vb=vb)
 
-    def variational_bound(self, eps: Tensor, interpolation: Tensor, x0: Tensor, xt: Tensor, t: Tensor) -> Tensor:
+    def variational_bound(
+        self, eps: Tensor, interpolation: Tensor, x0: Tensor, xt: Tensor, t: Tensor
+    ) -> Tensor:
         """Return L_t in bits per dimension, [B]: a KL divergence, for t = 0 a discretised likelihood.
 
         The variance is exp(v log beta + (1 - v) log beta-tilde) with v = (interpolation + 1) / 2.
@@ -161,7 +190,13 @@ class HybridLoss(nn.Module):
 
 def gaussian_kl(mean1: Tensor, log_var1: Tensor, mean2: Tensor, log_var2: Tensor) -> Tensor:
     """KL(N(mean1, var1) || N(mean2, var2)) elementwise, in nats."""
-    return 0.5 * (log_var2 - log_var1 + (log_var1 - log_var2).exp() + (mean1 - mean2).square() * (-log_var2).exp() - 1)
+    return 0.5 * (
+        log_var2
+        - log_var1
+        + (log_var1 - log_var2).exp()
+        + (mean1 - mean2).square() * (-log_var2).exp()
+        - 1
+    )
 
 
 def discretised_nll(x: Tensor, mean: Tensor, log_var: Tensor) -> Tensor:

@@ -22,14 +22,24 @@ from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.opened import Opened
 
-KEPT = ("out", "grid", "denoising", "head_load", "save_pipeline", "score_file", "overwrite")  # outputs of sample.py
+KEPT = (
+    "out",
+    "grid",
+    "denoising",
+    "head_load",
+    "save_pipeline",
+    "score_file",
+    "overwrite",
+)  # outputs of sample.py
 
 
 class OpenedDiffusion(Opened):
     """A diffusion model without a VAE. `config`: an `OpenedDitConfig`, or for scores a `SampleConfig`."""
 
     kind, loss_name = "diffusion", "diffusion loss at fixed timesteps and noise"
-    scored_on = "{c.num_images} samples, {c.sampler} {c.steps} steps, {c.guidance}; reference {c.score}"
+    scored_on = (
+        "{c.num_images} samples, {c.sampler} {c.steps} steps, {c.guidance}; reference {c.score}"
+    )
 
     @cached_property
     def objective(self) -> nn.Module:
@@ -43,7 +53,9 @@ class OpenedDiffusion(Opened):
         if split in self.splits:
             return self.splits[split]
         config, d, path = self.config, self.config.data, self.config.checkpoint
-        inputs = open_inputs(d.root, config.vae, d.img_size, "none", self.accelerator.device, split=split)
+        inputs = open_inputs(
+            d.root, config.vae, d.img_size, "none", self.accelerator.device, split=split
+        )
         sizes = [self.metadata["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
         given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
         if sizes != given:
@@ -51,7 +63,9 @@ class OpenedDiffusion(Opened):
             raise ValueError(f"data.root {d.root} has side, channels and classes {given}, {takes}")
         trained, made = self.metadata["vae"] and LatentSpace(**self.metadata["vae"]), inputs.space
         if (trained and trained.sha256) != (made and made.sha256):
-            raise ValueError(f"data.root {d.root}: latents of the VAE {made}, {path} was trained on those of {trained}")
+            raise ValueError(
+                f"data.root {d.root}: latents of the VAE {made}, {path} was trained on those of {trained}"
+            )
         self.splits[split] = inputs
         return inputs
 
@@ -63,7 +77,9 @@ class OpenedDiffusion(Opened):
         images, inputs = self.data("train"), self.opened_inputs("train")
         unreadable = BadSamples(len(inputs.source), self.config.data.max_bad_fraction)
         halves = calibration_halves(images, count, self.config.data.workers, unreadable)
-        return tuple([inputs.encoded_on_cpu(batch, self.accelerator) for batch in half] for half in halves)
+        return tuple(
+            [inputs.encoded_on_cpu(batch, self.accelerator) for batch in half] for half in halves
+        )
 
     def inputs(self, batch: dict) -> tuple[Tensor, Tensor, Tensor]:
         noisy = self.objective.add_noise(batch["images"], batch["noise"], batch["timesteps"])
@@ -112,7 +128,15 @@ class OpenedDiffusion(Opened):
 
 
 def open_run(
-    path: str, weights: str | None, device, options: Sequence[str], *, name: str | None, scores: bool, command: str, **_
+    path: str,
+    weights: str | None,
+    device,
+    options: Sequence[str],
+    *,
+    name: str | None,
+    scores: bool,
+    command: str,
+    **_,
 ) -> OpenedDiffusion:
     """See `moh_vision.open_run`. Options: of `OpenedDitConfig`, or with `scores` of sample.py."""
     opened = {}
@@ -130,7 +154,11 @@ def open_run(
 
 def parse_scored(path: str, options: Sequence[str], command: str) -> SampleConfig:
     """Read options of sample.py, for scores of samples that are not kept."""
-    given = {option.partition("=")[0].replace("-", "_").removeprefix("__") for option in options if option[:2] == "--"}
+    given = {
+        option.partition("=")[0].replace("-", "_").removeprefix("__")
+        for option in options
+        if option[:2] == "--"
+    }
     for name in KEPT:
         if name in given:
             raise ValueError(f"{name} has no effect: the samples are scored and not kept")

@@ -55,11 +55,15 @@ class MoHDiTPipeline(DiffusionPipeline):
         downsampling: int | None = None,
     ):
         super().__init__()
-        if type(transformer).__name__ == "DiTTransformer2DModel":  # importing the class takes a second
+        if (
+            type(transformer).__name__ == "DiTTransformer2DModel"
+        ):  # importing the class takes a second
             transformer = from_diffusers(transformer)
         kind = type(transformer).__name__
         if not isinstance(transformer, MoHDiTTransformer2DModel):
-            raise ValueError(f"the transformer is a {kind}, expected a DiT of moh_vision or diffusers")
+            raise ValueError(
+                f"the transformer is a {kind}, expected a DiT of moh_vision or diffusers"
+            )
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
         # JSON has only strings for keys.
         names = None if id2label is None else {str(k): name for k, name in id2label.items()}
@@ -71,7 +75,9 @@ class MoHDiTPipeline(DiffusionPipeline):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
         """As diffusers' own, from safetensors only."""
-        return super().from_pretrained(pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs})
+        return super().from_pretrained(
+            pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs}
+        )
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
         """As in diffusers, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
@@ -88,8 +94,12 @@ class MoHDiTPipeline(DiffusionPipeline):
         """Return numbers of classes by name, by a word of ImageNet's names, or by number as text."""
         asked = [label] if isinstance(label, str) else list(label)
         if not self.labels:
-            raise ValueError(f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers")
-        return class_numbers("class_labels", asked, self.labels, self.transformer.config.num_classes)
+            raise ValueError(
+                f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers"
+            )
+        return class_numbers(
+            "class_labels", asked, self.labels, self.transformer.config.num_classes
+        )
 
     @torch.no_grad()
     def __call__(
@@ -130,10 +140,14 @@ class MoHDiTPipeline(DiffusionPipeline):
         Raises:
             FloatingPointError: if images hold NaN or infinity, naming the step.
         """
-        guidance = Guidance(guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale)
+        guidance = Guidance(
+            guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale
+        )
         if (guide is None) != (guide_scale == 1):
             problem = f"guide_scale {guide_scale:g} {'without' if guide is None else 'with'} guide"
-            raise ValueError(f"{problem}: expected a weak model and a scale other than 1, or neither")
+            raise ValueError(
+                f"{problem}: expected a weak model and a scale other than 1, or neither"
+            )
         weak = sampling.weak_predict(self.transformer, guide)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
         self._check_outputs(output_type, callback_on_step_end_tensor_inputs)
@@ -142,9 +156,13 @@ class MoHDiTPipeline(DiffusionPipeline):
         scheduler = sampling.fit_scheduler(self.scheduler, self.transformer.config.learn_sigma)
         sampling.set_steps(scheduler, num_inference_steps)
         x = self._first_noise(latents, generators).to(labels.device)
-        guided = guidance.around(self._predict(on_routing), labels, self.transformer.config.num_classes, weak)
+        guided = guidance.around(
+            self._predict(on_routing), labels, self.transformer.config.num_classes, weak
+        )
         with self.progress_bar(total=len(scheduler.timesteps)) as bar:
-            on_step = partial(self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs)
+            on_step = partial(
+                self._after_step, bar, callback_on_step_end, callback_on_step_end_tensor_inputs
+            )
             x = sampling.denoise(guided, scheduler, x, generators, on_step)
         if output_type != "latent":
             x = self.decode(x)
@@ -162,7 +180,9 @@ class MoHDiTPipeline(DiffusionPipeline):
         dtype = getattr(latents, "dtype", type(latents).__name__)
         expected = [len(generators), *shape]
         if not isinstance(latents, Tensor) or given != expected or not dtype.is_floating_point:
-            raise ValueError(f"latents are {dtype} {given}: expected floating-point numbers {expected}")
+            raise ValueError(
+                f"latents are {dtype} {given}: expected floating-point numbers {expected}"
+            )
         return latents.float()
 
     def _predict(self, on_routing: Callable | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -178,10 +198,14 @@ class MoHDiTPipeline(DiffusionPipeline):
 
         return predict
 
-    def _after_step(self, bar, callback: Callable | None, names: Sequence[str], step: int, t: Tensor, x: Tensor):
+    def _after_step(
+        self, bar, callback: Callable | None, names: Sequence[str], step: int, t: Tensor, x: Tensor
+    ):
         """Count a step; return what the callback puts in the place of x, or None."""
         bar.update()
-        return callback and (callback(self, step, t, {name: x for name in names}) or {}).get("latents")
+        return callback and (callback(self, step, t, {name: x for name in names}) or {}).get(
+            "latents"
+        )
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -195,7 +219,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             name = f"scheduler {type(self.scheduler).__name__}"
             trained = f"the transformer was trained with objective {needed}"
             fitting = ", ".join(name for name, of in sampling.SAMPLERS.items() if of == needed)
-            raise ValueError(f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}")
+            raise ValueError(
+                f"{name} is for objective {given}, {trained}; make_scheduler has {fitting}"
+            )
         if self.vae is None:
             return
         try:
@@ -204,7 +230,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(f"the VAE: {error}") from None
         has, channels = space.latent_channels, self.transformer.config.in_channels
         if has != channels:
-            raise ValueError(f"the VAE has latents of {has} channels, the transformer works on {channels}")
+            raise ValueError(
+                f"the VAE has latents of {has} channels, the transformer works on {channels}"
+            )
         has, side = space.downsampling, self.config.downsampling
         if has != (side or has):
             trained = f"the transformer was trained with {side}"
@@ -220,21 +248,33 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(f"{channels} channels are no image and there is no VAE; {otherwise}")
         unknown = set(callback_inputs) - set(self._callback_tensor_inputs)
         if unknown:
-            raise ValueError(f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known")
+            raise ValueError(
+                f"callback_on_step_end_tensor_inputs {sorted(unknown)}: only 'latents' is known"
+            )
 
     def _checked_labels(self, class_labels: Any, guidance: Guidance) -> Tensor:
         null = self.transformer.config.num_classes
         several = [class_labels] if isinstance(class_labels, str) else class_labels
         if isinstance(several, (list, tuple)):
-            several = [self.get_label_ids(label)[0] if isinstance(label, str) else label for label in several]
+            several = [
+                self.get_label_ids(label)[0] if isinstance(label, str) else label
+                for label in several
+            ]
         labels = torch.as_tensor(several).reshape(-1)
-        if labels.numel() == 0 or labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        if (
+            labels.numel() == 0
+            or labels.is_floating_point()
+            or labels.is_complex()
+            or labels.dtype == torch.bool
+        ):
             expected = "whole numbers or names of classes, one per image"
             raise ValueError(f"class_labels {class_labels!r}: expected {expected}")
         scale = f"guidance_scale {guidance.scale:g}"
         if guidance.scale != 1 and self.config.label_drop == 0:
             this = "this one was trained with label_drop 0: pass guidance_scale=1"
-            raise ValueError(f"{scale} needs a model that was trained without some labels too; {this}")
+            raise ValueError(
+                f"{scale} needs a model that was trained without some labels too; {this}"
+            )
         if guidance.scale != 1 and (labels == null).any():
             raise ValueError(
                 f"class_labels {null} means no class, which {scale} cannot guide to: pass guidance_scale=1"
@@ -245,9 +285,14 @@ class MoHDiTPipeline(DiffusionPipeline):
 def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:
     if isinstance(generator, (list, tuple)):
         if len(generator) != images:
-            raise ValueError(f"generator lists {len(generator)} generators for {images} images: one per image, or one")
+            raise ValueError(
+                f"generator lists {len(generator)} generators for {images} images: one per image, or one"
+            )
         return list(generator)
     device = "cpu" if generator is None else generator.device
     # One draw at a time: that of image i then does not depend on how many follow.
-    seeds = [torch.randint(2**63 - 1, (), generator=generator, device=device).item() for _ in range(images)]
+    seeds = [
+        torch.randint(2**63 - 1, (), generator=generator, device=device).item()
+        for _ in range(images)
+    ]
     return [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -15,7 +15,14 @@ from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels
 from moh_vision.diffusion.loading import open_guide
-from moh_vision.diffusion.sampling import Guidance, make_scheduler, sample_images, sampler_for, to_uint8, weak_predict
+from moh_vision.diffusion.sampling import (
+    Guidance,
+    make_scheduler,
+    sample_images,
+    sampler_for,
+    to_uint8,
+    weak_predict,
+)
 from moh_vision.diffusion.scores import make_scorer
 from moh_vision.engine.commands import message_of
 from moh_vision.engine.ranks import attempt, by_main
@@ -35,7 +42,9 @@ def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list["
             accelerator.print(f"{c.section}.every {c.every}: none in {last} steps; {hint}")
     draws = any(0 < c.every <= last for c in sections)
     if draws and not config.ema.decay and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError("preview.every and score.every with FSDP need ema.decay, whose weights are whole")
+        raise ValueError(
+            "preview.every and score.every with FSDP need ema.decay, whose weights are whole"
+        )
     with accelerator.main_process_first():
         decode = inputs.decoder(accelerator.device) if draws else None
     how = (inputs, model, objective, decode)
@@ -51,12 +60,18 @@ def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list["
 class Samples:
     """Samples of the same noise and labels at every training step; `failed` counts."""
 
-    def __init__(self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None):
+    def __init__(
+        self, config, inputs, model: nn.Module, objective: nn.Module, decode: Callable | None = None
+    ):
         self.config, self.names, self.failed = config, inputs.source.classes, 0
-        self.classes = torch.tensor(chosen_classes(f"{config.section}.classes", config.classes, self.names))
+        self.classes = torch.tensor(
+            chosen_classes(f"{config.section}.classes", config.classes, self.names)
+        )
         if 0 < config.every and config.cfg_scale != 1 and not self.names:
             said = f"{config.section}.cfg_scale {config.cfg_scale:g}"
-            raise ValueError(f"{said} needs classes, and the images have none: set 1, for no guidance")
+            raise ValueError(
+                f"{said} needs classes, and the images have none: set 1, for no guidance"
+            )
         self.decode = decode or (lambda x: x)  # to images in [-1, 1]
         self.sampler = sampler_for(objective.name, config, f"{config.section}.sampler")
         how = (model.config.learn_sigma, inputs.space is None, getattr(objective, "shift", 1.0))
@@ -75,8 +90,14 @@ class Samples:
         """Return images uint8 [len(numbers), 1 or 3, h, w], on the CPU. The model's mode is restored."""
         c, m, mode = self.config, model.config, model.training
         labels = self.labels(numbers).to(next(model.parameters()).device)
-        shape, seeds = (m.in_channels, m.sample_size, m.sample_size), [c.seed + number for number in numbers]
-        guidance, weak = Guidance(c.cfg_scale, weak_scale=c.guide_scale), weak_predict(model, self.weak)
+        shape, seeds = (
+            (m.in_channels, m.sample_size, m.sample_size),
+            [c.seed + number for number in numbers],
+        )
+        guidance, weak = (
+            Guidance(c.cfg_scale, weak_scale=c.guide_scale),
+            weak_predict(model, self.weak),
+        )
         how = (labels, shape, seeds, len(self.names), guidance, on_step, weak)
         model.eval()
         try:
@@ -94,7 +115,9 @@ class Samples:
             if len(ends) == 2:  # the first step warms up
                 seconds = (ends[1] - ends[0]) * steps * batches
                 if seconds >= LONG:
-                    title = f"{self.config.section}: {self.config.images} images in {steps} steps each"
+                    title = (
+                        f"{self.config.section}: {self.config.images} images in {steps} steps each"
+                    )
                     log.say(f"{title} take about {tqdm.format_interval(seconds)}")
 
         return on_step
@@ -113,7 +136,13 @@ class Previews(Samples):
             if log.enabled:
                 narrow = len(self.names) <= ROWS and c.images <= COLUMNS * len(self.names)
                 if c.classes or (c.columns is None and narrow):
-                    how = (self.labels(every), self.classes.tolist(), c.images, str(path), self.names)
+                    how = (
+                        self.labels(every),
+                        self.classes.tolist(),
+                        c.images,
+                        str(path),
+                        self.names,
+                    )
                     draw_class_rows(images.__getitem__, *how)
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
@@ -146,9 +175,17 @@ class Scores(Samples):
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
         def score_all() -> None:
-            scores, text = self.scorer(open_parts(), self.labels(range(c.images)), accelerator.device)
+            scores, text = self.scorer(
+                open_parts(), self.labels(range(c.images)), accelerator.device
+            )
             guided = Guidance().guided(model.config.in_channels)
-            how = dict(sampler=self.sampler, steps=c.steps, cfg_scale=c.cfg_scale, guide_channels=guided, seed=c.seed)
+            how = dict(
+                sampler=self.sampler,
+                steps=c.steps,
+                cfg_scale=c.cfg_scale,
+                guide_channels=guided,
+                seed=c.seed,
+            )
             how.update(dict(guide=c.guide, guide_scale=c.guide_scale) if c.guide else {})
             how.update(labels="balanced", num_images=c.images, batch_size=BATCH)
             drawn.extend([dict(scores, sampling=how), text])

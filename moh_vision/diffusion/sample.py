@@ -21,7 +21,12 @@ from moh_vision.attention import head_budget
 from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
-from moh_vision.diffusion.image_grid import Denoising, draw_class_rows, draw_image_grid, write_images
+from moh_vision.diffusion.image_grid import (
+    Denoising,
+    draw_class_rows,
+    draw_image_grid,
+    write_images,
+)
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
 from moh_vision.diffusion.loading import open_guide, open_pipeline
@@ -62,13 +67,21 @@ def main(argv: list[str] | None = None) -> None:
         with accelerator.main_process_first():
             drawing.open_scorer()
         record = drawing.record()
-        place = Path(config.out).absolute().parent if config.out else (metadata["run"] or Path()).absolute()
-        parts = ImageParts(place, config.num_images, config.batch_size, record["sampling"], bool(config.head_load))
+        place = (
+            Path(config.out).absolute().parent
+            if config.out
+            else (metadata["run"] or Path()).absolute()
+        )
+        parts = ImageParts(
+            place, config.num_images, config.batch_size, record["sampling"], bool(config.head_load)
+        )
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
         kept = keep_settings(attention, parts.folder, accelerator, held)
         if kept and kept.settle(build=True):
-            raise ValueError(f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over")
+            raise ValueError(
+                f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over"
+            )
         if kept:
             by_main(lambda: kept.save(parts.folder), accelerator)
     if config.save_pipeline and accelerator.is_main_process:
@@ -78,8 +91,12 @@ def main(argv: list[str] | None = None) -> None:
         say(record_text(record))
 
     if config.num_images:
-        say(f"{config.num_images} images, {drawing.how}, {config.labels} labels, {metadata['weights']}")
-    denoising = Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
+        say(
+            f"{config.num_images} images, {drawing.how}, {config.labels} labels, {metadata['weights']}"
+        )
+    denoising = (
+        Denoising(config.denoising, len(pipe.scheduler.timesteps)) if config.denoising else None
+    )
     if kept and kept.table is None:
         drawing.measure(parts, kept)
     load = drawing.draw(parts, denoising)
@@ -88,7 +105,13 @@ def main(argv: list[str] | None = None) -> None:
     if accelerator.is_main_process:
         drawing.write(parts)
         if denoising:
-            denoising.save([drawing.names[c] for c in drawing.labels[: len(denoising.frames[0])] if drawing.names])
+            denoising.save(
+                [
+                    drawing.names[c]
+                    for c in drawing.labels[: len(denoising.frames[0])]
+                    if drawing.names
+                ]
+            )
             say(f"denoising, from noise to image: {config.denoising}")
     if config.score:
         with user_errors(NAME):  # what fails on one process fails on all
@@ -100,7 +123,9 @@ def main(argv: list[str] | None = None) -> None:
     if config.head_load and accelerator.is_main_process:
         load.sums = parts.sums()
         model, weights = metadata["architecture"], metadata["weights"]
-        load.of = dict(model=model, data=f"{config.num_images} samples", split=drawing.how, weights=weights)
+        load.of = dict(
+            model=model, data=f"{config.num_images} samples", split=drawing.how, weights=weights
+        )
         load.save(Path(config.head_load))
         say(f"head load: {config.head_load}")
     accelerator.wait_for_everyone()
@@ -114,7 +139,9 @@ def claim_outputs(config: SampleConfig, metadata: dict) -> None:
     """Settle --score-file, make the parents of all outputs, and refuse what cannot be written."""
     run, step = metadata["run"], step_of(metadata["file"].parent)
     if config.score and not run and not config.score_file:
-        raise ValueError(f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores")
+        raise ValueError(
+            f"--score-file is needed: {config.checkpoint} is no run, whose folder would take the scores"
+        )
     own = "scores.json" if step is None else f"scores_step_{step}.json"
     config.score_file = str(Path(config.score_file or run / own)) if config.score else None
     outputs = ("grid", "denoising", "head_load", "score_file", "out", "save_pipeline")
@@ -129,7 +156,11 @@ def claim_outputs(config: SampleConfig, metadata: dict) -> None:
         if path.is_file() and is_folder:
             raise ValueError(f"{option} {path} is a file, expected a folder")
         if not config.overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
-            use = f"; {fidelity_command(config)} scores what is there" if config.score and name == "out" else ""
+            use = (
+                f"; {fidelity_command(config)} scores what is there"
+                if config.score and name == "out"
+                else ""
+            )
             raise ValueError(f"{option} {path} exists; give another path, or --overwrite true{use}")
         refuse_unwritable(option, path)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -163,16 +194,22 @@ class Drawing:
         self.ema = {"ema": True, "model": False}.get(kind)  # None: the file does not tell
         against_adm = bool(config.score) and is_adm(config.score)
         if config.protocol and self.ema is False:
-            raise ValueError(f"protocol {config.protocol} samples with EMA weights, and {self.file} holds none")
+            raise ValueError(
+                f"protocol {config.protocol} samples with EMA weights, and {self.file} holds none"
+            )
         if config.protocol and config.score and not against_adm:
             statistics = "ADM's statistics (an .npz with mu and sigma, such as VIRTUAL_imagenet256_labeled.npz)"
-            raise ValueError(f"--score {config.score}: protocol {config.protocol} compares with {statistics}")
+            raise ValueError(
+                f"--score {config.score}: protocol {config.protocol} compares with {statistics}"
+            )
         config.labels = config.labels or ("random" if against_adm else "balanced")
         self.classes = chosen_classes("--classes", config.classes, self.names)
         draws = range(config.num_images)
         if config.labels == "random":
             draws = (derive_seed(config.seed, i, Stream.DIFFUSION) for i in draws)
-        self.labels = torch.tensor([self.classes[i % len(self.classes)] for i in draws], dtype=torch.long)
+        self.labels = torch.tensor(
+            [self.classes[i % len(self.classes)] for i in draws], dtype=torch.long
+        )
 
     def open_scorer(self, **reads) -> None:
         """Open what --score compares with, if anything."""
@@ -196,9 +233,17 @@ class Drawing:
             how["classes"] = self.classes
         if c.guide:
             how.update(guide=c.guide, guide_scale=c.guide_scale)
-            how["guide_sha256"] = None if c.guide == self.weak else weights_sha256(weights_file(c.guide))
-        how.update(num_images=c.num_images, batch_size=c.batch_size, vae=vae and vae.config.get("_name_or_path"))
-        how.update(weights_sha256=weights_sha256(self.file), vae_sha256=vae and vae_fingerprint(vae))
+            how["guide_sha256"] = (
+                None if c.guide == self.weak else weights_sha256(weights_file(c.guide))
+            )
+        how.update(
+            num_images=c.num_images,
+            batch_size=c.batch_size,
+            vae=vae and vae.config.get("_name_or_path"),
+        )
+        how.update(
+            weights_sha256=weights_sha256(self.file), vae_sha256=vae and vae_fingerprint(vae)
+        )
         return dict(protocol=c.protocol, sampling=how, versions=versions())
 
     def one_pass(self, size: int, predict: Callable | None = None) -> Callable[[], Any]:
@@ -219,23 +264,35 @@ class Drawing:
     def measure(self, parts: ImageParts, kept) -> None:
         """Measure where skipping heads pays, if drawing takes over a minute, for an `AttentionRecord`."""
         calls: dict = {}
-        todo, size, model = len(parts.missing(self.accelerator)), len(parts.numbers(0)), self.pipe.transformer
+        todo, size, model = (
+            len(parts.missing(self.accelerator)),
+            len(parts.numbers(0)),
+            self.pipe.transformer,
+        )
         passes = [(model, self.one_pass(size * (2 if self.config.cfg_scale != 1 else 1)))]
         if self.weak:
             weak = model if isinstance(self.weak, str) else self.weak
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
         for _ in range(2 if todo else 0):  # the first time also warms up
-            forward = sum(attention.collect(calls, of, one_pass, training=False) for of, one_pass in passes)
+            forward = sum(
+                attention.collect(calls, of, one_pass, training=False) for of, one_pass in passes
+            )
         short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
         empty = ({}, "") if short else None
-        kept.measure(lambda: empty or attention.measured_table(calls, forward), parts.folder, self.accelerator)
+        kept.measure(
+            lambda: empty or attention.measured_table(calls, forward),
+            parts.folder,
+            self.accelerator,
+        )
 
     def draw(self, parts: ImageParts, denoising: Denoising | None = None) -> HeadLoad:
         """Draw this process's missing images; return a `HeadLoad` whose sums are in `parts`."""
         c, pipe, accelerator = self.config, self.pipe, self.accelerator
         names = [*self.names, "none"] if c.cfg_scale != 1 or not self.names else self.names
         # Heun's has most of them twice.
-        places = {t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))}
+        places = {
+            t: place for place, t in enumerate(dict.fromkeys(pipe.scheduler.timesteps.tolist()))
+        }
         groups = {"class": names, "timestep": [f"{t:g}" for t in places]}
         load = HeadLoad(head_budget(pipe.transformer)["layers"], groups)
 
@@ -271,7 +328,9 @@ class Drawing:
                 with accelerator.autocast():
                     latents = pipe(labels, *how, noise, output_type="latent", **more).images
                     parts.add(number, to_uint8(pipe.decode(latents)), load.sums)
-                progress.note(f"{numbers.stop} of {c.num_images} images, peak {peak_memory_mib():.0f} MiB")
+                progress.note(
+                    f"{numbers.stop} of {c.num_images} images, peak {peak_memory_mib():.0f} MiB"
+                )
         return load
 
     def write(self, parts: ImageParts) -> None:

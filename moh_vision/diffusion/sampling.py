@@ -18,7 +18,14 @@ if TYPE_CHECKING:
     from diffusers import SchedulerMixin
 
 # Each with the objective of the models that it samples from.
-SAMPLERS = {"ddpm": "noise", "ddim": "noise", "dpm-solver++": "noise", "euler": "flow", "heun": "flow", "sde": "flow"}
+SAMPLERS = {
+    "ddpm": "noise",
+    "ddim": "noise",
+    "dpm-solver++": "noise",
+    "euler": "flow",
+    "heun": "flow",
+    "sde": "flow",
+}
 LEARNED = ("learned", "learned_range")
 OnStep = Callable[[int, Tensor, Tensor], Tensor | None] | None  # (step, t, x) -> a replacement of x
 
@@ -50,12 +57,20 @@ class Guidance:
         for name, scale in (("guidance", self.scale), ("guide", self.weak_scale)):
             if not scale >= 0:
                 raise ValueError(f"{name} scale {scale} is out of range: 0 or more")
-        if self.channels not in (None, "all") and not (isinstance(self.channels, int) and self.channels >= 1):
-            raise ValueError(f'guidance channels {self.channels!r} is out of range: at least 1, or "all"')
+        if self.channels not in (None, "all") and not (
+            isinstance(self.channels, int) and self.channels >= 1
+        ):
+            raise ValueError(
+                f'guidance channels {self.channels!r} is out of range: at least 1, or "all"'
+            )
         if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
-            raise ValueError(f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1")
+            raise ValueError(
+                f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1"
+            )
 
-    def around(self, predict: Callable, labels: Tensor, null_label: int, weak: Callable | None = None) -> Callable:
+    def around(
+        self, predict: Callable, labels: Tensor, null_label: int, weak: Callable | None = None
+    ) -> Callable:
         """Return a function of x [B, C, h, w] and a timestep: the guided prediction. `weak`: see `weak_predict`."""
         outside = labels[(labels < 0) | (labels > null_label)].tolist()
         if outside:
@@ -93,7 +108,10 @@ class Guidance:
 
 
 def weak_predict(
-    model: nn.Module, guide: str | nn.Module | None, name: str = "guide", others: Iterable[tuple] = ()
+    model: nn.Module,
+    guide: str | nn.Module | None,
+    name: str = "guide",
+    others: Iterable[tuple] = (),
 ) -> Callable | None:
     """Return the function of (x, t, labels) that predicts as the weak model of `model`; None for None.
 
@@ -112,9 +130,14 @@ def weak_predict(
             budgets = routed_budgets(model, share)
             few, all_own = (sum(b.active for b in of) for of in (budgets, own))
             if few >= all_own:
-                raise ValueError(f"that is {few} heads, and the model runs {all_own}: give a smaller share")
+                raise ValueError(
+                    f"that is {few} heads, and the model runs {all_own}: give a smaller share"
+                )
         sizes = ("in_channels", "sample_size", "num_classes")
-        for key, its, needed in [*((size, weak.config[size], model.config[size]) for size in sizes), *others]:
+        for key, its, needed in [
+            *((size, weak.config[size], model.config[size]) for size in sizes),
+            *others,
+        ]:
             if its != needed:
                 raise ValueError(f"its {key} is {its}, that of the model to guide is {needed}")
     except ValueError as error:
@@ -132,14 +155,18 @@ def sampler_for(objective: str, config, key: str) -> str:
     fitting = [name for name, of in SAMPLERS.items() if of == objective]
     if config.sampler and config.sampler not in fitting:
         takes = ", ".join(fitting)
-        raise ValueError(f"{key} {config.sampler}: a model trained with objective {objective} takes {takes}")
+        raise ValueError(
+            f"{key} {config.sampler}: a model trained with objective {objective} takes {takes}"
+        )
     return config.sampler or config.default_sampler[objective]
 
 
 def objective_of(scheduler: SchedulerMixin) -> str:
     """Return the objective that a scheduler of diffusers samples from: "noise" or "flow"."""
     flow = type(scheduler).__name__.startswith("FlowMatch")
-    return "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
+    return (
+        "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
+    )
 
 
 def make_scheduler(
@@ -164,9 +191,14 @@ def make_scheduler(
     from moh_vision.diffusion.flow_sde import FlowMatchSDEScheduler  # imports diffusers
 
     variance = "learned_range" if learned_variance else "fixed_small"
-    dpm = dict(algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True, final_sigmas_type="zero")
+    dpm = dict(
+        algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True, final_sigmas_type="zero"
+    )
     kind, own = {
-        "ddpm": (diffusers.DDPMScheduler, dict(clip_sample=clip, variance_type=variance, timestep_spacing="linspace")),
+        "ddpm": (
+            diffusers.DDPMScheduler,
+            dict(clip_sample=clip, variance_type=variance, timestep_spacing="linspace"),
+        ),
         "ddim": (diffusers.DDIMScheduler, dict(clip_sample=clip, timestep_spacing="leading")),
         # By default the largest value is 1: this clips to [-1, 1].
         "dpm-solver++": (diffusers.DPMSolverMultistepScheduler, dict(dpm, thresholding=clip)),
@@ -195,7 +227,9 @@ def set_steps(scheduler: SchedulerMixin, num_steps: int) -> None:
         scheduler.set_timesteps(num_steps)
     first, second = [*scheduler.timesteps.tolist(), -1][:2]
     if len(scheduler.timesteps) > 1 and first + (first - second) < 0.9 * total:
-        begin = f"the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}"
+        begin = (
+            f"the steps of {type(scheduler).__name__} would begin at timestep {first:g} of {total}"
+        )
         raise ValueError(f"steps {num_steps}: {begin}; take a divisor of {total}")
 
 
@@ -204,36 +238,64 @@ def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> Schedule
     from diffusers import DDIMScheduler, DDPMScheduler
 
     config, own = scheduler.config, inspect.signature(type(scheduler).__init__).parameters
-    if isinstance(scheduler, DDPMScheduler) and config.variance_type in LEARNED and not learned_variance:
-        raise ValueError(f"the scheduler's variance_type {config.variance_type} needs a model with a learned variance")
+    if (
+        isinstance(scheduler, DDPMScheduler)
+        and config.variance_type in LEARNED
+        and not learned_variance
+    ):
+        raise ValueError(
+            f"the scheduler's variance_type {config.variance_type} needs a model with a learned variance"
+        )
     change: dict = {}
     if isinstance(scheduler, DDIMScheduler) and config.timestep_spacing == "linspace":
         change = dict(timestep_spacing="leading")  # which fits its strides
-    if not isinstance(scheduler, DDPMScheduler) and "variance_type" in own and config.variance_type in LEARNED:
+    if (
+        not isinstance(scheduler, DDPMScheduler)
+        and "variance_type" in own
+        and config.variance_type in LEARNED
+    ):
         change.update(variance_type=None)  # or diffusers cuts the prediction to three channels
-    if "thresholding" in own and "clip_sample" not in own and config.get("clip_sample") and not config.thresholding:
+    if (
+        "thresholding" in own
+        and "clip_sample" not in own
+        and config.get("clip_sample")
+        and not config.thresholding
+    ):
         change.update(thresholding=True, sample_max_value=config.get("clip_sample_range", 1.0))
     return type(scheduler).from_config(config, **change) if change else scheduler
 
 
 def initial_noise(shape: Sequence[int], generators: Sequence[torch.Generator], device) -> Tensor:
     """Draw noise [B, *shape], one image from every generator."""
-    return torch.stack([torch.randn(tuple(shape), generator=g, device=g.device).to(device) for g in generators])
+    return torch.stack(
+        [torch.randn(tuple(shape), generator=g, device=g.device).to(device) for g in generators]
+    )
 
 
 @torch.no_grad()
 def denoise(
-    predict: Callable, scheduler: SchedulerMixin, x: Tensor, generators: list[torch.Generator], on_step: OnStep = None
+    predict: Callable,
+    scheduler: SchedulerMixin,
+    x: Tensor,
+    generators: list[torch.Generator],
+    on_step: OnStep = None,
 ) -> Tensor:
     """Denoise x [B, C, h, w], float32, with `predict(x, timestep)` and one generator per image."""
     from diffusers import DDPMScheduler
 
     set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers have state
-    uses_variance = isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
+    uses_variance = (
+        isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
+    )
     # Deterministic solvers such as UniPC's and Heun's take no generator. DDIM's noise must be that of the clipped image,
     # as in the official DiT: that of the unclipped one turns pixels grey.
-    options = dict(generator=generators, use_clipped_model_output=bool(scheduler.config.get("clip_sample")))
-    options = {name: options[name] for name in options.keys() & inspect.signature(scheduler.step).parameters}
+    options = dict(
+        generator=generators, use_clipped_model_output=bool(scheduler.config.get("clip_sample"))
+    )
+    options = {
+        name: options[name]
+        for name in options.keys() & inspect.signature(scheduler.step).parameters
+    }
     channels = x.shape[1]
     x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's lack this and the next
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
@@ -271,7 +333,9 @@ def sample_images(
     """
     generators = [torch.Generator().manual_seed(s) for s in seeds]
     x = initial_noise(shape, generators, labels.device)
-    return denoise(guidance.around(predict, labels, null_label, weak), scheduler, x, generators, on_step)
+    return denoise(
+        guidance.around(predict, labels, null_label, weak), scheduler, x, generators, on_step
+    )
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:

@@ -34,11 +34,19 @@ class ClassifierScores:
         source, metadata, cfg = self.source, self.metadata, self.classifier.pretrained_cfg
         img_size = metadata["arguments"].get("img_size") or cfg["input_size"][-1]
         channels = metadata["arguments"].get("in_chans", 3)
-        transform = image_transform("none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels])
+        transform = image_transform(
+            "none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels]
+        )
         slices = rank_slice(len(source), 0, 1, parts.batch_size)
         real = evaluation_batches(LabelledImages(source, transform, 0), slices, 0)
-        as_read = ([transform(v2.functional.to_pil_image(x)) for x in batch] for _, batch in parts.batches())
-        fake = (dict(images=torch.stack(x), labels=y) for x, y in zip(as_read, labels.split(parts.batch_size)))
+        as_read = (
+            [transform(v2.functional.to_pil_image(x)) for x in batch]
+            for _, batch in parts.batches()
+        )
+        fake = (
+            dict(images=torch.stack(x), labels=y)
+            for x, y in zip(as_read, labels.split(parts.batch_size))
+        )
         scores = score_with_classifier(self.classifier.to(device), fake, real, device)
         space = f"penultimate layer of {metadata['weights']} ({metadata['architecture']}); not Inception, not FID"
         scores.update(feature_space=space, reference=self.reference)
@@ -53,18 +61,28 @@ class ClassifierScores:
 
 
 def make_scorer(
-    config: SampleConfig, channels: int, classes: list | None = None, key="--score", default_split="val"
+    config: SampleConfig,
+    channels: int,
+    classes: list | None = None,
+    key="--score",
+    default_split="val",
 ) -> Callable[..., tuple[dict, str]]:
     """Return a function of (parts, labels, device) for all ranks, with all that it needs opened.
 
     It is a `ClassifierScores` for a run as extractor, a data set and `classes`, if any, else it is `fidelity.score`.
     """
     source = open_set(key, config.score, config.score_split, default_split)
-    extractor, weights, biased = config.extractor or "inception", config.inception_weights, config.allow_biased
+    extractor, weights, biased = (
+        config.extractor or "inception",
+        config.inception_weights,
+        config.allow_biased,
+    )
     if classes and isinstance(source, SourceImages) and Path(extractor).exists():
         for name, value in (("inception_weights", weights), ("allow_biased", biased)):
             if value:
-                raise ValueError(f"{name} {value} has no effect with a run as extractor and a data set as reference")
+                raise ValueError(
+                    f"{name} {value} has no effect with a run as extractor and a data set as reference"
+                )
         return ClassifierScores(source, extractor, classes)
     reference, name = Reference(source), getattr(source, "name", source)
     network = make_extractor(extractor, weights)  # may be fetched, so the last to fail
@@ -86,7 +104,9 @@ def record_text(record: dict) -> str:
     lines = []
     for name, value in record.items():
         if isinstance(value, dict):
-            shown = {k: v[:12] if k.endswith("_sha256") else v for k, v in value.items() if v is not None}
+            shown = {
+                k: v[:12] if k.endswith("_sha256") else v for k, v in value.items() if v is not None
+            }
             value = ", ".join(f"{k} {v}" for k, v in shown.items())
         if value:
             lines.append(f"{name}: {value}")

@@ -15,7 +15,11 @@ class Alignment(nn.Module):
         super().__init__()
         self.block, self.weight, hidden = block, weight, min(4 * width, WIDEST)
         self.projector = nn.Sequential(
-            nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, teacher_width)
+            nn.Linear(width, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden),
+            nn.SiLU(),
+            nn.Linear(hidden, teacher_width),
         )
 
     def forward(self, tokens: list[Tensor], teacher_tokens: Tensor) -> Tensor:
@@ -50,10 +54,17 @@ class DiffusionTask(RoutedTask):
         """Return the losses, mean mse and vb; with teacher_tokens [B, N, width] also repa_loss."""
         xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
         taken = {} if teacher_tokens is None else dict(tokens=[])
-        output, stats = self.model.forward_routed(xt, timesteps, labels, **taken)  # [B, C or 2C, ...]
-        terms = {name: value.mean() for name, value in self.diffusion(output, images, xt, noise, timesteps).items()}
+        output, stats = self.model.forward_routed(
+            xt, timesteps, labels, **taken
+        )  # [B, C or 2C, ...]
+        terms = {
+            name: value.mean()
+            for name, value in self.diffusion(output, images, xt, noise, timesteps).items()
+        }
         task_loss = terms.pop("loss")
         if teacher_tokens is not None:
             terms["repa_loss"] = self.alignment(taken["tokens"], teacher_tokens)
             task_loss = task_loss + self.alignment.weight * terms["repa_loss"]
-        return dict(self.losses(task_loss, stats), **{name: value.detach() for name, value in terms.items()})
+        return dict(
+            self.losses(task_loss, stats), **{name: value.detach() for name, value in terms.items()}
+        )

@@ -70,10 +70,14 @@ def train(run: Run) -> None:
 
     # ---------------------------------------------------------------- previews, batches, calibration; opens the run
     drawings = open_drawings(run, inputs, model, objective)
-    batches = StepBatches(source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion())
+    batches = StepBatches(
+        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion()
+    )
     unreadable = BadSamples(len(source), d.max_bad_fraction)
     if config.calibrate_images and not run.checkpoint:
-        seen = inputs.calibration_batches(objective, config.calibrate_images, unreadable, accelerator)
+        seen = inputs.calibration_batches(
+            objective, config.calibrate_images, unreadable, accelerator
+        )
         share_strongest_heads(model, seen)
     run.open(DataRecord(d.root, config.allow_change, train=source))
 
@@ -81,7 +85,12 @@ def train(run: Run) -> None:
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())
     optimizer = make_optimizer(nn.ModuleList([model, alignment]) if alignment else model, o)
     teacher = teacher and teacher.to(accelerator.device)
-    metadata = dict(architecture=name, arguments=arguments, classes=classes, vae=inputs.space and vars(inputs.space))
+    metadata = dict(
+        architecture=name,
+        arguments=arguments,
+        classes=classes,
+        vae=inputs.space and vars(inputs.space),
+    )
     run.prepare(task, optimizer, metadata, title="diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop
@@ -114,7 +123,9 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
         stored = f"data.root {config.data.root} holds stored latents; give the images, and vae"
         raise ValueError(f"repa.teacher {r.teacher} needs images: {stored}")
     if r.block > depth:
-        raise ValueError(f"repa.block {r.block} is out of range: 1 to {depth}, the blocks of the model")
+        raise ValueError(
+            f"repa.block {r.block} is out of range: 1 to {depth}, the blocks of the model"
+        )
     half = [0.5] * inputs.colours  # images are in -1 .. 1
     teacher = Teacher("repa.teacher", r.teacher, half, half)
     teacher_width = teacher.match_grid(m.sample_size // m.patch_size)
@@ -133,7 +144,10 @@ def trained_objective(source: str) -> str:
 
 def objective_said(config: dict) -> str:
     """Return the objective of a configuration, with what a flow predicts if that is no velocity."""
-    name, predict = config.get("objective", "noise"), (config.get("flow") or {}).get("predict", "velocity")
+    name, predict = (
+        config.get("objective", "noise"),
+        (config.get("flow") or {}).get("predict", "velocity"),
+    )
     return name if name == "noise" or predict == "velocity" else f"{name} (predict {predict})"
 
 

@@ -17,7 +17,9 @@ RECORD = "attention.json"
 PATH, TABLE = KEPT_KEYS
 
 
-def keep_settings(attention, folder: Path | None, accelerator, held: ExitStack, allowed: Collection[str] = ()):
+def keep_settings(
+    attention, folder: Path | None, accelerator, held: ExitStack, allowed: Collection[str] = ()
+):
     """Return an `AttentionRecord` that holds until `held` is closed; None on a device without operators."""
     device = accelerator.device.type
     if device not in attention.PATHS:
@@ -34,7 +36,9 @@ class AttentionRecord:
     `allowed`, keys of --allow-change. `table` is None until `measure`; `refused` names unusable ones, `line` what runs.
     """
 
-    def __init__(self, attention, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):
+    def __init__(
+        self, attention, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"
+    ):
         self.attention, self.folder = attention, folder
         self.allowed, self.device = allowed, device
         self.settle()
@@ -45,14 +49,18 @@ class AttentionRecord:
         attention.use(None)
 
         def kept(key: str):
-            return None if key in self.allowed else here["stored"].get(key.removeprefix("attention."))
+            return (
+                None if key in self.allowed else here["stored"].get(key.removeprefix("attention."))
+            )
 
         def look():
             file = self.folder and self.folder / RECORD
             here["stored"] = _read(file) if file and file.exists() else {}
             if os.environ.setdefault(BUILD, "later") == "later" and build and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
-            here.update(path=attention.path(device), line=attention.about(device), off=attention.off())
+            here.update(
+                path=attention.path(device), line=attention.about(device), off=attention.off()
+            )
 
         problem = attempt(look, MISTAKES)
         if problem:
@@ -73,7 +81,9 @@ class AttentionRecord:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({why})")
             self.path, self.line = "torch", f"{plain} on all processes ({why})"
         elif self.path != here["path"]:
-            self.line = f"{plain}, as {self.folder} began; --allow-change {PATH} takes the operators"
+            self.line = (
+                f"{plain}, as {self.folder} began; --allow-change {PATH} takes the operators"
+            )
         if not self.refused:
             attention.use(self.path)
             try:
@@ -92,13 +102,17 @@ class AttentionRecord:
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder."""
-        write_whole(folder / RECORD, json.dumps(dict(path=self.path, table=self.table), indent=1) + "\n")
+        write_whole(
+            folder / RECORD, json.dumps(dict(path=self.path, table=self.table), indent=1) + "\n"
+        )
 
 
 def _read(file: Path) -> dict:
     try:
         record = json.loads(file.read_text("utf-8"))
-        if record["path"] not in ("cpp", "triton", "torch") or not isinstance(record["table"], (dict, type(None))):
+        if record["path"] not in ("cpp", "triton", "torch") or not isinstance(
+            record["table"], (dict, type(None))
+        ):
             raise ValueError("path is cpp, triton or torch, table is a mapping or null")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"not a record of attention that can be read ({error!r})"

@@ -39,7 +39,9 @@ class Best:
                 metadata = TensorFiles(file).metadata
                 self.value, self.step = metadata[f"best_{self.key}"], metadata["step"]
             except Exception as error:  # damaged headers make many kinds
-                raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
+                raise ValueError(
+                    f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
+                ) from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
             if step > self.step:
                 self.take(step, value, not from_file and self.better(value))
@@ -52,7 +54,9 @@ class Best:
 
     def results(self) -> dict[str, float]:
         """Return the best score and its step for results.json, if there was a validation."""
-        return {} if self.value is None else {f"best_{self.key}": self.value, "best_step": self.step}
+        return (
+            {} if self.value is None else {f"best_{self.key}": self.value, "best_step": self.step}
+        )
 
 
 def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float]]:

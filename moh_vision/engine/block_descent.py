@@ -52,9 +52,15 @@ class BlockDescent:
     learn by SGD without momentum: with it, the paper saw one expert win over all others (appendix A).
     """
 
-    def __init__(self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings):
-        if compiled and routers:  # torch 2.15's inductor, unlike other backends, gives the loss no gradient
-            raise ValueError("compile True: a model with MAE's gates cannot be trained compiled, only without compile")
+    def __init__(
+        self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings
+    ):
+        if (
+            compiled and routers
+        ):  # torch 2.15's inductor, unlike other backends, gives the loss no gradient
+            raise ValueError(
+                "compile True: a model with MAE's gates cannot be trained compiled, only without compile"
+            )
         self.accelerator, self.period, self.gate_lr = accelerator, settings.period, settings.gate_lr
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]
@@ -69,7 +75,9 @@ class BlockDescent:
         self.in_turns = bool(self.gates) and settings.mode == "bcd"
         if self.in_turns:
             if accelerator.distributed_type == "FSDP":  # its weights cannot be frozen by phase
-                raise ValueError("block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint")
+                raise ValueError(
+                    "block_descent.mode bcd does not work with FSDP: launch with DDP, or take mode joint"
+                )
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=self.gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
@@ -96,16 +104,22 @@ class BlockDescent:
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
         """Enter the phases of a step one after the other, then leave the model as it is evaluated."""
         names = [WEIGHTS] if self.weights or not self.in_turns else []
-        if self.in_turns and (epoch % self.period == 0 or not self.weights):  # Peng 2020, algorithm 3
+        if self.in_turns and (
+            epoch % self.period == 0 or not self.weights
+        ):  # Peng 2020, algorithm 3
             names.insert(0, GATES)
         for name, own in zip(names, tee(batches, len(names))):  # taken when the first phase asks
             # Taken anew in each step: a model that moves to another device gets new buffers.
             buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
-            common = dict(name=name, batches=own, statistics=[(buffer, buffer.clone()) for buffer in buffers])
+            common = dict(
+                name=name, batches=own, statistics=[(buffer, buffer.clone()) for buffer in buffers]
+            )
             if name == GATES:
                 self._switch(GATES, "soft")
                 bare = self.accelerator.unwrap_model(self.task)
-                yield Phase(salt=(1,), task=bare, optimizer=self.gate_optimizer, gates=self.gates, **common)
+                yield Phase(
+                    salt=(1,), task=bare, optimizer=self.gate_optimizer, gates=self.gates, **common
+                )
             else:
                 self._switch(WEIGHTS, "sampled")
                 yield Phase(salt=(), task=self.task, optimizer=self.optimizer, gates=(), **common)

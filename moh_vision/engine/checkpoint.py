@@ -57,22 +57,42 @@ class TrainingState:
         optimizers = []
         for number, optimizer in enumerate(self.optimizers):
             state = optimizer.state_dict()
-            items = [*state["state"].items(), *((f"group{i}", group) for i, group in enumerate(state["param_groups"]))]
-            flat = {f"{number}/{index}/{key}": value for index, values in items for key, value in values.items()}
-            files[OPTIMIZER] |= {name: value for name, value in flat.items() if isinstance(value, Tensor)}
+            items = [
+                *state["state"].items(),
+                *((f"group{i}", group) for i, group in enumerate(state["param_groups"])),
+            ]
+            flat = {
+                f"{number}/{index}/{key}": value
+                for index, values in items
+                for key, value in values.items()
+            }
+            files[OPTIMIZER] |= {
+                name: value for name, value in flat.items() if isinstance(value, Tensor)
+            }
             plain = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
             optimizers.append(dict(parameters=self._parameters(optimizer), plain=plain))
         sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
         if sharded:
-            files = {f"{name}-{PartialState().process_index:05}": tensors for name, tensors in files.items()}
+            files = {
+                f"{name}-{PartialState().process_index:05}": tensors
+                for name, tensors in files.items()
+            }
         if self.ema:
             files[EMA] = _once(self.ema.module)
-        copies = {file: {name: _own(tensor) for name, tensor in tensors.items()} for file, tensors in files.items()}
-        taken = {file: {n: t for n, t in tensors.items() if t is not None} for file, tensors in copies.items()}
+        copies = {
+            file: {name: _own(tensor) for name, tensor in tensors.items()}
+            for file, tensors in files.items()
+        }
+        taken = {
+            file: {n: t for n, t in tensors.items() if t is not None}
+            for file, tensors in copies.items()
+        }
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # copies to pinned memory have only been begun
         scaler = self.scaler.state_dict() if self.scaler else None
-        return Snapshot({f: t for f, t in taken.items() if t}, dict(optimizers=optimizers, scaler=scaler))
+        return Snapshot(
+            {f: t for f, t in taken.items() if t}, dict(optimizers=optimizers, scaler=scaler)
+        )
 
     def restore(self, folder: Path, say: Callable[[str], None] = print) -> None:
         """Load a checkpoint, of any number of processes; refuse that of another model, or of other optimisers."""
@@ -80,11 +100,19 @@ class TrainingState:
         try:
             files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
             stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}
-            _load(self.task, stored | {name: (files[BESIDE], name) for name in files[BESIDE].shapes})
-            for number, (optimizer, began) in enumerate(zip(self.optimizers, record["optimizers"], strict=True)):
+            _load(
+                self.task, stored | {name: (files[BESIDE], name) for name in files[BESIDE].shapes}
+            )
+            for number, (optimizer, began) in enumerate(
+                zip(self.optimizers, record["optimizers"], strict=True)
+            ):
                 if began["parameters"] != self._parameters(optimizer):
-                    raise ValueError(f"optimiser {number} has other parameters, or the same in another order")
-                optimizer.load_state_dict(_optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", began["plain"]))
+                    raise ValueError(
+                        f"optimiser {number} has other parameters, or the same in another order"
+                    )
+                optimizer.load_state_dict(
+                    _optimizer_state(optimizer, files[OPTIMIZER], f"{number}/", began["plain"])
+                )
             if self.scaler and record["scaler"]:
                 self.scaler.load_state_dict(record["scaler"])
             if self.ema and files[EMA].shapes:
@@ -94,9 +122,18 @@ class TrainingState:
                 self.ema.set(getattr(self.task, "module", self.task).model)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        except (
+            RuntimeError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            SafetensorError,
+        ) as error:
             version, reason = record.get("version"), reason_of(error)
-            problem = f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
+            problem = (
+                f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
+            )
             raise ValueError(problem) from error
 
     def _parameters(self, optimizer) -> list[str]:
@@ -104,7 +141,9 @@ class TrainingState:
         return [names[p] for group in optimizer.param_groups for p in group["params"]]
 
 
-def export_weights(module: nn.Module, path: Path, metadata: dict[str, object], write: bool = True) -> None:
+def export_weights(
+    module: nn.Module, path: Path, metadata: dict[str, object], write: bool = True
+) -> None:
     """Write a module's weights as one safetensors file, whole or not at all; metadata is stored as JSON.
 
     With FSDP every process calls it, as shards are gathered tensor by tensor; one of them says `write`.
@@ -132,8 +171,12 @@ def _once(module: nn.Module) -> dict[str, Tensor]:
 
 def _shard(tensor: DTensor) -> tuple[int, int, bool]:
     """Return the number of this process's rows among so many parts, and whether it is the first to hold them."""
-    places = list(zip(tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements))
-    ((number, count),) = [(own, size) for own, size, place in places if place.is_shard(dim=0)]  # FSDP2's
+    places = list(
+        zip(tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements)
+    )
+    ((number, count),) = [
+        (own, size) for own, size, place in places if place.is_shard(dim=0)
+    ]  # FSDP2's
     return number, count, not any(own for own, _, place in places if place.is_replicate())
 
 
@@ -165,7 +208,9 @@ def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
         return file.read(name)
     number, count, _ = _shard(like)
     each = -(-shape[0] // count)
-    rows = file.rows(name, min(number * each, shape[0]), min((number + 1) * each, shape[0])).to(like.device)
+    rows = file.rows(name, min(number * each, shape[0]), min((number + 1) * each, shape[0])).to(
+        like.device
+    )
     form = dict(shape=like.shape, stride=like.stride(), run_check=False)
     return DTensor.from_local(rows, like.device_mesh, like.placements, **form)
 
@@ -176,10 +221,16 @@ def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: dict[str,
     parts: dict[str, dict] = defaultdict(dict)
     for name in (name for name in file.shapes if name.startswith(prefix)):
         _, index, key = name.split("/", 2)
-        parts[index][key] = file.read(name) if index.startswith("group") else _read(file, name, parameters[int(index)])
+        parts[index][key] = (
+            file.read(name)
+            if index.startswith("group")
+            else _read(file, name, parameters[int(index)])
+        )
     for name, value in plain.items():
         _, index, key = name.split("/", 2)
         # JSON has no tuples, such as betas.
-        parts[index][key] = tuple(value) if isinstance(optimizer.param_groups[0].get(key), tuple) else value
+        parts[index][key] = (
+            tuple(value) if isinstance(optimizer.param_groups[0].get(key), tuple) else value
+        )
     groups = [parts.pop(f"group{i}") for i in range(len(optimizer.param_groups))]
     return dict(state={int(index): values for index, values in parts.items()}, param_groups=groups)

@@ -16,13 +16,27 @@ import yaml
 
 from moh_vision.engine.commands import message_of, nearest, say
 from moh_vision.engine.io import run_of
-from moh_vision.engine.keys import Key, Section, as_type, flat, idle_keys, key, keys_of, needs_of, unknown_key
+from moh_vision.engine.keys import (
+    Key,
+    Section,
+    as_type,
+    flat,
+    idle_keys,
+    key,
+    keys_of,
+    needs_of,
+    unknown_key,
+)
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
-SCRIPTS = dict(cls="train_cls.py", dit="train_dit.py", text="train_text.py")  # by configuration folder
+SCRIPTS = dict(
+    cls="train_cls.py", dit="train_dit.py", text="train_text.py"
+)  # by configuration folder
 MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20  # of values inside values, and of files upon files
-KEY_WIDTH = 32  # of the column of keys in --help; after a longer key the text begins on the next line
+KEY_WIDTH = (
+    32  # of the column of keys in --help; after a longer key the text begins on the next line
+)
 
 
 @dataclass
@@ -51,11 +65,19 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
         if name == "config":
             files.append(value)
         else:
-            options[name] = options[name] + value if isinstance(options.get(name), list) and name in keys else value
+            options[name] = (
+                options[name] + value
+                if isinstance(options.get(name), list) and name in keys
+                else value
+            )
     if "help" in options:
         say(help_text(prog, kind, options["help"]))
         raise SystemExit(0)
-    saved = run_of(options["checkpoint"]) / "config.yaml" if runs and options.get("checkpoint") else None
+    saved = (
+        run_of(options["checkpoint"]) / "config.yaml"
+        if runs and options.get("checkpoint")
+        else None
+    )
     if not files and saved and saved.is_file():
         files = [str(saved)]
     known = keys_of(runs) | keys if runs else keys
@@ -88,7 +110,11 @@ def _make(kind: type, values: dict[str, Any]) -> Any:
     arguments = {}
     for f in fields(kind):
         start = f"{f.name}."
-        own = {name.removeprefix(start): value for name, value in values.items() if name.startswith(start)}
+        own = {
+            name.removeprefix(start): value
+            for name, value in values.items()
+            if name.startswith(start)
+        }
         if own:  # the defaults are this field's, not its class's
             arguments[f.name] = replace(f.default_factory(), **own)
         elif f.name in values:
@@ -96,13 +122,20 @@ def _make(kind: type, values: dict[str, Any]) -> Any:
     return kind(**arguments)
 
 
-def _without_idle(config: Section, values: dict[str, Any], given: set[str], files: str, prog: str) -> Any:
+def _without_idle(
+    config: Section, values: dict[str, Any], given: set[str], files: str, prog: str
+) -> Any:
     """Refuse keys without effect; leave out, and name, those of files that an option made so."""
     left_out: dict[str, str] = {}
     for name, needed, decide in idle_keys(config):
         value = attrgetter(name)(config)
         # Off anyway, or as it always is.
-        if name not in values or not value or name not in given and value == keys_of(type(config))[name].default:
+        if (
+            name not in values
+            or not value
+            or name not in given
+            and value == keys_of(type(config))[name].default
+        ):
             continue
         if name in given or not given & decide:
             where = f"--config {files}: " if files and name not in given else ""
@@ -111,7 +144,10 @@ def _without_idle(config: Section, values: dict[str, Any], given: set[str], file
     if not left_out:
         return config
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{prog}: left out of {files}, without effect here: {', '.join(left_out.values())}", file=sys.stderr)
+        print(
+            f"{prog}: left out of {files}, without effect here: {', '.join(left_out.values())}",
+            file=sys.stderr,
+        )
     return _make(type(config), {name: values[name] for name in values if name not in left_out})
 
 
@@ -129,7 +165,9 @@ def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]
             texts.append(rest.pop(0))
         if name in keys:
             yield name, _value(name, texts, keys[name])
-        elif any(name.startswith(f"{k}.") and "mapping" in known.allowed for k, known in keys.items()):
+        elif any(
+            name.startswith(f"{k}.") and "mapping" in known.allowed for k, known in keys.items()
+        ):
             yield name, load(_single(name, texts), f"--{name}")
         elif any(known.startswith(f"{name}.") for known in keys):
             yield from _known({name: load(_single(name, texts), f"--{name}")}, keys, f"--{name}")
@@ -144,7 +182,9 @@ def _value(name: str, texts: list[str], known: Key) -> Any:
     if not texts and known.hint is bool:  # a switch that stands alone
         return True
     values = [load(text, "", text) for text in texts]
-    readings = [values, texts] if len(texts) > 1 else [values[0], texts[0], values, texts] if texts else []
+    readings = (
+        [values, texts] if len(texts) > 1 else [values[0], texts[0], values, texts] if texts else []
+    )
     for reading in readings:
         try:
             return as_type(known.hint, reading)
@@ -213,22 +253,39 @@ def dump(tree: dict) -> str:
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
-def _read(name: str, keys: dict[str, Key], prog: str, beside: Path = Path(), option: str = "--config", upon: int = 0):
+def _read(
+    name: str,
+    keys: dict[str, Key],
+    prog: str,
+    beside: Path = Path(),
+    option: str = "--config",
+    upon: int = 0,
+):
     """Yield (dotted key, value, file) of a file, beside a folder or shipped, for a script ("": any), its base's first."""
     short = name.removeprefix("configs/").removesuffix(".yaml")
     path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
     if path is None:
-        near = nearest(short, [f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml")], 1)
-        raise ValueError(f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}")
+        near = nearest(
+            short, [f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml")], 1
+        )
+        raise ValueError(
+            f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}"
+        )
     if path.stat().st_size > MAX_BYTES:
-        raise ValueError(f"{option} {path}: {path.stat().st_size} bytes, a configuration has at most {MAX_BYTES}")
-    tree = load(path.read_text("utf-8", "surrogateescape"), f"{option} {path}") or {}  # refuses broken UTF-8
+        raise ValueError(
+            f"{option} {path}: {path.stat().st_size} bytes, a configuration has at most {MAX_BYTES}"
+        )
+    tree = (
+        load(path.read_text("utf-8", "surrogateescape"), f"{option} {path}") or {}
+    )  # refuses broken UTF-8
     if not isinstance(tree, dict):
         raise ValueError(f"{option} {path}: expected keys and values, found {type(tree).__name__}")
     base = tree.pop("base", None)
     if base is not None:
         if not isinstance(base, str) or upon >= MAX_DEPTH:
-            raise ValueError(f"{path}: base {base!r}: expected a file, and at most {MAX_DEPTH} of them upon each other")
+            raise ValueError(
+                f"{path}: base {base!r}: expected a file, and at most {MAX_DEPTH} of them upon each other"
+            )
         yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
     script = SCRIPTS.get(path.parent.name, prog)
     where = f"{script} takes this file; {path}" if prog and script != prog else str(path)
@@ -243,9 +300,13 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
         if name not in keys:
             expected, kind = keys["kind"].default if "kind" in keys else None, tree.get("kind")
             other = expected and kind and kind != expected
-            raise ValueError(f"{where}: {f'kind {kind}, not {expected}' if other else unknown_key(name, keys)}")
+            raise ValueError(
+                f"{where}: {f'kind {kind}, not {expected}' if other else unknown_key(name, keys)}"
+            )
         if not keys[name].options["kept"]:
-            raise ValueError(f"{where}: {name} is an option of one call, which no file holds: --{name}")
+            raise ValueError(
+                f"{where}: {name} is an option of one call, which no file holds: --{name}"
+            )
         yield name, value
 
 
@@ -269,18 +330,32 @@ def default_of(known: Key) -> str:
 def help_text(prog: str, kind: type, names: list[str]) -> str:
     """Write `--help`: at most two lines of text a key, or the whole text of keys and sections in `names`."""
     groups, every, texts = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
-    for name in (word.removeprefix("--").replace("-", "_") for text in names for word in text.split()):
-        own = [(k, f) for _, keys in groups for k, f in keys.items() if k == name or k.startswith(f"{name}.")]
+    for name in (
+        word.removeprefix("--").replace("-", "_") for text in names for word in text.split()
+    ):
+        own = [
+            (k, f)
+            for _, keys in groups
+            for k, f in keys.items()
+            if k == name or k.startswith(f"{name}.")
+        ]
         if not own:
             raise ValueError(f"--help {name}: no such key or section")
-        texts += [f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text} {needs_of(k, every)}".rstrip() for k, f in own]
+        texts += [
+            f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text} {needs_of(k, every)}".rstrip()
+            for k, f in own
+        ]
     if texts:
         return "\n\n".join(texts)
     width = max(80, shutil.get_terminal_size().columns)
     lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += ["A key comes with its default here. In names - and _ are the same.", ""]
     for title, keys in groups:
-        lines += [f"{title}:", *(line for name, f in keys.items() for line in _lines(name, f, width)), ""]
+        lines += [
+            f"{title}:",
+            *(line for name, f in keys.items() for line in _lines(name, f, width)),
+            "",
+        ]
     return "\n".join([*lines, f"The whole text of a key or section: {prog} --help KEY ..."])
 
 
@@ -291,7 +366,12 @@ def _lines(name: str, known: Key, width: int) -> list[str]:
     left_out = re.search(r"; (left out: .+?)(?=[.;] |[.;]?$)", known.text)
     if left_out:
         text += f"; {left_out[1]}"
-    lines = textwrap.wrap(text, width - KEY_WIDTH - 2, max_lines=2, placeholder="...", break_on_hyphens=False)
+    lines = textwrap.wrap(
+        text, width - KEY_WIDTH - 2, max_lines=2, placeholder="...", break_on_hyphens=False
+    )
     if len(head) > KEY_WIDTH:
         lines.insert(0, "")
-    return [f"{head if number == 0 else '':{KEY_WIDTH}}  {line}".rstrip() for number, line in enumerate(lines)]
+    return [
+        f"{head if number == 0 else '':{KEY_WIDTH}}  {line}".rstrip()
+        for number, line in enumerate(lines)
+    ]

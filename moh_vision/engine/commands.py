@@ -49,7 +49,9 @@ class Parser(argparse.ArgumentParser):
         options, unknown = self.parse_known_args(argv)
         if unknown:
             near = nearest(unknown[0].split("=")[0], self._option_string_actions, 1)
-            raise ValueError(f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}")
+            raise ValueError(
+                f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}"
+            )
         return options
 
     def parse_with_rest(self, argv: list[str], first: str) -> tuple[argparse.Namespace, list[str]]:
@@ -78,7 +80,9 @@ def refuse_unwritable(option: str, path: Path | str) -> None:
     try:
         while not place.exists() or place == path and place.is_file():
             place = place.parent
-        with tempfile.TemporaryFile(dir=place) as file:  # permissions miss root, /proc and full disks
+        with tempfile.TemporaryFile(
+            dir=place
+        ) as file:  # permissions miss root, /proc and full disks
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
@@ -91,9 +95,15 @@ def refuse_missing(option: str, path: str) -> None:
     if os.path.exists(path):
         return
     folder, name = os.path.split(os.path.normpath(path))
-    beside = [e.name for e in os.scandir(folder or ".") if e.is_dir()] if os.path.isdir(folder or ".") else []
+    beside = (
+        [e.name for e in os.scandir(folder or ".") if e.is_dir()]
+        if os.path.isdir(folder or ".")
+        else []
+    )
     near = [os.path.join(folder, other) for other in nearest(name, beside, 1)]
-    raise FileNotFoundError(f"{option} {path}: no such file or folder{f', did you mean {near[0]}?' if near else ''}")
+    raise FileNotFoundError(
+        f"{option} {path}: no such file or folder{f', did you mean {near[0]}?' if near else ''}"
+    )
 
 
 def say(text: str) -> bool:
@@ -114,7 +124,13 @@ class Progress(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, title: str, total: int | None, unit: str, done: int = 0, enabled: bool = True, scaled: bool = False
+        self,
+        title: str,
+        total: int | None,
+        unit: str,
+        done: int = 0,
+        enabled: bool = True,
+        scaled: bool = False,
     ):
         self.title, self.total, self.unit = title, total, unit
         self.first = self.done = done
@@ -122,7 +138,9 @@ class Progress(contextlib.AbstractContextManager):
         self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
         terminal = sys.stderr.isatty()
         self.writes_lines = enabled and not terminal
-        shape = dict(total=total, initial=done, desc=title, unit=unit, unit_scale=scaled, dynamic_ncols=True)
+        shape = dict(
+            total=total, initial=done, desc=title, unit=unit, unit_scale=scaled, dynamic_ncols=True
+        )
         # leave: unless it stands below the bar of a run
         self.bar = tqdm(**shape, disable=not (enabled and terminal), leave=None)
 
@@ -149,7 +167,9 @@ class Progress(contextlib.AbstractContextManager):
     @classmethod
     def over(cls, things: Iterable, title: str, unit: str = "step", **options) -> Iterator:
         """The same things, one step each."""
-        with cls(title, len(things) if isinstance(things, Sized) else None, unit, **options) as progress:
+        with cls(
+            title, len(things) if isinstance(things, Sized) else None, unit, **options
+        ) as progress:
             for item in things:
                 yield item
                 progress.add()
@@ -165,7 +185,9 @@ def nearest(name: str, allowed: Iterable[str], most: int = 3) -> list[str]:
     if name in allowed:
         return [name]
     # Similarity prefers 'optim.betas' for 'optim.ets'; one edit gives 'optim.eps'.
-    near = get_close_matches(name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=LIKE)
+    near = get_close_matches(
+        name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=LIKE
+    )
     near = near or [a for a in allowed if len(name) > 2 and a.startswith(name)][:most]
     if near:
         return near
@@ -245,7 +267,11 @@ def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
             try:
                 work()
             except (OSError, BadData) as error:
-                at_work = isinstance(error, BadData) or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+                at_work = isinstance(error, BadData) or error.errno in (
+                    errno.ENOSPC,
+                    errno.EDQUOT,
+                    errno.EFBIG,
+                )
                 raise ValueError(message_of(error) + goes_on * at_work) from None
     except SystemExit as end:
         return end.code or 0

@@ -52,14 +52,22 @@ class ModelConfig(Section, section="model"):
 
     def agree(self) -> None:
         if self.pretrained and self.name != "pretrained":
-            raise ValueError(f"model.pretrained needs model.name pretrained, not {self.name}: it brings its model")
+            raise ValueError(
+                f"model.pretrained needs model.name pretrained, not {self.name}: it brings its model"
+            )
         if self.name == "pretrained" and not self.pretrained:
-            raise ValueError("model.name pretrained needs model.pretrained, which says where the model comes from")
+            raise ValueError(
+                "model.name pretrained needs model.pretrained, which says where the model comes from"
+            )
 
     def arguments(self) -> dict:
         """Return timm.create_model's keyword arguments that are set; of a pre-trained model those that it changes."""
         other = ("name", "kwargs", "pretrained", "convert")
-        own = {name: value for name, value in vars(self).items() if name not in other and value is not None}
+        own = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in other and value is not None
+        }
         return {**own, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
@@ -122,11 +130,15 @@ class OptimConfig(Section, section="optim"):
     """Added to the denominator; left out: the optimiser's own."""
     momentum: float | None = key(None, gt=0, lt=1, needs=TRAINS)
     """Of SGD, Muon and the like; left out: the optimiser's own, or 0.9."""
-    batch_size: int = key(128, ge=1, also="data.batch_size train_batch_size per_device_train_batch_size")
+    batch_size: int = key(
+        128, ge=1, also="data.batch_size train_batch_size per_device_train_batch_size"
+    )
     """Images per step over all processes and accumulation."""
     accumulation: int = key(1, ge=1)
     """Micro-batches that make up a step."""
-    clip_norm: float = key(0.0, ge=0, needs=f"{TRAINS} or block_descent.mode=joint", also="grad_clip max_grad_norm")
+    clip_norm: float = key(
+        0.0, ge=0, needs=f"{TRAINS} or block_descent.mode=joint", also="grad_clip max_grad_norm"
+    )
     """Largest gradient norm; 0: no clipping."""
     schedule: Literal["cosine", "constant"] = key("cosine", needs=TRAINS)
     """"cosine" down to min_lr at max_steps, or "constant"."""
@@ -253,15 +265,29 @@ class RunConfig(CommonConfig):
         convert = getattr(self.model, "convert", None) or {}
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
-        yield Idle("model.head_budget budget_range", routers - {"dense", "mae"}, "a model that routes its heads", model)
+        yield Idle(
+            "model.head_budget budget_range",
+            routers - {"dense", "mae"},
+            "a model that routes its heads",
+            model,
+        )
         yield Idle("model.scope", routers - {"dense"}, "a model that routes its heads", model)
         # A router of a user's own file may be trained with the losses of either paper.
-        yield Idle("balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model)
+        yield Idle(
+            "balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model
+        )
         others = routers - {"moh", "query_norm", "mae", "dense"}
         yield Idle("moa_balance_weight z_weight", others, "router moa", model)
-        yield Idle("block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs")
+        yield Idle(
+            "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"
+        )
         for option, words in OPTIONS.items():
-            yield Idle(f"optim.{option}", takes(self.optim.name, option), f"an optim.name with {words}", "optim.name")
+            yield Idle(
+                f"optim.{option}",
+                takes(self.optim.name, option),
+                f"an optim.name with {words}",
+                "optim.name",
+            )
 
     def moa_weights(self) -> dict:
         """Keyword arguments of a `RoutedTask`."""

@@ -29,7 +29,9 @@ def cache_folder() -> Path:
     """Return the user's cache: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
     cache = os.environ.get("MOH_VISION_CACHE")
     if not cache:
-        cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision")
+        cache = os.path.join(
+            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision"
+        )
     return Path(os.path.abspath(cache))
 
 
@@ -48,7 +50,11 @@ def step_of(folder: Path) -> int | None:
 
 def by_age(parent: Path) -> list[tuple[int, Path]]:
     """Return (step, folder) of what may be a checkpoint, the newest first."""
-    folders = [path for path in parent.glob("step_*") if re.fullmatch("step_[0-9]+", path.name) and path.is_dir()]
+    folders = [
+        path
+        for path in parent.glob("step_*")
+        if re.fullmatch("step_[0-9]+", path.name) and path.is_dir()
+    ]
     return sorted(((int(folder.name[5:]), folder) for folder in folders), reverse=True)
 
 
@@ -73,7 +79,9 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
                 if attempt == ATTEMPTS:
                     file.seek(0)
                     owner = file.read(200).strip() or "another process"
-                    problem = f"{option} {folder}: {owner} is writing there; wait, or take another folder"
+                    problem = (
+                        f"{option} {folder}: {owner} is writing there; wait, or take another folder"
+                    )
                     raise ValueError(problem) from None
             except OSError as error:
                 problem = f"{folder} cannot be locked ({error.strerror}): start one run there"
@@ -138,7 +146,9 @@ def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
     write_whole(place, table.getvalue().encode("utf-8", "backslashreplace"))
 
 
-def write_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False) -> None:
+def write_tensors(
+    place: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False
+) -> None:
     """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
     folder = hidden_path(place, shared)
     try:
@@ -155,7 +165,9 @@ def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, ob
     """Write a safetensors file, which makes a temporary one beside it."""
     from safetensors.torch import save_file  # the core imports this file, and needs torch alone
 
-    save_file(tensors, place, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}})
+    save_file(
+        tensors, place, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}}
+    )
     place.chmod(0o644)  # safetensors makes it private
 
 
@@ -167,7 +179,10 @@ def tensor_files(place: Path) -> list[Path]:
     if place.exists():
         return [place]
     folders = [place.parent, *(folder for _, folder in by_age(place.parent / "checkpoints"))]
-    parts = (sorted(folder.glob(f"{place.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors")) for folder in folders)
+    parts = (
+        sorted(folder.glob(f"{place.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors"))
+        for folder in folders
+    )
     return next(filter(None, parts), [])
 
 
@@ -178,7 +193,9 @@ class TensorFiles:
         from safetensors import safe_open
 
         self.files = [safe_open(path, "pt") for path in tensor_files(place)]
-        self.metadata = {k: _json(v) for file in self.files[:1] for k, v in (file.metadata() or {}).items()}
+        self.metadata = {
+            k: _json(v) for file in self.files[:1] for k, v in (file.metadata() or {}).items()
+        }
         self.parts: dict[str, list] = {}
         for file in self.files:
             for name in file.keys():
@@ -191,7 +208,11 @@ class TensorFiles:
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor."""
-        return self.rows(name, 0, self.shapes[name][0]) if len(self.parts[name]) > 1 else self.parts[name][0][...]
+        return (
+            self.rows(name, 0, self.shapes[name][0])
+            if len(self.parts[name]) > 1
+            else self.parts[name][0][...]
+        )
 
     def join(self, place: Path) -> None:
         """Write all tensors to one file, from main memory."""
@@ -202,7 +223,9 @@ class TensorFiles:
         pieces, begin = [], 0
         for shard in self.parts[name]:
             count = shard.get_shape()[0]
-            pieces.append(shard[min(max(start - begin, 0), count) : min(max(stop - begin, 0), count)])
+            pieces.append(
+                shard[min(max(start - begin, 0), count) : min(max(stop - begin, 0), count)]
+            )
             begin += count
         return torch.cat(pieces)
 
@@ -217,7 +240,9 @@ def _json(text: str) -> object:
 
 def hidden_path(place: Path, shared: bool = False) -> Path:
     """Return where a file or folder is until it is whole; see `whole_file`."""
-    own = f".{socket.gethostname()}.{os.getpid()}" if shared else ""  # process numbers repeat in containers
+    own = (
+        f".{socket.gethostname()}.{os.getpid()}" if shared else ""
+    )  # process numbers repeat in containers
     return place.with_name(f".{place.name}{own}.tmp")
 
 

@@ -65,17 +65,23 @@ class Key(NamedTuple):
             return as_type(self.hint, value)
         except TypeError:
             got = "null" if value is None else str(value)[:200]
-            raise ValueError(f'{where}key "{name}": Expected {words_of(self.hint)}. Got value: {got}') from None
+            raise ValueError(
+                f'{where}key "{name}": Expected {words_of(self.hint)}. Got value: {got}'
+            ) from None
 
     def check(self, value: Any, name: str, section: "Section") -> None:
         """Raise ValueError, naming the key, for a value that is out of its range."""
         numbers = list(_numbers(value))
-        fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (value != [] or self.default == [])
+        fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (
+            value != [] or self.default == []
+        )
         for _, holds, bound in self.bounds:
             bound = getattr(section, bound) if isinstance(bound, str) else bound
             fine = fine and all(holds(n, bound) for n in numbers)
         fine = fine and not (self.options.get("rising") and value[0] > value[1])
-        fine = fine and not (value and "ends" in self.options and not value.endswith(self.options["ends"]))
+        fine = fine and not (
+            value and "ends" in self.options and not value.endswith(self.options["ends"])
+        )
         if not fine:
             allowed = "at least one" if value == [] else self.limits or "a finite number"
             raise ValueError(f"{name} {value!r} is out of range: {allowed}")
@@ -83,13 +89,17 @@ class Key(NamedTuple):
     @property
     def bounds(self) -> list[tuple[str, Callable, Any]]:
         """Words, comparison and bound of each limit of its numbers."""
-        return [(*how, self.options[limit]) for limit, how in NUMBERS.items() if limit in self.options]
+        return [
+            (*how, self.options[limit]) for limit, how in NUMBERS.items() if limit in self.options
+        ]
 
     @property
     def limits(self) -> str:
         """Its range in words."""
         section = f"{self.kind.section}."
-        texts = [f"{words} {section * isinstance(bound, str)}{bound}" for words, _, bound in self.bounds]
+        texts = [
+            f"{words} {section * isinstance(bound, str)}{bound}" for words, _, bound in self.bounds
+        ]
         if "ends" in self.options:
             texts.append(f"a path that ends in {' or '.join(self.options['ends'])}")
         return " and ".join(texts) + ", the smaller one first" * self.options.get("rising", False)
@@ -146,7 +156,13 @@ class Section:
     def tree(self) -> dict:
         """The configuration as nested plain values, as it is saved."""
         of_a_call = {name for name, key in keys_of(type(self)).items() if not key.options["kept"]}
-        return plain({name: value for name, value in dataclasses.asdict(self).items() if name not in of_a_call})
+        return plain(
+            {
+                name: value
+                for name, value in dataclasses.asdict(self).items()
+                if name not in of_a_call
+            }
+        )
 
 
 def plain(value: Any) -> Any:
@@ -177,7 +193,10 @@ def _fields(kind: type, prefix: str, made: Section | None = None) -> Iterator[tu
         named = [re.sub(r"(?<!\w)\.(?=\w)", prefix, need) for need in filter(None, needs)]
         options["needs"] = [need for need in named if name not in deciding(need)]
         default = f.default if f.default_factory is MISSING else f.default_factory()
-        yield name, Key(kind, f.name, hint, default if made is None else getattr(made, f.name), options)
+        yield (
+            name,
+            Key(kind, f.name, hint, default if made is None else getattr(made, f.name), options),
+        )
 
 
 @functools.cache
@@ -201,7 +220,9 @@ def as_type(hint: Any, value: Any) -> Any:
                 return as_type(kind, value)
             except TypeError:
                 pass
-    elif origin is typing.Literal and any(value == one and type(value) is type(one) for one in inner):
+    elif origin is typing.Literal and any(
+        value == one and type(value) is type(one) for one in inner
+    ):
         return value
     elif origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(inner):
         return tuple(map(as_type, inner, value))
@@ -223,7 +244,9 @@ def words_of(hint: Any) -> str:
         return ", ".join(map(str, inner))
     if origin in (list, tuple):
         return f"[{', '.join(map(words_of, inner))}{', ...' * (origin is list)}]"
-    return {str: "text", type(None): "null", dict: "mapping", Any: "any"}.get(origin or hint) or hint.__name__
+    return {str: "text", type(None): "null", dict: "mapping", Any: "any"}.get(
+        origin or hint
+    ) or hint.__name__
 
 
 def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
@@ -236,7 +259,10 @@ def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
                 yield name, _in_words(need, keys), deciding(need)
     for idle in config.idle():
         for pattern in idle.keys.split() if not idle.has_effect else ():
-            yield from ((name, idle.needs, set(idle.deciding.split())) for name in fnmatch.filter(keys, pattern))
+            yield from (
+                (name, idle.needs, set(idle.deciding.split()))
+                for name in fnmatch.filter(keys, pattern)
+            )
 
 
 class Condition(NamedTuple):
@@ -251,23 +277,38 @@ class Condition(NamedTuple):
         """Return whether values by key meet it."""
         value = values.get(self.name)
         if self.sign:
-            text = "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+            text = (
+                "null"
+                if value is None
+                else f"{value:g}"
+                if isinstance(value, float)
+                else str(value)
+            )
             return fnmatch.fnmatchcase(text, self.pattern) == (self.sign == "=")
         return bool(value) != bool(self.negated)
 
     def words(self, keys: dict[str, Key]) -> str:
         """Return it in words."""
         if self.sign:
-            return f"{self.name} {'other than ' * (self.sign == '!=')}{self.pattern}".replace(" null", " left out")
+            return f"{self.name} {'other than ' * (self.sign == '!=')}{self.pattern}".replace(
+                " null", " left out"
+            )
         hint = keys[self.name].hint if self.name in keys else None
         if hint is bool:
             return f"{self.name} {'false' if self.negated else 'true'}"
-        return f"{self.name} left out" if self.negated else f"{self.name}{' above 0' * (hint in (int, float))}"
+        return (
+            f"{self.name} left out"
+            if self.negated
+            else f"{self.name}{' above 0' * (hint in (int, float))}"
+        )
 
 
 def conditions(need: str) -> list[Condition]:
     """Return the alternatives of a need."""
-    return [Condition(*re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", text).groups("")) for text in need.split(" or ")]
+    return [
+        Condition(*re.fullmatch(r"(not )?([\w.]+)(!?=)?(.*)", text).groups(""))
+        for text in need.split(" or ")
+    ]
 
 
 def deciding(need: str) -> set[str]:
@@ -288,12 +329,18 @@ def _in_words(need: str, keys: dict[str, Key]) -> str:
 def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> list[str]:
     """Return keys, with both values, that differ from a saved configuration's and may not."""
     if not isinstance(old, dict):
-        raise ValueError(f"the config.yaml that is there holds no keys and values but {type(old).__name__}")
+        raise ValueError(
+            f"the config.yaml that is there holds no keys and values but {type(old).__name__}"
+        )
     keys = keys_of(type(new))
     before, now = dict(flat(old, keys)), dict(flat(new.tree(), keys))
     free = {*allowed, *(name for name, key in keys.items() if key.options["free"])}
     free.update(name for name, *_ in idle_keys(new))
-    names = [name for name in sorted({*before, *now}) if name not in free and before.get(name) != now.get(name)]
+    names = [
+        name
+        for name in sorted({*before, *now})
+        if name not in free and before.get(name) != now.get(name)
+    ]
     return [f"{name}: {before.get(name)!r} -> {now.get(name)!r}" for name in names]
 
 
@@ -301,7 +348,11 @@ def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[st
     """Yield dotted keys and values of nested sections; mappings are values of keys, or hold keys."""
     for short, value in tree.items():
         name = f"{prefix}{short}"
-        if name not in keys and isinstance(value, dict) and any(known.startswith(f"{name}.") for known in keys):
+        if (
+            name not in keys
+            and isinstance(value, dict)
+            and any(known.startswith(f"{name}.") for known in keys)
+        ):
             yield from flat(value, keys, f"{name}.")
         else:
             yield name, value
@@ -309,9 +360,16 @@ def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[st
 
 def unknown_key(name: str, keys: dict[str, Key]) -> str:
     """The message for a name that is no key, with the one that it may mean."""
-    known = [*keys, *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key and "." not in name)]
+    known = [
+        *keys,
+        *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key and "." not in name),
+    ]
     leaf = name.rpartition(".")[2]
-    near = [k for k, key in keys.items() if {name, name.partition(".")[2]} & set(key.options.get("also", "").split())]
+    near = [
+        k
+        for k, key in keys.items()
+        if {name, name.partition(".")[2]} & set(key.options.get("also", "").split())
+    ]
     # Else a right name without its section, or under a wrong one.
     same = [k for k in known if k.rpartition(".")[2] == leaf]
     near = near or ("." not in name and same) or nearest(name, known, 1) or same

@@ -27,10 +27,20 @@ from moh_vision.engine.commands import Progress, say
 from moh_vision.engine.io import __version__, write_whole
 
 UNITS = dict(images="img", tokens="tok")  # as shown
-PACKAGES = ("torch", "torchvision", "timm", "diffusers", "accelerate", "transformers", "torch-fidelity")
+PACKAGES = (
+    "torch",
+    "torchvision",
+    "timm",
+    "diffusers",
+    "accelerate",
+    "transformers",
+    "torch-fidelity",
+)
 NEXT = {  # what to type after a run, behind "python -m moh_vision", by script
     "train_cls.py": (".classification.validate --checkpoint {run}", " predict {run} IMAGES"),
-    "train_dit.py": (".diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",),
+    "train_dit.py": (
+        ".diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
+    ),
     "train_text.py": (" publish {run} --output FOLDER", " table {run}"),
 }
 OF_FILES = {  # and where the run has such a file
@@ -59,11 +69,21 @@ class RunLog:
         self.warm = 0.0  # end of this process's first step, which compiles and fills caches
         if self.enabled:
             again = self.start == self.total and self.ends_with_validation
-            kept = [e for e in logged(self.path) if e["step"] + (again and "validation" in e) <= self.start]
+            kept = [
+                e
+                for e in logged(self.path)
+                if e["step"] + (again and "validation" in e) <= self.start
+            ]
             write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
         self.file = open(self.path if self.enabled else os.devnull, "a", buffering=1)
         form = "{desc} {n}/{total} |{bar:10}| {elapsed}<{remaining}{postfix}"
-        shape = dict(total=self.total, initial=self.start, desc=self.title, bar_format=form, dynamic_ncols=True)
+        shape = dict(
+            total=self.total,
+            initial=self.start,
+            desc=self.title,
+            bar_format=form,
+            dynamic_ncols=True,
+        )
         self.bar = tqdm(**shape, disable=not (self.enabled and sys.stderr.isatty()))
 
     def step(self, count: int) -> None:
@@ -77,16 +97,26 @@ class RunLog:
         """Write a line {"step": step, **values}, and show `show`, the rate and peak memory."""
         seconds = time.monotonic() - self.since
         rate, memory = self.count / max(seconds, 1e-9), peak_memory_mib()
-        left = (self.total - step) * (time.monotonic() - max(self.since, self.warm)) / max(self.steps, 1)
+        left = (
+            (self.total - step)
+            * (time.monotonic() - max(self.since, self.warm))
+            / max(self.steps, 1)
+        )
         remaining = f", {timedelta(seconds=round(left))} left" if self.steps else ""
         self.pause()
-        self._write(step, {**values, f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)})
+        self._write(
+            step, {**values, f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)}
+        )
         speed = f"{rate:.0f} {UNITS[self.unit]}/s"
         if self.bar.disable:
-            self.say(f"{self.title} {step}/{self.total}: {show}, {speed}, peak {memory:.0f} MiB{remaining}")
+            self.say(
+                f"{self.title} {step}/{self.total}: {show}, {speed}, peak {memory:.0f} MiB{remaining}"
+            )
         else:  # what matters most first: a narrow terminal cuts the end
             loss, _, more = show.partition(", ")
-            self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}")
+            self.bar.set_postfix_str(
+                f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}"
+            )
 
     def event(self, step: int, values: dict, show: str) -> None:
         """Log a validation or the like in metrics.jsonl and on the screen."""
@@ -132,7 +162,9 @@ class RunLog:
 def check_tracker(name: str | None) -> None:
     """Raise ValueError if the package is not installed."""
     if name is not None and find_spec(name) is None:
-        raise ValueError(f"tracker {name}: the package is not installed (pip install {name}); or leave tracker out")
+        raise ValueError(
+            f"tracker {name}: the package is not installed (pip install {name}); or leave tracker out"
+        )
 
 
 def open_tracker(name: str | None, run: Path, start: int, title: str, config: dict, enabled: bool):
@@ -171,7 +203,9 @@ def logged(metrics: Path) -> Iterator[dict]:
 def record_start(folder: Path, **start) -> None:
     """Append a start of a run to FOLDER/environment.jsonl: `start`, date, and what else decides its numbers."""
     start["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-    start.update(commit=commit(Path(__file__).parents[2]), versions=versions(), cores=os.cpu_count())
+    start.update(
+        commit=commit(Path(__file__).parents[2]), versions=versions(), cores=os.cpu_count()
+    )
     file = folder / "environment.jsonl"
     earlier = file.read_text() if file.exists() else ""
     write_whole(file, earlier + json.dumps(start) + "\n")
@@ -191,7 +225,9 @@ def commit(clone: Path) -> str | None:
     git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
     words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or not our clone
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        return subprocess.run(
+            words, capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
     return None
 
 
@@ -199,7 +235,10 @@ def ending(script: str, run: Path, objective: str | None = None) -> str:
     """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
-    commands = [*NEXT.get(script, ()), *(command for name, command in OF_FILES.items() if (run / name).exists())]
+    commands = [
+        *NEXT.get(script, ()),
+        *(command for name, command in OF_FILES.items() if (run / name).exists()),
+    ]
     following = (f"  python -m moh_vision{command.format(**names)}" for command in commands)
     return "\n".join([f"{run} has {files}", "next", *following])
 

@@ -56,7 +56,9 @@ class Opened:
     def mean_loss(self, batches: Sequence[dict]) -> float:
         """Return the mean loss of all samples in some batches."""
         sizes = [len(batch["images"]) for batch in batches]
-        return sum(float(self.loss(batch)) * size for batch, size in zip(batches, sizes)) / sum(sizes)
+        return sum(float(self.loss(batch)) * size for batch, size in zip(batches, sizes)) / sum(
+            sizes
+        )
 
     def scores(self) -> dict[str, Any]:
         """Return scores of the model as it is, such as top1, fid or perplexity."""

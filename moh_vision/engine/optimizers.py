@@ -7,7 +7,13 @@ from collections.abc import Collection
 from fnmatch import fnmatch
 
 import torch
-from timm.optim import Muon, create_optimizer_v2, get_optimizer_info, list_optimizers, param_groups_weight_decay
+from timm.optim import (
+    Muon,
+    create_optimizer_v2,
+    get_optimizer_info,
+    list_optimizers,
+    param_groups_weight_decay,
+)
 from torch import nn
 
 from moh_vision.engine.commands import closest
@@ -17,7 +23,9 @@ from moh_vision.engine.commands import closest
 # restored where a gradient is zero, as it is for MAE's gates (madgrad*).
 LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
 NOT_SHARDED = ("*adafactor*", "*adamuon")  # what torch's sharded tensors cannot do
-OPTIONS = dict(betas="two betas, such as adamw", eps="eps, such as adamw", momentum="momentum, such as sgd")
+OPTIONS = dict(
+    betas="two betas, such as adamw", eps="eps, such as adamw", momentum="momentum, such as sgd"
+)
 LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # prefix of a layer's parameters
 
 
@@ -29,7 +37,9 @@ def names() -> list[str]:
 def check_name(name: str) -> None:
     """Refuse an optim.name that is not one of `names`, naming the nearest."""
     if name not in names():
-        raise ValueError(f"optim.name {name!r} is not one of timm's optimisers: {closest(name.lower(), names())}")
+        raise ValueError(
+            f"optim.name {name!r} is not one of timm's optimisers: {closest(name.lower(), names())}"
+        )
 
 
 def takes(name: str, option: str) -> bool:
@@ -41,7 +51,9 @@ def takes(name: str, option: str) -> bool:
 def check_sharded(name: str) -> None:
     """Refuse an optimiser that cannot train weights that FSDP shards."""
     if any(fnmatch(name, pattern) for pattern in NOT_SHARDED):
-        raise ValueError(f"optim.name {name!r} does not work with FSDP: launch with DDP, or take muon, adamw or lion")
+        raise ValueError(
+            f"optim.name {name!r} does not work with FSDP: launch with DDP, or take muon, adamw or lion"
+        )
 
 
 @functools.cache
@@ -55,7 +67,9 @@ def own_value(name: str, option: str):
     return value or 0.9 if option == "momentum" else value  # timm's, for a class's 0
 
 
-def make_optimizer(model: nn.Module, optim, undecayed: Collection[str] | None = None) -> torch.optim.Optimizer:
+def make_optimizer(
+    model: nn.Module, optim, undecayed: Collection[str] | None = None
+) -> torch.optim.Optimizer:
     """Make timm's optimiser for the parameters that require a gradient.
 
     Weight decay leaves out biases, norms and `undecayed` names; None: those of the model's no_weight_decay(). The muon
@@ -65,7 +79,11 @@ def make_optimizer(model: nn.Module, optim, undecayed: Collection[str] | None = 
     options = {name: value for name, value in options.items() if value is not None}
     groups = dict(weight_decay=optim.weight_decay)
     if get_optimizer_info(optim.name).opt_class is Muon:
-        aside = [n for n, p in model.named_parameters() if p.ndim != 2 or ".router." in n or not LAYER.search(n)]
+        aside = [
+            n
+            for n, p in model.named_parameters()
+            if p.ndim != 2 or ".router." in n or not LAYER.search(n)
+        ]
         groups.update(fallback_list=aside, fallback_no_weight_decay=True)
     if undecayed is not None:
         model = param_groups_weight_decay(model, no_weight_decay_list=undecayed, **groups)

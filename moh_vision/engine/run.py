@@ -24,7 +24,14 @@ from moh_vision.engine.checkpoint import TrainingState, export_weights
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import MISTAKES, BadData, user_errors
 from moh_vision.engine.keys import changed_keys
-from moh_vision.engine.logging import RunLog, check_tracker, ending, open_tracker, record_start, write_json
+from moh_vision.engine.logging import (
+    RunLog,
+    check_tracker,
+    ending,
+    open_tracker,
+    record_start,
+    write_json,
+)
 from moh_vision.engine.optimizers import check_sharded
 from moh_vision.engine.ranks import attempt, by_main, from_first, say
 from moh_vision.engine.run_folder import RunFolder
@@ -71,7 +78,9 @@ class Run:
                 self._place = RunFolder(c.output, c.fresh, self.accelerator, lock)
                 # Before any model runs.
                 earlier = Path(c.output) if self._place.goes_on else None
-                self.settings = keep_settings(self.attention, earlier, self.accelerator, held, c.allow_change)
+                self.settings = keep_settings(
+                    self.attention, earlier, self.accelerator, held, c.allow_change
+                )
                 if self.settings and c.dry_run:
                     say(self.settings.line)
             self._held = held.pop_all()
@@ -87,7 +96,11 @@ class Run:
                 self.saver.wait()
             if error is None:
                 self._finish()
-            elif isinstance(error, (*MISTAKES, ModuleNotFoundError)) and self.setting_up or isinstance(error, BadData):
+            elif (
+                isinstance(error, (*MISTAKES, ModuleNotFoundError))
+                and self.setting_up
+                or isinstance(error, BadData)
+            ):
                 with self.errors():
                     raise error
             elif isinstance(error, (FloatingPointError, SaveError)):
@@ -110,7 +123,12 @@ class Run:
     def portion(self) -> dict:
         """Arguments of a `StepBatches` that say which samples this process takes."""
         o, a = self.config.optim, self.accelerator
-        sizes = dict(batch_size=o.batch_size, accumulation=o.accumulation, rank=a.process_index, world=a.num_processes)
+        sizes = dict(
+            batch_size=o.batch_size,
+            accumulation=o.accumulation,
+            rank=a.process_index,
+            world=a.num_processes,
+        )
         return dict(sizes, start=self.start, stop=self.stop)
 
     @property
@@ -119,7 +137,9 @@ class Run:
         o = self.config.optim
         return max(1, o.batch_size // (o.accumulation * self.accelerator.num_processes))
 
-    def take_model(self, model: nn.Module, mae_routers: list[nn.Module], elastic=None, beside=None) -> None:
+    def take_model(
+        self, model: nn.Module, mae_routers: list[nn.Module], elastic=None, beside=None
+    ) -> None:
         """Take the model that is trained: its parameters that require a gradient.
 
         `elastic` is an `ElasticBudget` or None. The module `beside` is trained too; only checkpoints keep it.
@@ -128,7 +148,9 @@ class Run:
             check_sharded(self.config.optim.name)
         c, self.model, self.elastic = self.config, model, elastic
         trained = nn.ModuleList([model, beside]) if beside else model
-        self.descent = BlockDescent(self.accelerator, trained, mae_routers, c.compile, c.block_descent)
+        self.descent = BlockDescent(
+            self.accelerator, trained, mae_routers, c.compile, c.block_descent
+        )
 
     def open(self, data=None) -> None:
         """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
@@ -142,7 +164,11 @@ class Run:
         self._place.open(c.tree(), changed, data, self.settings, resumes=bool(self.checkpoint))
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else self.attention.processor()
+        name = (
+            torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else self.attention.processor()
+        )
         start = dict(step=self.start, command=shlex.join(command), device=name, processes=count)
         by_main(lambda: record_start(self.folder, **start), self.accelerator)
         say(f"{count} process{'es' * (count > 1)} on {device.type}")
@@ -171,9 +197,13 @@ class Run:
         if c.compile:
             task.compile()
         # Before the model may be sharded.
-        self.ema = make_ema(self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device)
+        self.ema = make_ema(
+            self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device
+        )
         o = c.optim
-        usual = dict(schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr)
+        usual = dict(
+            schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr
+        )
         usual["warmup_lr"] = getattr(o, "warmup_lr", 0.0)  # missing in some configurations
         lr = partial(learning_rate, peak=o.lr, **{**usual, **(schedule or {})})
         if 3 * (warmup := lr.keywords["warmup_steps"]) > self.stop > self.start:
@@ -192,14 +222,21 @@ class Run:
                 state.restore(self.checkpoint, say)
                 by_main(self._place.write_records, accelerator)
                 # A kill may have come before.
-                by_main(lambda: export(self.folder, self.checkpoint, join=self.start == self.stop), accelerator)
+                by_main(
+                    lambda: export(self.folder, self.checkpoint, join=self.start == self.stop),
+                    accelerator,
+                )
             say(f"resuming {self.folder} at step {self.start}")
             self._say_new_schedule(lr)
-        self.saver = Saver(accelerator, self.folder, state, c.keep_checkpoints, c.save_every, c.save_in_background)
+        self.saver = Saver(
+            accelerator, self.folder, state, c.keep_checkpoints, c.save_every, c.save_in_background
+        )
         self.metadata = dict(architecture=c.model.name, config=c.tree()) | metadata
         accelerator.wait_for_everyone()  # all have read the log that the main process goes on with
         main = accelerator.is_main_process
-        tracker = open_tracker(c.tracker, self.folder, self.start, f"moh_vision {title}", c.tree(), main)
+        tracker = open_tracker(
+            c.tracker, self.folder, self.start, f"moh_vision {title}", c.tree(), main
+        )
         path = self.folder / "metrics.jsonl"
         self.log = RunLog(path, self.start, self.stop, main, title, tracker, **log_options)
         if self.stop:
@@ -222,7 +259,11 @@ class Run:
         elastic, batches = self.elastic, self._fetched(batches)
         if self.settings and self.settings.table is None:
             batches = self._measured(batches, more)
-        with elastic.running(self.model, elastic.share_of(self.done)) if elastic else contextlib.nullcontext():
+        with (
+            elastic.running(self.model, elastic.share_of(self.done))
+            if elastic
+            else contextlib.nullcontext()
+        ):
             updated = self._step(self.done, batches, epoch, **more)
         self.done += 1
         if self.ema and updated:
@@ -270,7 +311,9 @@ class Run:
     def keep_best(self, key: str, patience: int = 0, write: bool = True) -> None:
         """Find the best validation by score `key`, see `Best`; `write` its weights to OUTPUT/best.safetensors."""
         with self.errors():
-            self.best = from_first(lambda: Best(key, patience).replay(self.folder, self.start, from_file=write))
+            self.best = from_first(
+                lambda: Best(key, patience).replay(self.folder, self.start, from_file=write)
+            )
         self._writes_best, self._ends = write, self.best.exhausted
 
     def judge(self, scores: dict, model: nn.Module) -> None:
@@ -298,7 +341,12 @@ class Run:
     def _say_new_schedule(self, lr: Callable[..., float]) -> None:
         """Print how a changed max_steps changes the next step's learning rate, if it does."""
         before, now = self._earlier_stop, self.config.max_steps
-        if not isinstance(before, int) or before == now or lr.keywords["max_steps"] != now or self.start == now:
+        if (
+            not isinstance(before, int)
+            or before == now
+            or lr.keywords["max_steps"] != now
+            or self.start == now
+        ):
             return
         rates = lr(self.start, max_steps=before), lr(self.start)
         if rates[0] != rates[1]:
@@ -316,14 +364,22 @@ class Run:
         first = next(batches)
         size = next(len(value) for value in first.values() if isinstance(value, torch.Tensor))
         evaluated = getattr(getattr(c, "data", None), "eval_batch_size", size) / size
-        shares = [elastic.smallest, elastic.between[len(elastic.between) // 2], elastic.largest] if elastic else [None]
+        shares = (
+            [elastic.smallest, elastic.between[len(elastic.between) // 2], elastic.largest]
+            if elastic
+            else [None]
+        )
         for training in (True, False):
             compiled = c.compile and (training or not self.ema)
             how = dict(training=training, compiled=compiled, batch=1.0 if training else evaluated)
             with self.descent.drawing_experts() if training else contextlib.nullcontext():
                 for share in shares:
-                    with elastic.running(self.model, share) if elastic else contextlib.nullcontext():
-                        forward = attention.collect(calls, self.task, lambda: self.task(**first, **more), **how)
+                    with (
+                        elastic.running(self.model, share) if elastic else contextlib.nullcontext()
+                    ):
+                        forward = attention.collect(
+                            calls, self.task, lambda: self.task(**first, **more), **how
+                        )
         make = partial(attention.measured_table, calls, forward * c.optim.accumulation)
         self.settings.measure(make, self.folder, self.accelerator)
         self.log.pause()
@@ -332,21 +388,29 @@ class Run:
     def _finish(self) -> None:
         if self.log:
             if not self.stopped:
-                self.log.say(ending(self.name, self.folder, getattr(self.config, "objective", None)))
+                self.log.say(
+                    ending(self.name, self.folder, getattr(self.config, "objective", None))
+                )
             self.log.close()
         for name in ("task", "descent", "saver", "_step"):  # what holds the wrapped task
             self.__dict__.pop(name, None)
         finish(self.accelerator, self.stopped)
 
 
-def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: str | None = None) -> Accelerator:
+def make_accelerator(
+    mixed_precision: str, tf32: bool = False, tracker: str | None = None
+) -> Accelerator:
     """Return accelerate's Accelerator for a configuration; accumulation is the script's."""
     check_tracker(tracker)
     launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched not in ("no", mixed_precision):
-        raise ValueError(f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both")
+        raise ValueError(
+            f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both"
+        )
     if "WORLD_SIZE" in os.environ and not torch.accelerator.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = "true"  # else each of torchrun's processes is its own run
+        os.environ["ACCELERATE_USE_CPU"] = (
+            "true"  # else each of torchrun's processes is its own run
+        )
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # A plugin: ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.
@@ -354,7 +418,9 @@ def make_accelerator(mixed_precision: str, tf32: bool = False, tracker: str | No
     # Others wait while the main process indexes shards or encodes text; the default is 10 minutes.
     patient = InitProcessGroupKwargs(timeout=timedelta(hours=4))
     accelerator = Accelerator(
-        mixed_precision=mixed_precision, gradient_accumulation_plugin=accumulation, kwargs_handlers=[patient]
+        mixed_precision=mixed_precision,
+        gradient_accumulation_plugin=accumulation,
+        kwargs_handlers=[patient],
     )
     if mixed_precision == "fp16" and accelerator.device.type == "cpu":  # would compute in float32
         raise ValueError('mixed_precision fp16 needs a GPU; on a CPU it is "no" or "bf16"')

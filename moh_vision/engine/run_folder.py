@@ -39,7 +39,9 @@ class RunFolder:
         by_main(lock_it, self.accelerator)
         return resume_point(Path(self.output), max_steps, self.fresh, say)
 
-    def open(self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False) -> None:
+    def open(
+        self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False
+    ) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
         A run that `resumes` calls `write_records` itself, with its checkpoint loaded: an allowed change may not fit.
@@ -50,10 +52,14 @@ class RunFolder:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
         if there:
-            differences = changed(load(self.saved.read_text(errors="surrogateescape"), str(self.saved)))
+            differences = changed(
+                load(self.saved.read_text(errors="surrogateescape"), str(self.saved))
+            )
             differences += attention.settle(build=not differences) if attention else []
             if differences and only_records(folder):
-                say(f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}")
+                say(
+                    f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}"
+                )
             elif differences:
                 raise ValueError(
                     f"--output {self.output} holds a run with another configuration: {'; '.join(differences)}. "
@@ -99,5 +105,8 @@ class RunFolder:
 def only_records(folder: Path) -> bool:
     """Return whether a run left only records of its start: neither weights nor losses."""
     records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
-    empty = {"metrics.jsonl": lambda p: p.stat().st_size == 0, "checkpoints": lambda p: not any(p.iterdir())}
+    empty = {
+        "metrics.jsonl": lambda p: p.stat().st_size == 0,
+        "checkpoints": lambda p: not any(p.iterdir()),
+    }
     return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())

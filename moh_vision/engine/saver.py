@@ -29,7 +29,13 @@ class Saver:
     """
 
     def __init__(
-        self, accelerator, run: Path, state: TrainingState, keep: int, every: int = 1, background: bool = True
+        self,
+        accelerator,
+        run: Path,
+        state: TrainingState,
+        keep: int,
+        every: int = 1,
+        background: bool = True,
     ):
         self.main, self.run, self.state = accelerator.is_main_process, run, state
         self.keep, self.every, self.background = keep, every, background
@@ -76,9 +82,13 @@ class Saver:
         self.in_a_row = self.in_a_row + 1 if problem else 0
         if problem and not last and self.in_a_row < MAX_FAILED_SAVES:
             with contextlib.suppress(OSError):  # the log may be on the same full disk
-                say(f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it")
+                say(
+                    f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it"
+                )
 
-    def _write(self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool) -> str | None:
+    def _write(
+        self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool
+    ) -> str | None:
         """Write a checkpoint, whole or not at all; return what went wrong on any process."""
         hidden, sums = hidden_path(self.run / "checkpoints" / f"step_{step}"), {}
 
@@ -97,7 +107,9 @@ class Saver:
 
         problem = self._by_main(begin) or attempt(write, group=self.group)
         if not problem:
-            all_sums = {name: total for own in from_all(sums, self.group) for name, total in own.items()}
+            all_sums = {
+                name: total for own in from_all(sums, self.group) for name, total in own.items()
+            }
             problem = self._by_main(end)
         if problem and self.main:
             with contextlib.suppress(OSError):
@@ -108,7 +120,9 @@ class Saver:
         return attempt(call if self.main else lambda: None, group=self.group)
 
 
-def write_files(folder: Path, files: dict[str, dict[str, Tensor]], metadata: dict[str, object]) -> dict[str, str]:
+def write_files(
+    folder: Path, files: dict[str, dict[str, Tensor]], metadata: dict[str, object]
+) -> dict[str, str]:
     """Write tensors, and wait until they are on the disk; return the sum of each file by its name."""
     sums, flushed = {}, []
     with ThreadPoolExecutor(8) as pool:  # hashlib and fsync let other threads run

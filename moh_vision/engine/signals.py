@@ -39,7 +39,9 @@ class StopSignals:
             raise SystemExit(128 + number)
         if not self.received:
             self.received, self._since = number, now
-            os.write(2, f"{name}: finishing this step and saving; once more leaves at once\n".encode())
+            os.write(
+                2, f"{name}: finishing this step and saving; once more leaves at once\n".encode()
+            )
         elif now - self._since > SAME_SECONDS:
             os.write(2, f"{name} again: left without saving\n".encode())
             # To clean up might wait for dead processes.

@@ -19,9 +19,21 @@ class Step:
     """Does one optimiser step of a task: every phase of `descent`, every micro-batch, the update."""
 
     def __init__(
-        self, config, *, descent: BlockDescent, task, optimizer, learning_rate: Callable, signals=None, unreadable=None
+        self,
+        config,
+        *,
+        descent: BlockDescent,
+        task,
+        optimizer,
+        learning_rate: Callable,
+        signals=None,
+        unreadable=None,
     ):
-        self.descent, self.accelerator, self.learning_rate = descent, descent.accelerator, learning_rate
+        self.descent, self.accelerator, self.learning_rate = (
+            descent,
+            descent.accelerator,
+            learning_rate,
+        )
         self.accumulation, self.seed = config.optim.accumulation, config.seed
         self.updater = Updater(self.accelerator, config.optim.clip_norm, signals, unreadable)
         self.task, self.optimizer = descent.prepare(task, optimizer)
@@ -38,7 +50,9 @@ class Step:
             self.losses = []
             for micro, batch in enumerate(phase.batches):
                 # After the fetch, which draws too: dropout depends on seed, step, rank and phase alone.
-                torch.manual_seed(derive_seed(self.seed, number, micro, accelerator.process_index, *phase.salt))
+                torch.manual_seed(
+                    derive_seed(self.seed, number, micro, accelerator.process_index, *phase.salt)
+                )
                 with contextlib.nullcontext() if micro == last else accelerator.no_sync(phase.task):
                     self.losses.append(phase.task(**batch, **more))
                     accelerator.backward(self.losses[-1]["loss"] / self.accumulation)
@@ -59,7 +73,14 @@ class Step:
 
 
 def learning_rate(
-    step: int, peak: float, schedule: str, warmup_steps: int, max_steps: int, floor: float, warmup_lr=0.0, as_timm=False
+    step: int,
+    peak: float,
+    schedule: str,
+    warmup_steps: int,
+    max_steps: int,
+    floor: float,
+    warmup_lr=0.0,
+    as_timm=False,
 ) -> float:
     """Return the learning rate of a step, a pure function: resuming needs no scheduler state.
 
@@ -94,7 +115,10 @@ def average_over_step(accelerator, losses: list[dict]) -> dict:
     """
     names = [name for name in losses[0] if name != "head_runs"]  # a list of [H + 1] tensors
     layers = [len(runs) for runs in losses[0]["head_runs"]]
-    rows = [torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_runs"]]) for r in losses]
+    rows = [
+        torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_runs"]])
+        for r in losses
+    ]
     mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu().double()
     scalars, *runs = mean.split([len(names), *layers])
     values = dict(zip(names, scalars))
@@ -120,7 +144,9 @@ class Updater:
         self.skipped = self.in_a_row = self.stop = 0
         self.last_bad: int | None = None  # step
 
-    def __call__(self, task, optimizer, step: int, losses: list[dict], clip_norm=None) -> tuple[float, bool]:
+    def __call__(
+        self, task, optimizer, step: int, losses: list[dict], clip_norm=None
+    ) -> tuple[float, bool]:
         """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated."""
         clip_norm = self.clip_norm if clip_norm is None else clip_norm  # 0: no clipping
         norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
@@ -134,7 +160,9 @@ class Updater:
         if met:
             self.unreadable.share(gather_object)
         scaler = self.accelerator.scaler
-        if not bad_loss and not bad_norm or scaler is not None and bad_norm:  # a scaler skips by itself
+        if (
+            not bad_loss and not bad_norm or scaler is not None and bad_norm
+        ):  # a scaler skips by itself
             optimizer.step()
         elif scaler is not None:
             scaler.update()  # it has unscaled these gradients, and expects the step's end
@@ -143,7 +171,9 @@ class Updater:
         if step != self.last_bad:  # a step of several updates counts once
             if finite:
                 self.in_a_row = 0
-            elif scaler is None or bad_loss or scaler.get_scale() < 1:  # above 1 it still seeks its scale
+            elif (
+                scaler is None or bad_loss or scaler.get_scale() < 1
+            ):  # above 1 it still seeks its scale
                 self._count(step, optimizer, norm.item(), loss.item())
         return norm.item(), finite
 

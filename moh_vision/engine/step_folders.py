@@ -15,7 +15,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from moh_vision.engine.io import TensorFiles, __version__, by_age, fsync, give_name, hidden_path, sha256_of
+from moh_vision.engine.io import (
+    TensorFiles,
+    __version__,
+    by_age,
+    fsync,
+    give_name,
+    hidden_path,
+    sha256_of,
+)
 
 FORMAT = 4
 RECORD = "step.json"
@@ -46,7 +54,9 @@ def damage(folder: Path, step: int) -> str | None:
             return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
         sums = dict(record["sha256"])
         # The same text after reading and writing: nothing is missing, added or changed.
-        if text != record_text({key: value for key, value in record.items() if key != "own_sha256"}):
+        if text != record_text(
+            {key: value for key, value in record.items() if key != "own_sha256"}
+        ):
             return f"{RECORD} does not have its own sha256"
     except FileNotFoundError:
         return f"{RECORD} is missing"
@@ -64,7 +74,9 @@ def damage(folder: Path, step: int) -> str | None:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} is not readable ({error.strerror})"
-    strangers = sorted({path.name for path in folder.glob("*.safetensors")} - sums.keys())  # they would be loaded
+    strangers = sorted(
+        {path.name for path in folder.glob("*.safetensors")} - sums.keys()
+    )  # they would be loaded
     return f"{strangers[0]} is not in {RECORD}" if strangers else None
 
 
@@ -83,12 +95,18 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[in
         say(f"checkpoint {folder} is skipped: {reason}")
     if candidates or (run / EXPORTED[0]).exists():
         alone = f"{run} holds {EXPORTED[0]}, but {parent} no checkpoint"
-        problem = f"every checkpoint in {parent} is damaged, or of another version" if candidates else alone
+        problem = (
+            f"every checkpoint in {parent} is damaged, or of another version"
+            if candidates
+            else alone
+        )
         raise ValueError(f"{problem}; --fresh moves the run aside and starts over")
     return None
 
 
-def resume_point(run: Path, max_steps: int, fresh: bool, say: Callable = print) -> tuple[int, Path] | None:
+def resume_point(
+    run: Path, max_steps: int, fresh: bool, say: Callable = print
+) -> tuple[int, Path] | None:
     """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
     latest = None if fresh else latest_checkpoint(run, say)
     if latest and latest[0] > max_steps:

@@ -23,7 +23,9 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
     Outside, a sharded module's forward waits for all processes: one with fewer batches would block the others. Every
     process enters and leaves. Without FSDP, or in another such context, nothing is done.
     """
-    units: list[FSDPModule] = [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
+    units: list[FSDPModule] = (
+        [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
+    )
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()

@@ -13,7 +13,9 @@ from moh_vision.evaluation.fidelity.statistics import Moments
 
 
 @torch.no_grad()
-def score_with_classifier(classifier, generated: Iterable[dict], reference: Iterable[dict], device) -> dict:
+def score_with_classifier(
+    classifier, generated: Iterable[dict], reference: Iterable[dict], device
+) -> dict:
     """Return the shares of images classified as their class, and the distance of Gaussians fitted to the features.
 
     The distance is None with no more images than features. `classifier` is a timm model in eval mode; batches are dicts

@@ -33,14 +33,20 @@ class TextModelConfig(Section, section="model"):
 
     def agree(self) -> None:
         if not self.name.startswith(("mt_", "mlm_", "clm_")):
-            raise ValueError(f"model.name {self.name!r} is no text model: they begin with mt_, mlm_ or clm_")
+            raise ValueError(
+                f"model.name {self.name!r} is no text model: they begin with mt_, mlm_ or clm_"
+            )
         for place in ("kwargs", "convert"):
             if self.head_budget is not None and "head_budget" in (getattr(self, place) or {}):
-                raise ValueError(f"model.head_budget and model.{place}.head_budget are the same thing: give one")
+                raise ValueError(
+                    f"model.head_budget and model.{place}.head_budget are the same thing: give one"
+                )
         if self.pretrained is None:
             return
         if self.name != "clm_pretrained":  # clm_moh_small_75, say, would have none of its routers
-            raise ValueError(f"model.pretrained needs model.name clm_pretrained, not {self.name}: it brings its model")
+            raise ValueError(
+                f"model.pretrained needs model.name clm_pretrained, not {self.name}: it brings its model"
+            )
         if self.kwargs:
             raise ValueError(
                 f"model.kwargs {self.kwargs}: model.pretrained {self.pretrained} has its own; leave it out"
@@ -49,7 +55,11 @@ class TextModelConfig(Section, section="model"):
     def arguments(self) -> dict | None:
         """Return arguments of the preset, or with `pretrained` of convert (None: unchanged)."""
         own = self.kwargs if self.pretrained is None else self.convert
-        return own if self.head_budget is None else dict(own or {}, head_budget=plain(self.head_budget))
+        return (
+            own
+            if self.head_budget is None
+            else dict(own or {}, head_budget=plain(self.head_budget))
+        )
 
 
 @dataclass
@@ -128,11 +138,17 @@ def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
         where = f"data.mixture {number}"
         for other in source:
             if other not in ("root", "weight", "name"):
-                raise ValueError(f"{where}: unknown key {other!r}; allowed are root, weight and name")
+                raise ValueError(
+                    f"{where}: unknown key {other!r}; allowed are root, weight and name"
+                )
         root, weight = source.get("root"), source.get("weight")
         if not isinstance(root, str) or not root:
             raise ValueError(f"{where}: root {root!r}; expected a folder")
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        if (
+            isinstance(weight, bool)
+            or not isinstance(weight, (int, float))
+            or not 0 < weight < math.inf
+        ):
             raise ValueError(f"{where}: weight {weight!r}; expected a number above 0")
         name = source.get("name", root.rstrip("/").rpartition("/")[2])
         if not isinstance(name, str) or name in [other["name"] for other in checked]:
@@ -225,11 +241,15 @@ class LanguageConfig(RunConfig):
                 f"average {self.average} needs as many checkpoints, keep_checkpoints is {self.keep_checkpoints}"
             )
         if self.model.name.endswith("nobcd") and self.block_descent.mode == "bcd":
-            raise ValueError(f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint")
+            raise ValueError(
+                f"model.name {self.model.name} is MAE without block descent: set block_descent.mode joint"
+            )
 
     def routers(self) -> set[str]:
         """Those in its name and its arguments."""
-        names = f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
+        names = (
+            f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
+        )
         routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in names}
         return routers | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
 
@@ -238,7 +258,9 @@ class LanguageConfig(RunConfig):
         own = self.model.arguments() or {}
         for name, value in sizes.items():
             if name in own:
-                raise ValueError(f"model.kwargs {name} {own[name]!r}: it follows from the text, {value}; leave it out")
+                raise ValueError(
+                    f"model.kwargs {name} {own[name]!r}: it follows from the text, {value}; leave it out"
+                )
         return {**sizes, **own}
 
     def check_model(self, model: Any) -> None:

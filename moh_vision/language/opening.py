@@ -29,11 +29,15 @@ class OpenedText(Opened):
     def text(self, training: bool = False) -> TextInputs:
         """Open the text of the run; `training`: with that of the training split."""
         if self.config is None:
-            raise ValueError(f"{self.metadata['weights']}: of no run, whose configuration says where its text is")
+            raise ValueError(
+                f"{self.metadata['weights']}: of no run, whose configuration says where its text is"
+            )
         if training not in self.splits:
             c, folder = self.config, str(run_of(self.metadata["weights"]))
             inputs, tokenizer = INPUTS[task_for(c.model)], tokenizer_of(c, folder)
-            self.splits[training] = inputs(c.data, cache_beside(folder), c.seed, tokenizer, training)
+            self.splits[training] = inputs(
+                c.data, cache_beside(folder), c.seed, tokenizer, training
+            )
         return self.splits[training]
 
     def data(self, split: str):
@@ -41,15 +45,23 @@ class OpenedText(Opened):
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
         if self.config and task_for(self.config.model) != "clm":
-            raise ValueError(f"{run_of(self.metadata['weights'])}: of language models causal ones are searched")
+            raise ValueError(
+                f"{run_of(self.metadata['weights'])}: of language models causal ones are searched"
+            )
         train, d = self.data("train"), self.config.data
         total, size = len(train), d.eval_batch_size
         if 2 * count > total:
-            raise ValueError(f"--images {count}: these and as many others are needed, {d.train} has {total} blocks")
-        numbers = [(0, i * total // (2 * count)) for i in range(2 * count)]  # position, number of the block
+            raise ValueError(
+                f"--images {count}: these and as many others are needed, {d.train} has {total} blocks"
+            )
+        numbers = [
+            (0, i * total // (2 * count)) for i in range(2 * count)
+        ]  # position, number of the block
         starts = range(0, count, size)
         halves = (numbers[::2], numbers[1::2])
-        return tuple(list(load_batches(train, [half[i : i + size] for i in starts])) for half in halves)
+        return tuple(
+            list(load_batches(train, [half[i : i + size] for i in starts])) for half in halves
+        )
 
     def inputs(self, batch: dict) -> Tensor:
         return batch["input_ids"]
@@ -99,8 +111,12 @@ def open_run(
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
         model = saved_model(path).to(device or "cpu").eval()
-        return OpenedText(None, model, dict(architecture=model.config.model_type, weights=str(path)))
-    config = parse_config(LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command)
+        return OpenedText(
+            None, model, dict(architecture=model.config.model_type, weights=str(path))
+        )
+    config = parse_config(
+        LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command
+    )
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(

@@ -11,7 +11,13 @@ class LanguageTask(RoutedTask):
     Label smoothing is here, because a trainer's own would drop the auxiliary losses.
     """
 
-    def __init__(self, model: nn.Module, balance_weight: float, label_smoothing: float = 0.0, **moa_weights: float):
+    def __init__(
+        self,
+        model: nn.Module,
+        balance_weight: float,
+        label_smoothing: float = 0.0,
+        **moa_weights: float,
+    ):
         super().__init__(model, balance_weight, **moa_weights)
         self.label_smoothing = label_smoothing
         # For accelerate: layers that FSDP may gather one by one; None: the whole model.
@@ -21,7 +27,9 @@ class LanguageTask(RoutedTask):
         """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token. `tokens` divides
         the sum over labels; None: their number here. With (the step's labels) / (micro-batches), the mean loss of
         micro-batches is the loss of one big batch."""
-        loss, nll, stats = self.model.routed_loss(labels, label_smoothing=self.label_smoothing, **inputs)  # [B, T]
+        loss, nll, stats = self.model.routed_loss(
+            labels, label_smoothing=self.label_smoothing, **inputs
+        )  # [B, T]
         if tokens is None:
             tokens = (labels != -100).sum().clamp_min(1)
         return dict(self.losses(loss.sum() / tokens, stats), nll=(nll.detach().sum() / tokens))

@@ -42,13 +42,17 @@ def train(run: Run) -> None:
     config, accelerator = run.config, run.accelerator
     d, o = config.data, config.optim
     if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:
-        raise ValueError(f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1")
+        raise ValueError(
+            f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1"
+        )
 
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
     tokenizer = tokenizer_of(config, config.output if checkpoint else None)
     with accelerator.main_process_first():
-        text = INPUTS[task_for(config.model)](d, cache_beside(config.output), config.seed, tokenizer)
+        text = INPUTS[task_for(config.model)](
+            d, cache_beside(config.output), config.seed, tokenizer
+        )
 
     if config.max_steps and not checkpoint:  # an earlier run may go on
         say(text.scored_files())
@@ -61,7 +65,9 @@ def train(run: Run) -> None:
         elastic_budget(model, config)  # the largest share is shown
         return say(describe(config.model.name, model, **text.example()))
     if not (config.max_steps or config.init_from or config.model.pretrained):
-        raise ValueError("max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained")
+        raise ValueError(
+            "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
+        )
     micro_batches = o.accumulation * accelerator.num_processes
     if checkpoint:
         text.check(Path(config.output), micro_batches)
@@ -83,12 +89,25 @@ def train(run: Run) -> None:
             each.save_pretrained(run.folder)
 
     # ---------------------------------------------------------------- task and optimiser
-    task = LanguageTask(model, config.balance_weight, config.label_smoothing, **config.moa_weights())
-    undecayed = [name for name, _ in model.named_parameters() if ".router." in name or name.endswith("head_bias")]
+    task = LanguageTask(
+        model, config.balance_weight, config.label_smoothing, **config.moa_weights()
+    )
+    undecayed = [
+        name
+        for name, _ in model.named_parameters()
+        if ".router." in name or name.endswith("head_bias")
+    ]
     optimizer = make_optimizer(model, o, undecayed)
     run.keep_best("loss", config.patience, write=config.patience > 0)
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
-    run.prepare(task, optimizer, metadata, title=config.model.name, unit="tokens", ends_with_validation=False)
+    run.prepare(
+        task,
+        optimizer,
+        metadata,
+        title=config.model.name,
+        unit="tokens",
+        ends_with_validation=False,
+    )
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
 
     # ---------------------------------------------------------------- the loop
@@ -101,7 +120,9 @@ def train(run: Run) -> None:
             own = [send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro]
         # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
         # mean over all its labels.
-        labels = accelerator.reduce(sum((batch["labels"] != -100).sum() for batch in own).float(), "sum")
+        labels = accelerator.reduce(
+            sum((batch["labels"] != -100).sum() for batch in own).float(), "sum"
+        )
         run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
         if run.logs():
             v = dict(run.averages(), epoch=batches.epoch(step))
@@ -111,7 +132,9 @@ def train(run: Run) -> None:
             with run.errors(code=1):  # a loss that is not finite
                 scores = evaluate(text.val, "validation")
             run.judge(scores, run.model)
-            run.event({"validation": scores}, f"validation after {run.done} steps: {summary(scores)}")
+            run.event(
+                {"validation": scores}, f"validation after {run.done} steps: {summary(scores)}"
+            )
         if config.keep_weights_every and run.done % config.keep_weights_every == 0:
             keep_weights(run)
         run.save()
@@ -144,15 +167,25 @@ def final_evaluation(run: Run, text, evaluate) -> None:
             scores = final_scores(run, text, evaluate)
             if run.elastic:
                 validate = partial(evaluate, text.val, "validation")
-                scores["by_share"] = shares = run.elastic.by_share(run.model, validate, scores["validation"])
-                run.log.say("\n".join(f"with a share of {share}: {summary(shares[share])}" for share in shares))
+                scores["by_share"] = shares = run.elastic.by_share(
+                    run.model, validate, scores["validation"]
+                )
+                run.log.say(
+                    "\n".join(
+                        f"with a share of {share}: {summary(shares[share])}" for share in shares
+                    )
+                )
     results.update(scores)
     for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
         if step == run.done and results["weights"] != "model.safetensors":
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
-            run.log.say(f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights")
+            run.log.say(
+                f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights"
+            )
     run.write_results(dict(results, **run.best.results()))
-    run.log.say(f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}")
+    run.log.say(
+        f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}"
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -94,7 +94,9 @@ def convert(
         ValueError: for another kind of model or attention, or an impossible budget; the model is
             unchanged then.
     """
-    if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):  # transformers' BatchEncoding is no dict
+    if isinstance(calibrate, Tensor) or hasattr(
+        calibrate, "items"
+    ):  # transformers' BatchEncoding is no dict
         calibrate = [calibrate]
     converter = converter_for(model, route_heads)
     model = converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
@@ -115,10 +117,14 @@ def route_heads(
 ) -> nn.Module:
     """Replace the attention layers of a vision model, in place; converters then set its class."""
     if group:
-        raise ValueError("group=True is for language models with key-value heads that several query heads share")
+        raise ValueError(
+            "group=True is for language models with key-value heads that several query heads share"
+        )
     router = "moh" if router is None else router
     if router not in ROUTERS:
-        raise ValueError(f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}")
+        raise ValueError(
+            f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}"
+        )
     attentions = dense_attentions(model)
     heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
     spec = 1.0 if head_budget is None else converted_budget(head_budget)
@@ -127,7 +133,10 @@ def route_heads(
         pairs = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
     budgets = resolve_budget(pairs, len(heads), heads, widths)
     options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
-    layers = [routed_attention(attention, budget, **options) for attention, budget in zip(attentions, budgets)]
+    layers = [
+        routed_attention(attention, budget, **options)
+        for attention, budget in zip(attentions, budgets)
+    ]
     if calibrate is not None:
         order_heads(model, layers, calibrate)  # layers share the attentions' projections
 
@@ -136,7 +145,9 @@ def route_heads(
     if hasattr(model, "register_to_config"):
         model.register_to_config(**options)
     else:
-        update_model_args(model, **{name: value for name, value in options.items() if value is not None})
+        update_model_args(
+            model, **{name: value for name, value in options.items() if value is not None}
+        )
     model.head_budget_spec = spec
     record_head_budget(model)
     return model
@@ -147,7 +158,9 @@ def dense_attentions(model: nn.Module) -> list[nn.Module]:
     if hasattr(model, "forward_routed"):
         attentions = attention_layers(model)
         if not all(isinstance(attn.router, DenseRouter) for attn in attentions):
-            raise ValueError("the model has routed heads already: set_head_budget changes how many run")
+            raise ValueError(
+                "the model has routed heads already: set_head_budget changes how many run"
+            )
         if not all(type(attn) is HeadMixtureAttention for attn in attentions):
             raise ValueError(
                 f"the attention of {type(model).__name__} is built with its router: create it with router='moh' and "
@@ -175,9 +188,13 @@ def dense_attentions(model: nn.Module) -> list[nn.Module]:
                 "is known"
             )
         if not isinstance(attn.norm, nn.Identity):
-            raise ValueError(f"blocks.{i}.attn has a norm over all heads (scale_norm), which would mix the routed ones")
+            raise ValueError(
+                f"blocks.{i}.attn has a norm over all heads (scale_norm), which would mix the routed ones"
+            )
         if attn.gate is not None:
-            raise ValueError(f"blocks.{i}.attn has a gate over all heads, which routing would skip past")
+            raise ValueError(
+                f"blocks.{i}.attn has a gate over all heads, which routing would skip past"
+            )
         attentions.append(attn)
     return attentions
 
@@ -255,7 +272,9 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     routers = [layer.router for layer in layers]
     try:
         for layer in layers:
-            layer.router = DenseRouter(layer.dim, HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0))
+            layer.router = DenseRouter(
+                layer.dim, HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
+            )
         order_heads(model, layers, batches)
     finally:
         for layer, router in zip(layers, routers):
@@ -265,6 +284,12 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 
 def zero_router(router: nn.Module) -> None:
     """Make a router plain attention while all heads run: MoH's to zero, MAE's gate uniform."""
-    deciding = router if isinstance(router, MoHRouter) else router.out if isinstance(router, MAERouter) else None
+    deciding = (
+        router
+        if isinstance(router, MoHRouter)
+        else router.out
+        if isinstance(router, MAERouter)
+        else None
+    )
     for p in () if deciding is None else deciding.parameters():
         nn.init.zeros_(p)

@@ -86,7 +86,9 @@ class Watched(NamedTuple):
     def routing(self) -> int:
         """MACs of the router's choices."""
         noise = getattr(self.layer.router, "noise", None)  # of MoA, in training only
-        gates = [m for m in self.layer.router.modules() if isinstance(m, nn.Linear) and m is not noise]
+        gates = [
+            m for m in self.layer.router.modules() if isinstance(m, nn.Linear) and m is not noise
+        ]
         return self.choices * sum(m.weight.numel() for m in gates)
 
     def projections(self, queries: int, keys: int, outputs: int) -> int:
@@ -99,7 +101,9 @@ class Watched(NamedTuple):
     def scores(self, heads: int) -> int:
         """MACs of both products with the attention matrix."""
         layer, N, M = self.layer, self.queries, self.keys
-        window = WINDOW * N if isinstance(layer, AggregatedAttention) else 0  # queries @ learnable tokens
+        window = (
+            WINDOW * N if isinstance(layer, AggregatedAttention) else 0
+        )  # queries @ learnable tokens
         return (2 * N * M + window) * heads * layer.head_dim
 
     def counted(self, name: str) -> AttentionMacs:
@@ -177,7 +181,9 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     def measured(name: str, module: nn.Module) -> int:
         """MACs with all heads. A module without a forward of its own counts its children."""
         own = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
-        return max(own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children()))
+        return max(
+            own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children())
+        )
 
     return _assemble(model, calls, measured, total)
 
@@ -199,7 +205,9 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
             layer, watched = module, calls[name]
             macs = watched.counted(name)
             attention.append(macs)
-            beside = [c for c in layer.named_children() if c[1] not in (layer.router, *layer.projections)]
+            beside = [
+                c for c in layer.named_children() if c[1] not in (layer.router, *layer.projections)
+            ]
             other = sum(measured(f"{name}.{key}", child) for key, child in beside)
             H, ideal = layer.num_heads, macs.linears - watched.routing
             dense = watched.projections(H, layer.kv_heads, H)
@@ -208,7 +216,9 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
             add(name, "router", [layer.router], 0, watched.routing)
             add(name, "other", [layer], other, other)
             left -= measured(name, layer)
-        elif not name or any("Attention" in type(m).__name__ for m in module.modules() if m is not module):
+        elif not name or any(
+            "Attention" in type(m).__name__ for m in module.modules() if m is not module
+        ):
             for key, child in module.named_children():
                 visit(f"{name}.{key}".lstrip("."), child)
         else:

@@ -20,7 +20,9 @@ LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
     """Text for `--dry-run`; inputs: one forward of batch 1, of which only the shapes matter."""
     budget = head_budget(model)
-    shapes = [str(list(i.shape)) for i in inputs] + [f"{key} {list(i.shape)}" for key, i in named.items()]
+    shapes = [str(list(i.shape)) for i in inputs] + [
+        f"{key} {list(i.shape)}" for key, i in named.items()
+    ]
     lines = [
         f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
         "",
@@ -42,7 +44,9 @@ def in_short(name: str, model: nn.Module) -> str:
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(attention_layers(model))])
-    return "; ".join([f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures])
+    return "; ".join(
+        [f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures]
+    )
 
 
 def mae_mixture(router: MAERouter) -> str:
@@ -56,7 +60,9 @@ def module_table(macs: Macs) -> list[str]:
     """Lines of a table of modules, like ones in one row, then totals."""
 
     def shown(*numbers: int) -> list[str]:  # parameters, then MACs
-        return [f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)]
+        return [
+            f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)
+        ]
 
     rows = [("millions, of one forward of batch 1", "", "parameters", "MACs: dense", "ideal")]
     for label, number, *values in _groups(macs):
@@ -81,7 +87,9 @@ def _groups(macs: Macs) -> list[tuple]:
         counts = row.part == "table" or row.dense or row.ideal
         groups.setdefault(alike if counts else None, []).append(row)
     small = groups.pop(None)
-    groups_of_rows = [(_label(*key[:2], rows), len(rows), *_sums(rows)) for key, rows in groups.items()]
+    groups_of_rows = [
+        (_label(*key[:2], rows), len(rows), *_sums(rows)) for key, rows in groups.items()
+    ]
     return groups_of_rows + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
 
 
@@ -92,7 +100,10 @@ def _sums(rows: Sequence[tuple]) -> list[int]:
 def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
     """Join names of like modules: blocks.0.mlp, blocks.1.mlp, blocks.3.mlp -> blocks.0-1,3.mlp"""
     numbers = sorted(int(LAST_NUMBER.sub(r"\2", row.name)) for row in rows) if "*" in stem else []
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
+    runs = [
+        [n for _, n in run]
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    ]
     ranges = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"{stem.replace('*', ranges)} {part}".rstrip()
 
@@ -101,6 +112,8 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Align rows of equal length: the first column left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
+        ).rstrip()
         for row in rows
     ]

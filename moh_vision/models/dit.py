@@ -23,14 +23,20 @@ LARGE = dict(SIZES["large"], num_heads=[8] * 8 + [16] * 8 + [24] * 8, head_dim=6
 XLARGE = dict(SIZES["xlarge"], num_heads=[8] * 9 + [16] * 10 + [24] * 9, head_dim=72)
 
 VARIANTS = {
-    **{f"dit_{size}_patch{p}": dict(SIZES[size], patch_size=p) for size in SIZES for p in (2, 4, 8)},
+    **{
+        f"dit_{size}_patch{p}": dict(SIZES[size], patch_size=p) for size in SIZES for p in (2, 4, 8)
+    },
     # (shared, routed) of every layer
     "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
     "moh_dit_small_patch2_75": dict(
         SIZES["small"], head_budget=[(2, 1)] * 2 + [(3, 1)] * 4 + [(3, 2)] * 4 + [(6, 0)] * 2
     ),
-    "moh_dit_base_patch2_90": dict(SIZES["base"], head_budget=[(6, 4)] * 5 + [(7, 4)] * 5 + [(12, 0)] * 2),
-    "moh_dit_base_patch2_75": dict(SIZES["base"], head_budget=[(4, 2)] * 2 + [(6, 3)] * 8 + [(12, 0)] * 2),
+    "moh_dit_base_patch2_90": dict(
+        SIZES["base"], head_budget=[(6, 4)] * 5 + [(7, 4)] * 5 + [(12, 0)] * 2
+    ),
+    "moh_dit_base_patch2_75": dict(
+        SIZES["base"], head_budget=[(4, 2)] * 2 + [(6, 3)] * 8 + [(12, 0)] * 2
+    ),
     "moh_dit_large_patch2_90": dict(
         LARGE,
         head_budget=[(8, 0)] * 8 + [(16, 0)] * 8 + [(16, 3)] * 8,
@@ -58,14 +64,19 @@ def _cfg(size: int = 32, **kwargs) -> dict:
 
 def _published(pixels: int) -> dict:
     file = f"DiT-XL-2-{pixels}x{pixels}.pt"
-    return dict(_cfg(pixels // 8, url=f"https://dl.fbaipublicfiles.com/DiT/models/{file}"), license="cc-by-nc-4.0")
+    return dict(
+        _cfg(pixels // 8, url=f"https://dl.fbaipublicfiles.com/DiT/models/{file}"),
+        license="cc-by-nc-4.0",
+    )
 
 
 PUBLISHED = {
     "dit_xlarge_patch2.in1k_256": _published(256),
     "dit_xlarge_patch2.in1k_512": _published(512),
     # The file's name is from the published instructions, not checked against the hub.
-    "moh_dit_xlarge_patch2_90.in1k_256": _cfg(hf_hub_id="Chat-UniVi/MoH-DiT-XL-90", hf_hub_filename="MoH-DiT-XL-90.pt"),
+    "moh_dit_xlarge_patch2_90.in1k_256": _cfg(
+        hf_hub_id="Chat-UniVi/MoH-DiT-XL-90", hf_hub_filename="MoH-DiT-XL-90.pt"
+    ),
 }
 NAMED = {name.split(".")[0] for name in PUBLISHED}
 default_cfgs = generate_default_cfgs(
@@ -91,7 +102,9 @@ def _create_dit(
     """
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel  # imports diffusers
 
-    cfg = resolve_pretrained_cfg(variant, pretrained_cfg=pretrained_cfg, pretrained_cfg_overlay=pretrained_cfg_overlay)
+    cfg = resolve_pretrained_cfg(
+        variant, pretrained_cfg=pretrained_cfg, pretrained_cfg_overlay=pretrained_cfg_overlay
+    )
     if pretrained and not (cfg.file or cfg.url or cfg.hf_hub_id):
         raise RuntimeError(
             f"No pretrained weights are named for {variant}. Use pretrained=False, or checkpoint_path=FILE."
@@ -100,7 +113,9 @@ def _create_dit(
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
     dense = runs_all_heads(overrides.get("router"))
     if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
-        raise ValueError(f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget")
+        raise ValueError(
+            f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget"
+        )
     if "num_heads" in overrides and "head_dim" not in overrides:
         args["head_dim"] = None
     if dense:

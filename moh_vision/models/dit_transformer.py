@@ -54,7 +54,9 @@ class TimestepEmbedder(nn.Module):
 
     def forward(self, timestep: Tensor, dtype: torch.dtype) -> Tensor:
         shift = self.freq_shift
-        features = get_timestep_embedding(timestep, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=shift)
+        features = get_timestep_embedding(
+            timestep, FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=shift
+        )
         return self.mlp(features.to(dtype))
 
 
@@ -78,7 +80,9 @@ class LabelEmbedder(nn.Module):
 class DiTBlock(nn.Module):
     """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero)."""
 
-    def __init__(self, dim: int, budget: HeadBudget, mlp_ratio: float, mlp_norm_eps: float, attn_kwargs: dict):
+    def __init__(
+        self, dim: int, budget: HeadBudget, mlp_ratio: float, mlp_norm_eps: float, attn_kwargs: dict
+    ):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.attn = HeadMixtureAttention(dim, budget, **attn_kwargs)
@@ -87,14 +91,22 @@ class DiTBlock(nn.Module):
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(
-        self, x: Tensor, c: Tensor, route_by: Tensor | None = None, stats: list[RoutingStats] | None = None
+        self,
+        x: Tensor,
+        c: Tensor,
+        route_by: Tensor | None = None,
+        stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
         route_by: [B, C], routes all tokens of an image together; None: every token by itself.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(6, dim=1)  # [B, C] each
-        y, layer_stats = self.attn(modulate(self.norm1(x), shift1, scale1), condition=route_by)  # [B, N, C]
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(
+            6, dim=1
+        )  # [B, C] each
+        y, layer_stats = self.attn(
+            modulate(self.norm1(x), shift1, scale1), condition=route_by
+        )  # [B, N, C]
         if stats is not None:
             stats.append(layer_stats)
         x = x + gate1.unsqueeze(1) * y
@@ -184,7 +196,12 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             head_budget = 0.75
         self.head_budget_spec = head_budget
         budgets = _layer_budgets(
-            head_budget, num_layers, num_attention_heads, attention_head_dim, hidden_size, shared_share(router)
+            head_budget,
+            num_layers,
+            num_attention_heads,
+            attention_head_dim,
+            hidden_size,
+            shared_share(router),
         )
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
@@ -196,7 +213,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         self.num_classes = num_classes
 
         narrow = patch_bottleneck or hidden_size
-        self.x_embedder = PatchEmbed(sample_size, patch_size, in_channels, narrow, bias=not patch_bottleneck)
+        self.x_embedder = PatchEmbed(
+            sample_size, patch_size, in_channels, narrow, bias=not patch_bottleneck
+        )
         self.x_widen = nn.Linear(narrow, hidden_size) if patch_bottleneck else nn.Identity()
         theirs = compat == "diffusers"
         self.t_embedder = TimestepEmbedder(hidden_size, freq_shift=1 if theirs else 0)
@@ -204,9 +223,13 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         grid = sample_size // patch_size
         # The official model counts positions 0, 1, 2, ...; so does diffusers with base_size=grid.
         pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
-        self.pos_embed = nn.Parameter(pos_embed.float().unsqueeze(0), requires_grad=False)  # [1, N, C]
+        self.pos_embed = nn.Parameter(
+            pos_embed.float().unsqueeze(0), requires_grad=False
+        )  # [1, N, C]
         eps = 1e-5 if theirs else 1e-6
-        self.blocks = nn.ModuleList(DiTBlock(hidden_size, budget, mlp_ratio, eps, attn_kwargs) for budget in budgets)
+        self.blocks = nn.ModuleList(
+            DiTBlock(hidden_size, budget, mlp_ratio, eps, attn_kwargs) for budget in budgets
+        )
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
         self.initialize_weights()
 
@@ -219,7 +242,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         init_routers(self)
-        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))  # in place; a patch is one vector
+        nn.init.xavier_uniform_(
+            self.x_embedder.proj.weight.flatten(1)
+        )  # in place; a patch is one vector
         if self.x_embedder.proj.bias is not None:
             nn.init.zeros_(self.x_embedder.proj.bias)
         for weight in (
@@ -253,16 +278,23 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         in_memory = timestep.device.type == "cpu" and not is_captured(timestep)
         if in_memory and timestep.is_floating_point() and 0 < timestep.max() < 1:
             # Only a warning: samplers with fractional timesteps may end on one.
-            warnings.warn(f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1", stacklevel=3)
+            warnings.warn(
+                f"timestep {timestep.max():g}: timesteps go from 0 to 999, not from 0 to 1",
+                stacklevel=3,
+            )
         stats: list[RoutingStats] = []
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
         t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by: Tensor | None = None
         if self.config.scope == "sample":
-            route_by = F.layer_norm(t if self.config.route_by == "timestep" else c, c.shape[1:])  # [B, C]
+            route_by = F.layer_norm(
+                t if self.config.route_by == "timestep" else c, c.shape[1:]
+            )  # [B, C]
         checkpoint = (
-            self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else None
+            self._gradient_checkpointing_func
+            if self.gradient_checkpointing and torch.is_grad_enabled()
+            else None
         )
         for block in self.blocks:
             x = run_block(block, x, c, route_by, stats=stats, checkpoint=checkpoint)  # [B, N, C]
@@ -272,7 +304,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         return to_velocity(self.config.predict, self._unpatchify(x), hidden_states, timestep), stats
 
     def forward(
-        self, hidden_states: Tensor, timestep: Tensor, class_labels: Tensor, return_dict: bool = True
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        class_labels: Tensor,
+        return_dict: bool = True,
     ) -> Transformer2DModelOutput | tuple[Tensor]:
         """Predict the noise (and the variance).
 
@@ -291,8 +327,12 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
     def _unpatchify(self, x: Tensor) -> Tensor:
         p, grid = self.config.patch_size, math.isqrt(x.shape[1])
-        x = x.unflatten(1, (grid, grid)).unflatten(-1, (p, p, self.out_channels))  # [B, g, g, p, p, c]
-        return x.permute(0, 5, 1, 3, 2, 4).reshape(x.shape[0], self.out_channels, grid * p, grid * p)
+        x = x.unflatten(1, (grid, grid)).unflatten(
+            -1, (p, p, self.out_channels)
+        )  # [B, g, g, p, p, c]
+        return x.permute(0, 5, 1, 3, 2, 4).reshape(
+            x.shape[0], self.out_channels, grid * p, grid * p
+        )
 
 
 def check(config) -> None:
@@ -301,7 +341,9 @@ def check(config) -> None:
     if patch < 1 or size < patch or size % patch:
         raise ValueError(f"img_size {size} is not a multiple of patch_size {patch}")
     if config.hidden_size % 4:
-        raise ValueError(f"embed_dim {config.hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need")
+        raise ValueError(
+            f"embed_dim {config.hidden_size} is not a multiple of 4, which 2-D sine-cosine positions need"
+        )
     for name, value, allowed in (
         ("compat", config.compat, COMPAT),
         ("route_by", config.route_by, ROUTE_BY),
@@ -310,7 +352,9 @@ def check(config) -> None:
         if value not in allowed:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(allowed)}")
     if config.predict in ("x", "noise") and config.learn_sigma:
-        raise ValueError(f"predict {config.predict!r} needs learn_sigma False: a flow has no variance")
+        raise ValueError(
+            f"predict {config.predict!r} needs learn_sigma False: a flow has no variance"
+        )
     if config.scope != "sample" and config.route_by != "condition":
         raise ValueError(
             f"route_by {config.route_by!r} needs scope 'sample': with scope {config.scope!r} routers read the tokens"
@@ -328,7 +372,9 @@ def _layer_budgets(
     if head_dim is None:
         for layer, h in enumerate(per_layer):
             if hidden_size % h:
-                raise ValueError(f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})")
+                raise ValueError(
+                    f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})"
+                )
         head_dim = [hidden_size // h for h in per_layer]
     spec = [(h, 0) for h in per_layer] if spec is None else spec
     return resolve_budget(spec, depth, per_layer, head_dim, shared_share=shared)

@@ -71,7 +71,9 @@ def settings_of(model: nn.Module) -> dict:
         ("upcast_attention", False),
     ):
         if theirs[name] != needed:
-            raise ValueError(f"the DiT has {name} {theirs[name]!r}; only {needed!r} can be converted")
+            raise ValueError(
+                f"the DiT has {name} {theirs[name]!r}; only {needed!r} can be converted"
+            )
     if model.out_channels not in (theirs.in_channels, 2 * theirs.in_channels):
         raise ValueError(
             f"the DiT has out_channels {model.out_channels}, neither in_channels {theirs.in_channels} nor twice it"

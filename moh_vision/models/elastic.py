@@ -50,7 +50,10 @@ class ElasticBudget:
         except ValueError as error:
             # `set_head_budget` advises a replacement for a share, which is no end of a range.
             reason, advice, _ = str(error).removeprefix("head_budget ").partition("; give ")
-            advice = advice and "; model.head_budget says how many heads are shared: give the smallest share there"
+            advice = (
+                advice
+                and "; model.head_budget says how many heads are shared: give the smallest share there"
+            )
             raise ValueError(f"budget_range {list(ends)}: {reason}{advice}") from None
 
     def active_share(self, share: str) -> float:
@@ -70,7 +73,9 @@ class ElasticBudget:
         """Run a model, or a copy of it, at a share for a while."""
         return running(model, self.budgets[share])
 
-    def by_share(self, model: nn.Module, score: Callable[[], dict], at_largest: dict) -> dict[str, dict]:
+    def by_share(
+        self, model: nn.Module, score: Callable[[], dict], at_largest: dict
+    ) -> dict[str, dict]:
         """Score a model at the smallest, the middle and the largest share.
 
         Args:

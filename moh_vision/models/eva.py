@@ -24,7 +24,9 @@ class MoHEvaBlock(EvaBlock):
     ) -> Tensor:
         """x [B, N, C], rope as timm's -> [B, N, C]; appends the layer's statistics to `stats`."""
         rotary = None if rope is None else all_tokens(rope, x.shape[1])
-        y, layer_stats = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotary=rotary)  # [B, N, C]
+        y, layer_stats = self.attn(
+            self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotary=rotary
+        )  # [B, N, C]
         if stats is not None:
             stats.append(layer_stats)
         x = x + self.drop_path1(y if self.gamma_1 is None else self.gamma_1 * y)

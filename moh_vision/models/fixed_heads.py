@@ -43,7 +43,9 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
             for name, tensor in router.state_dict().items()
         }
         budget, like = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S), layer.proj.weight
-        layer.router = type(router)(layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype)
+        layer.router = type(router)(
+            layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
+        )
         layer.router.load_state_dict(state)
         layer.router.train(layer.training)
         _cut(layer, heads)
@@ -80,10 +82,15 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
     if len(heads) == H:
         return None
     if type(layer) is not HeadMixtureAttention or layer.kv_heads not in (1, H):
-        return f"heads of a {type(layer).__name__} with {layer.kv_heads} key-value heads cannot leave"
+        return (
+            f"heads of a {type(layer).__name__} with {layer.kv_heads} key-value heads cannot leave"
+        )
     if layer.router.all_heads or len(heads) == S:
         return "its router needs all its heads, or one routed head at least"
-    if layer.router_kwargs.get("gate_scale") == "paper" or layer.router_kwargs.get("renormalise") is False:
+    if (
+        layer.router_kwargs.get("gate_scale") == "paper"
+        or layer.router_kwargs.get("renormalise") is False
+    ):
         return f"its gates, {layer.router_kwargs}, depend on heads that would leave"
     return None
 

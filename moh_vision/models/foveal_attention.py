@@ -51,14 +51,18 @@ def position_tables(
     for queries, keys, unit in zip(size, pooled, pretrain):
         where = np.arange(queries, dtype=np.float32)
         # Adaptive pooling averages from floor(j * q / k) to ceil((j + 1) * q / k).
-        centres = [where[j * queries // keys : -(-(j + 1) * queries // keys)].mean() for j in range(keys)]
+        centres = [
+            where[j * queries // keys : -(-(j + 1) * queries // keys)].mean() for j in range(keys)
+        ]
         offset = where[None, :] - np.array(centres, dtype=np.float32)[:, None]  # [keys, queries]
         unique, place = np.unique(offset, return_inverse=True)
         values.append(unique / max(unit - 1, 1) * 8)
         inverse.append(place.reshape(offset.shape))
     grid = np.stack(np.meshgrid(*values, indexing="ij"), -1).reshape(-1, 2)
     coordinates = np.sign(grid) * np.log2(np.abs(grid) + 1) / np.log2(8)
-    index = inverse[0][:, None, :, None] * len(values[1]) + inverse[1][None, :, None, :]  # [ph, pw, H, W]
+    index = (
+        inverse[0][:, None, :, None] * len(values[1]) + inverse[1][None, :, None, :]
+    )  # [ph, pw, H, W]
 
     count = np.full(H * W, pooled[0] * pooled[1])
     outside = np.zeros((H * W, 0), dtype=bool)
@@ -66,10 +70,19 @@ def position_tables(
         row, column = np.divmod(np.arange(H * W), W)
         steps = [(i // 3 - 1, i % 3 - 1) for i in range(WINDOW)]
         outside = np.stack(
-            [(row + i < 0) | (row + i >= H) | (column + j < 0) | (column + j >= W) for i, j in steps], 1
+            [
+                (row + i < 0) | (row + i >= H) | (column + j < 0) | (column + j >= W)
+                for i, j in steps
+            ],
+            1,
         )  # [N, 9]
         count = count + (~outside).sum(1)
-    return np.log(count).astype(np.float32), outside, coordinates.astype(np.float32), index.reshape(-1)
+    return (
+        np.log(count).astype(np.float32),
+        outside,
+        coordinates.astype(np.float32),
+        index.reshape(-1),
+    )
 
 
 def unit(x: Tensor, dim: int) -> Tensor:
@@ -92,9 +105,13 @@ class CosineHeads(Masked):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         layer, dropout_p = self.layer, self.call.dropout_p
         q = layer.scaled(q, self.positions.length)
-        bias = layer.position_bias(self.positions).transpose(1, 2).unsqueeze(0).to(q.dtype)  # [1, h, N, N]
+        bias = (
+            layer.position_bias(self.positions).transpose(1, 2).unsqueeze(0).to(q.dtype)
+        )  # [1, h, N, N]
         if layer.fused_attn:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=1.0)
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=1.0
+            )
         return layer.attn_drop(attention_matrix(q, k, bias, scale=1.0)) @ v
 
 
@@ -118,11 +135,17 @@ class CosinePairs(Tokens):
     def scaled(self, q: Tensor) -> Tensor:
         """Scale unit queries of the pairs [P, D], as the layer's `scaled` does."""
         length, embedding = self.positions.length, self.layer.query_embedding.squeeze(1)
-        scale = self.layer.query_scale(length).flatten(0, 1).index_select(0, self.head * len(length) + self.n)  # [P, 1]
+        scale = (
+            self.layer.query_scale(length)
+            .flatten(0, 1)
+            .index_select(0, self.head * len(length) + self.n)
+        )  # [P, 1]
         return ((q + embedding.index_select(0, self.head)) * scale).to(q.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = self.scaled(q) * math.sqrt(q.shape[1])  # the operator divides scores by it; this attention does not
+        q = self.scaled(q) * math.sqrt(
+            q.shape[1]
+        )  # the operator divides scores by it; this attention does not
         mask = self.layer.position_bias(self.positions).transpose(1, 2).unsqueeze(0)  # [1, h, N, N]
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         return kernels.attend(q, k, v, self.pairs, self.layer.num_heads, k.shape[2], mask=mask)
@@ -142,7 +165,9 @@ class AggregatedHeads(CosineHeads):
         for i in range(WINDOW):
             top, left = i // 3, i % 3
             scores.append((local * k[..., top : top + H, left : left + W]).sum(2))  # [B, h, H, W]
-        near = torch.stack(scores, 2).flatten(3) + layer.relative_pos_bias_local.unsqueeze(-1)  # [B, h, 9, N]
+        near = torch.stack(scores, 2).flatten(3) + layer.relative_pos_bias_local.unsqueeze(
+            -1
+        )  # [B, h, 9, N]
         near = near.masked_fill(positions.outside.t(), float("-inf"))
         k_pool, v_pool = layer.pooled(self.call.x.unflatten(1, (H, W)))  # [B, P, h, D]
         far = k_pool.transpose(1, 2) @ scaled.transpose(2, 3)  # [B, h, P, N]
@@ -151,7 +176,9 @@ class AggregatedHeads(CosineHeads):
         attn = layer.attn_drop(torch.cat([near, far], 2).softmax(2))
         near, far = attn[:, :, :WINDOW], attn[:, :, WINDOW:]
         near = near + layer.learnable_tokens.transpose(1, 2) @ q.transpose(2, 3)  # [B, h, 9, N]
-        near = (near + layer.learnable_bias.transpose(1, 2)).unflatten(-1, (H, W)).unsqueeze(3)  # [B, h, 9, 1, H, W]
+        near = (
+            (near + layer.learnable_bias.transpose(1, 2)).unflatten(-1, (H, W)).unsqueeze(3)
+        )  # [B, h, 9, 1, H, W]
         o = (v_pool.permute(0, 2, 3, 1) @ far).unflatten(-1, (H, W))  # [B, h, D, H, W]
         for i in range(WINDOW):
             top, left = i // 3, i % 3
@@ -169,17 +196,27 @@ class AggregatedPairs(CosinePairs):
         layer, positions, pairs, head, n = self.layer, self.positions, self.pairs, self.head, self.n
         (B, N, h, D), (H, W) = k.shape, self.size
         scaled = self.scaled(q)
-        k_pool, v_pool = (t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W))))  # [B, h, P, D]
-        bias = layer.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()  # [1, h, N, P]
-        enlarged = scaled * math.sqrt(D)  # the operator divides scores by it; this attention does not
-        far, far_sum = kernels.OPS.attend(enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias)  # [P, D], log [P]
+        k_pool, v_pool = (
+            t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W)))
+        )  # [B, h, P, D]
+        bias = (
+            layer.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()
+        )  # [1, h, N, P]
+        enlarged = scaled * math.sqrt(
+            D
+        )  # the operator divides scores by it; this attention does not
+        far, far_sum = kernels.OPS.attend(
+            enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias
+        )  # [P, D], log [P]
 
         # A neighbour lies at a fixed distance from its pair in a zero-padded map of rows of D numbers.
         k, v = (F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D) for t in (k, v))
         sequence, row, column = pairs.token // N, n // W, n % W
         first = ((sequence * (H + 2) + row) * (W + 2) + column) * h + head
         places = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(WINDOW)]
-        near = torch.stack([(scaled * k.index_select(0, place)).sum(1) for place in places])  # [9, P]
+        near = torch.stack(
+            [(scaled * k.index_select(0, place)).sum(1) for place in places]
+        )  # [9, P]
         near = near + layer.relative_pos_bias_local.t().index_select(1, head)
         near = near.masked_fill(positions.outside.index_select(0, n).t(), float("-inf"))
 
@@ -187,7 +224,12 @@ class AggregatedPairs(CosinePairs):
         o = far * (far_sum - total).exp().unsqueeze(1)
         by_head = q.split(pairs.offsets[::B].diff().tolist())
         near = (near - total).exp() + layer.learnable_bias.squeeze(1).t().index_select(1, head)
-        near = near + torch.cat([rows @ tokens for rows, tokens in zip(by_head, layer.learnable_tokens)]).t()
+        near = (
+            near
+            + torch.cat(
+                [rows @ tokens for rows, tokens in zip(by_head, layer.learnable_tokens)]
+            ).t()
+        )
         for weights, place in zip(near, places):
             o.addcmul_(weights.unsqueeze(1), v.index_select(0, place))
         return o
@@ -224,7 +266,9 @@ class CosineAttention(HeadMixtureAttention):
 
     def position_bias(self, positions: Positions) -> Tensor:
         """[h, P, N]"""
-        bias = self.cpb_fc2(F.relu(self.cpb_fc1(positions.coordinates.to(self.temperature.dtype))))  # [U, h]
+        bias = self.cpb_fc2(
+            F.relu(self.cpb_fc1(positions.coordinates.to(self.temperature.dtype)))
+        )  # [U, h]
         N = positions.length.shape[0]
         return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
 
@@ -241,7 +285,10 @@ class CosineAttention(HeadMixtureAttention):
         if q is None:
             q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
         else:
-            k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in self.project_keys_values(x))
+            k, v = (
+                t.unflatten(-1, (self.num_heads, self.head_dim))
+                for t in self.project_keys_values(x)
+            )
             q = q.transpose(1, 2)
         return unit(q, -1), unit(k, -1), v
 

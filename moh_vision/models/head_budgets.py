@@ -34,7 +34,9 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
     """
     set_routed_heads(model, spec)
     layers = attention_layers(model)
-    warn_of_rounding(spec, sum(a.budget.active for a in layers), sum(a.budget.heads for a in layers))
+    warn_of_rounding(
+        spec, sum(a.budget.active for a in layers), sum(a.budget.heads for a in layers)
+    )
     if remark := single_routed(layers):
         log.warning(remark)
     model.head_budget_spec = spec

@@ -32,10 +32,14 @@ class HeadLoad:
     def __init__(self, layers: Sequence[dict], groups: dict[str, Sequence[str]]):
         self.layers = [{key: layer[key] for key in LAYER} for layer in layers]
         self.groups = {by: [str(name) for name in names] for by, names in groups.items()}
-        self.starts = dict(zip(self.groups, accumulate(map(len, self.groups.values()), initial=0)))  # rows of sums
+        self.starts = dict(
+            zip(self.groups, accumulate(map(len, self.groups.values()), initial=0))
+        )  # rows of sums
         self.of: dict = {}
         self.widths = [layer["heads"] + 1 for layer in self.layers]
-        self.sums = torch.zeros(sum(map(len, self.groups.values())), sum(self.widths), dtype=torch.float64)
+        self.sums = torch.zeros(
+            sum(map(len, self.groups.values())), sum(self.widths), dtype=torch.float64
+        )
 
     def add(self, stats: Sequence[RoutingStats], *groups: int | Tensor, first: int = 0) -> None:
         """Add the statistics of a batch.
@@ -44,7 +48,9 @@ class HeadLoad:
             stats: of every layer, or of consecutive layers from `first` on.
             groups: for each kind of groups its number, an integer or [B].
         """
-        runs = torch.cat([sample_runs(layer) for layer in stats], dim=1).cpu().double()  # [B, columns]
+        runs = (
+            torch.cat([sample_runs(layer) for layer in stats], dim=1).cpu().double()
+        )  # [B, columns]
         start = sum(self.widths[:first])
         for row, group in zip(self.starts.values(), groups, strict=True):
             rows = row + torch.as_tensor(group).cpu().expand(len(runs))
@@ -74,7 +80,11 @@ class HeadLoad:
 
     def choosing(self) -> list[int]:
         """Numbers of the layers whose tokens choose heads; elsewhere every head runs."""
-        return [n for n, layer in enumerate(self.layers) if 0 < layer["routed"] < layer["heads"] - layer["shared"]]
+        return [
+            n
+            for n, layer in enumerate(self.layers)
+            if 0 < layer["routed"] < layer["heads"] - layer["shared"]
+        ]
 
     def save(self, path: Path) -> None:
         """Write JSON: of, layers, and by kind of groups names, tokens (one number a layer) and counts.
@@ -87,9 +97,15 @@ class HeadLoad:
             loads[by] = dict(
                 groups=names,
                 tokens=torch.stack([r[:, -1] for r in runs], 1).tolist(),
-                counts=torch.cat([r[:, layer["shared"] : -1] for r, layer in zip(runs, self.layers)], 1).tolist(),
+                counts=torch.cat(
+                    [r[:, layer["shared"] : -1] for r, layer in zip(runs, self.layers)], 1
+                ).tolist(),
             )
-        write_whole(path, json.dumps(dict(of=self.of, layers=self.layers, by=loads), separators=(",", ":")) + "\n")
+        write_whole(
+            path,
+            json.dumps(dict(of=self.of, layers=self.layers, by=loads), separators=(",", ":"))
+            + "\n",
+        )
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -107,12 +123,30 @@ class HeadLoad:
             for by, entry in tree["by"].items():
                 size = len(entry["groups"]), len(columns)
                 tokens = torch.tensor(entry["tokens"], dtype=torch.float64).reshape(size)
-                counts = torch.tensor(entry["counts"], dtype=torch.float64).reshape(len(tokens), sum(columns))
-                parts = zip(load.layers, load.runs(by), tokens.split(1, 1), counts.split(columns, 1), strict=True)
+                counts = torch.tensor(entry["counts"], dtype=torch.float64).reshape(
+                    len(tokens), sum(columns)
+                )
+                parts = zip(
+                    load.layers,
+                    load.runs(by),
+                    tokens.split(1, 1),
+                    counts.split(columns, 1),
+                    strict=True,
+                )
                 for layer, runs, t, c in parts:
                     if not ((c >= 0) & (c <= t)).all() or not t.isfinite().all():
-                        raise ValueError(f"counts of {layer['name']} that are not between 0 and its tokens")
+                        raise ValueError(
+                            f"counts of {layer['name']} that are not between 0 and its tokens"
+                        )
                     runs.copy_(torch.cat([t.expand(-1, layer["shared"]), c, t], 1))
-        except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, StopIteration) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RuntimeError,
+            RecursionError,
+            StopIteration,
+        ) as error:
             raise ValueError(f"{path}: not a file of head loads ({reason_of(error)})") from None
         return load

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 Batch = Tensor | Sequence[Tensor] | dict  # what a model is called with
 
 
-def order_heads(model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options) -> None:
+def order_heads(
+    model: nn.Module, attentions: Sequence[nn.Module], batches: Iterable[Batch], **options
+) -> None:
     """Order the heads of a dense model in every layer, the largest contribution first.
 
     The first heads are shared, and with equal gates (zero routers) run first: so the strongest do. Key-value
@@ -62,11 +64,17 @@ def head_lengths(
         for batch in batches:
             if hasattr(batch, "items"):
                 real = batch.get("attention_mask")
-                model(**{name: value for name, value in batch.items() if name != "labels"}, **options)
+                model(
+                    **{name: value for name, value in batch.items() if name != "labels"}, **options
+                )
             else:
                 if not isinstance(batch, (Tensor, tuple, list)):
-                    wanted = "a tensor (images, or a tokenizer's input_ids), or a tuple or dict of them"
-                    raise ValueError(f"calibrate holds {batch!r:.40}; expected batches, each {wanted}")
+                    wanted = (
+                        "a tensor (images, or a tokenizer's input_ids), or a tuple or dict of them"
+                    )
+                    raise ValueError(
+                        f"calibrate holds {batch!r:.40}; expected batches, each {wanted}"
+                    )
                 real = None
                 model(*(batch if isinstance(batch, (tuple, list)) else (batch,)), **options)
     finally:
@@ -84,7 +92,9 @@ def projections(attn: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, list[
         queries = attn.proj.in_features
         keys = (attn.qkv.out_features - queries) // 2
         return attn.proj, [(attn.qkv, [queries, keys, keys])]
-    return attn.o_proj, [(linear, [linear.out_features]) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)]
+    return attn.o_proj, [
+        (linear, [linear.out_features]) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)
+    ]
 
 
 @torch.no_grad()
@@ -104,7 +114,10 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
     for linear, parts in inputs:
         rows = torch.arange(linear.out_features, device=out.weight.device).split(parts)
         rows = torch.cat(
-            [own_rows[channels(heads if len(own_rows) == out.in_features else groups)] for own_rows in rows]
+            [
+                own_rows[channels(heads if len(own_rows) == out.in_features else groups)]
+                for own_rows in rows
+            ]
         )
         linear.weight.copy_(linear.weight[rows])
         if linear.bias is not None:

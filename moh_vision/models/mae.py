@@ -21,7 +21,9 @@ def train_only(model: nn.Module, which: str) -> None:
     if which == "all":
         return
     if not any(router.mode == "soft" for router in mae_routers(model)):
-        raise ValueError(f"train_only {which}: the model has no gates of MAE; it needs router mae with mode soft")
+        raise ValueError(
+            f"train_only {which}: the model has no gates of MAE; it needs router mae with mode soft"
+        )
     model.requires_grad_(False)
     for module in model.modules():
         if isinstance(module, MAERouter):

@@ -19,9 +19,21 @@ from moh_vision.engine.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said
-from moh_vision.models.weights import check_name, create, described_by, init_from, near_model, refuse_fetch, taken_for
+from moh_vision.models.weights import (
+    check_name,
+    create,
+    described_by,
+    init_from,
+    near_model,
+    refuse_fetch,
+    taken_for,
+)
 
-OPTIONS = [name for name in inspect.signature(convert).parameters if name not in ("model", "calibrate", "group")]
+OPTIONS = [
+    name
+    for name in inspect.signature(convert).parameters
+    if name not in ("model", "calibrate", "group")
+]
 
 
 def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
@@ -37,7 +49,9 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
         if key not in OPTIONS:
             raise ValueError(f"model.convert: there is no {key!r}: {closest(key, OPTIONS)}")
     if m.head_budget is not None and "head_budget" in (m.convert or {}):
-        raise ValueError("model.head_budget and model.convert.head_budget are the same thing: give one")
+        raise ValueError(
+            "model.head_budget and model.convert.head_budget are the same thing: give one"
+        )
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
         metadata = read_safetensors(saved, lambda name: False)[1]
@@ -51,7 +65,9 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
         near = near_model(m.pretrained) if kind == "classifier" else ""  # `check_name` has said it
         raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}{near}") from None
     if routed and m.convert is not None:
-        raise ValueError(f"model.convert: model.pretrained {m.pretrained} has routed heads already; leave it out")
+        raise ValueError(
+            f"model.convert: model.pretrained {m.pretrained} has routed heads already; leave it out"
+        )
     if not routed:
         converted = m.convert is not None or m.head_budget is not None
         arguments = {k: v for k, v in arguments.items() if k != "head_budget"}
@@ -59,7 +75,9 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
     return name, {**arguments, **m.arguments()}
 
 
-def load_source(model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]) -> None:
+def load_source(
+    model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]
+) -> None:
     """Load the weights of init_from or model.pretrained, if given, into the model of a new run."""
     key = "model.pretrained" if config.model.pretrained else "init_from"
     source = config.model.pretrained or config.init_from
@@ -93,8 +111,12 @@ def of_source(source: str, kind: str) -> tuple[str, dict, dict]:
     if "architecture" in metadata:
         return metadata["architecture"], metadata["arguments"], {}
     if Path(local).is_file():
-        writer = "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
-        instead = f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
+        writer = (
+            "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
+        )
+        instead = (
+            f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
+        )
         raise ValueError(f"a file of weights does not say of which model it is; {instead}")
     return _classifier(source) if kind == "classifier" else _diffusion(local)
 
@@ -110,12 +132,22 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
         side, *others = to_2tuple(arguments.get("img_size"))
         if side not in others:
             raise ValueError(f"its images are of {arguments['img_size']}, expected a square")
-        arguments = {k: v for k, v in arguments.items() if k != "img_size"} | ({"img_size": side} if side else {})
-        arguments = {"num_classes": cfg["num_classes"], "in_chans": cfg["input_size"][0], **arguments}
-        if is_model_pretrained(f"{name}.{cfg.get('tag')}"):  # for mean and standard deviation of its images
+        arguments = {k: v for k, v in arguments.items() if k != "img_size"} | (
+            {"img_size": side} if side else {}
+        )
+        arguments = {
+            "num_classes": cfg["num_classes"],
+            "in_chans": cfg["input_size"][0],
+            **arguments,
+        }
+        if is_model_pretrained(
+            f"{name}.{cfg.get('tag')}"
+        ):  # for mean and standard deviation of its images
             name = f"{name}.{cfg['tag']}"
     if not timm.is_model(name):
-        raise ValueError("neither a model of timm, hf-hub:OWNER/NAME, nor a folder with a config.json of timm")
+        raise ValueError(
+            "neither a model of timm, hf-hub:OWNER/NAME, nor a folder with a config.json of timm"
+        )
     if timm.models.model_entrypoint(name.split(".")[0]).__module__.startswith("timm."):
         arguments = {"base": name, "router": "dense", **arguments}
         with torch.device("meta"):  # what cannot be converted is refused here
@@ -129,7 +161,9 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
     """Find a registered DiT, or a DiT in a diffusers folder."""
     if not Path(source).is_dir():
         if source.count("/"):
-            raise ValueError("no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER")
+            raise ValueError(
+                "no such folder; download a model of the hub first: hf download NAME --local-dir FOLDER"
+            )
         check_name(source, "diffusion")
         return source, {}, {}
     from diffusers import DiTTransformer2DModel
@@ -137,7 +171,9 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
     places = [Path(source, "config.json"), Path(source, "transformer", "config.json")]
     file = next(filter(Path.is_file, places), None)
     if file is None:
-        raise ValueError("no run, nor a folder of diffusers: neither config.json nor transformer/config.json is there")
+        raise ValueError(
+            "no run, nor a folder of diffusers: neither config.json nor transformer/config.json is there"
+        )
     settings = json.loads(file.read_text())
     kind = settings.get("_class_name")
     if kind == "DiTTransformer2DModel":
@@ -146,7 +182,10 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
     elif kind != "MoHDiTTransformer2DModel":
         raise ValueError(f"{file.name} is of {kind!r}, allowed are DiTTransformer2DModel and ours")
     names = dict(
-        hidden_size="embed_dim", num_layers="depth", num_attention_heads="num_heads", attention_head_dim="head_dim"
+        hidden_size="embed_dim",
+        num_layers="depth",
+        num_attention_heads="num_heads",
+        attention_head_dim="head_dim",
     )
     sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
     arguments = {names.get(k, k): v for k, v in settings.items() if k[0] != "_" and k not in sizes}

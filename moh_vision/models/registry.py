@@ -10,10 +10,14 @@ from torch import nn
 CONVERTERS: dict[str, str] = {}
 
 
-def converter_for(model: nn.Module, otherwise: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def converter_for(
+    model: nn.Module, otherwise: Callable[..., nn.Module]
+) -> Callable[..., nn.Module]:
     """Return the converter of the model's class or its nearest base; `otherwise` without one."""
     for base in type(model).__mro__:
-        module, _, function = CONVERTERS.get(f"{base.__module__}.{base.__qualname__}", "").partition(":")
+        module, _, function = CONVERTERS.get(
+            f"{base.__module__}.{base.__qualname__}", ""
+        ).partition(":")
         if function:
             return getattr(importlib.import_module(module), function)
     return otherwise

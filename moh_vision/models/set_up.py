@@ -32,11 +32,15 @@ def set_up_model(
     torch.manual_seed(config.seed)
     model = create(name, kind, **arguments)
     check_side(model, arguments.get("img_size"))
-    side = arguments.setdefault("img_size", getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1])
+    side = arguments.setdefault(
+        "img_size", getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
+    )
     checkpoint = run.take_up(steps)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif config.init_from or not config.dry_run:  # model.pretrained weights fit, and may need a download
+    elif (
+        config.init_from or not config.dry_run
+    ):  # model.pretrained weights fit, and may need a download
         load_source(model, config, classes, run.say)
     elastic = elastic_budget(model, config)
     if config.dry_run:  # shows an elastic budget's largest share
@@ -46,7 +50,9 @@ def set_up_model(
         return run.say(describe(name, model, *inputs))
     train_only(model, config.train_only)
     if config.checkpointing:
-        enable = getattr(model, "set_grad_checkpointing", None) or model.enable_gradient_checkpointing
+        enable = (
+            getattr(model, "set_grad_checkpointing", None) or model.enable_gradient_checkpointing
+        )
         enable()
     if elastic:
         arguments["head_budget"] = budget_pairs(model)

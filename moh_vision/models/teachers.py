@@ -46,7 +46,9 @@ class Teacher(nn.Module):
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
             own = getattr(self.teacher, f"{name}_kd")
-            setattr(self.teacher, f"{name}_kd", own[:, : len(mean)])  # grey images have the first one, as in training
+            setattr(
+                self.teacher, f"{name}_kd", own[:, : len(mean)]
+            )  # grey images have the first one, as in training
 
     def normalised(self, images: Tensor) -> Tensor:
         """Renormalise images [B, C, h, w] from `mean` and `std` to the teacher's own."""
@@ -62,7 +64,9 @@ class Teacher(nn.Module):
         try:
             got = tuple(self(torch.zeros(1, *shape)).shape)
         except Exception as error:  # models fail in many ways
-            raise ValueError(f"{self.name} cannot take images of {list(shape)}: {reason_of(error)}") from None
+            raise ValueError(
+                f"{self.name} cannot take images of {list(shape)}: {reason_of(error)}"
+            ) from None
         if got != (1, classes):
             raise ValueError(f"{self.name} has {got[-1]} classes, the data {classes}")
 
@@ -77,9 +81,13 @@ class Teacher(nn.Module):
             _, patches, width = self.tokens(torch.zeros(1, channels, self.size, self.size)).shape
         except Exception as error:  # models fail in many ways
             reason = f"{type(error).__name__}: {reason_of(error)}"
-            raise ValueError(f"{self.name} gives no features of {grid} x {grid} patches: {reason}") from None
+            raise ValueError(
+                f"{self.name} gives no features of {grid} x {grid} patches: {reason}"
+            ) from None
         if patches != grid**2:
-            raise ValueError(f"{self.name} gives features of {patches} patches, the model has {grid} x {grid} tokens")
+            raise ValueError(
+                f"{self.name} gives features of {patches} patches, the model has {grid} x {grid} tokens"
+            )
         return width
 
     @torch.no_grad()
@@ -88,5 +96,7 @@ class Teacher(nn.Module):
         if images.shape[-1] != self.size:
             images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
         options = dict(indices=1, norm=True, intermediates_only=True)
-        features = self.teacher.model.forward_intermediates(self.normalised(images), **options)[0]  # [B, width, g, g]
+        features = self.teacher.model.forward_intermediates(self.normalised(images), **options)[
+            0
+        ]  # [B, width, g, g]
         return features.flatten(2).transpose(1, 2)

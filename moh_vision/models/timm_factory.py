@@ -12,7 +12,9 @@ from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_safetensors
 
 
-def register_variants(module: str, create: Callable[..., nn.Module], variants: dict[str, tuple[str, dict]]) -> None:
+def register_variants(
+    module: str, create: Callable[..., nn.Module], variants: dict[str, tuple[str, dict]]
+) -> None:
     """Register a family's models with timm, as functions of its module.
 
     A model with pretrained weights is built with their recorded budget; the caller's head_budget, if any, is
@@ -43,7 +45,9 @@ def register_variants(module: str, create: Callable[..., nn.Module], variants: d
 
 def image_cfg(**kwargs) -> dict:
     """A timm configuration for ImageNet: 224 x 224 images, 1000 classes; kwargs: other entries."""
-    common = dict(num_classes=1000, input_size=(3, 224, 224), interpolation="bicubic", fixed_input_size=True)
+    common = dict(
+        num_classes=1000, input_size=(3, 224, 224), interpolation="bicubic", fixed_input_size=True
+    )
     return dict(common, classifier="head", license="apache-2.0", **kwargs)
 
 
@@ -55,7 +59,9 @@ def trained_budget(variant: str, kwargs: dict) -> BudgetSpec | None:
     saved = (kwargs.get("pretrained_model_args") or {}).get("head_budget")
     if saved is not None:
         return saved
-    file = resolve_pretrained_cfg(variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")).file
+    file = resolve_pretrained_cfg(
+        variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
+    ).file
     if file is None or not str(file).endswith(".safetensors"):
         return None
     arguments = read_safetensors(Path(file), lambda name: False)[1].get("arguments")

@@ -13,7 +13,13 @@ from functools import partial
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import DropPath, calculate_drop_path_rates, get_device_dtype, to_2tuple, use_fused_attn
+from timm.layers import (
+    DropPath,
+    calculate_drop_path_rates,
+    get_device_dtype,
+    to_2tuple,
+    use_fused_attn,
+)
 from timm.layers.trace_utils import _assert
 from timm.models import build_model_with_cfg, generate_default_cfgs
 from timm.models._features import feature_take_indices
@@ -22,10 +28,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from moh_vision.attention import HeadBudget, RoutingStats, init_routers, resolve_budget, run_block, runs_all_heads
+from moh_vision.attention import (
+    HeadBudget,
+    RoutingStats,
+    init_routers,
+    resolve_budget,
+    run_block,
+    runs_all_heads,
+)
 from moh_vision.attention.budget import SHARED_SHARE
 from moh_vision.attention.routers import shared_share
-from moh_vision.models.foveal_attention import AggregatedAttention, CosineAttention, Positions, position_tables
+from moh_vision.models.foveal_attention import (
+    AggregatedAttention,
+    CosineAttention,
+    Positions,
+    position_tables,
+)
 from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
 from moh_vision.models.timm_factory import image_cfg, register_variants
 from moh_vision.models.weight_files import rename_routers
@@ -54,7 +72,14 @@ class TransNeXtBlock(nn.Module):
     """Pre-norm block: attention, then ConvGLU."""
 
     def __init__(
-        self, attn: nn.Module, dim: int, mlp_ratio: float, proj_drop: float, drop_path: float, device=None, dtype=None
+        self,
+        attn: nn.Module,
+        dim: int,
+        mlp_ratio: float,
+        proj_drop: float,
+        drop_path: float,
+        device=None,
+        dtype=None,
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
@@ -65,7 +90,9 @@ class TransNeXtBlock(nn.Module):
         self.mlp = ConvGLU(dim, int(2 * int(dim * mlp_ratio) / 3), proj_drop, **dd)
         self.drop_path2 = DropPath(drop_path) if drop_path > 0 else nn.Identity()
 
-    def forward(self, x: Tensor, positions: Positions, stats: list[RoutingStats] | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Positions, stats: list[RoutingStats] | None = None
+    ) -> Tensor:
         """x [B, H, W, C] -> [B, H, W, C]; appends the layer's statistics to `stats`."""
         y, layer_stats = self.attn(self.norm1(x), positions)
         if stats is not None:
@@ -80,8 +107,12 @@ class Downsample(nn.Module):
 
     def __init__(self, in_chans: int, dim: int, kernel: int, stride: int, device=None, dtype=None):
         super().__init__()
-        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding=kernel // 2, device=device, dtype=dtype)
-        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype)  # eps 1e-5, unlike the blocks' norms
+        self.proj = nn.Conv2d(
+            in_chans, dim, kernel, stride, padding=kernel // 2, device=device, dtype=dtype
+        )
+        self.norm = nn.LayerNorm(
+            dim, device=device, dtype=dtype
+        )  # eps 1e-5, unlike the blocks' norms
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
@@ -131,7 +162,9 @@ class TransNeXtStage(nn.Module):
     def tables(self, H: int, W: int, device: torch.device | None) -> Positions:
         pooled = (max(H // self.pool, 1), max(W // self.pool, 1))
         arrays = position_tables((H, W), pooled, self.pretrain, self.pool > 1)
-        return Positions(*(torch.as_tensor(array).to(device or torch.get_default_device()) for array in arrays))
+        return Positions(
+            *(torch.as_tensor(array).to(device or torch.get_default_device()) for array in arrays)
+        )
 
     def positions(self, x: Tensor) -> Positions:
         """Return the positions of a map x [B, H, W, C]."""
@@ -140,8 +173,14 @@ class TransNeXtStage(nn.Module):
             if H != self.size[0] or W != self.size[1]:
                 return self.tables(H, W, x.device)
         else:
-            _assert(H == self.size[0], "input height does not match img_size; see set_input_size, dynamic_img_size")
-            _assert(W == self.size[1], "input width does not match img_size; see set_input_size, dynamic_img_size")
+            _assert(
+                H == self.size[0],
+                "input height does not match img_size; see set_input_size, dynamic_img_size",
+            )
+            _assert(
+                W == self.size[1],
+                "input width does not match img_size; see set_input_size, dynamic_img_size",
+            )
         return Positions(self.length, self.outside, self.coordinates, self.index)
 
     def forward(self, x: Tensor, stats: list[RoutingStats] | None = None) -> Tensor:
@@ -149,7 +188,13 @@ class TransNeXtStage(nn.Module):
         positions = self.positions(x)
         for block in self.blocks:
             if self.grad_checkpointing:
-                x = run_block(block, x, positions, stats=stats, checkpoint=partial(checkpoint, use_reentrant=False))
+                x = run_block(
+                    block,
+                    x,
+                    positions,
+                    stats=stats,
+                    checkpoint=partial(checkpoint, use_reentrant=False),
+                )
             else:
                 x = block(x, positions, stats)
         return self.norm(x).permute(0, 3, 1, 2)
@@ -177,7 +222,9 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     for name in [n for n in result if ".attn.q." in n]:
         kv = name.replace(".attn.q.", ".attn.kv.")
         if kv in result:
-            result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat([result.pop(name), result.pop(kv)])
+            result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(
+                [result.pop(name), result.pop(kv)]
+            )
     return result
 
 
@@ -232,13 +279,23 @@ class TransNeXt(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        per_stage = dict(embed_dims=embed_dims, num_heads=num_heads, depths=depths, mlp_ratios=mlp_ratios, pools=pools)
+        per_stage = dict(
+            embed_dims=embed_dims,
+            num_heads=num_heads,
+            depths=depths,
+            mlp_ratios=mlp_ratios,
+            pools=pools,
+        )
         for name, values in per_stage.items():
             if len(values) != STAGES:
-                raise ValueError(f"{name} {tuple(values)} must have {STAGES} entries, one per stage")
+                raise ValueError(
+                    f"{name} {tuple(values)} must have {STAGES} entries, one per stage"
+                )
         for stage, (dim, heads) in enumerate(zip(embed_dims, num_heads)):
             if dim % heads:
-                raise ValueError(f"stage {stage}: embed_dim {dim} is not a multiple of num_heads {heads}")
+                raise ValueError(
+                    f"stage {stage}: embed_dim {dim} is not a multiple of num_heads {heads}"
+                )
         check_pool(global_pool)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.grad_checkpointing = False
@@ -255,7 +312,9 @@ class TransNeXt(nn.Module):
         stages = []
         for i, dim in enumerate(embed_dims):
             downsample = (
-                Downsample(in_chans, dim, 7, 4, **dd) if i == 0 else Downsample(embed_dims[i - 1], dim, 3, 2, **dd)
+                Downsample(in_chans, dim, 7, 4, **dd)
+                if i == 0
+                else Downsample(embed_dims[i - 1], dim, 3, 2, **dd)
             )
             blocks = []
             for j in range(depths[i]):
@@ -263,15 +322,28 @@ class TransNeXt(nn.Module):
                     attn = AggregatedAttention(dim, budgets[i][j], pools[i], **attn_kwargs, **dd)
                 else:
                     attn = CosineAttention(dim, budgets[i][j], **attn_kwargs, **dd)
-                blocks.append(TransNeXtBlock(attn, dim, mlp_ratios[i], proj_drop_rate, drop_paths[i][j], **dd))
+                blocks.append(
+                    TransNeXtBlock(attn, dim, mlp_ratios[i], proj_drop_rate, drop_paths[i][j], **dd)
+                )
             stages.append(
-                TransNeXtStage(downsample, blocks, dim, sizes[i], pretrain_sizes[i], pools[i], dynamic_img_size, **dd)
+                TransNeXtStage(
+                    downsample,
+                    blocks,
+                    dim,
+                    sizes[i],
+                    pretrain_sizes[i],
+                    pools[i],
+                    dynamic_img_size,
+                    **dd,
+                )
             )
             self.feature_info.append(dict(num_chs=dim, reduction=4 * 2**i, module=f"stages.{i}"))
         self.stages = nn.Sequential(*stages)
         self.num_features = self.head_hidden_size = embed_dims[-1]
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.head = (
+            nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        )
         self.init_weights(needs_reset=False)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
@@ -283,7 +355,12 @@ class TransNeXt(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif isinstance(module, nn.Conv2d):
-                fan_out = module.kernel_size[0] * module.kernel_size[1] * module.out_channels // module.groups
+                fan_out = (
+                    module.kernel_size[0]
+                    * module.kernel_size[1]
+                    * module.out_channels
+                    // module.groups
+                )
                 nn.init.normal_(module.weight, std=(2 / fan_out) ** 0.5)
             elif needs_reset and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -339,7 +416,9 @@ class TransNeXt(nn.Module):
             self.global_pool = global_pool
         self.num_classes = num_classes
         dd = get_device_dtype(self)
-        self.head = nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        self.head = (
+            nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
+        )
         self.head.train(self.training)
 
     def forward_intermediates(
@@ -421,7 +500,11 @@ def stage_sizes(img_size: int | tuple[int, int]) -> list[tuple[int, int]]:
 
 
 def stage_budgets(
-    spec, depths: Sequence[int], heads: Sequence[int], dims: Sequence[int], shared: float = SHARED_SHARE
+    spec,
+    depths: Sequence[int],
+    heads: Sequence[int],
+    dims: Sequence[int],
+    shared: float = SHARED_SHARE,
 ) -> list[list[HeadBudget]]:
     """Resolve head_budget by stage, one per layer; `shared`: see `resolve_budget`."""
     if spec is None:

@@ -43,12 +43,33 @@ from moh_vision.models.timm_factory import image_cfg, register_variants
 class MoHBlock(Block):
     """timm's pre-norm block around `HeadMixtureAttention`; `depth` picks the layer's budget."""
 
-    def __init__(self, dim, num_heads, budgets, attn_kwargs, depth=0, scale_attn_norm=False, attn_layer=None, **kwargs):
+    def __init__(
+        self,
+        dim,
+        num_heads,
+        budgets,
+        attn_kwargs,
+        depth=0,
+        scale_attn_norm=False,
+        attn_layer=None,
+        **kwargs,
+    ):
         if scale_attn_norm:
-            raise ValueError("scale_attn_norm is not supported: a norm over all heads would mix the routed ones")
+            raise ValueError(
+                "scale_attn_norm is not supported: a norm over all heads would mix the routed ones"
+            )
         # Identity: timm builds its own attention here, which the next statement replaces.
         super().__init__(dim, num_heads, attn_layer=nn.Identity, depth=depth, **kwargs)
-        passed = ("qkv_bias", "qk_norm", "proj_bias", "attn_drop", "proj_drop", "norm_layer", "device", "dtype")
+        passed = (
+            "qkv_bias",
+            "qk_norm",
+            "proj_bias",
+            "attn_drop",
+            "proj_drop",
+            "norm_layer",
+            "device",
+            "dtype",
+        )
         self.attn = HeadMixtureAttention(
             dim, budgets[depth], **attn_kwargs, **{k: kwargs[k] for k in passed if k in kwargs}
         )
@@ -61,7 +82,9 @@ class MoHBlock(Block):
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
-        y, layer_stats = self.attn(self.norm1(x), attn_mask=attn_mask, is_causal=is_causal)  # [B, N, C]
+        y, layer_stats = self.attn(
+            self.norm1(x), attn_mask=attn_mask, is_causal=is_causal
+        )  # [B, N, C]
         if stats is not None:
             stats.append(layer_stats)
         x = x + self.drop_path1(self.ls1(y))
@@ -76,12 +99,16 @@ class RoutedViT:
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """Load as torch does; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
-        return super().load_state_dict(zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign)
+        return super().load_state_dict(
+            zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign
+        )
 
     def run_blocks(self, x: Tensor, *more) -> tuple[Tensor, list[RoutingStats]]:
         """Tokens x [B, N, C], and what else a block takes -> logits [B, num_classes] and statistics of every layer."""
         stats: list[RoutingStats] = []
-        checkpoint_fn = partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
+        checkpoint_fn = (
+            partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
+        )
         for block in self.blocks:
             x = run_block(block, x, *more, stats=stats, checkpoint=checkpoint_fn)
         return self.forward_head(self.norm(x)), stats
@@ -210,17 +237,29 @@ def checkpoint_filter_fn(
         layers = attention_layers(model)
         heads = [layer.num_heads for layer in layers]
         pairs = all_heads(heads, layers[0].router.shared_share > 0)
-        set_budgets(layers, resolve_budget(pairs, len(heads), heads, [layer.head_dim for layer in layers]))
+        set_budgets(
+            layers, resolve_budget(pairs, len(heads), heads, [layer.head_dim for layer in layers])
+        )
     return zero_missing_routers(state_dict, model)
 
 
 # As timm's ViTs were trained, with timm's weights: the paper trained no plain ViTs.
-_cfg = partial(image_cfg, pool_size=None, crop_pct=0.9, mean=(0.5,) * 3, std=(0.5,) * 3, first_conv="patch_embed.proj")
+_cfg = partial(
+    image_cfg,
+    pool_size=None,
+    crop_pct=0.9,
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    first_conv="patch_embed.proj",
+)
 RECIPES = dict(tiny="augreg", small="augreg", base="augreg2", large="augreg")
 THEIRS = [f"vit_{size}_patch16_224.{recipe}_in21k_ft_in1k" for size, recipe in RECIPES.items()]
 default_cfgs = generate_default_cfgs(
     # `moh_vision.convert` saves the ViTs it converts as "moh_vit".
-    {**{f"moh_{name}": _cfg(hf_hub_id=f"timm/{name}") for name in THEIRS}, "moh_vit.untrained": _cfg()}
+    {
+        **{f"moh_{name}": _cfg(hf_hub_id=f"timm/{name}") for name in THEIRS},
+        "moh_vit.untrained": _cfg(),
+    }
 )
 
 
@@ -230,7 +269,10 @@ class MoHVisionTransformerDistilled(MoHVisionTransformer, VisionTransformerDisti
 
 def convert_vit(model: nn.Module, *options) -> nn.Module:
     """`moh_vision.convert` for timm's VisionTransformer and distilled DeiT, and our dense ViTs."""
-    ours = {VisionTransformer: MoHVisionTransformer, VisionTransformerDistilled: MoHVisionTransformerDistilled}
+    ours = {
+        VisionTransformer: MoHVisionTransformer,
+        VisionTransformerDistilled: MoHVisionTransformerDistilled,
+    }
     model_class = ours.get(type(model))
     route_heads(model, *options)
     if model_class is not None:
@@ -245,18 +287,32 @@ def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
     model.__class__ = model_class
     for block in model.blocks:
         block.__class__ = block_class
-    if getattr(model, "pretrained_cfg", None):  # made by timm's factory, which builds a saved model by name
+    if getattr(
+        model, "pretrained_cfg", None
+    ):  # made by timm's factory, which builds a saved model by name
         update_model_args(model, base=model.pretrained_cfg["architecture"])
-        model.pretrained_cfg = model.default_cfg = dict(model.pretrained_cfg, architecture="moh_vit")
+        model.pretrained_cfg = model.default_cfg = dict(
+            model.pretrained_cfg, architecture="moh_vit"
+        )
     return model
 
 
-def _converted(base: str, head_budget=None, router="moh", scope="token", executor="auto", router_kwargs=None, **kwargs):
+def _converted(
+    base: str,
+    head_budget=None,
+    router="moh",
+    scope="token",
+    executor="auto",
+    router_kwargs=None,
+    **kwargs,
+):
     """Build timm's ViT `base` with its own arguments and `kwargs`, and convert it."""
     if head_budget is None and not runs_all_heads(router):
         head_budget = 0.75
     model = model_entrypoint(base)(**kwargs)
-    return converter_for(model, route_heads)(model, head_budget, router, scope, executor, router_kwargs, None, False)
+    return converter_for(model, route_heads)(
+        model, head_budget, router, scope, executor, router_kwargs, None, False
+    )
 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTransformer:

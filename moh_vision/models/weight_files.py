@@ -28,15 +28,23 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     file = Path(path)
     if not file.is_dir():
         if weights == "model" and file.name == "ema.safetensors":
-            raise ValueError(f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it")
+            raise ValueError(
+                f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it"
+            )
         return file
     names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
     stems = ("diffusion_pytorch_model", "transformer/diffusion_pytorch_model")
     theirs = [f"{stem}.{kind}" for kind in ("safetensors", "bin") for stem in stems]
-    files = [file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()]
-    files += [file / name for name in names if tensor_files(file / name)]  # of a sharded run, in parts
+    files = [
+        file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()
+    ]
+    files += [
+        file / name for name in names if tensor_files(file / name)
+    ]  # of a sharded run, in parts
     if not files:
-        raise FileNotFoundError(f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints")
+        raise FileNotFoundError(
+            f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints"
+        )
     return files[0]
 
 
@@ -49,7 +57,9 @@ def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     return read_pickled_tensors(file, weights)
 
 
-def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: True) -> tuple[dict[str, Tensor], dict]:
+def read_safetensors(
+    file: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> tuple[dict[str, Tensor], dict]:
     """Read the wanted tensors and the JSON metadata of a .safetensors file; see `TensorFiles`."""
     if not tensor_files(file):
         raise FileNotFoundError(f"{file}: no such file")
@@ -57,7 +67,9 @@ def read_safetensors(file: Path, wanted: Callable[[str], bool] = lambda name: Tr
         opened = TensorFiles(file)
         state = {name: opened.read(name) for name in opened.shapes if wanted(name)}
     except Exception as error:  # damaged headers make many kinds
-        raise ValueError(f"{file}: not a readable .safetensors file of a run ({reason_of(error)})") from None
+        raise ValueError(
+            f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
+        ) from None
     return state, opened.metadata
 
 
@@ -87,7 +99,10 @@ def _unpickled(file: Path, mmap: bool = False):
 def _state_key(content: object, weights: str) -> str | None:
     """Find the key of a state dict in a pickled file; None: the content is the state dict."""
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
-    return next((key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)), None)
+    return next(
+        (key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)),
+        None,
+    )
 
 
 def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
@@ -96,19 +111,29 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     key = _state_key(content, weights)
     if weights == "model" and key is None:
         held = _state_key(content, "ema") or "one kind of weights"
-        raise ValueError(f"{file}: weights model: it holds {held}, and nothing under {' or '.join(MODEL_KEYS)}")
+        raise ValueError(
+            f"{file}: weights model: it holds {held}, and nothing under {' or '.join(MODEL_KEYS)}"
+        )
     if key is not None:
         content = content[key]
     items = content.items() if isinstance(content, dict) else ()
     if not items or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in items):
-        raise ValueError(f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}")
+        raise ValueError(
+            f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}"
+        )
     size = file.stat().st_size
     for name, tensor in content.items():
         # With stride 0 one number makes a tensor of any size, whose copy would fill the memory.
-        if tensor.layout != torch.strided or tensor.is_meta or math.prod(tensor.shape) * tensor.itemsize > size:
+        if (
+            tensor.layout != torch.strided
+            or tensor.is_meta
+            or math.prod(tensor.shape) * tensor.itemsize > size
+        ):
             described = f"{name[:100]} {list(tensor.shape)}"
             raise ValueError(f"{file}: {described} is not a plain tensor of a file of {size} bytes")
-    return {re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()}
+    return {
+        re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()
+    }
 
 
 def refuse_unpacking(file: Path) -> None:
@@ -122,7 +147,9 @@ def refuse_unpacking(file: Path) -> None:
         raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
     size = file.stat().st_size
     if unpacked > MAX_UNPACKED * size + 2**20:
-        raise ValueError(f"{file}: would unpack from {size} to {unpacked} bytes; weights do not shrink like that")
+        raise ValueError(
+            f"{file}: would unpack from {size} to {unpacked} bytes; weights do not shrink like that"
+        )
 
 
 def rename_routers(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -17,9 +17,21 @@ from moh_vision.engine.io import tensor_files
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
-from moh_vision.models.weight_files import read_safetensors, read_tensors, refuse_unpacking, weights_file, weights_said
+from moh_vision.models.weight_files import (
+    read_safetensors,
+    read_tensors,
+    refuse_unpacking,
+    weights_file,
+    weights_said,
+)
 
-FETCHING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")  # timm's
+FETCHING = (
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "checkpoint_path",
+    "cache_dir",
+)  # timm's
 OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
 # Tensors shaped by class count, image size or objective; made anew where the shape differs.
 REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
@@ -38,7 +50,9 @@ def taken_for(name: str) -> Iterator[None]:
     try:
         yield
     except OtherModel as error:
-        raise ValueError(f"{error}; they were taken for model.name {name}, --model.name names another") from None
+        raise ValueError(
+            f"{error}; they were taken for model.name {name}, --model.name names another"
+        ) from None
 
 
 def create(name: str, kind: str | None, **arguments: Any) -> nn.Module:
@@ -50,7 +64,10 @@ def create(name: str, kind: str | None, **arguments: Any) -> nn.Module:
         if "unexpected keyword" in str(error):
             raise ValueError(f"{name}: {error}; look at model.kwargs") from None
         raise
-    except (RuntimeError, MemoryError) as error:  # sizes that torch has no memory for, or that make no model
+    except (
+        RuntimeError,
+        MemoryError,
+    ) as error:  # sizes that torch has no memory for, or that make no model
         raise ValueError(f"{name} cannot be made: {reason_of(error)}") from None
     # Models from other packages need no base class of ours: look for the method.
     if not hasattr(model, "forward_routed"):
@@ -65,8 +82,15 @@ def check_side(model: nn.Module, side: int | None) -> None:
     """Refuse an image side (data.img_size; None: the classifier's own) not a multiple of the patch."""
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
-    if side and side % patch and not embed.dynamic_img_pad and side != model.pretrained_cfg["input_size"][-1]:
-        raise ValueError(f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model")
+    if (
+        side
+        and side % patch
+        and not embed.dynamic_img_pad
+        and side != model.pretrained_cfg["input_size"][-1]
+    ):
+        raise ValueError(
+            f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model"
+        )
 
 
 def check_name(name: str, kind: str | None) -> None:
@@ -90,7 +114,12 @@ def check_name(name: str, kind: str | None) -> None:
 
 def image_models() -> dict[str, str]:
     """Return the kind of each of our image models: "classifier" or "diffusion"."""
-    return {n: k for k, modules in FAMILIES.items() for module in modules for n in timm.list_models(module=module)}
+    return {
+        n: k
+        for k, modules in FAMILIES.items()
+        for module in modules
+        for n in timm.list_models(module=module)
+    }
 
 
 def from_run(path: str, kind: str | None, weights: str = "ema") -> tuple[nn.Module, dict]:
@@ -108,7 +137,11 @@ def from_run(path: str, kind: str | None, weights: str = "ema") -> tuple[nn.Modu
 def described_by(path: str, kind: str | None) -> dict:
     """Read the metadata of a run's file or folder; empty for files without metadata."""
     file = weights_file(path)
-    return read_described(file, kind)[1] if file.suffix == ".safetensors" and tensor_files(file) else {}
+    return (
+        read_described(file, kind)[1]
+        if file.suffix == ".safetensors" and tensor_files(file)
+        else {}
+    )
 
 
 def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dict]:
@@ -119,17 +152,25 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
     name, arguments = metadata["architecture"], metadata.get("arguments")
     classes, config = metadata.get("classes", []), metadata.get("config", {})
     if not isinstance(name, str) or not isinstance(arguments, dict) or not isinstance(config, dict):
-        raise ValueError(f"{file}: architecture, arguments and config in its metadata are not a name and two mappings")
+        raise ValueError(
+            f"{file}: architecture, arguments and config in its metadata are not a name and two mappings"
+        )
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
     actual = "text" if "vocabularies" in metadata else image_models().get(name, kind)
     if kind not in (None, actual):
-        raise ValueError(f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}")
+        raise ValueError(
+            f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}"
+        )
     refuse_fetch(arguments, f"the metadata of {file}")
     most = max((tensor.numel() for tensor in state.values()), default=0)
     for key, number in _numbers(arguments):
         # Anyone can write metadata: it must not decide how much memory is taken.
-        largest = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}.get(key, most)
+        largest = {
+            "depth": len(state),
+            "depths": len(state),
+            "img_size": 64 * math.isqrt(most),
+        }.get(key, most)
         if not abs(number) <= largest:
             size = f"the largest of its {len(state)} tensors has {most} numbers"
             raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
@@ -140,7 +181,9 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
         refuse_other_shapes(file, state, outline)
     except ValueError as error:
         text = str(error)
-        raise ValueError(text if text.startswith(str(file)) else f"{file}: {reason_of(error)}") from None
+        raise ValueError(
+            text if text.startswith(str(file)) else f"{file}: {reason_of(error)}"
+        ) from None
     except Exception as error:  # arguments of wrong types fail anywhere
         reason = f"{name} cannot be made of the arguments in its metadata ({reason_of(error)})"
         raise ValueError(f"{file}: {reason}") from None
@@ -177,12 +220,16 @@ def refuse_other_shapes(
     for name in [name for name in state if name in own]:
         tensor, needed = state[name], own[name]
         if tensor.shape != needed.shape:
-            raise OtherModel(f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(needed.shape)}")
+            raise OtherModel(
+                f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(needed.shape)}"
+            )
         # Integers would load as if they were weights, and complex numbers lose a half.
         if tensor.is_floating_point() != needed.is_floating_point() or tensor.is_complex():
             raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {needed.dtype}")
     missing = [n for n in own if n not in state and not may_lack(n)]
-    unexpected = [n[:100] + "..." * (len(n) > 100) for n in state if n not in own]  # files may hold any name
+    unexpected = [
+        n[:100] + "..." * (len(n) > 100) for n in state if n not in own
+    ]  # files may hold any name
     if missing or unexpected:
         raise OtherModel(
             f"{file} does not fit {type(model).__name__}: "
@@ -190,7 +237,9 @@ def refuse_other_shapes(
         )
 
 
-def to_validate(path: str, name: str, arguments: dict, img_size: int | None = None) -> tuple[nn.Module, dict]:
+def to_validate(
+    path: str, name: str, arguments: dict, img_size: int | None = None
+) -> tuple[nn.Module, dict]:
     """Open a run's classifier, or model `name` with weights from a `path` that `init_from` takes.
 
     Another img_size resizes positions. The metadata has architecture, arguments, classes or None,
@@ -212,11 +261,18 @@ def to_validate(path: str, name: str, arguments: dict, img_size: int | None = No
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
-    metadata.update(architecture=name, arguments=arguments, classes=metadata.get("classes"), weights=weights_said(path))
+    metadata.update(
+        architecture=name,
+        arguments=arguments,
+        classes=metadata.get("classes"),
+        weights=weights_said(path),
+    )
     return model.eval(), dict(metadata, of_run=of_run)
 
 
-def _other_classes(table: str, classes: Sequence[str], theirs: Sequence[str] | None, source: str) -> str:
+def _other_classes(
+    table: str, classes: Sequence[str], theirs: Sequence[str] | None, source: str
+) -> str:
     """Say what becomes of the tensor `table`, a source's head or label table, whose classes are others or unnamed."""
     kind = "label table" if table.startswith("y_embedder.") else "head"
     if theirs is None:
@@ -250,8 +306,14 @@ def init_from(
     elif source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
         try:
             network = timm.create_model(source, pretrained=True)
-            state, theirs = network.state_dict(), listed(network.pretrained_cfg.get("label_names"), "label_names")
-        except (RuntimeError, OSError) as error:  # no weights are named for it, or they cannot be fetched
+            state, theirs = (
+                network.state_dict(),
+                listed(network.pretrained_cfg.get("label_names"), "label_names"),
+            )
+        except (
+            RuntimeError,
+            OSError,
+        ) as error:  # no weights are named for it, or they cannot be fetched
             raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
     else:
         nothing = "neither a run, a file of weights, nor a registered model name"
@@ -260,20 +322,33 @@ def init_from(
     kernel = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
     before = {name: list(tensor.shape) for name, tensor in state.items()}
     state = _translated(f"{key} {source}", state, model)
-    if kernel in own and kernel in state and state[kernel].ndim == 4 and state[kernel].shape[1] == 3:
-        state[kernel] = adapt_input_conv(own[kernel].shape[1], state[kernel])  # colours are summed or repeated
+    if (
+        kernel in own
+        and kernel in state
+        and state[kernel].ndim == 4
+        and state[kernel].shape[1] == 3
+    ):
+        state[kernel] = adapt_input_conv(
+            own[kernel].shape[1], state[kernel]
+        )  # colours are summed or repeated
     changes = []
     for name, tensor in state.items():
         if before.get(name, list(tensor.shape)) != list(tensor.shape):
             changes.append(f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}")
-    for name in [n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape]:
-        changes.append(f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}")
+    for name in [
+        n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape
+    ]:
+        changes.append(
+            f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}"
+        )
     of_classes = [name for name in state if name in own and name.startswith(OF_CLASSES)]
     if classes and of_classes and theirs != list(classes):
         changes.append(f"{key}: {_other_classes(of_classes[0], classes, theirs, source)}")
         if theirs is not None:
             state = {name: tensor for name, tensor in state.items() if name not in of_classes}
-    refuse_other_shapes(f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE))
+    refuse_other_shapes(
+        f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE)
+    )
     for change in changes:  # only of weights that fit
         say(change)
     dense = not has_routers(state)

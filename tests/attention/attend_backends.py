@@ -119,7 +119,11 @@ def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=
             scores = q[b, h, n] @ key.t() / math.sqrt(D)
             if mask is not None:
                 rows = mask.expand(B, H, N, M)[b, h, n]
-                scores = scores.masked_fill(~rows, -math.inf) if rows.dtype == torch.bool else scores + rows.double()
+                scores = (
+                    scores.masked_fill(~rows, -math.inf)
+                    if rows.dtype == torch.bool
+                    else scores + rows.double()
+                )
             if is_causal:
                 scores = scores.masked_fill(torch.arange(M) > n.unsqueeze(1), -math.inf)
             blind = scores.isneginf().all(1, keepdim=True)

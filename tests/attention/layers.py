@@ -14,7 +14,9 @@ ROUTERS = {
     "moa": dict(router="moa", budget=(0, 3), kv_heads=1, qkv_bias=False, proj_bias=False),
     "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(mode="argmax", dropout=0.0)),
     "dense": dict(router="dense", budget=(6, 0)),
-    "mae running": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="running", dropout=0.0)),
+    "mae running": dict(
+        router="mae", budget=(6, 0), router_kwargs=dict(pool="running", dropout=0.0)
+    ),
     "mae window": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="window", dropout=0.0)),
 }
 CASES = {  # options of a layer, and what `call_of` takes out of them
@@ -72,9 +74,13 @@ def angles(tokens, start=0, dtype=torch.float32, width=D):
 def call_of(options, dtype, width=D):
     """Tokens [B, N, C] of a case, what the layer is called with beside them, and the options that make it."""
     options, call = dict(options), {}
-    x = torch.randn(options.pop("batch", B), options.pop("tokens", N), C, dtype=dtype, requires_grad=True)
+    x = torch.randn(
+        options.pop("batch", B), options.pop("tokens", N), C, dtype=dtype, requires_grad=True
+    )
     if contexts := options.pop("contexts", 0):
-        call["context"] = torch.randn(contexts, options.pop("keys", 9), C, dtype=dtype, requires_grad=True)
+        call["context"] = torch.randn(
+            contexts, options.pop("keys", 9), C, dtype=dtype, requires_grad=True
+        )
     if options.pop("is_causal", False):
         call["is_causal"] = True
     if options.pop("padding", False):
@@ -94,7 +100,11 @@ def call_of(options, dtype, width=D):
 
 def output_and_gradients(layer, executor, x, call):
     layer.executor, layer.fused_attn = executor.split(",")[0], "unfused" not in executor
-    hook = layer.projections[0].register_forward_hook(lambda *_: None) if "called" in executor else None
+    hook = (
+        layer.projections[0].register_forward_hook(lambda *_: None)
+        if "called" in executor
+        else None
+    )
     y, stats = layer(x, **call)
     if hook is not None:
         hook.remove()
@@ -109,12 +119,22 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def assert_equal(layer, executors, x, **call):
     """The output and every gradient of the executors are those of the reference."""
     y_ref, grads_ref = output_and_gradients(layer, "reference", x, call)
-    names = ["y", "x", *(["context"] if "context" in call else []), *(n for n, _ in layer.named_parameters())]
+    names = [
+        "y",
+        "x",
+        *(["context"] if "context" in call else []),
+        *(n for n, _ in layer.named_parameters()),
+    ]
     # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
     # the rounding of what it is the difference of.
     beside = 0.04 * max(g.norm() for g in grads_ref)
     for executor in executors:
         y, grads = output_and_gradients(layer, executor, x, call)
         for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
-            error, scale = (got - want).norm().item(), (want.norm() + (0 if name == "y" else beside)).item()
-            assert error <= TOLERANCE[x.dtype] * scale, f"{executor}, {name}: {error:.2e} of {scale:.2e}"
+            error, scale = (
+                (got - want).norm().item(),
+                (want.norm() + (0 if name == "y" else beside)).item(),
+            )
+            assert error <= TOLERANCE[x.dtype] * scale, (
+                f"{executor}, {name}: {error:.2e} of {scale:.2e}"
+            )

@@ -4,12 +4,22 @@ import pytest
 import torch
 from refusals import each_refused, refuse
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, all_heads, head_budget, resolve_budget
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    all_heads,
+    head_budget,
+    resolve_budget,
+)
 from moh_vision.attention.budget import change_routed
 
 
 def totals(budgets):
-    return sum(b.active for b in budgets), sum(b.heads for b in budgets), sum(b.shared for b in budgets)
+    return (
+        sum(b.active for b in budgets),
+        sum(b.heads for b in budgets),
+        sum(b.shared for b in budgets),
+    )
 
 
 UNEQUAL = [[8, 16, 24], [24, 16, 8], [8] * 9 + [16] * 10 + [24] * 9, [2, 4, 6]]
@@ -32,7 +42,9 @@ def test_ramp_total_is_nearest_and_rises_with_depth(heads, share):
 def test_ramp_uniform_and_list():
     counts = [b.active for b in resolve_budget(0.75, 12, 12, 64)]
     assert (counts[0], counts[-1], sum(counts)) == (6, 12, 108)
-    assert set(resolve_budget("uniform:0.75", 12, 6, 64)) == {HeadBudget(6, 64, 2, 3)}  # 4.5 of 6 is rounded up
+    assert set(resolve_budget("uniform:0.75", 12, 6, 64)) == {
+        HeadBudget(6, 64, 2, 3)
+    }  # 4.5 of 6 is rounded up
     listed = resolve_budget([(8, 0), (10, 2)], 2, [8, 16], 72)
     assert listed == (HeadBudget(8, 72, 8, 0), HeadBudget(16, 72, 10, 2))
 
@@ -41,7 +53,9 @@ def test_ramp_uniform_and_list():
 def test_share_of_shared_heads(share):
     """As in Jin 2024, table 7: how many of the active heads are shared."""
     budgets = resolve_budget(f"uniform:0.75:{share}", 12, 12, 64)
-    assert {b.active for b in budgets} == {9} and {b.shared for b in budgets} == {int(9 * share + 0.5)}
+    assert {b.active for b in budgets} == {9} and {b.shared for b in budgets} == {
+        int(9 * share + 0.5)
+    }
     active, _, shared = totals(resolve_budget(f"ramp:0.75:{share}", 12, 12, 64))
     assert (active, shared) == (108, int(108 * share + 0.5))
     assert resolve_budget("ramp:0.5:0.4", 6, 8, 64) == resolve_budget(0.5, 6, 8, 64)
@@ -71,12 +85,17 @@ test_impossible_specs_name_layer_and_numbers = each_refused(
 @pytest.mark.parametrize("heads", [[3] * 12, [6] * 12, [8, 16, 24], [2, 4, 6]])
 def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
     full = [HeadBudget(h, 64, *pair) for h, pair in zip(heads, all_heads(heads))]
-    ways = (lambda spec: resolve_budget(spec, len(heads), heads, 64)), (lambda spec: change_routed(spec, full))
+    ways = (
+        (lambda spec: resolve_budget(spec, len(heads), heads, 64)),
+        (lambda spec: change_routed(spec, full)),
+    )
     for budget in ways:
         with pytest.raises(ValueError) as error:
             budget(f"{kind}:0.01")
         least = float(re.search(r"the smallest share is (0\.\d+)", str(error.value))[1])
-        assert budget is ways[0] or "give the lower budget when the model is made or converted" in str(error.value)
+        assert budget is ways[
+            0
+        ] or "give the lower budget when the model is made or converted" in str(error.value)
         budget(f"{kind}:{least}")
         refuse("the smallest share", budget, f"{kind}:{least - 0.001}")
     layers = [HeadBudget(10, 64, 2, 8)] * 5  # one that floats reach
@@ -97,11 +116,16 @@ def test_a_share_that_whole_heads_miss_is_logged(caplog):
 
 def test_head_budget_report():
     report = head_budget(
-        torch.nn.Sequential(*(HeadMixtureAttention(24, HeadBudget(6, 4, *p)) for p in ((2, 2), (6, 0))))
+        torch.nn.Sequential(
+            *(HeadMixtureAttention(24, HeadBudget(6, 4, *p)) for p in ((2, 2), (6, 0)))
+        )
     )
     assert (report["active"], report["heads"], report["share"]) == (10, 12, 10 / 12)
     assert report["layers"][0] == dict(name="0", heads=6, head_dim=4, shared=2, routed=2, active=4)
-    refuse("Linear has no HeadMixtureAttention layer; moh_vision.convert", lambda: head_budget(torch.nn.Linear(2, 2)))
+    refuse(
+        "Linear has no HeadMixtureAttention layer; moh_vision.convert",
+        lambda: head_budget(torch.nn.Linear(2, 2)),
+    )
 
 
 B = HeadBudget
@@ -116,7 +140,11 @@ FIXED = [B(8, 4, 2, 2), B(4, 4, 4, 0)]
         (1.0, FIXED, [8, 4]),
         (1.0, [B(4, 4, 4, 0)], [4]),
         ([(2, 1), (4, 0)], FIXED, [3, 4]),
-        (0.75, [B(8, 4, 0, 2), B(16, 4, 15, 1)], [2, 16]),  # the second cannot run fewer than 15 + 1
+        (
+            0.75,
+            [B(8, 4, 0, 2), B(16, 4, 15, 1)],
+            [2, 16],
+        ),  # the second cannot run fewer than 15 + 1
     ],
 )
 def test_routed_heads_change(spec, layers, active):
@@ -127,13 +155,25 @@ def test_routed_heads_change(spec, layers, active):
 
 test_routed_heads_refused = each_refused(
     lambda spec, layers: change_routed(spec, layers),
-    (0.5, FIXED, "layer 1 has no routed heads, all 4 are shared; give a list of pairs with .4, 0. there"),
-    (0.5, [B(4, 4, 4, 0)], "the model has no routed heads; moh_vision.convert gives a dense one some"),
+    (
+        0.5,
+        FIXED,
+        "layer 1 has no routed heads, all 4 are shared; give a list of pairs with .4, 0. there",
+    ),
+    (
+        0.5,
+        [B(4, 4, 4, 0)],
+        "the model has no routed heads; moh_vision.convert gives a dense one some",
+    ),
     ([(1, 2), (4, 0)], FIXED, "layer 0: 2 heads are shared and stay so, not 1"),
     ([(2, 0), (4, 0)], FIXED, "layer 0: routed=0 with shared=2"),
     ([(2, 7), (4, 0)], FIXED, "layer 0: shared=2 . routed=7 = 9 of only 8"),
     ("half", FIXED, "'half' is not understood"),
     ("ramp:0.5:0.4", FIXED, "'ramp:0.5:0.4': the shared heads of a model stay; leave out 0.4"),
-    (0.5, [B(8, 4, 5, 2)] * 2, "the shared heads and one routed head per layer are 12 of 16 already"),
+    (
+        0.5,
+        [B(8, 4, 5, 2)] * 2,
+        "the shared heads and one routed head per layer are 12 of 16 already",
+    ),
     ("uniform:0.5", [B(8, 4, 5, 2)] * 2, "layer 0 would run 4 of 8 heads, but 5 are shared"),
 )

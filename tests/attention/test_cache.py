@@ -15,7 +15,9 @@ SELF = {
     "query_norm, groups": dict(**ROUTERS["query_norm"], kv_heads=3, router_kwargs=dict(group=2)),
     "dense": dict(**ROUTERS["dense"], qk_norm=True),
     "separate": dict(**ROUTERS["moh"], **CASES["separate projections"]),
-    "mae running, one expert": dict(router="mae", budget=(6, 0), router_kwargs=dict(pool="running", mode="argmax")),
+    "mae running, one expert": dict(
+        router="mae", budget=(6, 0), router_kwargs=dict(pool="running", mode="argmax")
+    ),
     "mae window, two left out": dict(
         router="mae", budget=(6, 0), router_kwargs=dict(pool="window", leave_out=2, mode="argmax")
     ),
@@ -23,7 +25,10 @@ SELF = {
 del SELF["mae"]  # whose gates read the whole sequence
 BY_CONTEXT = dict(router="mae", budget=(6, 0), route_by="context")
 CROSS = {
-    **{name: SELF[name] for name in ("moh", "query_norm", "moa", "dense", "separate", "mae running", "mae window")},
+    **{
+        name: SELF[name]
+        for name in ("moh", "query_norm", "moa", "dense", "separate", "mae running", "mae window")
+    },
     "mae by context": BY_CONTEXT,
     "mae by context, one expert": dict(**BY_CONTEXT, router_kwargs=dict(mode="argmax")),
     "mae by context, uniform": dict(**BY_CONTEXT, router_kwargs=dict(mode="uniform")),
@@ -57,7 +62,9 @@ def assert_near(got, want):
 @torch.no_grad()
 def assert_the_same_step_by_step(layer, padding, dtype=torch.float64, width=D):
     x = tokens(dtype=dtype)
-    whole, stats = layer(x, is_causal=True, rotary=layers.angles(N, 0, dtype, width), padding_mask=padding)
+    whole, stats = layer(
+        x, is_causal=True, rotary=layers.angles(N, 0, dtype, width), padding_mask=padding
+    )
     for split in SPLITS:
         cache, start, counts = KeyValueCache(), 0, 0
         for step in split:
@@ -82,7 +89,9 @@ def assert_the_same_step_by_step(layer, padding, dtype=torch.float64, width=D):
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING.keys())
 def test_token_by_token_is_the_whole_sequence(name, executor, padding):
     dtype = torch.float32 if executor == "auto" else torch.float64
-    assert_the_same_step_by_step(build(executor=executor, dtype=dtype, **SELF[name]), padding, dtype)
+    assert_the_same_step_by_step(
+        build(executor=executor, dtype=dtype, **SELF[name]), padding, dtype
+    )
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
@@ -92,18 +101,25 @@ def test_token_by_token_on_triton(name, path):
     assert_the_same_step_by_step(layer, None, torch.float32, 16)
 
 
-@pytest.mark.parametrize("crosses, name", [*((False, name) for name in SELF), *((True, name) for name in CROSS)])
+@pytest.mark.parametrize(
+    "crosses, name", [*((False, name) for name in SELF), *((True, name) for name in CROSS)]
+)
 @torch.no_grad()
 def test_beams(crosses, name):
     """A prompt is repeated, then rows are swapped, doubled and dropped: each goes on from the past that it has now."""
-    layer, cache = build(**(CROSS if crosses else SELF)[name]), ContextCache() if crosses else KeyValueCache()
+    layer, cache = (
+        build(**(CROSS if crosses else SELF)[name]),
+        ContextCache() if crosses else KeyValueCache(),
+    )
     x, rows = tokens(count=5), torch.arange(B)
     context, padding = context_and_padding() if crosses else (None, PADDING["left"][:, :5])
 
     def whole():
         if crosses:
             return dict(context=context[rows], context_padding=padding[rows])
-        return dict(is_causal=True, padding_mask=torch.nn.functional.pad(padding[rows], (0, x.shape[1] - 5)))
+        return dict(
+            is_causal=True, padding_mask=torch.nn.functional.pad(padding[rows], (0, x.shape[1] - 5))
+        )
 
     layer(x, cache=cache, **whole())
     cache.repeat(3)
@@ -129,13 +145,25 @@ def test_crop():
         refuse(f"crop to {length} tokens is out of range: 0 to {N}", cache.crop, length)
 
     # A filled cache refuses another batch and dtype, an emptied one takes them.
-    refuse("keeps a batch of 2 in torch.float64, not of 1 in torch.float64: crop it to 0", layer, x[:1], cache=cache)
-    refuse("a batch of 2 in torch.float64, not of 2 in torch.float32", layer.float(), x.float(), cache=cache)
+    refuse(
+        "keeps a batch of 2 in torch.float64, not of 1 in torch.float64: crop it to 0",
+        layer,
+        x[:1],
+        cache=cache,
+    )
+    refuse(
+        "a batch of 2 in torch.float64, not of 2 in torch.float32",
+        layer.float(),
+        x.float(),
+        cache=cache,
+    )
     cache.crop(0)
     cache.reorder(torch.tensor([1, 0]))  # of nothing
     cache.repeat(4)
     x = tokens(1, dtype=torch.float32)
-    torch.testing.assert_close(layer(x, is_causal=True, cache=cache)[0], layer(x, is_causal=True)[0])
+    torch.testing.assert_close(
+        layer(x, is_causal=True, cache=cache)[0], layer(x, is_causal=True)[0]
+    )
 
 
 @torch.no_grad()
@@ -172,7 +200,11 @@ def test_cache_grows_by_doubling_and_copies_only_what_is_new():
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_a_context_cache_changes_nothing(name, executor, padded):
-    layer, x, (context, padding) = build(executor=executor, **CROSS[name]), tokens(), context_and_padding()
+    layer, x, (context, padding) = (
+        build(executor=executor, **CROSS[name]),
+        tokens(),
+        context_and_padding(),
+    )
     padding = padding if padded else None
     whole, stats = layer(x, context, context_padding=padding)
     got, cached_stats = layer(x, context, context_padding=padding, cache=ContextCache())
@@ -181,8 +213,15 @@ def test_a_context_cache_changes_nothing(name, executor, padded):
     cache, start = ContextCache(), 0
     for step in (2, 1, 1, 5):
         # The context is projected once: afterwards it need not be there, and what is there is not looked at.
-        given = context if start == 0 else None if step == 1 else torch.full_like(context, torch.nan)
-        y = layer(x[:, start : start + step], given, context_padding=padding if start < 3 else None, cache=cache)[0]
+        given = (
+            context if start == 0 else None if step == 1 else torch.full_like(context, torch.nan)
+        )
+        y = layer(
+            x[:, start : start + step],
+            given,
+            context_padding=padding if start < 3 else None,
+            cache=cache,
+        )[0]
         assert_near(y, whole[:, start : start + step])
         start += step
     assert cache.length == M
@@ -218,34 +257,81 @@ def test_mae_by_context_reads_the_unpadded_context_and_no_query(training):
     other[:, 0] += 1
     assert (probs(x, other) - before).abs().max() > 1e-4
     compiled = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
-    assert_near(compiled(x, context, context_padding=padding)[0], layer(x, context, context_padding=padding)[0])
+    assert_near(
+        compiled(x, context, context_padding=padding)[0],
+        layer(x, context, context_padding=padding)[0],
+    )
 
 
 test_bad_route_by = each_refused(
-    lambda kwargs: HeadMixtureAttention(C, HeadBudget(H, D, *kwargs.pop("budget", (2, 2))), **kwargs),
+    lambda kwargs: HeadMixtureAttention(
+        C, HeadBudget(H, D, *kwargs.pop("budget", (2, 2))), **kwargs
+    ),
     (dict(route_by="keys"), "route_by 'keys' is not one of context, query"),
-    (dict(route_by="context"), "route_by 'context' needs a router that chooses once for a sequence, which 'moh'"),
-    (dict(route_by="context", scope="sample"), "which 'moh' with scope 'sample' and its defaults does not"),
-    (dict(route_by="context", **SELF["mae running"]), "which 'mae' with scope 'token' and .'pool': 'running'"),
+    (
+        dict(route_by="context"),
+        "route_by 'context' needs a router that chooses once for a sequence, which 'moh'",
+    ),
+    (
+        dict(route_by="context", scope="sample"),
+        "which 'moh' with scope 'sample' and its defaults does not",
+    ),
+    (
+        dict(route_by="context", **SELF["mae running"]),
+        "which 'mae' with scope 'token' and .'pool': 'running'",
+    ),
     (dict(scope="sample", **BY_CONTEXT), "which 'mae' with scope 'sample'"),
 )
 
 
 def test_bad_calls():
     x, (context, padding) = tokens(), context_and_padding()
-    moh, mae, cache, contexts = build(**SELF["moh"]), build(**BY_CONTEXT), KeyValueCache(), ContextCache()
+    moh, mae, cache, contexts = (
+        build(**SELF["moh"]),
+        build(**BY_CONTEXT),
+        KeyValueCache(),
+        ContextCache(),
+    )
     moh(x[:, :3], cache=cache), moh(x, context, cache=contexts)
     of_all = "cannot be routed by all of them together .router"
     for layer, call, words in (
-        (build(**ROUTERS["mae"]), dict(cache=KeyValueCache()), f"{of_all} MAERouter, scope 'token'"),
-        (build(scope="sample", **SELF["moh"]), dict(context=x, cache=ContextCache()), f"{of_all} MoHRouter, scope 's"),
-        (mae, dict(), "route_by 'context' and context_padding are for cross-attention: give a context"),
+        (
+            build(**ROUTERS["mae"]),
+            dict(cache=KeyValueCache()),
+            f"{of_all} MAERouter, scope 'token'",
+        ),
+        (
+            build(scope="sample", **SELF["moh"]),
+            dict(context=x, cache=ContextCache()),
+            f"{of_all} MoHRouter, scope 's",
+        ),
+        (
+            mae,
+            dict(),
+            "route_by 'context' and context_padding are for cross-attention: give a context",
+        ),
         (moh, dict(context_padding=padding), "are for cross-attention: give a context"),
-        (moh, dict(context=context, context_padding=padding[:, :3]), "context_padding has 3 columns, not 7"),
-        (moh, dict(context=context, cache=KeyValueCache()), "a KeyValueCache is for self-attention, not with"),
+        (
+            moh,
+            dict(context=context, context_padding=padding[:, :3]),
+            "context_padding has 3 columns, not 7",
+        ),
+        (
+            moh,
+            dict(context=context, cache=KeyValueCache()),
+            "a KeyValueCache is for self-attention, not with",
+        ),
         (moh, dict(cache=ContextCache()), "the first call with a ContextCache needs the context"),
-        (moh, dict(context=context, rotary=layers.angles(N)), "rotary positions are for self-attention"),
-        (moh, dict(cache=cache, padding_mask=padding[:, :1]), "has 1 columns, not 12: 3 cached tokens and 9 new ones"),
+        (
+            moh,
+            dict(context=context, rotary=layers.angles(N)),
+            "rotary positions are for self-attention",
+        ),
+        (
+            moh,
+            dict(cache=cache, padding_mask=padding[:, :1]),
+            "has 1 columns, not 12: 3 cached tokens and 9 new ones",
+        ),
     ):
         refuse(words, layer, x, **call)
     refuse("keeps a batch of 2, not of 3", moh, x[:1].expand(3, -1, -1), cache=contexts)

@@ -36,25 +36,35 @@ def test_the_gate_of_a_token(name, training):
     norm = deepcopy(router.norm)
     routing = router(x, None, HOLES)
     pooled = means(x, HOLES, router.window or N)
-    normed = (pooled - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
+    normed = (pooled - norm.running_mean) / (
+        norm.running_var + 1e-5
+    ).sqrt() * norm.weight + norm.bias
     hidden = torch.tanh(normed @ router.hidden.weight.T + router.hidden.bias)
     g = (hidden @ router.out.weight.T + router.out.bias).softmax(-1)  # [B, N, experts]
     for j in range(H):  # expert j leaves head j out
-        torch.testing.assert_close(routing.weights[~HOLES][:, j], (H / (H - 1) * (1 - g[..., j]))[~HOLES])
+        torch.testing.assert_close(
+            routing.weights[~HOLES][:, j], (H / (H - 1) * (1 - g[..., j]))[~HOLES]
+        )
     torch.testing.assert_close(routing.stats.probs, g * ~HOLES.unsqueeze(-1))
     assert routing.stats.counts.tolist() == [[6] * H, [5] * H]
 
     real = pooled[~HOLES]  # [11, C]
     share = 0.1 if training else 0.0
-    torch.testing.assert_close(router.norm.running_mean, (1 - share) * norm.running_mean + share * real.mean(0))
-    torch.testing.assert_close(router.norm.running_var, (1 - share) * norm.running_var + share * real.var(0))
+    torch.testing.assert_close(
+        router.norm.running_mean, (1 - share) * norm.running_mean + share * real.mean(0)
+    )
+    torch.testing.assert_close(
+        router.norm.running_var, (1 - share) * norm.running_var + share * real.var(0)
+    )
 
 
 @pytest.mark.parametrize("name", MAE)
 def test_every_token_draws_its_own_expert(name):
     layer = build(**ROUTERS[name]).train()
     layer.router.set_mode("random")
-    routing = layer.router(torch.randn(200, N, C, dtype=torch.float64), None, PADDING[1:].expand(200, -1))
+    routing = layer.router(
+        torch.randn(200, N, C, dtype=torch.float64), None, PADDING[1:].expand(200, -1)
+    )
     left_out = (routing.weights == 0).double()
     assert left_out.sum(-1).unique().tolist() == [1]
     assert (left_out[:, 0] != left_out[:, 1]).any(-1).double().mean() > 0.7  # 5/6 of the sequences
@@ -78,7 +88,10 @@ def test_activation_checkpointing_repeats_the_forward_exactly(pool, reentrant):
         inputs = [(scale * x).requires_grad_() for _ in range(2)]
         forward(plain, inputs[0]).square().sum().backward()
         checkpoint(forward, kept, inputs[1], use_reentrant=reentrant).square().sum().backward()
-        grads = [[x.grad, *(p.grad for p in layer.parameters())] for x, layer in zip(inputs, (plain, kept))]
+        grads = [
+            [x.grad, *(p.grad for p in layer.parameters())]
+            for x, layer in zip(inputs, (plain, kept))
+        ]
         assert all(map(torch.equal, *grads))
     assert all(map(torch.equal, plain.buffers(), kept.buffers()))
     assert plain.router.norm.num_batches_tracked == 3

@@ -5,7 +5,13 @@ import logging
 import pytest
 import torch
 
-from moh_vision.attention import ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache, kernels
+from moh_vision.attention import (
+    ContextCache,
+    HeadBudget,
+    HeadMixtureAttention,
+    KeyValueCache,
+    kernels,
+)
 from moh_vision.attention.executors.choice import say, way_to_skip
 from moh_vision.attention.routing import Call
 
@@ -44,10 +50,18 @@ LEARNED = torch.zeros(1, 1, 197, 197, requires_grad=True)  # a mask that learns 
         (dict(budget=(2, 4), call=dict(dropout_p=0.1), scope="sample"), "Sequences", "Sequences"),
         (dict(budget=(2, 4), call=dict(attn_mask=LEARNED), training=True), "Masked", "Masked"),
         (dict(budget=(2, 4), router="query_norm"), "Tokens", "Masked"),
-        (dict(budget=(2, 4), router="query_norm", training=True), "Masked", "Masked"),  # its gradient needs all heads
+        (
+            dict(budget=(2, 4), router="query_norm", training=True),
+            "Masked",
+            "Masked",
+        ),  # its gradient needs all heads
         (dict(budget=(2, 4), router="query_norm", scope="sample"), "Sequences", "Sequences"),
         (dict(budget=(12, 0), router="mae"), "Masked", "Masked"),
-        (dict(budget=(12, 0), router="mae", router_kwargs=dict(mode="argmax")), "WholeSequences", "Sequences"),
+        (
+            dict(budget=(12, 0), router="mae", router_kwargs=dict(mode="argmax")),
+            "WholeSequences",
+            "Sequences",
+        ),
         (dict(budget=(2, 4), fused_attn=False), "Unfused", "Unfused"),
         (dict(budget=(2, 4), tokens=0), "Masked", "Masked"),
         (dict(budget=(2, 4), call=dict(cache=ContextCache)), "Masked", "Masked"),
@@ -69,7 +83,10 @@ def test_packed(kwargs, cpp, torch_, path):
         (dict(budget=(2, 4), tokens=33, batch=1), "Tokens"),
         (dict(budget=(2, 4), scope="sample"), "WholeSequences"),
         (dict(budget=(2, 4), scope="sample", dtype=torch.float64), "Masked"),  # not measured
-        (dict(budget=(12, 0), router="mae", router_kwargs=dict(mode="argmax")), "Masked"),  # 11 of 12 heads
+        (
+            dict(budget=(12, 0), router="mae", router_kwargs=dict(mode="argmax")),
+            "Masked",
+        ),  # 11 of 12 heads
     ],
     ids=str,
 )
@@ -82,7 +99,11 @@ def test_auto_without_measurements(kwargs, picked, path):
 def test_elsewhere_auto_computes_all_heads_without_measurements(path):
     assert choice((3, 3), 33, 1) == choice((3, 3), 33, 1, scope="sample") == "Masked"
     assert choice((3, 3), 33, 1, executor="packed") == ("OnGpu" if path == "triton" else "Masked")
-    for other in (dict(call=dict(dropout_p=0.1)), dict(dtype=torch.float64), dict(width=kernels.WIDEST + 8)):
+    for other in (
+        dict(call=dict(dropout_p=0.1)),
+        dict(dtype=torch.float64),
+        dict(width=kernels.WIDEST + 8),
+    ):
         assert choice((1, 2), 33, 1, heads=4, executor="packed", **other) == "Masked"
     if path == "torch":
         layer = layer_of((2, 4))
@@ -92,7 +113,9 @@ def test_elsewhere_auto_computes_all_heads_without_measurements(path):
 @pytest.mark.parametrize("available", [True, False])
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 def test_16_bits_are_the_operators_where_the_processor_has_products(path, available, monkeypatch):
-    monkeypatch.setattr(kernels, "OPS", type("", (), dict(brgemm_available=staticmethod(lambda dtype: available))))
+    monkeypatch.setattr(
+        kernels, "OPS", type("", (), dict(brgemm_available=staticmethod(lambda dtype: available)))
+    )
     assert choice((4, 5), tokens=64, dtype=torch.bfloat16) == ("Tokens" if available else "Masked")
     per_sample = choice((4, 5), tokens=64, dtype=torch.bfloat16, scope="sample")
     assert per_sample == ("Sequences" if available else "Masked")
@@ -105,5 +128,10 @@ def test_logs_what_it_picked_once(path, caplog):
         for _ in range(2):
             choice((2, 4))
             choice((2, 9))
-    assert [record.message.split(":")[0] for record in caplog.records] == ["auto picked Tokens", "auto picked Masked"]
-    assert all("up to 90% of the heads, from 25,000 numbers" in record.message for record in caplog.records)
+    assert [record.message.split(":")[0] for record in caplog.records] == [
+        "auto picked Tokens",
+        "auto picked Masked",
+    ]
+    assert all(
+        "up to 90% of the heads, from 25,000 numbers" in record.message for record in caplog.records
+    )

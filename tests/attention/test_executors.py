@@ -29,7 +29,9 @@ EVERY_ROUTER = {
     "moh all routed": dict(router="moh", budget=(0, 3)),
     "moh all shared": dict(router="moh", budget=(6, 0)),
     "moh all heads": dict(router="moh", budget=(1, 5)),
-    "query_norm, groups": dict(router="query_norm", budget=(2, 2), kv_heads=3, router_kwargs=dict(group=2)),
+    "query_norm, groups": dict(
+        router="query_norm", budget=(2, 2), kv_heads=3, router_kwargs=dict(group=2)
+    ),
 }
 
 
@@ -40,8 +42,13 @@ def assert_equal_to_the_reference(options, dtype, width, executors):
     with torch.no_grad():  # here query_norm skips heads, and masked works in place
         layer.executor = "reference"
         want = layer(x, **call)[0]
-        for layer.executor in [*executors[:2], "reference"]:  # at the end the weights are what they were
-            assert (layer(x, **call)[0] - want).norm() <= TOLERANCE[dtype] * want.norm(), layer.executor
+        for layer.executor in [
+            *executors[:2],
+            "reference",
+        ]:  # at the end the weights are what they were
+            assert (layer(x, **call)[0] - want).norm() <= TOLERANCE[dtype] * want.norm(), (
+                layer.executor
+            )
 
 
 DTYPES = [("float64", "torch")]  # has no C++ form
@@ -52,7 +59,11 @@ DTYPES += [(dtype, path) for dtype in ("float32", "bfloat16") for path in ("cpp"
 EVERY = [
     (router, case, *how)
     for router in EVERY_ROUTER
-    for case in (CASES if router != "query_norm, groups" else ["self", "causal", "padding", "cross", "one token"])
+    for case in (
+        CASES
+        if router != "query_norm, groups"
+        else ["self", "causal", "padding", "cross", "one token"]
+    )
     for how in (DTYPES if router in ROUTERS else DTYPES[:2])
 ]
 
@@ -60,19 +71,32 @@ EVERY = [
 @pytest.mark.parametrize("router, case, dtype, path", EVERY, indirect=["path"])
 def test_equal_to_the_reference(router, case, dtype, path):
     executors = UNDER_TEST if dtype == "float64" else UNDER_TEST[:-1]
-    assert_equal_to_the_reference({**EVERY_ROUTER[router], **CASES[case]}, getattr(torch, dtype), D, executors)
+    assert_equal_to_the_reference(
+        {**EVERY_ROUTER[router], **CASES[case]}, getattr(torch, dtype), D, executors
+    )
 
 
 # What reaches its kernels otherwise; masks are in test_operators.py.
-FOR_KERNELS = ("self", "sample scope", "cross, one context for all", "cross, no key", "causal", "padding")
+FOR_KERNELS = (
+    "self",
+    "sample scope",
+    "cross, one context for all",
+    "cross, no key",
+    "causal",
+    "padding",
+)
 FOR_KERNELS += ("mask of each head", "three key-value heads", "separate projections", "one token")
-ON_TRITON = [("moh", case) for case in FOR_KERNELS] + [(router, "causal") for router in ("query_norm", "moa", "mae")]
+ON_TRITON = [("moh", case) for case in FOR_KERNELS] + [
+    (router, "causal") for router in ("query_norm", "moa", "mae")
+]
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
 @pytest.mark.parametrize("router, case", ON_TRITON)
 def test_triton_equals_the_reference(router, case, path):
-    assert_equal_to_the_reference({**EVERY_ROUTER[router], **CASES[case]}, torch.float32, 16, ["packed"])
+    assert_equal_to_the_reference(
+        {**EVERY_ROUTER[router], **CASES[case]}, torch.float32, 16, ["packed"]
+    )
 
 
 class Fixed(nn.Module):
@@ -89,7 +113,9 @@ class Fixed(nn.Module):
 
     def forward(self, x, q=None, padding_mask=None):
         none = x.new_zeros(*self.active.shape[:2], 0)
-        return Routing(self.gate * self.active, self.active, RoutingStats(none, self.active.sum(1), none))
+        return Routing(
+            self.gate * self.active, self.active, RoutingStats(none, self.active.sum(1), none)
+        )
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
@@ -116,7 +142,9 @@ def test_any_table_of_heads(rule, tokens, kv_heads):
 
 
 # Per token only compiled operators skip.
-@pytest.mark.parametrize("scope, path", [("token", "cpp"), ("sample", "cpp"), ("sample", "torch")], indirect=["path"])
+@pytest.mark.parametrize(
+    "scope, path", [("token", "cpp"), ("sample", "cpp"), ("sample", "torch")], indirect=["path"]
+)
 def test_heads_that_are_off_cost_nothing_to_break(scope, path):
     """What is skipped is not even read: NaN in the weights of a head that nobody chose does no harm."""
     layer = build((2, 2), scope=scope, executor="packed")
@@ -137,12 +165,16 @@ def test_heads_that_are_off_cost_nothing_to_break(scope, path):
 def test_attention_dropout(scope):
     """With one key the attention matrix is 1, so a head's output is dropped whole or doubled: the mean is right."""
     torch.manual_seed(0)
-    layer = build((1, 2), attn_drop=0.5, executor="packed", scope=scope, proj_bias=False, qkv_bias=False)
+    layer = build(
+        (1, 2), attn_drop=0.5, executor="packed", scope=scope, proj_bias=False, qkv_bias=False
+    )
     x = torch.randn(1, 1, C).expand(4000, 1, C)
     with torch.no_grad():
         dropped, exact = layer(x)[0], layer.eval()(x[:1])[0]
     assert len(dropped.unique(dim=0)) == 8  # three heads, each on or off
-    torch.testing.assert_close(dropped.mean(0), exact[0], atol=0.1 * exact.abs().max().item(), rtol=0)
+    torch.testing.assert_close(
+        dropped.mean(0), exact[0], atol=0.1 * exact.abs().max().item(), rtol=0
+    )
 
 
 class Block(nn.Module):
@@ -158,7 +190,12 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(
     "scope, reentrant, path",
-    [("token", False, "cpp"), ("token", True, "cpp"), ("sample", True, "cpp"), ("token", True, "triton")],
+    [
+        ("token", False, "cpp"),
+        ("token", True, "cpp"),
+        ("sample", True, "cpp"),
+        ("token", True, "triton"),
+    ],
     indirect=["path"],
 )
 def test_activation_checkpointing(scope, reentrant, path):
@@ -171,7 +208,9 @@ def test_activation_checkpointing(scope, reentrant, path):
         (y.square().mean() + load_balance_loss(stats)).backward()
         assert len(stats) == 1
         grads.append([p.grad.clone() for p in block.parameters()])
-    assert all(map(torch.equal, *grads)) and all(p.grad.norm() > 0 for p in block.attn.router.parameters())
+    assert all(map(torch.equal, *grads)) and all(
+        p.grad.norm() > 0 for p in block.attn.router.parameters()
+    )
 
 
 @pytest.mark.parametrize("path", ["cpp", "triton"], indirect=True)
@@ -227,7 +266,9 @@ def gradients_on_a_rank(rank):
 
 
 @pytest.mark.slow  # two processes import Triton and its interpreter
-@pytest.mark.skipif(torch.cuda.is_available(), reason="two processes share Triton's interpreter on a CPU")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="two processes share Triton's interpreter on a CPU"
+)
 def test_two_processes_on_triton():
     on_two_ranks(gradients_on_a_rank)
 
@@ -281,7 +322,9 @@ def test_transforms_of_torch_func(scope):
     layer = build((2, 2), scope=scope, executor="packed")
     x = torch.randn(B, N, C, requires_grad=True)
     (want,) = torch.autograd.grad(layer(x)[0].square().sum(), x)
-    torch.testing.assert_close(torch.func.grad(lambda x: layer(x)[0].square().sum())(x.detach()), want)
+    torch.testing.assert_close(
+        torch.func.grad(lambda x: layer(x)[0].square().sum())(x.detach()), want
+    )
     each = torch.func.vmap(torch.func.grad(lambda x: layer(x[None])[0].square().sum()))
     with sdpa_kernel(SDPBackend.MATH):
         torch.testing.assert_close(each(x.detach()), want)
@@ -320,7 +363,10 @@ def test_compiles_once_for_many_steps(executor, scope, path):
             parameter.grad = grad
         optimizer.step()
     assert len(graphs) == 1
-    if torch.__version__ >= (2, 13):  # before, is_exporting() is True under torch.compile: plain PyTorch
+    if torch.__version__ >= (
+        2,
+        13,
+    ):  # before, is_exporting() is True under torch.compile: plain PyTorch
         assert any("route" in target for target in graphs[0])
     with torch.no_grad():
         x = torch.randn(3, C, N, device=device).transpose(1, 2)
@@ -331,7 +377,9 @@ def test_compiles_once_for_many_steps(executor, scope, path):
 def test_compiled_and_exported_with_a_dynamic_batch(router):
     layer = build(**ROUTERS[router]).eval()
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    program = torch.export.export(layer, (torch.randn(B, N, C),), dynamic_shapes=dict(x={0: torch.export.Dim("batch")}))
+    program = torch.export.export(
+        layer, (torch.randn(B, N, C),), dynamic_shapes=dict(x={0: torch.export.Dim("batch")})
+    )
     x = torch.randn(5, N, C)
     assert "moh_vision" not in str(program.graph)  # operators that are not where it will run
     for run in (program.module(), compiled):
@@ -350,13 +398,19 @@ def test_traced_and_meta():
 
 def test_reference_against_plain_softmax():
     """The oracle itself, for one head, in three lines."""
-    module = HeadMixtureAttention(C, HeadBudget(1, 8, 1, 0), router="dense", executor="reference").double()
+    module = HeadMixtureAttention(
+        C, HeadBudget(1, 8, 1, 0), router="dense", executor="reference"
+    ).double()
     x = torch.randn(1, N, C, dtype=torch.float64)
     q, k, v = functional.linear(x[0], module.qkv.weight, module.qkv.bias).split(8, dim=-1)
-    want = functional.linear((q @ k.T / 8**0.5).softmax(-1) @ v, module.proj.weight, module.proj.bias)
+    want = functional.linear(
+        (q @ k.T / 8**0.5).softmax(-1) @ v, module.proj.weight, module.proj.bias
+    )
     torch.testing.assert_close(module(x)[0][0], want)
     blind = module(x, attn_mask=torch.ones(N, N, dtype=torch.bool).tril(-1))[0]
-    torch.testing.assert_close(blind[0, 0], module.proj.bias)  # a query that sees no key attends to nothing
+    torch.testing.assert_close(
+        blind[0, 0], module.proj.bias
+    )  # a query that sees no key attends to nothing
 
 
 test_bad_arguments = each_refused(

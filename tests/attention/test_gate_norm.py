@@ -35,7 +35,9 @@ def compare(rows, all_reduce=lambda x: None):
         torch.testing.assert_close(got, want[rows])
         # Of the sum of all losses, whose terms are local; and those of scale and shift as DDP would sum them.
         dx, *sums = torch.autograd.grad((got * weight[rows]).sum(), (x, ours.weight, ours.bias))
-        want_dx, *want_sums = torch.autograd.grad((want * weight).sum(), (x, theirs.weight, theirs.bias))
+        want_dx, *want_sums = torch.autograd.grad(
+            (want * weight).sum(), (x, theirs.weight, theirs.bias)
+        )
         for total in sums:
             all_reduce(total)
         torch.testing.assert_close((dx[rows], *sums), (want_dx[rows], *want_sums))
@@ -63,7 +65,9 @@ def test_one_sequence_has_no_batch_statistics():
     before = deepcopy(ours)
     x = torch.randn(1, 1, C, dtype=torch.float64)
     torch.testing.assert_close(ours(x), before.eval()(x))
-    assert torch.equal(ours.running_mean, before.running_mean) and torch.equal(ours.running_var, before.running_var)
+    assert torch.equal(ours.running_mean, before.running_mean) and torch.equal(
+        ours.running_var, before.running_var
+    )
 
 
 def test_16_bits_are_normalised_in_float32():
@@ -73,7 +77,9 @@ def test_16_bits_are_normalised_in_float32():
     assert y.dtype == torch.float32
     torch.testing.assert_close(y, nn.BatchNorm1d(C)(x.float().flatten(0, 1)).view(B, N, C))
     assert norm.running_mean.dtype == torch.bfloat16
-    assert nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm))[0] is norm  # it is left alone
+    assert (
+        nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(norm))[0] is norm
+    )  # it is left alone
 
 
 def rank_of_two(rank):
@@ -82,7 +88,9 @@ def rank_of_two(rank):
         torch.manual_seed(0)
         compare((slice(0, 2), slice(2, B))[rank], torch.distributed.all_reduce)  # unequal shares
         ours, _ = pair()
-        one = ours(torch.ones(1, 1, C, dtype=torch.float64))  # one each, alike: no spread, yet two vectors
+        one = ours(
+            torch.ones(1, 1, C, dtype=torch.float64)
+        )  # one each, alike: no spread, yet two vectors
         torch.testing.assert_close(one[0, 0], ours.bias)
     finally:
         torch.distributed.destroy_process_group()

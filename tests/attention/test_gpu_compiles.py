@@ -60,9 +60,13 @@ def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
         of[kernel["task"][0]].append(kernel)
     assert len(of["attend"]) == 3 * len(SIX)
     assert {kernel["task"][-1] for kernel in of["route"]} == set(BUDGETS)
-    assert len({kernel["hash"] for kernel in of["route"]}) == len({kernel["name"] for kernel in of["route"]})
+    assert len({kernel["hash"] for kernel in of["route"]}) == len(
+        {kernel["name"] for kernel in of["route"]}
+    )
     assert_fit(of["attend"] + of["route"])
-    assert {kernel["name"] for kernel in of["ones"]} == {kernel["name"] for kernel in of["attend"] + of["route"]}
+    assert {kernel["name"] for kernel in of["ones"]} == {
+        kernel["name"] for kernel in of["attend"] + of["route"]
+    }
 
 
 @pytest.mark.slow  # minutes
@@ -101,7 +105,13 @@ def compile_only(tasks):
             command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
             usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         spilled = sum(int(size) for size in re.findall("(?:STACK|LOCAL):([0-9]+)", usage))
-        line = dict(name=self.__name__, task=task, hash=kernel.hash, shared=kernel.metadata.shared, spilled=spilled)
+        line = dict(
+            name=self.__name__,
+            task=task,
+            hash=kernel.hash,
+            shared=kernel.metadata.shared,
+            spilled=spilled,
+        )
         print(json.dumps(line), flush=True)
 
     run = JITFunction.run
@@ -120,9 +130,14 @@ def attend(D, dtype, tokens, mask, H=4, G=2):
     torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
     dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)
     qkv = torch.zeros(1, tokens, (H + 2 * G) * D, dtype=dtype, requires_grad=True)
-    q, k, v = (x.unflatten(-1, (-1, D)).transpose(1, 2) for x in qkv.split([H * D, G * D, G * D], dim=-1))
+    q, k, v = (
+        x.unflatten(-1, (-1, D)).transpose(1, 2) for x in qkv.split([H * D, G * D, G * D], dim=-1)
+    )
     gates = torch.zeros(H, 1, tokens, requires_grad=True).permute(1, 2, 0)
-    token, offsets = torch.zeros(tokens * H, dtype=torch.int32), torch.zeros(H + 1, dtype=torch.int32)
+    token, offsets = (
+        torch.zeros(tokens * H, dtype=torch.int32),
+        torch.zeros(H + 1, dtype=torch.int32),
+    )
     shape, dtypes = (1, 1, tokens, tokens), dict(bool=torch.bool, float=dtype)
     given = torch.zeros(shape, dtype=dtypes[mask]) if mask in dtypes else None
     gpu.attend(q, k, v, gates, token, offsets, mask == "causal", given)[0].sum().backward()

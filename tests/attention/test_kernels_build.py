@@ -34,26 +34,34 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setattr(building, "_loaded", False)
     monkeypatch.setattr(building, "_used", None)
     # The tiny libraries have no operators whose shapes and gradients could be registered.
-    monkeypatch.setitem(sys.modules, "moh_vision.attention.kernels.library", types.ModuleType("library"))
+    monkeypatch.setitem(
+        sys.modules, "moh_vision.attention.kernels.library", types.ModuleType("library")
+    )
     # A cache of its own: what this process found for the tests of other files stays.
     monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
 
 
 @needs_compiler
 def test_build_every_source_once_then_load(tmp_path, capsys, caplog):
-    (tmp_path / "csrc" / "two.cpp").write_text('#include "two.h"\nextern "C" int two() { return TWO; }\n')
+    (tmp_path / "csrc" / "two.cpp").write_text(
+        '#include "two.h"\nextern "C" int two() { return TWO; }\n'
+    )
     (tmp_path / "csrc" / "two.h").write_text("#define TWO 2\n")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert main([]) == 0
         place = building.library_path()
-        assert capsys.readouterr().out.startswith("built the C++ operators with ") and place.is_file()
+        assert (
+            capsys.readouterr().out.startswith("built the C++ operators with ") and place.is_file()
+        )
         library, first = ctypes.CDLL(str(place)), place.stat()
         assert (library.one(), library.two()) == (1, 2)
         assert main([]) == 0 and place.stat() == first
         assert capsys.readouterr().out == f"the C++ operators are built already: {place}\n"
         assert main(["--force"]) == 0 and place.stat().st_ino != first.st_ino
         assert kernels.path() == kernels.path() == "cpp"
-    assert caplog.messages == ["attention runs on the C++ operators; MOH_VISION_KERNELS=off skips them"]
+    assert caplog.messages == [
+        "attention runs on the C++ operators; MOH_VISION_KERNELS=off skips them"
+    ]
     assert [file.name for file in place.parent.iterdir()] == [place.name]
     (tmp_path / "csrc" / "two.h").write_text("#define TWO 3\n")
     assert building.library_path() != place
@@ -62,7 +70,10 @@ def test_build_every_source_once_then_load(tmp_path, capsys, caplog):
 @needs_compiler
 @pytest.mark.parametrize(
     "line, said",
-    [("int one() { return nothing; }", "nothing"), ("int away(); int one() { return away(); }", "away")],
+    [
+        ("int one() { return nothing; }", "nothing"),
+        ("int away(); int one() { return away(); }", "away"),
+    ],
     ids=["syntax", "symbol"],
 )
 def test_errors_of_the_compiler_are_one_line(tmp_path, capsys, line, said):
@@ -80,11 +91,15 @@ def test_what_cannot_be_built_is_one_line(monkeypatch, tmp_path, capsys):
 
     def compiler(lines):
         """Make CXX a script, in which $out is the file to write."""
-        script.write_text(f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{lines}\n')
+        script.write_text(
+            f'#!/bin/sh\nfor word; do [ "$last" = -o ] && out=$word; last=$word; done\n{lines}\n'
+        )
         script.chmod(0o755)
         monkeypatch.setenv("CXX", str(script))
 
-    assert "kernels: error: unknown argument --forced, did you mean --force?\n" == refused(capsys, main, "--forced")
+    assert "kernels: error: unknown argument --forced, did you mean --force?\n" == refused(
+        capsys, main, "--forced"
+    )
     compiler('echo half > "$out"; echo "x.cpp:1:1: error: no memory"; exit 1')
     assert "x.cpp:1:1: error: no memory (all of it: " in refused(capsys, main)
     assert not building.library_path().exists()
@@ -93,7 +108,9 @@ def test_what_cannot_be_built_is_one_line(monkeypatch, tmp_path, capsys):
         patch.setenv("CXX", "g++-99 -m64")
         assert refused(capsys, main).startswith("kernels: error: CXX=g++-99: no such compiler")
         patch.delenv("CXX")
-        assert refused(capsys, main).startswith("kernels: error: no C++ compiler is found; install g++")
+        assert refused(capsys, main).startswith(
+            "kernels: error: no C++ compiler is found; install g++"
+        )
         assert kernels.path() == "torch"
     compiler(f'touch {tmp_path}/asked; echo > "$out"')
     (tmp_path / "file").touch()
@@ -111,8 +128,14 @@ def test_a_damaged_library_counts_as_absent(caplog, capsys):
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert kernels.path() == kernels.path() == "torch"
     warning, info = caplog.records
-    assert warning.levelname == "WARNING" and str(place) in warning.message and "--force" in warning.message
-    assert info.message.startswith("attention runs in plain PyTorch; `python -m moh_vision.attention.kernels` builds")
+    assert (
+        warning.levelname == "WARNING"
+        and str(place) in warning.message
+        and "--force" in warning.message
+    )
+    assert info.message.startswith(
+        "attention runs in plain PyTorch; `python -m moh_vision.attention.kernels` builds"
+    )
     assert "the library cannot be loaded" in refused(capsys, main)
 
 
@@ -148,7 +171,11 @@ def test_a_compiled_layer_asks_for_the_path_first(monkeypatch, caplog):
     layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), executor="packed")
     with caplog.at_level(logging.WARNING):
         compiled = torch.compile(layer, fullgraph=True, backend="eager")
-        assert compiled(torch.randn(1, 5, 32))[0].shape == layer(torch.randn(1, 5, 32))[0].shape == (1, 5, 32)
+        assert (
+            compiled(torch.randn(1, 5, 32))[0].shape
+            == layer(torch.randn(1, 5, 32))[0].shape
+            == (1, 5, 32)
+        )
     (line,) = caplog.messages
     assert "`python -m moh_vision.attention.kernels` builds C++ operators" in line
 
@@ -172,7 +199,11 @@ def test_importing_builds_and_loads_nothing():
 def test_where_the_cache_is(monkeypatch, tmp_path):
     for name in ("MOH_VISION_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    for variable, folder in (("HOME", ".cache/moh_vision"), ("XDG_CACHE_HOME", "moh_vision"), ("MOH_VISION_CACHE", "")):
+    for variable, folder in (
+        ("HOME", ".cache/moh_vision"),
+        ("XDG_CACHE_HOME", "moh_vision"),
+        ("MOH_VISION_CACHE", ""),
+    ):
         monkeypatch.setenv(variable, str(tmp_path / variable))
         assert building.library_path().parents[1] == tmp_path / variable / folder / "kernels"
 
@@ -184,7 +215,11 @@ def test_a_build_is_of_one_instruction_set(monkeypatch):
         flags = [flag for flag in building._flags() if flag.startswith("-march")]
         builds.setdefault(building.library_path().parent.name, []).append((building.isa(), *flags))
     default = [("default",)] * 2
-    assert list(builds.values()) == [[("avx512", "-march=x86-64-v4")], [("avx2", "-march=x86-64-v3")], default]
+    assert list(builds.values()) == [
+        [("avx512", "-march=x86-64-v4")],
+        [("avx2", "-march=x86-64-v3")],
+        default,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -192,8 +227,14 @@ def test_a_build_is_of_one_instruction_set(monkeypatch):
     [
         ("compiler", "ValueError: no C compiler"),
         ("choice", "chooses other heads"),
-        ("float32", "gradients of the weight are not those of PyTorch (released, tokens torch.float32"),
-        ("renormalised", "gradients of tokens are not those of PyTorch (renormalised, tokens torch.float32"),
+        (
+            "float32",
+            "gradients of the weight are not those of PyTorch (released, tokens torch.float32",
+        ),
+        (
+            "renormalised",
+            "gradients of tokens are not those of PyTorch (renormalised, tokens torch.float32",
+        ),
     ],
 )
 def test_kernels_that_do_not_work_on_a_gpu_are_left_out(broken, said, monkeypatch, caplog):

@@ -101,7 +101,9 @@ def test_what_stands_around_a_linear_layer_counts(kind, way, crosses):
         if way is Adapter and name != "router.noise":  # which is for training
             y, stats = layer(x, context)
             (y.square().sum() + stats.logits.square().sum()).backward()
-            if kind != "mae" or "router" not in name:  # in mode "argmax" nothing is trained through the gate
+            if (
+                kind != "mae" or "router" not in name
+            ):  # in mode "argmax" nothing is trained through the gate
                 assert layer.get_submodule(name).B.grad.norm() > 0, name
 
 
@@ -112,10 +114,17 @@ def test_dynamic_quantisation_leaves_routers_in_float(kind):
     if options["router"] == "query_norm":
         options["budget"] = (2, 4)  # queries are rounded, so its choice may differ
     layer = build(**options)
-    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(layer), {nn.Linear}, dtype=torch.qint8)
+    quantised = torch.ao.quantization.quantize_dynamic(
+        copy.deepcopy(layer), {nn.Linear}, dtype=torch.qint8
+    )
     x = torch.randn(B, N, C)
     with torch.no_grad():
         y, want = quantised(x)[0], layer(x)[0]
     assert 0 < (y - want).norm() < 0.1 * want.norm()
-    assert all(isinstance(linear, torch.ao.nn.quantized.dynamic.Linear) for linear in quantised.projections)
-    assert all(torch.equal(p, q) for p, q in zip(layer.router.parameters(), quantised.router.parameters(), strict=True))
+    assert all(
+        isinstance(linear, torch.ao.nn.quantized.dynamic.Linear) for linear in quantised.projections
+    )
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(layer.router.parameters(), quantised.router.parameters(), strict=True)
+    )

@@ -5,7 +5,13 @@ import math
 import pytest
 import torch
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, load_balance_loss, moa_balance_loss, router_z_loss
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    load_balance_loss,
+    moa_balance_loss,
+    router_z_loss,
+)
 from moh_vision.attention.losses import RoutedTask
 from moh_vision.attention.routers.dense import DenseRouter
 from moh_vision.attention.routers.moa import MoARouter
@@ -25,12 +31,17 @@ def test_is_equation_7_scaled_by_the_candidates_and_averaged_over_routed_layers(
     only_dense = load_balance_loss(stats[1:2])
     assert only_dense.item() == 0 and not only_dense.requires_grad
     balanced = [MoARouter(16, HeadBudget(8, 4, 0, 3))(x).stats]  # a new one is uniform
-    assert (load_balance_loss(balanced).item(), moa_balance_loss(balanced).item()) == pytest.approx((3, 1))
+    assert (load_balance_loss(balanced).item(), moa_balance_loss(balanced).item()) == pytest.approx(
+        (3, 1)
+    )
 
 
 @pytest.mark.parametrize("loss", [load_balance_loss, moa_balance_loss])
 def test_two_processes_with_counts_summed_equal_one_batch(loss):
-    router, x = MoARouter(16, HeadBudget(8, 4, 0, 3)).double(), torch.randn(4, 5, 16, dtype=torch.float64)
+    router, x = (
+        MoARouter(16, HeadBudget(8, 4, 0, 3)).double(),
+        torch.randn(4, 5, 16, dtype=torch.float64),
+    )
     torch.nn.init.normal_(router.gate.weight)
     stats, sent = [[router(half).stats] for half in x.chunk(2)], []
     for half in stats:
@@ -58,7 +69,9 @@ def moa_by_hand(stats):
     """L_a and L_z of Zhang 2022, eq. 13 to 17, token by token."""
     balance = z = 0.0
     for probs, _, logits in stats:
-        tokens = [(p.tolist(), row.tolist()) for p, row in zip(probs.flatten(0, 1), logits.flatten(0, 1))]
+        tokens = [
+            (p.tolist(), row.tolist()) for p, row in zip(probs.flatten(0, 1), logits.flatten(0, 1))
+        ]
         E, k = len(tokens[0][0]), 2
         f, P = [0] * E, [0.0] * E
         for p, row in tokens:
@@ -74,7 +87,10 @@ def moa_by_hand(stats):
 def test_each_router_has_its_own_losses(monkeypatch):
     """A model may mix routers: dense cross-attention beside MoA, MoH beside both."""
     budgets = dict(moa=(0, 2), dense=(6, 0), moh=(2, 2), mae=(6, 0))
-    layers = [HeadMixtureAttention(24, HeadBudget(6, 4, *b), router=router) for router, b in budgets.items()]
+    layers = [
+        HeadMixtureAttention(24, HeadBudget(6, 4, *b), router=router)
+        for router, b in budgets.items()
+    ]
     layers.append(HeadMixtureAttention(24, HeadBudget(6, 4, 0, 2), router="moa"))
     model, x = torch.nn.ModuleList(layers), torch.randn(3, 5, 24)
     for layer in (layers[0], layers[-1]):
@@ -85,13 +101,23 @@ def test_each_router_has_its_own_losses(monkeypatch):
     losses = RoutedTask(model, 0.5).losses(torch.tensor(1.0), stats)
     assert losses["moa_balance_loss"].item() == pytest.approx(balance, rel=1e-5) and balance > 2
     assert losses["z_loss"].item() == pytest.approx(z, rel=1e-5)
-    assert losses["loss"].item() == pytest.approx(1 + 0.5 * moh + 0.01 * balance + 0.001 * z, rel=1e-6)
-    assert [name for name, value in losses.items() if name != "head_runs" and value.requires_grad] == ["loss"]
+    assert losses["loss"].item() == pytest.approx(
+        1 + 0.5 * moh + 0.01 * balance + 0.001 * z, rel=1e-6
+    )
+    assert [
+        name for name, value in losses.items() if name != "head_runs" and value.requires_grad
+    ] == ["loss"]
     assert [len(runs) for runs in losses["head_runs"]] == [7] * 5
-    weighed = RoutedTask(model, 0.0, moa_balance_weight=2.0, z_weight=3.0).losses(torch.tensor(1.0), stats)["loss"]
+    weighed = RoutedTask(model, 0.0, moa_balance_weight=2.0, z_weight=3.0).losses(
+        torch.tensor(1.0), stats
+    )["loss"]
     assert weighed.item() == pytest.approx(1 + 2 * balance + 3 * z, rel=1e-6)
-    monkeypatch.setattr("moh_vision.attention.losses.sum_over_processes", lambda counts: counts.flip(0))
-    elsewhere = RoutedTask(model, 0.5).losses(torch.tensor(1.0), stats)  # tokens of other processes count too
+    monkeypatch.setattr(
+        "moh_vision.attention.losses.sum_over_processes", lambda counts: counts.flip(0)
+    )
+    elsewhere = RoutedTask(model, 0.5).losses(
+        torch.tensor(1.0), stats
+    )  # tokens of other processes count too
     assert all(elsewhere[name] != losses[name] for name in ("balance_loss", "moa_balance_loss"))
     plain = RoutedTask(model[1:4], 0.5).losses(torch.tensor(1.0), stats[1:4])
     assert list(plain) == ["loss", "task_loss", "balance_loss", "head_runs"]

@@ -34,14 +34,18 @@ def takes(folder, monkeypatch):
 
     def set_ratio(ratio):
         asked = []
-        monkeypatch.setattr(measuring, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1])
+        monkeypatch.setattr(
+            measuring, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1]
+        )
         return asked
 
     return set_ratio
 
 
 def layer_of(active=2, training=False, **kwargs):
-    return HeadMixtureAttention(32, HeadBudget(4, 8, 0, active), scope="sample", **kwargs).train(training)
+    return HeadMixtureAttention(32, HeadBudget(4, 8, 0, active), scope="sample", **kwargs).train(
+        training
+    )
 
 
 def picked(model, *inputs, **named):
@@ -68,12 +72,16 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
     asked = takes(0.5)
     rows = moh_vision.measure(layer, x)
     assert [row for kind in rows.values() for row in kind] == [[9, 9, 4, 2, SKIPS[path], 0.5]]
-    assert capsys.readouterr().out.splitlines()[1:] == [f"  {SKIPS[path]:<15} 0.50 of the time of all heads"]
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        f"  {SKIPS[path]:<15} 0.50 of the time of all heads"
+    ]
     assert picked(layer, x) == [SKIPS[path]]
     assert picked(layer.train(), x) == ["Masked"]  # training was not measured
     takes(0.96)
     moh_vision.measure(layer, x)
-    assert picked(layer, x) == ["Masked"] and picked(layer.eval(), x) == [SKIPS[path]]  # that row was known
+    assert picked(layer, x) == ["Masked"] and picked(layer.eval(), x) == [
+        SKIPS[path]
+    ]  # that row was known
     assert len(asked) == 1
 
     measured.use_table(None)  # as in a process that starts later
@@ -82,9 +90,13 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
 
 def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
     takes(0.96)
-    moh_vision.measure(HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), torch.randn(4, 9, 32))
+    moh_vision.measure(
+        HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), torch.randn(4, 9, 32)
+    )
     training, *of_training, inference, _, _, _, tokens = capsys.readouterr().out.splitlines()
-    assert training.startswith("training 4 heads") and training.endswith("4 x 9 to 9 tokens, 2 heads: all heads")
+    assert training.startswith("training 4 heads") and training.endswith(
+        "4 x 9 to 9 tokens, 2 heads: all heads"
+    )
     assert [line.split(maxsplit=1) for line in of_training] == [
         ["WholeSequences", "needs heads that are chosen per sequence"],
         ["Sequences", "needs heads that are chosen per sequence"],
@@ -92,7 +104,11 @@ def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
         ["Tokens", "no compiled operator runs the call (dropout)"],
     ]
     assert inference.startswith("inference") and inference.endswith("all heads")
-    took = "0.96 of the time of all heads" if path == "cpp" else "no compiled operator runs the call (attention runs"
+    took = (
+        "0.96 of the time of all heads"
+        if path == "cpp"
+        else "no compiled operator runs the call (attention runs"
+    )
     assert tokens.split(maxsplit=1)[0] == "Tokens" and took in tokens
 
 
@@ -119,14 +135,21 @@ def test_other_calls_do_not_follow(takes):
     layer, x = layer_of(), torch.randn(4, 9, 32)
     moh_vision.measure(layer, x)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
-    assert picked(layer, x) != picked(layer, x[:, :8]) == picked(layer, x, attn_mask=mask) == ["Masked"]
+    assert (
+        picked(layer, x)
+        != picked(layer, x[:, :8])
+        == picked(layer, x, attn_mask=mask)
+        == ["Masked"]
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert picked(layer, x) == ["Masked"]
 
 
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("kind", ["output", "gradient", "unread memory", "a head that no token chose", "raises"])
+@pytest.mark.parametrize(
+    "kind", ["output", "gradient", "unread memory", "a head that no token chose", "raises"]
+)
 def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, monkeypatch, caplog):
     takes(0.1)
     attend = sequences.Sequences.attend
@@ -157,10 +180,19 @@ def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, mon
 
 def test_what_is_measured_for_real(path, folder):
     """All ways that a CPU has, with the clock; a layer, MAE's statistics and the draws that follow stay as they were."""
-    layer, mae = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), dict(mode="argmax")
-    model = nn.ModuleList([layer, HeadMixtureAttention(32, HeadBudget(4, 8, 4, 0), router="mae", router_kwargs=mae)])
+    layer, mae = (
+        HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1),
+        dict(mode="argmax"),
+    )
+    model = nn.ModuleList(
+        [layer, HeadMixtureAttention(32, HeadBudget(4, 8, 4, 0), router="mae", router_kwargs=mae)]
+    )
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    x, mask, state = torch.randn(3, 9, 32), torch.ones(9, 9, dtype=torch.bool).tril(), torch.random.get_rng_state()
+    x, mask, state = (
+        torch.randn(3, 9, 32),
+        torch.ones(9, 9, dtype=torch.bool).tril(),
+        torch.random.get_rng_state(),
+    )
     with torch.autocast("cpu", torch.bfloat16):
         in_16_bits = moh_vision.measure(layer, x[:2])
     assert all(row[5] is not None for kind in in_16_bits.values() for row in kind)
@@ -180,9 +212,13 @@ def test_the_interpreter_of_triton(path, takes):
     takes(0.5)
     layer, x = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval(), torch.randn(1, 5, 32)
     rows = moh_vision.measure(layer, x)
-    assert [kind[0][4:] for kind in rows.values()] == [["OnGpu", 0.5]] and picked(layer, x) == ["OnGpu"]
+    assert [kind[0][4:] for kind in rows.values()] == [["OnGpu", 0.5]] and picked(layer, x) == [
+        "OnGpu"
+    ]
     table = json.loads(json.dumps(measured.table()))
-    refuse("measured on another card, this is", measured.use_table, dict(table, device="another card"))
+    refuse(
+        "measured on another card, this is", measured.use_table, dict(table, device="another card")
+    )
 
 
 def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monkeypatch):
@@ -202,7 +238,9 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
     refuse("MOH_VISION_MEASURE=no: only auto .* and off", lambda: moh_vision.measure(layer, x))
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"rows": {"a": [[1, 2]]}}'])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"\xff", b"{}", b"[]", b'{"rows": {"a": [[1, 2]]}}']
+)
 def test_a_damaged_cache_is_ignored_and_replaced(takes, content, caplog):
     takes(0.5)
     place = measured.place()
@@ -225,7 +263,11 @@ test_a_malformed_table_is_refused = each_refused(
     lambda table: measured.use_table(dict(device="", rows=table)),
     *(
         (table, "rows of the table of auto are four numbers, a name and a ratio")
-        for row in ([1, 2, 3, 4, 5, 6], [1, True, 3, 4, "Masked", None], [1, 2, 3, 4, "Masked", None, 7])
+        for row in (
+            [1, 2, 3, 4, 5, 6],
+            [1, True, 3, 4, "Masked", None],
+            [1, 2, 3, 4, "Masked", None, 7],
+        )
         for table in ([], {"a": 1}, {"a": [row]})
     ),
 )
@@ -235,14 +277,22 @@ test_a_malformed_table_is_refused = each_refused(
 @pytest.mark.parametrize("ratio", [0.5, 1.1])
 def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio):
     takes(ratio)
-    model, x, pairs = scramble(small()), torch.randn(2, 3, 64, 64), {"AggregatedPairs", "CosinePairs"}
+    model, x, pairs = (
+        scramble(small()),
+        torch.randn(2, 3, 64, 64),
+        {"AggregatedPairs", "CosinePairs"},
+    )
     rows = moh_vision.measure(model, x)
     assert {len(kind) for kind in rows.values()} == {1} and "pool" in " ".join(rows)
-    assert {row[4] for kind in rows.values() for row in kind} <= (pairs if ratio < 1 else {"Masked"})
+    assert {row[4] for kind in rows.values() for row in kind} <= (
+        pairs if ratio < 1 else {"Masked"}
+    )
     assert bool(pairs & set(picked(model, x))) == (ratio < 1)
 
 
-@pytest.mark.skipif(torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: all heads run")
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="is_exporting() is True under torch.compile: all heads run"
+)
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     asked = takes(0.5)

@@ -10,7 +10,18 @@ from typing import NamedTuple
 import attend_backends as backends
 import pytest
 import torch
-from attend_backends import CPP, CPP16, DEVICE, EAGER, OPS, TRITON, TRITON16, list_for_triton, on, outputs_and_gradients
+from attend_backends import (
+    CPP,
+    CPP16,
+    DEVICE,
+    EAGER,
+    OPS,
+    TRITON,
+    TRITON16,
+    list_for_triton,
+    on,
+    outputs_and_gradients,
+)
 from conftest import ROOT
 from torch.nn import functional as F
 
@@ -29,7 +40,9 @@ class Case(NamedTuple):
     G: int
     D: int
     M: int | None = None  # N
-    share: float | None = None  # of the tokens that run a head; None: another share in every sequence and head
+    share: float | None = (
+        None  # of the tokens that run a head; None: another share in every sequence and head
+    )
     counts: list | None = None  # how many tokens run head h of sequence b, instead
     mask: str | None = None
     is_causal: bool = False
@@ -44,12 +57,14 @@ MASKS = {  # of which scores are seen, and what is added to them [B, H, N, M]
     "bool": lambda seen, added: seen,
     "bool of one head": lambda seen, added: seen[-1:, :1],
     "bool of keys": lambda seen, added: seen[:, :1, :1],  # in the first sequence there is none
-    "a head's that hides everything": lambda seen, added: torch.ones_like(seen[:1, :, :1]).index_fill(
-        1, torch.tensor(1), False
-    ),
+    "a head's that hides everything": lambda seen, added: torch.ones_like(
+        seen[:1, :, :1]
+    ).index_fill(1, torch.tensor(1), False),
     "float": lambda seen, added: added,
     "float, minus infinity": lambda seen, added: added.masked_fill(~seen, -math.inf),
-    "float, minus infinity, one for all": lambda seen, added: added.masked_fill(~seen, -math.inf)[:1, :1],
+    "float, minus infinity, one for all": lambda seen, added: added.masked_fill(~seen, -math.inf)[
+        :1, :1
+    ],
     "one for all": lambda seen, added: added[:1, :1],
     "expanded": lambda seen, added: added[:, :1].expand_as(added),
     "strided": lambda seen, added: added.transpose(1, 2).contiguous().transpose(1, 2),
@@ -81,13 +96,17 @@ CASES = {
     # Segments read any of six rows of keys, as where sequences choose their heads: one nothing, since it is empty, some the
     # same; nobody reads row 2.
     "source": Case(ON_CPU, 2, 60, 4, 6, 64, source=[5, 0, -1, 3, 1, 5, 4, 4]),
-    "source, mask": Case(PAIRS, 2, 30, 4, 6, 16, M=21, source=[5, 0, -1, 3, 1, 5, 4, 4], mask="bool"),
+    "source, mask": Case(
+        PAIRS, 2, 30, 4, 6, 16, M=21, source=[5, 0, -1, 3, 1, 5, 4, 4], mask="bool"
+    ),
     # Scores of several hundred: the softmax must take the highest off first, in every block.
     "large scores": Case(CPP16, 2, 1030, 4, 2, 64, scale=60),
     "1100 tokens, padding": Case(PAIRS, 2, 1100, 2, 2, 16, share=0.3, mask="bool of keys"),
     **{f"mask: {mask}": Case(PAIRS, 2, 70, 4, 2, 32, share=0.5, mask=mask) for mask in MASKS},
     **{
-        f"mask: {mask}, {N=} {is_causal=}": Case(CPP16, 2, N, 4, 2, 64, mask=mask, is_causal=is_causal)
+        f"mask: {mask}, {N=} {is_causal=}": Case(
+            CPP16, 2, N, 4, 2, 64, mask=mask, is_causal=is_causal
+        )
         for mask in MASKS
         for N in (30, 600)
         for is_causal in (False, True)
@@ -96,14 +115,31 @@ CASES = {
         f"mask: {mask}, cross, {is_causal=}": Case(
             (TRITON,), 2, 20, 4, 2, 16, 27, 0.5, mask=mask, is_causal=is_causal, keys="contiguous"
         )
-        for mask in ("bool", "bool of keys", "float, minus infinity", "float, minus infinity, one for all")
+        for mask in (
+            "bool",
+            "bool of keys",
+            "float, minus infinity",
+            "float, minus infinity, one for all",
+        )
         for is_causal in (False, True)[: 1 + (mask == "bool of keys")]
     },
     "transposed mask and keys of one sequence": Case(
-        (TRITON,), 2, 18, 2, 2, 16, M=21, share=0.5, mask="transposed", gates=1, keys="of one sequence, across"
+        (TRITON,),
+        2,
+        18,
+        2,
+        2,
+        16,
+        M=21,
+        share=0.5,
+        mask="transposed",
+        gates=1,
+        keys="of one sequence, across",
     ),
     **{
-        f"gates, {D=} {is_causal=}": Case((TRITON,), 2, 20, 3, 3, D, share=0.5, gates="tokens", is_causal=is_causal)
+        f"gates, {D=} {is_causal=}": Case(
+            (TRITON,), 2, 20, 3, 3, D, share=0.5, gates="tokens", is_causal=is_causal
+        )
         for D, is_causal in ((24, False), (32, True), (72, True), (80, False))
     },
     **{
@@ -112,12 +148,16 @@ CASES = {
         )
         for D in (48, 96, 256)
     },
-    "gates, 16 bits": Case(TRITON16, 1, 40, 2, 2, 72, share=0.5, gates="tokens", small_blocks=False),
+    "gates, 16 bits": Case(
+        TRITON16, 1, 40, 2, 2, 72, share=0.5, gates="tokens", small_blocks=False
+    ),
     "gates, few pairs": Case((TRITON,), 1, 40, 3, 3, 24, share=0.1, gates="tokens"),
     "sequences choose": Case(
         (TRITON,), 3, 21, 4, 4, 16, counts=[[0, 21, 0], [0, 0, 21], [21] * 3, [0, 21, 0]], gates=1
     ),
-    "sequences choose, gates": Case((TRITON,), 2, 20, 3, 3, 24, counts=[[20, 0], [20, 0], [0, 20]], gates="tokens"),
+    "sequences choose, gates": Case(
+        (TRITON,), 2, 20, 3, 3, 24, counts=[[20, 0], [20, 0], [0, 20]], gates="tokens"
+    ),
     **{
         f"gates, causal, {M=}": Case(
             (TRITON,), 1, 40, 2, 1, 16, M, 0.5, gates="tokens", is_causal=True, keys="contiguous"
@@ -205,7 +245,11 @@ def test_attend_equals_a_loop(backend, name, request):
     do = slope_of(given)
     got = outputs_and_gradients(backend, **given, do=do)
 
-    exact = {key: given[key].double().requires_grad_() for key in ("q", "k", "v", "gates") if given[key] is not None}
+    exact = {
+        key: given[key].double().requires_grad_()
+        for key in ("q", "k", "v", "gates")
+        if given[key] is not None
+    }
     o, lse = backends.attend_in_a_loop(**{**given, **exact})
     grads = torch.autograd.grad(o, list(exact.values()), do.double())
     if backend.path == "cpp":  # such rows are infinite, so that backward's exponential is 0
@@ -219,11 +263,15 @@ def test_attend_equals_a_loop(backend, name, request):
     for key, exactly in want.items():
         have, finite = got[key], exactly.isfinite()
         assert have.shape == exactly.shape, key
-        assert torch.equal(have.isfinite(), finite) and torch.equal(have[~finite].double(), exactly[~finite]), key
+        assert torch.equal(have.isfinite(), finite) and torch.equal(
+            have[~finite].double(), exactly[~finite]
+        ), key
         if finite.any():
             error, size = (have - exactly)[finite].abs().max(), exactly[finite].abs().max()
             rounding = 1e-6 if backend in PAIRS else 0
-            assert error <= backend.tolerance * size.clamp_min(1e-3) + rounding, f"{key}: {error} of {size}"
+            assert error <= backend.tolerance * size.clamp_min(1e-3) + rounding, (
+                f"{key}: {error} of {size}"
+            )
     off = ~active
     assert not got["o"][off].any() and not got["dq"].transpose(1, 2)[off].any()
     if case.gates == "tokens":
@@ -244,7 +292,8 @@ def draw_linears(B, N, H, D, C, share):
 
 
 LINEARS = [
-    (*shape[:3], shape[4], C, shape[6]) for shape, C in zip(SHAPES, (64, 72, 50, 64, 64, 40, 64, 64, 40, 64, 32))
+    (*shape[:3], shape[4], C, shape[6])
+    for shape, C in zip(SHAPES, (64, 72, 50, 64, 64, 40, 64, 64, 40, 64, 32))
 ]
 
 
@@ -259,12 +308,21 @@ def test_project_and_combine_equal_linear_layers(backend, sizes):
     tensors = [t.requires_grad_() for t in tensors]
     y = project_and_combine(*tensors, active)
     slope = torch.randn(want.shape)
-    grads = torch.autograd.grad((y * slope).sum(), tensors), torch.autograd.grad((want * slope).sum(), exact)
-    for key, got, exactly in zip(("y", *"x w b gates wo bo".split()), (y, *grads[0]), (want, *grads[1])):
+    grads = (
+        torch.autograd.grad((y * slope).sum(), tensors),
+        torch.autograd.grad((want * slope).sum(), exact),
+    )
+    for key, got, exactly in zip(
+        ("y", *"x w b gates wo bo".split()), (y, *grads[0]), (want, *grads[1])
+    ):
         assert (got - exactly).abs().max() <= 2e-5 * exactly.abs().max() + 1e-6, key
 
 
-LOWEST = [*((backend, torch.finfo(torch.float32).min) for backend in CPP16), (TRITON, -1e9), (TRITON, -1e12)]
+LOWEST = [
+    *((backend, torch.finfo(torch.float32).min) for backend in CPP16),
+    (TRITON, -1e9),
+    (TRITON, -1e12),
+]
 
 
 @pytest.mark.parametrize("backend, lowest", LOWEST, ids=str, indirect=["backend"])
@@ -289,7 +347,9 @@ def test_nan_stays_in_its_row(backend, small_blocks):
     do = slope_of(given)
     clean = outputs_and_gradients(backend, **given, do=do)
     given["q"] = given["q"].clone()
-    given["q"][1, 0, 7, 3] = math.nan  # head 0 runs for all tokens, and the first head's pairs come first
+    given["q"][1, 0, 7, 3] = (
+        math.nan
+    )  # head 0 runs for all tokens, and the first head's pairs come first
     dirty = outputs_and_gradients(backend, **given, do=do)
     rows = dict(o=(1, 7, 0), lse=given["q"].shape[2] + 7, dq=(1, 0, 7))
     for name in ("o", "lse", "dq") if backend.path == "cpp" else ("o",):
@@ -320,7 +380,10 @@ def test_sequences_far_apart(backend, small_blocks):
     near = torch.randn(B, N, 3, H, D).permute(2, 0, 3, 1, 4).half().to(DEVICE)
     memory = torch.empty(far + near[:, 0].numel(), dtype=near.dtype, device=DEVICE)
     apart = memory.as_strided(near.shape, (H * D, far, D, 3 * H * D, 1)).copy_(near)
-    pairs, do = list_for_triton(some_active(B, N, H, 0.5)), torch.randn(B, N, H * D, device=DEVICE).half()
+    pairs, do = (
+        list_for_triton(some_active(B, N, H, 0.5)),
+        torch.randn(B, N, H * D, device=DEVICE).half(),
+    )
     results = []
     for rows in (near, apart):
         leaves = [x.detach().requires_grad_() for x in rows]
@@ -338,7 +401,11 @@ def test_same_bits(backend, N, small_blocks):
     case = Case((backend,), 2, N, 4, *((1, 72) if backend == CPP else (2, 64)))
     if backend == TRITON:
         case = Case((backend,), 2, N, 2, 2, 16, share=0.5, gates="tokens", is_causal=True)
-    given, (tensors, active), results = draw(case, backend.dtype), draw_linears(2, N, 4, 72, 100, None), []
+    given, (tensors, active), results = (
+        draw(case, backend.dtype),
+        draw_linears(2, N, 4, 72, 100, None),
+        [],
+    )
     tensors, do = [t.requires_grad_() for t in tensors], slope_of(given)
     for count in (1, 2) if backend == TRITON else (1, 2, 3):
         with backends.threads(count):
@@ -357,7 +424,9 @@ def arguments(dtype=torch.float32, N=37, D=24):
     given = draw(Case((), 2, N, 3, 3, D), dtype)
     q = kernels.select(given["q"].transpose(1, 2), pairs, 3).float()
     k, v = given["k"], given["v"]
-    q, k, v, x, w, b, gates, wo = (t.detach().requires_grad_() for t in (q.to(dtype), k, v, x, w, b, gates, wo))
+    q, k, v, x, w, b, gates, wo = (
+        t.detach().requires_grad_() for t in (q.to(dtype), k, v, x, w, b, gates, wo)
+    )
     return dict(
         project=(x, w, b, *pairs, 3),
         attend=(q, k, v, *pairs, 3, N, None, dtype != torch.float32, None),
@@ -366,9 +435,15 @@ def arguments(dtype=torch.float32, N=37, D=24):
 
 
 def arguments_of_triton():
-    q, k, v = (x.requires_grad_() for x in torch.randn(1, 6, 3, 2, 16, device=DEVICE).permute(2, 0, 3, 1, 4).unbind())
+    q, k, v = (
+        x.requires_grad_()
+        for x in torch.randn(1, 6, 3, 2, 16, device=DEVICE).permute(2, 0, 3, 1, 4).unbind()
+    )
     weights = torch.rand(1, 6, 2, device=DEVICE, requires_grad=True)
-    pairs, mask = list_for_triton(some_active(1, 6, 2, 0.5), tail=0), torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8
+    pairs, mask = (
+        list_for_triton(some_active(1, 6, 2, 0.5), tail=0),
+        torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8,
+    )
     return q, k, v, weights, *pairs, False, mask
 
 
@@ -382,7 +457,9 @@ def test_operators_are_registered_as_torch_asks(backend):
     inputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in (o, q, k, v, o, lse, *rest)]
     if backend == TRITON:
         torch.library.opcheck(backend.operators.attend_backward.default, inputs)
-    assert {x.dtype for x in (o, *backend.operators.attend_backward(*inputs)[:3])} == {backend.dtype}
+    assert {x.dtype for x in (o, *backend.operators.attend_backward(*inputs)[:3])} == {
+        backend.dtype
+    }
 
 
 @on(CPP, *CPP16[:1])
@@ -440,7 +517,11 @@ def test_smaller_instruction_sets(isa, backend):
         "print(torch.backends.cpu.get_cpu_capability())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT / "tests/attention", capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=ROOT / "tests/attention",
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split()[-1].lower() == isa

@@ -30,14 +30,22 @@ def test_one_mask_out_of_many(past, tokens, causal, crosses, padded, given):
     if given == "bool of tokens":
         allowed = torch.rand(tokens, 1) > 0.3
     mask = None if given is None else torch.randn(tokens, keys) if given == "additive" else allowed
-    got, is_causal = visible(mask, causal, padding, crosses, tokens, keys, past, torch.device("cpu"))
+    got, is_causal = visible(
+        mask, causal, padding, crosses, tokens, keys, past, torch.device("cpu")
+    )
     assert not (is_causal and got is not None)
     if got is None:
-        got = torch.ones(tokens, keys, dtype=torch.bool).tril() if is_causal else torch.ones(tokens, keys).bool()
+        got = (
+            torch.ones(tokens, keys, dtype=torch.bool).tril()
+            if is_causal
+            else torch.ones(tokens, keys).bool()
+        )
     got = got.expand(2, 1, tokens, keys)[:, 0]
     for b, n, m in product(range(2), range(tokens), range(keys)):
         seen = not (causal and m > past + n) and not (padded and padding[b, m])
         if given in ("bool", "bool of tokens"):
             seen = seen and bool(allowed.expand(tokens, keys)[n, m])
         seen = seen or (padded and not crosses and padding[b, m] and m == past + n)
-        assert got[b, n, m] == (seen if got.dtype == torch.bool else mask[n, m] if seen else float("-inf"))
+        assert got[b, n, m] == (
+            seen if got.dtype == torch.bool else mask[n, m] if seen else float("-inf")
+        )

@@ -5,7 +5,13 @@ import torch
 from refusals import each_refused
 from torch import nn
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, load_balance_loss, resolve_budget, set_routed_heads
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    load_balance_loss,
+    resolve_budget,
+    set_routed_heads,
+)
 from moh_vision.attention.routers.query_norm import QueryNormRouter
 
 B, N, C, H, D, GROUP = 3, 7, 24, 8, 4, 2
@@ -16,7 +22,9 @@ ONE = HeadBudget(6, D, 2, 2)
 def test_the_longest_queries_run_with_weight_one():
     router = QueryNormRouter(C, ONE).eval()
     assert not list(router.parameters())
-    lengths = torch.tensor([[9.0, 9.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 6])  # equal norms take the first
+    lengths = torch.tensor(
+        [[9.0, 9.0, 1.0, 4.0, 2.0, 3.0], [1.0] * 6]
+    )  # equal norms take the first
     q = lengths.t().view(1, 6, 2, 1).expand(1, 6, 2, D)
     with torch.no_grad():
         routing = router(torch.zeros(1, 2, C), q)
@@ -38,7 +46,9 @@ def test_the_gradient_is_that_of_the_softmax():
 def test_it_sees_queries_before_their_norm():
     layer = HeadMixtureAttention(C, ONE, router="query_norm", qk_norm=True)
     with torch.no_grad():
-        layer.qkv.weight[3 * D : 4 * D] *= 100  # head 3 has the longest query, which a norm would hide
+        layer.qkv.weight[3 * D : 4 * D] *= (
+            100  # head 3 has the longest query, which a norm would hide
+        )
     assert layer(torch.randn(1, N, C))[1].counts[0, 3] == N
 
 
@@ -68,13 +78,19 @@ def test_a_group_is_one_wide_head(padded):
     torch.testing.assert_close(a, b)
     assert a[:, 2:].norm() > 1e-3
     # MoH's loss in heads is the loss in groups times the heads of one.
-    torch.testing.assert_close(load_balance_loss([got.stats]), GROUP * load_balance_loss([want.stats]))
+    torch.testing.assert_close(
+        load_balance_loss([got.stats]), GROUP * load_balance_loss([want.stats])
+    )
 
     with torch.no_grad():  # whole groups run
         got, want = grouped(x, q, padding), single(x, wide, padding)
-    assert torch.equal(got.active, per_head(want.active)) and torch.equal(got.active, got.weights > 0)
+    assert torch.equal(got.active, per_head(want.active)) and torch.equal(
+        got.active, got.weights > 0
+    )
     assert (got.active.sum(-1) == BUDGET.active).all() and got.active[..., : BUDGET.shared].all()
-    assert len(got.active.flatten(0, 1).unique(dim=0)) == 3  # the choices differ from token to token
+    assert (
+        len(got.active.flatten(0, 1).unique(dim=0)) == 3
+    )  # the choices differ from token to token
 
 
 @pytest.mark.parametrize("budget", [(H, 0), (6, 2)], ids=["all shared", "one group to choose from"])
@@ -93,7 +109,9 @@ def test_the_choice_alone_is_the_same_choice(group, dtype):
     for q in (torch.randn(B, H, N, D).to(dtype), torch.ones(B, H, N, D, dtype=dtype)):
         with torch.no_grad():
             want, got = router(torch.randn(B, N, C, dtype=dtype), q), router.choose(q)
-        assert torch.equal(got.active, want.active) and torch.equal(got.weights.to(want.weights), want.weights)
+        assert torch.equal(got.active, want.active) and torch.equal(
+            got.weights.to(want.weights), want.weights
+        )
         assert got.active.sum(-1).unique().tolist() == [BUDGET.active]
 
 
@@ -109,7 +127,9 @@ def test_shares_are_rounded_to_whole_groups(spec, group):
 
 def model(group=4):
     options = dict(kv_heads=4, router_kwargs=dict(group=group))
-    return nn.ModuleList(HeadMixtureAttention(32, HeadBudget(16, 2, 4, 8), "query_norm", **options) for _ in range(2))
+    return nn.ModuleList(
+        HeadMixtureAttention(32, HeadBudget(16, 2, 4, 8), "query_norm", **options) for _ in range(2)
+    )
 
 
 def test_changing_the_budget_of_a_model():
@@ -134,9 +154,21 @@ test_refused_routers = each_refused(
 WHOLE = r"is not a pair of multiples of group=4"
 test_refused_budgets = each_refused(
     lambda make: make(),
-    (lambda: resolve_budget(0.5, 2, 8, 4, group=3), "head_budget, layer 0: heads=8 is not a multiple of group=3"),
-    (lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4), rf"layer 1: \(4, 6\) {WHOLE}: heads are chosen in"),
+    (
+        lambda: resolve_budget(0.5, 2, 8, 4, group=3),
+        "head_budget, layer 0: heads=8 is not a multiple of group=3",
+    ),
+    (
+        lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4),
+        rf"layer 1: \(4, 6\) {WHOLE}: heads are chosen in",
+    ),
     (lambda: set_routed_heads(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
-    (lambda: set_routed_heads(model(), 0.25), r"head_budget 0.25: .* \(counted in groups of 4 heads\)"),
-    (lambda: model(group=2), "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"),
+    (
+        lambda: set_routed_heads(model(), 0.25),
+        r"head_budget 0.25: .* \(counted in groups of 4 heads\)",
+    ),
+    (
+        lambda: model(group=2),
+        "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head",
+    ),
 )

@@ -13,7 +13,9 @@ from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
 from moh_vision.attention.kernels.route import route
 from moh_vision.attention.routers import MoARouter, MoHRouter
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of the interpreter: NaN and infinity
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::RuntimeWarning"
+)  # numpy's, of the interpreter: NaN and infinity
 
 # candidates, shared, routed, kind, whether both groups are balanced
 ROUTERS = {
@@ -38,7 +40,10 @@ ROUTERS = {
     "MoA, all": (8, 0, 8, "renormalised", False),
     "200 candidates": (200, 0, 5, "renormalised", False),
 }
-SEPARATE, TOGETHER = ((0,), (1,), (2,)), ((0, 1, 2),)  # which of `differentiable` a gradient comes through
+SEPARATE, TOGETHER = (
+    ((0,), (1,), (2,)),
+    ((0, 1, 2),),
+)  # which of `differentiable` a gradient comes through
 on_every = on(CPP, TRITON, EAGER)
 on_compiled = on(CPP, TRITON)  # one operator: they differ from plain PyTorch in what a test says
 
@@ -55,7 +60,9 @@ def make(backend, name, shape=(2, 37, 50), dtype=torch.float32):
     rows = candidates + (shared if shared > 1 else 0) + 2 * balance
     x = torch.randint(-4, 5, shape) / 4
     weight = torch.randint(-8, 9, (rows, shape[-1])) / 16
-    return x.to(backend.device, dtype).requires_grad_(), weight.to(backend.device, dtype).requires_grad_()
+    return x.to(backend.device, dtype).requires_grad_(), weight.to(
+        backend.device, dtype
+    ).requires_grad_()
 
 
 def some_padding(B, N, backend):
@@ -75,7 +82,9 @@ def compare(backend, x, weight, name, padding=None, tolerance=1e-5, through=TOGE
     ours = route(x, weight, *ROUTERS[name], padding)
     x2, weight2 = (t.detach().double().requires_grad_() for t in (x, weight))
     want = oracle(x2, weight2, name, padding)
-    assert torch.equal(ours.active, want.active) and torch.equal(ours.stats.counts, want.stats.counts.float())
+    assert torch.equal(ours.active, want.active) and torch.equal(
+        ours.stats.counts, want.stats.counts.float()
+    )
     assert not ours.stats.counts.requires_grad
     if backend == EAGER:
         assert ours.pairs is None
@@ -87,14 +96,21 @@ def compare(backend, x, weight, name, padding=None, tolerance=1e-5, through=TOGE
         near(got, expected, atol=tolerance)
     for chosen in through:
         slopes = [torch.randn_like(differentiable(ours)[i]) for i in chosen]
-        losses = [sum((differentiable(r)[i] * s).sum() for i, s in zip(chosen, slopes)) for r in (ours, want)]
+        losses = [
+            sum((differentiable(r)[i] * s).sum() for i, s in zip(chosen, slopes))
+            for r in (ours, want)
+        ]
         if not losses[1].requires_grad or weight.numel() == 0:
             continue
         grads = torch.autograd.grad(losses[0], (x, weight), retain_graph=True)
         exact = torch.autograd.grad(losses[1], (x2, weight2), retain_graph=True)
         for got, expected, like in zip(grads, exact, (x, weight), strict=True):
             assert got.dtype == like.dtype and got.shape == like.shape
-            near(got, expected, atol=tolerance * (expected.abs().max().item() if expected.numel() else 0))
+            near(
+                got,
+                expected,
+                atol=tolerance * (expected.abs().max().item() if expected.numel() else 0),
+            )
 
 
 @on_every
@@ -105,7 +121,17 @@ def test_every_router(backend, name, padded):
     compare(backend, *make(backend, name), name, padding, through=SEPARATE + TOGETHER)
 
 
-SHAPES = [(2, 0, 8), (1, 1, 8), (1, 5, 16), (5, 1, 16), (3, 32, 33), (3, 48, 33), (2, 49, 64), (1, 65, 64), (3, 97, 7)]
+SHAPES = [
+    (2, 0, 8),
+    (1, 1, 8),
+    (1, 5, 16),
+    (5, 1, 16),
+    (3, 32, 33),
+    (3, 48, 33),
+    (2, 49, 64),
+    (1, 65, 64),
+    (3, 97, 7),
+]
 
 
 @on_every
@@ -121,7 +147,9 @@ def test_16_bit_tokens_are_not_rounded_further(backend):
     """Logits of 16-bit tokens are those of float32: what a product in 16 bits returns would be farther off."""
     x, weight = make(backend, "released", dtype=torch.bfloat16)
     compare(backend, x, weight.detach().float().requires_grad_(), "released", tolerance=1e-2)
-    x, weight = (torch.randn(shape).bfloat16().to(backend.device) for shape in ((1, 20, 300), (14, 300)))
+    x, weight = (
+        torch.randn(shape).bfloat16().to(backend.device) for shape in ((1, 20, 300), (14, 300))
+    )
     want = (x.double() @ weight.double().t())[..., :9]
     for w in (weight, weight.float()):
         logits = route(x, w, *ROUTERS["released"]).stats.logits
@@ -148,7 +176,14 @@ def test_equal_logits_rank_the_lowest_index_first(backend, name):
     compare(backend, x, weight, name)
 
 
-ONES = ["all run", "one head", "one shared, all run", "no shared, all run", "shared only", "MoA, one"]
+ONES = [
+    "all run",
+    "one head",
+    "one shared, all run",
+    "no shared, all run",
+    "shared only",
+    "MoA, one",
+]
 
 
 @on_every
@@ -176,7 +211,9 @@ def test_a_bad_token_spoils_itself_only(backend, name, bad):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("experts, k", [(1, 1), (4, 0), (4, 4), (5, 2), (12, 7), (32, 8), (33, 8), (64, 8)])
+@pytest.mark.parametrize(
+    "experts, k", [(1, 1), (4, 0), (4, 4), (5, 2), (12, 7), (32, 8), (33, 8), (64, 8)]
+)
 def test_top_k_is_that_of_a_stable_sort(experts, k, dtype):
     """NaN counts as the smallest."""
     scores = torch.rand(experts, 7, 11, dtype=dtype)
@@ -198,7 +235,16 @@ def test_small_gates_are_zero(backend):
     torch.testing.assert_close(gates, oracle(x, weight, "released").weights)
 
 
-LISTS = [(1, 1, 1), (3, 17, 5), (2, 40, 70), (1, 64, 16), (2, 33, 3), (0, 4, 3), (2, 0, 3), (3, 500, 12)]
+LISTS = [
+    (1, 1, 1),
+    (3, 17, 5),
+    (2, 40, 70),
+    (1, 64, 16),
+    (2, 33, 3),
+    (0, 4, 3),
+    (2, 0, 3),
+    (3, 500, 12),
+]
 
 
 @on_every
@@ -215,7 +261,9 @@ def test_pairs_are_sorted_by_head_sequence_and_token(backend, shape):
     active = active.to(backend.device)
     for same in (active, active.transpose(1, 2).contiguous().transpose(1, 2)):
         with threads(3):
-            token, offsets = backend.operators.pairs(same) if backend == TRITON else kernels.list_pairs(same)
+            token, offsets = (
+                backend.operators.pairs(same) if backend == TRITON else kernels.list_pairs(same)
+            )
         assert token.dtype == offsets.dtype == torch.int32
         if backend == TRITON:  # what lies beyond the last pair is undefined
             assert token.shape == (active.numel(),)
@@ -235,7 +283,9 @@ def test_the_same_bits_every_time_and_in_cpp_with_any_number_of_threads(backend,
         with threads(count):
             routing = route(x, weight, *ROUTERS[name])
             loss = sum(t.square().sum() for t in differentiable(routing))
-            answers.append((*differentiable(routing), *routing.pairs, *torch.autograd.grad(loss, (x, weight))))
+            answers.append(
+                (*differentiable(routing), *routing.pairs, *torch.autograd.grad(loss, (x, weight)))
+            )
     for other in answers[1:]:
         assert all(map(torch.equal, answers[0], other))
 

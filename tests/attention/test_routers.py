@@ -35,11 +35,15 @@ def build(name, **options):
 
 
 def inputs(name, batch=B, tokens=N):
-    return torch.randn(batch, tokens, C), torch.randn(batch, H, tokens, D) if ROUTERS[name].needs_query else None
+    return torch.randn(batch, tokens, C), torch.randn(batch, H, tokens, D) if ROUTERS[
+        name
+    ].needs_query else None
 
 
 def test_every_router_has_a_case():
-    assert CASES.keys() == ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
+    assert (
+        CASES.keys() == ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
+    )
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
@@ -107,7 +111,10 @@ def test_logits_of_16_bit_tokens_and_their_gradient():
     torch.testing.assert_close(logits, want)
     assert all(t.dtype == torch.bfloat16 or t is w for t in logits.grad_fn.saved_tensors)
     weight = torch.randn(2, 5, 4)
-    slopes = [torch.autograd.grad((y.square() * weight).sum(), (x, w), create_graph=True) for y in (logits, want)]
+    slopes = [
+        torch.autograd.grad((y.square() * weight).sum(), (x, w), create_graph=True)
+        for y in (logits, want)
+    ]
     curvatures = [torch.autograd.grad(dw.square().sum(), (x, w)) for _, dw in slopes]
     torch.testing.assert_close(*slopes)
     for got, exact in zip(*curvatures):  # of x two terms, each rounded to 16 bits
@@ -126,8 +133,12 @@ def test_moa_weights_and_their_detached_sum(k):
     routing = router(x)
     torch.testing.assert_close(routing.weights[0, 0, top], p[top] / p[top].sum())
     w = torch.randn(H)
-    got = torch.autograd.grad((routing.weights[0, 0] * w).sum(), router.gate.weight, retain_graph=True)[0]
-    want = torch.autograd.grad((p[top] / p[top].sum().detach() * w[top]).sum(), router.gate.weight)[0]
+    got = torch.autograd.grad(
+        (routing.weights[0, 0] * w).sum(), router.gate.weight, retain_graph=True
+    )[0]
+    want = torch.autograd.grad((p[top] / p[top].sum().detach() * w[top]).sum(), router.gate.weight)[
+        0
+    ]
     torch.testing.assert_close(got, want)
     assert got.norm() > 1e-3
     plain = MoARouter(C, HeadBudget(H, D, 0, k), renormalise=False)
@@ -163,7 +174,11 @@ def test_mae_modes():
     torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))  # plain attention
     assert left_out(router.train()(x).weights).shape == (B, H)
     router.set_mode("random")
-    refuse("mode 'argmax' needs a gate; a router made with mode 'uniform' has none", router.set_mode, "argmax")
+    refuse(
+        "mode 'argmax' needs a gate; a router made with mode 'uniform' has none",
+        router.set_mode,
+        "argmax",
+    )
     router = build("mae").eval()
     best = router(x).stats.probs[:, 0].argmax(-1)
     router.set_mode("argmax")
@@ -184,16 +199,25 @@ def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():
     drawn = left_out(routing.weights)
     torch.testing.assert_close(routing.weights.sum(-1), torch.full((4000, 1), float(H)))
     torch.testing.assert_close(drawn.mean(0), routing.stats.probs[0, 0], atol=0.04, rtol=0)
-    assert not routing.weights.requires_grad and len(drawn.unique(dim=0)) > 1  # each instance its own
+    assert (
+        not routing.weights.requires_grad and len(drawn.unique(dim=0)) > 1
+    )  # each instance its own
     # no gradient reaches the gate, and none is lost elsewhere
     layer = HeadMixtureAttention(C, ALL, router="mae", router_kwargs=dict(mode="sampled"))
     layer(torch.randn(B, N, C))[0].sum().backward()
-    assert all(p.grad is None for p in layer.router.parameters()) and layer.qkv.weight.grad.norm() > 0
+    assert (
+        all(p.grad is None for p in layer.router.parameters()) and layer.qkv.weight.grad.norm() > 0
+    )
 
 
 test_bad_options = each_refused(
     lambda name, budget, options: ROUTERS[name](C, budget, **options),
-    ("moh", HeadBudget(H, D, 2, 2), dict(gate_scale="half"), "gate_scale 'half' is not one of released, paper"),
+    (
+        "moh",
+        HeadBudget(H, D, 2, 2),
+        dict(gate_scale="half"),
+        "gate_scale 'half' is not one of released, paper",
+    ),
     ("moa", HeadBudget(H, D, 2, 2), {}, "router 'moa' has no shared heads, the budget has 2"),
     ("mae", HeadBudget(H, D, 2, 2), {}, "router 'mae' may run all 6 heads, the budget only 4"),
     ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
@@ -206,7 +230,9 @@ def test_a_padded_sequence_is_pooled_over_its_real_tokens():
     """One of them, too, and none: the sum of nothing."""
     x, real = torch.randn(3, 5, 8), torch.tensor([5, 1, 0])
     padding = torch.arange(5) >= real[:, None]
-    torch.testing.assert_close(masked_mean(x, padding)[:, 0], torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)]))
+    torch.testing.assert_close(
+        masked_mean(x, padding)[:, 0], torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)])
+    )
 
 
 def expected_weights(router, x, heads, shared, routed, released):
@@ -218,7 +244,9 @@ def expected_weights(router, x, heads, shared, routed, released):
 
     w, two_groups = np.zeros(heads), 0 < shared < heads
     alpha = softmax(router.balance) if router.balance is not None else np.array([0.5, 0.5])
-    if released or not two_groups:  # there is nothing to balance, and a (paper) or 2a (released) is 1
+    if (
+        released or not two_groups
+    ):  # there is nothing to balance, and a (paper) or 2a (released) is 1
         alpha = 2 * alpha if two_groups else np.ones(2)
     if shared:
         s = softmax(router.shared) if shared > 1 else np.ones(1)
@@ -230,7 +258,9 @@ def expected_weights(router, x, heads, shared, routed, released):
     return w
 
 
-@pytest.mark.parametrize("shared, routed", [(2, 2), (2, 4), (0, 3), (0, 6), (1, 2), (1, 5), (6, 0), (5, 1)])
+@pytest.mark.parametrize(
+    "shared, routed", [(2, 2), (2, 4), (0, 3), (0, 6), (1, 2), (1, 5), (6, 0), (5, 1)]
+)
 @pytest.mark.parametrize("gate_scale", ["released", "paper"])
 @pytest.mark.parametrize("two_stage", [True, False])
 def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):

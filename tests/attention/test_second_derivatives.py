@@ -10,7 +10,9 @@ from moh_vision.attention import EXECUTORS
 B, N = 2, 5
 LAYERS = {
     **{name: ROUTERS[name] for name in ("moh", "query_norm", "moa", "dense")},
-    "moa, plain probabilities": dict(router="moa", budget=(0, 2), router_kwargs=dict(renormalise=False)),
+    "moa, plain probabilities": dict(
+        router="moa", budget=(0, 2), router_kwargs=dict(renormalise=False)
+    ),
     "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(dropout=0.0)),
     "mae, one expert": ROUTERS["mae"],
 }
@@ -21,7 +23,9 @@ LOSSES = {"sum": torch.Tensor.sum, "squares": lambda y: y.square().sum()}
 def twice(layer, x, loss, **call):
     """Gradients of the squared norm of the gradients of a loss, for x and every parameter; 0 where there is none."""
     inputs = [x, *layer.parameters()]
-    with sdpa_kernel(SDPBackend.MATH):  # the fused kernels of PyTorch refuse second derivatives themselves
+    with sdpa_kernel(
+        SDPBackend.MATH
+    ):  # the fused kernels of PyTorch refuse second derivatives themselves
         y, stats = layer(x, **call)
         total = loss(y) + loss(stats.probs) + loss(stats.logits)
         first = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
@@ -58,7 +62,8 @@ def test_the_reference_against_differences(router, scope):
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
 @pytest.mark.parametrize(
-    "how, loss", [("plain", "sum"), ("causal", "squares"), ("mask", "sum"), ("longer list", "squares")]
+    "how, loss",
+    [("plain", "sum"), ("causal", "squares"), ("mask", "sum"), ("longer list", "squares")],
 )
 def test_triton_equals_the_reference(how, loss, path):
     """A list of pairs is longer than what runs where sequences choose."""

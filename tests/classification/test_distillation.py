@@ -24,13 +24,17 @@ def saved(folder, mean, std, names=None, **sizes):
         model.head.weight.normal_(std=0.3)
         model.head.bias[min(3, model.num_classes - 1)] = 4
     model.pretrained_cfg.update(mean=mean, std=std)
-    timm.models.save_for_hf(model, folder, model_config=dict(label_names=names), model_args=dict(VIT, **sizes))
+    timm.models.save_for_hf(
+        model, folder, model_config=dict(label_names=names), model_args=dict(VIT, **sizes)
+    )
     return f"local-dir:{folder}"
 
 
 @pytest.fixture(scope="module")
 def grey(tmp_path_factory):
-    return saved(tmp_path_factory.mktemp("t"), [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], in_chans=1, num_classes=10)
+    return saved(
+        tmp_path_factory.mktemp("t"), [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], in_chans=1, num_classes=10
+    )
 
 
 def test_the_loss_and_its_gradient_are_timms(tmp_path):
@@ -38,20 +42,30 @@ def test_the_loss_and_its_gradient_are_timms(tmp_path):
     torch.manual_seed(0)
     student = timm.create_model("moh_vit_tiny_patch16_224", **VIT, num_classes=5)
     images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 5
-    teacher = Teacher("distill.teacher", source, student.pretrained_cfg["mean"], student.pretrained_cfg["std"])
+    teacher = Teacher(
+        "distill.teacher", source, student.pretrained_cfg["mean"], student.pretrained_cfg["std"]
+    )
     weights = dict(task_loss_weight=0.3, distill_loss_weight=2.0, temperature=4.0)
     timms = LogitDistillationTask(
-        student, timm.create_model(source, pretrained=True), torch.nn.CrossEntropyLoss(), verbose=False, **weights
+        student,
+        timm.create_model(source, pretrained=True),
+        torch.nn.CrossEntropyLoss(),
+        verbose=False,
+        **weights,
     ).train()
     theirs, gradients = timms(images, labels), []
-    ours = ClassificationTask(student, 0.0, distill=DistillConfig("t", **weights))(images, labels, teacher(images))
+    ours = ClassificationTask(student, 0.0, distill=DistillConfig("t", **weights))(
+        images, labels, teacher(images)
+    )
     assert ours["kd_loss"] > 0.1 and len(ours["head_runs"]) == 2
     for name, of in (("kd_loss", "kd_loss"), ("task_loss", "loss"), ("loss", "loss")):
         torch.testing.assert_close(ours[name], theirs[of])
     for losses in (ours, theirs):
         student.zero_grad()
         losses["loss"].backward()
-        gradients.append({name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None})
+        gradients.append(
+            {name: p.grad.clone() for name, p in student.named_parameters() if p.grad is not None}
+        )
     routers = {name: value for name, value in gradients[0].items() if ".router." in name}
     assert routers and all(value.any() for value in routers.values())
     torch.testing.assert_close(*gradients)
@@ -63,8 +77,12 @@ def test_a_run_learns_what_the_teacher_says_and_goes_on_to_the_bit(grey, tmp_pat
     learn = f"--distill.teacher {grey} --distill.task_loss_weight 0 --distill.temperature 2 --mix.cutmix 1 --optim.warmup_steps 0 --optim.schedule constant".split()
     whole, _ = whole_and_resumed("cls", tmp_path, [5, 9], *learn)
     lines = logged(whole)
-    assert [top1 == 100 for _, top1 in results(whole)["top1_by_class"]] == [c == 3 for c in range(10)]
-    assert lines[-1]["kd_loss"] < 0.8 * lines[0]["kd_loss"] and all(len(line["head_usage"]) == 2 for line in lines)
+    assert [top1 == 100 for _, top1 in results(whole)["top1_by_class"]] == [
+        c == 3 for c in range(10)
+    ]
+    assert lines[-1]["kd_loss"] < 0.8 * lines[0]["kd_loss"] and all(
+        len(line["head_usage"]) == 2 for line in lines
+    )
     assert all(line["task_loss"] == pytest.approx(line["kd_loss"], abs=1e-5) for line in lines)
     assert not list(whole.glob("checkpoints/step_9/beside.safetensors"))
 
@@ -75,18 +93,24 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
         return refused(capsys, train_cls.main, *run)
 
     fails = "cannot take images of [1, 12, 12]: Input height (12) doesn't match model (8)"
-    assert f"distill.teacher {grey} {fails}" in error("--distill.teacher", grey, "--data.img_size", 12)
+    assert f"distill.teacher {grey} {fails}" in error(
+        "--distill.teacher", grey, "--data.img_size", 12
+    )
     folder = write_folder(tmp_path / "d", size=(8, 8))
     colours = saved(tmp_path / "t", [0.5] * 3, [0.5] * 3, num_classes=5)
     said = error("--distill.teacher", colours, "--data.img_size", 8, root=folder)
     assert f"distill.teacher {colours} has 5 classes, the data 2" in said
     train_cls.main(arguments("cls", tmp_path / "digits", 1, 1))
-    teacher = Teacher("distill.teacher", str(tmp_path / "digits"), [0.5], [0.5])  # a run is one, too
+    teacher = Teacher(
+        "distill.teacher", str(tmp_path / "digits"), [0.5], [0.5]
+    )  # a run is one, too
     assert teacher(torch.zeros(1, 1, 8, 8)).shape == (1, 10) == (1, len(teacher.classes))
     said = error("--distill.teacher", tmp_path / "digits", "--data.img_size", 8, root=folder)
     assert f"2 in val; class '0' is only in distill.teacher {tmp_path / 'digits'}" in said
     other = saved(tmp_path / "other", [0.5] * 3, [0.5] * 3, ["dog", "cat"], num_classes=2)
     said = error("--distill.teacher", other, "--data.img_size", 8, root=folder)
     assert f"distill.teacher {other}" in said and "2 in val; in another order" in said
-    assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error("--distill.teacher", "vit_tniy")
+    assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error(
+        "--distill.teacher", "vit_tniy"
+    )
     assert not (tmp_path / "run").exists()

@@ -67,18 +67,26 @@ def expected(logits, labels):
     best = logits.topk(5).indices
     hits = best == torch.tensor(labels)[:, None]
     loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels)).item()
-    return dict(top1=100 * hits[:, 0].float().mean().item(), top5=100 * hits.any(1).float().mean().item(), loss=loss)
+    return dict(
+        top1=100 * hits[:, 0].float().mean().item(),
+        top5=100 * hits.any(1).float().mean().item(),
+        loss=loss,
+    )
 
 
 def test_v2_and_sketch(imagenet, tmp_path, capsys):
     """V2's folders are called 0 to 999: sorted as texts, 10 comes before 2."""
     folder, logits = imagenet
-    chosen = [c if c % 4 else (c + 1) % 1000 for c in range(1000)]  # of every fourth class the picture of another
+    chosen = [
+        c if c % 4 else (c + 1) % 1000 for c in range(1000)
+    ]  # of every fourth class the picture of another
     truth = expected(logits[chosen], list(range(1000)))
     assert truth["top1"] == 75
     v2 = class_folders(tmp_path / "v2", folder / "pictures", chosen, map(str, range(1000)))
     found = scores(folder, v2, "v2", tmp_path)
-    assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5) and found["images"] == 1000
+    assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5) and found[
+        "images"
+    ] == 1000
     assert ", labels v2): top-1 75.00 %" in capsys.readouterr().out
 
     sketch = tmp_path / "sketch"
@@ -87,12 +95,18 @@ def test_v2_and_sketch(imagenet, tmp_path, capsys):
         (v2 / str(c)).rename(sketch / synset)
     source = open_labelled(str(sketch), "sketch")
     assert source.labels.tolist() == list(range(1000)) and source.classes == SYNSETS
-    with one_line(f"data.root {sketch}: 200 classes in --labels a, 1000 in val; class 'n01440764' is only in val"):
+    with one_line(
+        f"data.root {sketch}: 200 classes in --labels a, 1000 in val; class 'n01440764' is only in val"
+    ):
         open_labelled(str(sketch), "a")
-    with one_line(f"data.root {sketch}: 0.JPEG: --labels real needs .*ILSVRC2012_val_00000001.JPEG to "):
+    with one_line(
+        f"data.root {sketch}: 0.JPEG: --labels real needs .*ILSVRC2012_val_00000001.JPEG to "
+    ):
         open_labelled(str(sketch), "real")
     shutil.rmtree(sketch / SYNSETS[7])
-    with one_line(f"1000 classes in --labels sketch, 999 in val; class '{SYNSETS[7]}' is only in --labels sketch"):
+    with one_line(
+        f"1000 classes in --labels sketch, 999 in val; class '{SYNSETS[7]}' is only in --labels sketch"
+    ):
         open_labelled(str(sketch), "sketch")
 
 
@@ -100,11 +114,17 @@ def test_v2_and_sketch(imagenet, tmp_path, capsys):
 def test_200_of_the_classes(imagenet, tmp_path, kind):
     """Only their outputs compete; shards keep the names of the classes."""
     folder, logits = imagenet
-    of = [int(c) for c in pkgutil.get_data("timm.data", f"_info/imagenet_{kind}_indices.txt").split()]
+    of = [
+        int(c) for c in pkgutil.get_data("timm.data", f"_info/imagenet_{kind}_indices.txt").split()
+    ]
     chosen = [c if c % 3 else (c + 1) % 1000 for c in of]
     truth = expected(logits[chosen][:, of], list(range(200)))
-    assert 50 < truth["top1"] < 100 and truth["loss"] < expected(logits[chosen], of)["loss"]  # fewer compete
-    root = class_folders(tmp_path / "plain" / "val", folder / "pictures", chosen, [SYNSETS[c] for c in of])
+    assert (
+        50 < truth["top1"] < 100 and truth["loss"] < expected(logits[chosen], of)["loss"]
+    )  # fewer compete
+    root = class_folders(
+        tmp_path / "plain" / "val", folder / "pictures", chosen, [SYNSETS[c] for c in of]
+    )
     (root / "README.txt").write_text("as it comes")
     if kind == "a":
         assert convert(root.parent, tmp_path / "shards") == 0
@@ -129,29 +149,55 @@ def test_real_labels(imagenet, tmp_path, capsys):
     truth, kept = timms.get_accuracy(), len(timms.is_correct[1])
     assert 50 < truth[1] < 80 and 50 < kept < 60
     found = scores(folder, tmp_path / "d", "real", tmp_path)
-    assert (found["top1"], found["top5"], found["images"]) == (*map(pytest.approx, truth.values()), kept)
+    assert (found["top1"], found["top5"], found["images"]) == (
+        *map(pytest.approx, truth.values()),
+        kept,
+    )
     assert f"{60 - kept} images of 60 have no label" in capsys.readouterr().out
 
     shards = tmp_path / "s"
     assert convert(tmp_path / "d", shards, "--samples-per-shard 25") == 0
     files, again = (open_labelled(str(root), "real") for root in (tmp_path / "d", shards))
-    pictures = [sorted((s.image(i).tobytes(), *s.labels[i]) for i in range(kept)) for s in (files, again)]
+    pictures = [
+        sorted((s.image(i).tobytes(), *s.labels[i]) for i in range(kept)) for s in (files, again)
+    ]
     assert pictures[0] == pictures[1]
     listing = shards / "val.files.txt"
     listing.write_text("".join(listing.read_text().splitlines(keepends=True)[:-1]))
-    refuse("val.files.txt: 59 files, but the shards hold 60 images", lambda: open_labelled(str(shards), "real"))
+    refuse(
+        "val.files.txt: 59 files, but the shards hold 60 images",
+        lambda: open_labelled(str(shards), "real"),
+    )
     listing.unlink()
-    file = tmp_path / "none" / "val" / SYNSETS[0] / next(n for n, labels in timms.real_labels.items() if not labels)
+    file = (
+        tmp_path
+        / "none"
+        / "val"
+        / SYNSETS[0]
+        / next(n for n, labels in timms.real_labels.items() if not labels)
+    )
     file.parent.mkdir(parents=True)
     file.touch()
-    refuse("none: none of its 1 images has a label in ReaL", open_labelled, str(tmp_path / "none"), "real")
+    refuse(
+        "none: none of its 1 images has a label in ReaL",
+        open_labelled,
+        str(tmp_path / "none"),
+        "real",
+    )
     for root in (str(shards), "digits"):
-        refuse(f"data.root {root}: --labels real needs the names of the files", open_labelled, root, "real")
+        refuse(
+            f"data.root {root}: --labels real needs the names of the files",
+            open_labelled,
+            root,
+            "real",
+        )
 
 
 def test_other_classifiers_are_refused():
     model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=2, **SMALL)
-    words = "--labels a needs a classifier of ImageNet's 1,000 classes; --checkpoint x has 2 classes"
+    words = (
+        "--labels a needs a classifier of ImageNet's 1,000 classes; --checkpoint x has 2 classes"
+    )
     for classes, more in ((None, ""), (["cat", "dog"], ", the first 'cat'")):
         refuse(f"{words}{more}$", refuse_other_classifier, model, classes, "--checkpoint x", "a")
     model.num_classes = 1000

@@ -57,19 +57,32 @@ def mixed_folder(root):
 
 def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     root, run = mixed_folder(tmp_path / "d"), tmp_path / "run"
-    recipe = [*RECIPE, *"--max-steps 9 --data.max_bad_fraction 0.1 --eval-every 5 --data.repeats 1".split()]
+    recipe = [
+        *RECIPE,
+        *"--max-steps 9 --data.max_bad_fraction 0.1 --eval-every 5 --data.repeats 1".split(),
+    ]
     lines = train(root, run, *recipe)
-    steps, validations = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
-    assert [e["step"] for e in steps] == list(range(1, 10)) and all(math.isfinite(e["loss"]) for e in steps)
+    steps, validations = (
+        [e for e in lines if "loss" in e],
+        [e["validation"] for e in lines if "validation" in e],
+    )
+    assert [e["step"] for e in steps] == list(range(1, 10)) and all(
+        math.isfinite(e["loss"]) for e in steps
+    )
     assert steps[-1]["unreadable"] == 1
     assert len(validations) == 2
     for found in validations:
         assert (found["images"], found["unreadable"]) == (17, 1)
         assert found["images_per_s"] > 0 and found["peak_memory_mib"] > 100
-        assert found["active_heads"] == [2, 3] and found["active_share"] == pytest.approx(5 / 6, abs=1e-4)
+        assert found["active_heads"] == [2, 3] and found["active_share"] == pytest.approx(
+            5 / 6, abs=1e-4
+        )
     found = results(run)
     confusion = json.loads((run / "confusion.json").read_text())
-    assert confusion["classes"] == ["cat", "dog"] and sum(images for *_, images in confusion["counts"]) == 17
+    assert (
+        confusion["classes"] == ["cat", "dog"]
+        and sum(images for *_, images in confusion["counts"]) == 17
+    )
     assert sum(images for label, _, images in confusion["counts"] if label == 0) == 13  # of cats
     right = sum(images for label, guess, images in confusion["counts"] if label == guess)
     assert found["top1"] == pytest.approx(100 * right / 17)
@@ -80,7 +93,11 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     capsys.readouterr()
     validate.main(["--checkpoint", str(run), "--head-load", str(tmp_path / "load.json")])
     own, again = HeadLoad.read(run / "head_load.json"), HeadLoad.read(tmp_path / "load.json")
-    assert torch.equal(own.sums, again.sums) and own.groups == {"class": ["cat", "dog"]} and own.of["step"] == 9
+    assert (
+        torch.equal(own.sums, again.sums)
+        and own.groups == {"class": ["cat", "dog"]}
+        and own.of["step"] == 9
+    )
     assert own.active() == found["active_heads"]
     validate.main(["--checkpoint", str(run)])
     out = capsys.readouterr().out
@@ -92,7 +109,10 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
         out = capsys.readouterr().out
         assert words in out and f"loss {found['loss']:.4f}" not in out
     error = not_validated(capsys, "--checkpoint", run, "--model.kwargs.qk_norm", "true")
-    assert f"model.kwargs has no effect: --checkpoint {run} brings its model, moh_vit_tiny_patch16_224" in error
+    assert (
+        f"model.kwargs has no effect: --checkpoint {run} brings its model, moh_vit_tiny_patch16_224"
+        in error
+    )
 
     torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
     validate.main(["--config", str(run / "config.yaml"), "--checkpoint", str(run / "model.pth")])
@@ -101,7 +121,10 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     for split in ("train", "val"):
         (root / split / "dog").rename(root / split / "fox")
     error = not_validated(capsys, "--checkpoint", run, "--data.root", root)
-    assert f"2 classes in --checkpoint {run}, 2 in val; class 'dog' is only in --checkpoint {run}" in error
+    assert (
+        f"2 classes in --checkpoint {run}, 2 in val; class 'dog' is only in --checkpoint {run}"
+        in error
+    )
 
 
 def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
@@ -126,9 +149,15 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
     train(root, run, *every, "4")
     said = capsys.readouterr().out
     assert there == [[], [1], [1, 2], [1, 2, 3, 4]]
-    assert f"{run}/best.safetensors could not be written: [Errno 28] No space left on device" in said
+    assert (
+        f"{run}/best.safetensors could not be written: [Errno 28] No space left on device" in said
+    )
     assert f"best of the validations: top-1 50.00 % after 2 steps, {run}/best.safetensors" in said
-    assert (results(run)["best_top1"], results(run)["best_step"], results(run)["top1"]) == (50, 2, 40)
+    assert (results(run)["best_top1"], results(run)["best_step"], results(run)["top1"]) == (
+        50,
+        2,
+        40,
+    )
     kept, about = read_safetensors(run / "best.safetensors")
     assert same(kept, read_safetensors(run / "checkpoints" / "step_2" / "model.safetensors")[0])
     assert (about["best_top1"], about["step"], about["classes"]) == (50, 2, ["cat", "dog"])
@@ -136,7 +165,9 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
     train(root, run, *every, "5")
     assert not script[1:] and results(run)["best_step"] == 2
     train(root, run, *every, "6")
-    assert results(run)["best_step"] == 6 and same(run / "best.safetensors", run / "model.safetensors")
+    assert results(run)["best_step"] == 6 and same(
+        run / "best.safetensors", run / "model.safetensors"
+    )
     (run / "best.safetensors").write_bytes(b"torn")
     error = refused(capsys, "--data.root", root, "--output", run, *every, "6")
     assert f"{run}/best.safetensors: not a readable .safetensors file" in error
@@ -164,7 +195,10 @@ def test_the_schedule_is_timms(tmp_path, capsys):
     assert [e["lr"] for e in lines if "lr" in e] == pytest.approx([*warmup, *cosine, 0.02, 0.02])
     assert "the warm-up takes" not in capsys.readouterr().out
     train(root, tmp_path / "short", "--max-steps", "5", "--optim.warmup_steps", "2")
-    assert "the warm-up takes 2 steps, the run has 5: the learning rate ends at" in capsys.readouterr().out
+    assert (
+        "the warm-up takes 2 steps, the run has 5: the learning rate ends at"
+        in capsys.readouterr().out
+    )
 
 
 def test_an_unreadable_image_of_the_validation_is_one_line(tmp_path, capsys):
@@ -178,7 +212,9 @@ def test_an_unreadable_image_of_the_validation_is_one_line(tmp_path, capsys):
 def test_mistakes(tmp_path, capsys):
     root, run = write_folder(tmp_path / "d"), tmp_path / "run"
     argv = ["--data.root", root, "--output", run]
-    error = refused(capsys, *argv, "--optim.batch_size", 6, "--optim.accumulation", 2, "--mix.cutmix", 1)
+    error = refused(
+        capsys, *argv, "--optim.batch_size", 6, "--optim.accumulation", 2, "--mix.cutmix", 1
+    )
     assert "makes micro-batches of 3; mixup and cutmix pair images" in error
     error = not_validated(capsys, "--checkpoint", "moh_vit", "--data.root", root, given=MODEL)
     assert "--checkpoint moh_vit: No pretrained weights" in error
@@ -192,7 +228,9 @@ def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
     model = create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
     export_weights(model, tmp_path / "other.safetensors", {})
-    error = not_validated(capsys, *data, "--checkpoint", tmp_path / "other.safetensors", given=MODEL)
+    error = not_validated(
+        capsys, *data, "--checkpoint", tmp_path / "other.safetensors", given=MODEL
+    )
     assert "head.weight is made anew, [7, 24] -> [2, 24]" in error
     torch.save(model.state_dict(), tmp_path / "other.pt")  # says neither its model
     taken = "; they were taken for model.name moh_vit_small_patch16_224, --model.name names another"
@@ -209,7 +247,9 @@ def test_channels_last_changes_nothing_but_the_layout(tmp_path):
     assert one == pytest.approx(two, abs=1e-4)
 
 
-def test_head_loads_that_cannot_be_written_cost_neither_the_run_nor_its_results(tmp_path, capsys, monkeypatch):
+def test_head_loads_that_cannot_be_written_cost_neither_the_run_nor_its_results(
+    tmp_path, capsys, monkeypatch
+):
     def fail(*_):
         assert (tmp_path / "run" / "results.json").exists()
         raise OSError("no room")

@@ -23,7 +23,14 @@ HEADS = ["--model.num_heads", "8"]
 
 
 def vit(budget, **kwargs):
-    options = {**test_moh_vit.TINY, "depth": 3, "embed_dim": 48, "num_heads": 8, "head_budget": budget, **kwargs}
+    options = {
+        **test_moh_vit.TINY,
+        "depth": 3,
+        "embed_dim": 48,
+        "num_heads": 8,
+        "head_budget": budget,
+        **kwargs,
+    }
     return timm.create_model("moh_vit_tiny_patch16_224", **options).eval()
 
 
@@ -35,12 +42,17 @@ def test_shares_are_spread_as_the_model_s_own():
     ramp, uniform = vit(0.5), vit("uniform:0.5")
     found = active(budgets_of(ramp, ["1", "0.75"]))
     assert list(found) == [0.5, 0.75, 1]
-    assert found[0.75] == [b.active for b in resolve_budget(0.75, 3, 8, 6)] and found[0.75][0] < found[0.75][2]
+    assert (
+        found[0.75] == [b.active for b in resolve_budget(0.75, 3, 8, 6)]
+        and found[0.75][0] < found[0.75][2]
+    )
     assert active(budgets_of(uniform, ["0.75"])) == {0.5: [4] * 3, 0.75: [6] * 3}
     assert active(budgets_of(ramp, ["uniform:0.75"]))[0.75] == [6] * 3
     for model in (ramp, uniform):  # shared heads stay
         for of in budgets_of(model, None).values():
-            assert [b.shared for b in of] == [layer.budget.shared for layer in attention_layers(model)]
+            assert [b.shared for b in of] == [
+                layer.budget.shared for layer in attention_layers(model)
+            ]
 
 
 def test_shares_that_the_shared_heads_do_not_allow():
@@ -48,7 +60,10 @@ def test_shares_that_the_shared_heads_do_not_allow():
     assert list(budgets_of(model, None)) == [0.625, 0.75, 0.875, 1.0]
     assert list(budgets_of(model, ["0.584"])) == [14 / 24, 0.75]
     refuse(
-        "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1", budgets_of, model, ["0.75", "0.5"]
+        "--shares 0.5: with the shared heads of this model allowed is 0.583 to 1",
+        budgets_of,
+        model,
+        ["0.75", "0.5"],
     )
     refuse("no routed heads to be chosen", lambda: budgets_of(vit([(8, 0)] * 3), None))
     for router in ("dense", "mae"):
@@ -60,7 +75,9 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     monkeypatch.setattr(budget_curve, "ROUNDS", 3)
 
     def clock(_, globals, num_threads):
-        return SimpleNamespace(blocked_autorange=lambda min_run_time: SimpleNamespace(mean=globals["run"]() / 1000))
+        return SimpleNamespace(
+            blocked_autorange=lambda min_run_time: SimpleNamespace(mean=globals["run"]() / 1000)
+        )
 
     monkeypatch.setattr("torch.utils.benchmark.Timer", clock)
     model = vit(0.75)
@@ -70,7 +87,10 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
         return head_budget(model)["active"]
 
     one = Opened(None, model, dict(weights="W", architecture="A"))
-    one.scores, one.forward = lambda: dict(top1=float(running()), active_heads=[1]), lambda: (running, 2)
+    one.scores, one.forward = (
+        lambda: dict(top1=float(running()), active_heads=[1]),
+        lambda: (running, 2),
+    )
     (line,) = measure(["run"], [one], ["0.5", "1"])
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]
@@ -80,8 +100,15 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     figure = draw([line, {**line, "run": "other", "shares": [0.5, 0.75, 0.9]}])
     above, below = figure.axes
     assert above.get_ylabel() == "top-1, %" and list(above.lines[0].get_ydata()) == [12, 18, 24]
-    assert [text.get_text() for text in above.get_legend().get_texts()] == ["run, token scope", "other, token scope"]
-    assert list(above.lines[1].get_xdata()) == [75] and list(below.lines[0].get_ydata()) == [12, 18, 24]
+    assert [text.get_text() for text in above.get_legend().get_texts()] == [
+        "run, token scope",
+        "other, token scope",
+    ]
+    assert list(above.lines[1].get_xdata()) == [75] and list(below.lines[0].get_ydata()) == [
+        12,
+        18,
+        24,
+    ]
 
 
 @pytest.fixture
@@ -104,15 +131,28 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     figure, ask = tmp_path / "curve.png", ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
     (token, sample), shown = curve(*runs, "--output", figure, *ask)
     told = "/ema.safetensors; scored on digits, val split\n"
-    assert all(shown.count(f"{run}: weights of {run}{told}") == 1 for run in runs) and shown.count(" ms a batch\n") == 6
+    assert (
+        all(shown.count(f"{run}: weights of {run}{told}") == 1 for run in runs)
+        and shown.count(" ms a batch\n") == 6
+    )
     assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert (token["scope"], sample["scope"]) == ("token", "sample") and token["shares"] == [0.5, 0.75, 1.0]
-    assert token["batch_size"] == 50 and token["executor"] == "auto" and token["data"] == "digits, val split"
+    assert (token["scope"], sample["scope"]) == ("token", "sample") and token["shares"] == [
+        0.5,
+        0.75,
+        1.0,
+    ]
+    assert (
+        token["batch_size"] == 50
+        and token["executor"] == "auto"
+        and token["data"] == "digits, val split"
+    )
     for low, middle, high in token["milliseconds"]:
         assert 0 < low <= middle <= high
     # The scores are those of validate.py with that budget.
-    validate.main(["--checkpoint", str(runs[0]), "--model.head_budget", json.dumps(token["layers"][0])])
+    validate.main(
+        ["--checkpoint", str(runs[0]), "--model.head_budget", json.dumps(token["layers"][0])]
+    )
     assert f"loss {token['scores'][0]['loss']:.4f}, 355 images" in capsys.readouterr().out
     error = refused("budget-curve", *runs, "--output", tmp_path / "new.svg", "--shares", "0.1")
     assert f"{runs[0]}: --shares 0.1: with the shared heads of this model allowed is 0." in error
@@ -131,13 +171,22 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve):
     cls, dit = trained("cls", 6, *HEADS), trained("dit", 6, *HEADS, "--optim.lr", "0.1")
-    figure, short = tmp_path / "curve.svg", ["--num-images", "40", "--steps", "2", "--batch-size", "20"]
-    (line,), said = curve(dit, "--output", figure, "--shares", "1", *short, "--score", "digits", "--extractor", cls)
+    figure, short = (
+        tmp_path / "curve.svg",
+        ["--num-images", "40", "--steps", "2", "--batch-size", "20"],
+    )
+    (line,), said = curve(
+        dit, "--output", figure, "--shares", "1", *short, "--score", "digits", "--extractor", cls
+    )
     assert said.count("samples: 2 steps\n") == 2 == said.count("real images: 1 of ")
     assert line["shares"] == [0.75, 1.0] and line["batch_size"] == 20
     assert line["data"] == "40 samples, ddpm 2 steps, guidance 1; reference digits"
     for scores in line["scores"]:
-        assert scores["frechet_distance"] > 0 and scores["num_generated"] == 40 and 0 <= scores["recognised"] <= 100
+        assert (
+            scores["frechet_distance"] > 0
+            and scores["num_generated"] == 40
+            and 0 <= scores["recognised"] <= 100
+        )
     assert line["scores"][0] != line["scores"][1] and "<svg" in figure.read_text()
 
 
@@ -152,7 +201,9 @@ def test_perplexity_of_language_models(trained, tmp_path, curve):
     assert len({scores["perplexity"] for scores in line["scores"]}) == 3
 
 
-def test_a_folder_takes_data_and_precision_of_the_first(trained, tmp_path, curve, run_command, forget_precision):
+def test_a_folder_takes_data_and_precision_of_the_first(
+    trained, tmp_path, curve, run_command, forget_precision
+):
     forget_precision()
     run = trained("cls", 2, *HEADS, "--mixed_precision", "bf16")
     assert run_command("publish", run, "--output", tmp_path / "folder").code == 0

@@ -14,17 +14,32 @@ def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), 
     """Losses are logged every 10 steps, dev losses every 20; an epoch has `epoch` steps."""
     folder.mkdir()
     kind = "text" if model.startswith("mt_") else "diffusion"
-    config = dict(kind=kind, seed=seed, model=dict(name=model), data=dict(root="text", val="val", **data))
+    config = dict(
+        kind=kind, seed=seed, model=dict(name=model), data=dict(root="text", val="val", **data)
+    )
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "trained_parameters": 3}]
     for i, loss in enumerate(losses):  # smoothed labels make the loss another one than validation's
         lines.append({"step": 10 * i + 1, "loss": 99.0, "nll": loss, "epoch": 10 * i // epoch})
     lines += [{"step": 20 * (i + 1), "validation": {"loss": loss}} for i, loss in enumerate(dev)]
-    lines.append({"step": 10 * len(losses) + 1, "loss": None, "nll": None, "epoch": 10 * len(losses) // epoch})
+    lines.append(
+        {
+            "step": 10 * len(losses) + 1,
+            "loss": None,
+            "nll": None,
+            "epoch": 10 * len(losses) // epoch,
+        }
+    )
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if bleu is not None:
         scores = dict(soft=dict(tokenised_bleu=dict(bleu=bleu), bleu=dict(bleu=bleu)))
-        results = dict(step=100 + seed, bleu=scores, bleu_pairs=9, bleu_split="val", validation=dict(perplexity=9.0))
+        results = dict(
+            step=100 + seed,
+            bleu=scores,
+            bleu_pairs=9,
+            bleu_split="val",
+            validation=dict(perplexity=9.0),
+        )
         (folder / "results.json").write_text(json.dumps(results))
     return folder
 
@@ -41,7 +56,10 @@ def test_seeds_are_one_line_over_epochs(tmp_path, run_command):
     ]
     assert run_command("curves", *runs, "--output", tmp_path / "curves.png")[0] == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    told, lines = json.loads((tmp_path / "curves.json").read_text()), lines_of(tmp_path / "curves.json")
+    told, lines = (
+        json.loads((tmp_path / "curves.json").read_text()),
+        lines_of(tmp_path / "curves.json"),
+    )
     assert told["x"] == "epochs" and told["y"] == "loss, nats per token"
     assert len(lines) == 4 and {"mt_nobcd, training", "mt_nobcd, validation"} < set(lines)
     train, dev = lines["mt_mae_7, training"], lines["mt_mae_7, validation"]
@@ -50,12 +68,18 @@ def test_seeds_are_one_line_over_epochs(tmp_path, run_command):
     assert train["x"] == pytest.approx([step / unit for step in (1, 11, 21, 31, 41)])
     assert train["mean"] == pytest.approx([5, 4, 3.25, 2, 1]) and train["runs"] == [2, 2, 2, 2, 1]
     assert train["std"][2] == pytest.approx(stdev([3, 3.5])) and train["std"][4] is None
-    assert dev["x"] == pytest.approx([20 / unit, 40 / unit]) and dev["mean"] == [pytest.approx(4.375), 2.5]
+    assert dev["x"] == pytest.approx([20 / unit, 40 / unit]) and dev["mean"] == [
+        pytest.approx(4.375),
+        2.5,
+    ]
 
 
 def test_an_epoch_is_found_to_the_step_where_every_step_is_logged(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n" for step in range(30))
+        "".join(
+            json.dumps({"step": step + 1, "loss": 1.0, "epoch": step // 7}) + "\n"
+            for step in range(30)
+        )
     )
     found, steps = read_curves(tmp_path / "metrics.jsonl")
     assert steps == 7 and found["validation"] == [] and found["training"][-1] == (30, 1.0)
@@ -67,7 +91,11 @@ def test_a_run_in_its_first_epoch_is_drawn_over_steps(tmp_path, run_command):
     assert run_command("curves", run, *options)[0] == 0
     assert json.loads((tmp_path / "curves.json").read_text())["x"] == "steps"
     lines = lines_of(tmp_path / "curves.json")
-    assert lines["MAE, training"]["x"] == [1, 11, 21] and lines["MAE, training"]["mean"] == [5, 4.5, 3.75]
+    assert lines["MAE, training"]["x"] == [1, 11, 21] and lines["MAE, training"]["mean"] == [
+        5,
+        4.5,
+        3.75,
+    ]
     assert lines["MAE, validation"]["mean"] == [4.5]
 
 
@@ -75,27 +103,41 @@ def test_scores_over_a_share_of_the_data(tmp_path, run_command):
     """Peng 2020, figure 2. Runs that stop early end at different steps."""
     bleu = {(1, 0.05): [10, 12], (1, 1.0): [31, 30], (2, 0.05): [20, 21], (2, 1.0): [30]}
     runs = [
-        write_run(tmp_path / f"{merges}_{share}_{seed}", seed=seed, share=share, merges=merges, bleu=score)
+        write_run(
+            tmp_path / f"{merges}_{share}_{seed}", seed=seed, share=share, merges=merges, bleu=score
+        )
         for (merges, share), scores in bleu.items()
         for seed, score in enumerate(scores)
     ]
-    assert run_command("curves", *runs, "--over", "data.share", "--output", tmp_path / "share.png")[0] == 0
+    assert (
+        run_command("curves", *runs, "--over", "data.share", "--output", tmp_path / "share.png")[0]
+        == 0
+    )
     assert json.loads((tmp_path / "share.json").read_text())["y"] == "BLEU"
     lines = lines_of(tmp_path / "share.json")
     assert set(lines) == {"mt_mae_7, data.merges 1", "mt_mae_7, data.merges 2"}
     std = [pytest.approx(stdev([10, 12])), pytest.approx(stdev([31, 30]))]
-    assert lines["mt_mae_7, data.merges 1"] == dict(x=[0.05, 1.0], mean=[11, 30.5], std=std, runs=[2, 2])
+    assert lines["mt_mae_7, data.merges 1"] == dict(
+        x=[0.05, 1.0], mean=[11, 30.5], std=std, runs=[2, 2]
+    )
     assert lines["mt_mae_7, data.merges 2"]["std"][1] is None
 
 
 def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, run_command):
     run = write_run(tmp_path / "a", model="moh_vit_tiny_patch16_224", losses=[2.5, 2.0])
     for name in ("quickstart/cls", "configs/quickstart/cls.yaml"):
-        assert run_command("curves", run, "--beside", name, "--output", tmp_path / "curves.png")[0] == 0
+        assert (
+            run_command("curves", run, "--beside", name, "--output", tmp_path / "curves.png")[0]
+            == 0
+        )
         lines = lines_of(tmp_path / "curves.json")
         assert lines["moh_vit_tiny_patch16_224, training"]["mean"] == [2.5, 2.0]
         shipped = lines[f"{name} as shipped, training"]
-        assert shipped["x"][:3] == [1, 11, 21] and shipped["x"][-1] == 600 and 2 < shipped["mean"][0] < 3
+        assert (
+            shipped["x"][:3] == [1, 11, 21]
+            and shipped["x"][-1] == 600
+            and 2 < shipped["mean"][0] < 3
+        )
         assert lines[f"{name} as shipped, validation"]["x"] == [600]
         for file in tmp_path.glob("curves.*"):
             file.unlink()
@@ -104,8 +146,12 @@ def test_the_log_of_a_configuration_is_drawn_beside_a_run(tmp_path, run_command)
 def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):
     runs = []
     for seed, objective in enumerate(("noise", "flow", "noise")):
-        run = write_run(tmp_path / str(seed), model="moh_dit_small_patch2_75", seed=seed, losses=[3, 2])
-        about = dict(yaml.safe_load((run / "config.yaml").read_text()), objective=objective, learn_sigma=True)
+        run = write_run(
+            tmp_path / str(seed), model="moh_dit_small_patch2_75", seed=seed, losses=[3, 2]
+        )
+        about = dict(
+            yaml.safe_load((run / "config.yaml").read_text()), objective=objective, learn_sigma=True
+        )
         (run / "config.yaml").write_text(yaml.safe_dump(about))
         runs.append(run)
     labels = {"losses of noise and flow (no common scale)": runs[:2], "loss": runs[::2]}
@@ -115,6 +161,10 @@ def test_losses_of_several_kinds_in_one_axis_say_so(tmp_path, run_command):
 
 
 def test_a_legend_of_many_or_long_names_stands_below():
-    for names, inside in ((map(str, range(12)), True), (map(str, range(13)), False), (["x" * 45], False)):
+    for names, inside in (
+        (map(str, range(12)), True),
+        (map(str, range(13)), False),
+        (["x" * 45], False),
+    ):
         figure = draw_lines([Line(name, {1.0: [1.0]}) for name in names], "x", "y")
         assert (figure.axes[0].get_legend() is not None) == inside == (not figure.legends)

@@ -42,8 +42,14 @@ def run(tmp_path):
     def write(kind, arguments):
         model = made(kind, arguments)
         config = dict(objective="noise", learn_sigma=True, noise_schedule="linear")
-        about = dict(architecture=NAMES[kind], arguments={"head_budget": BUDGET, **arguments}, classes=["a", "b", "c"])
-        about = {key: json.dumps(value) for key, value in dict(about, config=config, step=1).items()}
+        about = dict(
+            architecture=NAMES[kind],
+            arguments={"head_budget": BUDGET, **arguments},
+            classes=["a", "b", "c"],
+        )
+        about = {
+            key: json.dumps(value) for key, value in dict(about, config=config, step=1).items()
+        }
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.yaml").write_text(f"kind: {KINDS[kind]}")
         state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
@@ -72,7 +78,10 @@ def to_onnx(run_command, tmp_path):
 def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
     model, folder = run("vit", {**VIT, **ONE})
     said, file, session = to_onnx(folder)
-    assert "computes all 4 and skips none: each token chooses its own 2" in said and "differs from PyTorch" in said
+    assert (
+        "computes all 4 and skips none: each token chooses its own 2" in said
+        and "differs from PyTorch" in said
+    )
     images = torch.randn(5, 1, 8, 8)
     with torch.no_grad():
         want = model(images)
@@ -80,8 +89,15 @@ def test_a_classifier_in_onnxruntime(run, to_onnx, tmp_path):
     assert (got - want).abs().max() < 3e-5 * want.abs().max()
     assert session.get_inputs()[0].shape == ["batch", 1, 8, 8]
     about = session.get_modelmeta().custom_metadata_map
-    assert json.loads(about["classes"]) == ["a", "b", "c"] and json.loads(about["input_size"]) == [1, 8, 8]
-    assert json.loads(about["mean"]) == json.loads(about["std"]) == [0.5] and about["crop_mode"] == "squash"
+    assert json.loads(about["classes"]) == ["a", "b", "c"] and json.loads(about["input_size"]) == [
+        1,
+        8,
+        8,
+    ]
+    assert (
+        json.loads(about["mean"]) == json.loads(about["std"]) == [0.5]
+        and about["crop_mode"] == "squash"
+    )
     assert str(tmp_path).encode() not in file.read_bytes()
 
 
@@ -113,7 +129,11 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command)
     (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.pt2"
     code, said, _ = run_command("export", folder, "--format", "torch-export", "--output", file)
     assert code == 0 and "computes 2 of 4, which each image chooses" in said
-    inputs = dict(hidden_states=torch.randn(4, 1, 4, 4), timestep=torch.rand(4) * 1000, class_labels=torch.arange(4))
+    inputs = dict(
+        hidden_states=torch.randn(4, 1, 4, 4),
+        timestep=torch.rand(4) * 1000,
+        class_labels=torch.arange(4),
+    )
     program = torch.export.load(file, extra_files=(kept := {"metadata.json": ""}))
     with torch.no_grad():
         want = model(**inputs, return_dict=False)[0]
@@ -129,7 +149,9 @@ def test_kept_heads_weigh_as_where_they_are_chosen(router):
     budget = [[0, 2], [0, 3]] if router == "moa" else BUDGET
     model = made("vit", VIT, head_budget=budget, router=router, scope="sample").double()
     image = torch.randn(1, 1, 8, 8, dtype=torch.float64)
-    kept = [routing.active[0, 0].nonzero().flatten().tolist() for routing in token_heads(model, image)]
+    kept = [
+        routing.active[0, 0].nonzero().flatten().tolist() for routing in token_heads(model, image)
+    ]
     assert kept != [[0, 1], [0, 1, 2]]
     with torch.no_grad():
         want = model(image)
@@ -139,11 +161,17 @@ def test_kept_heads_weigh_as_where_they_are_chosen(router):
     assert head_budget(model)["heads"] == 5
 
 
-@pytest.mark.parametrize("kind, arguments", [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)])
+@pytest.mark.parametrize(
+    "kind, arguments", [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)]
+)
 def test_gathered_heads_are_those_that_an_image_chooses(kind, arguments):
     model = made(kind, arguments).double()
     drawn = torch.randn(5, 1, *[arguments["img_size"]] * 2, dtype=torch.float64)
-    inputs = (drawn,) if kind == "vit" else (drawn, torch.arange(5) * 200.0, torch.tensor([0, 1, 2, 3, 0]))
+    inputs = (
+        (drawn,)
+        if kind == "vit"
+        else (drawn, torch.arange(5) * 200.0, torch.tensor([0, 1, 2, 3, 0]))
+    )
     with torch.no_grad():
         want, _ = model.forward_routed(*inputs)
         assert gather_heads(model) == 5
@@ -161,7 +189,9 @@ def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     exporting.fix_heads(fixed, str(file))
     expected = made("vit", VIT)
     keep_heads(expected, [[0, 2], [0, 1, 3]])
-    assert all(torch.equal(a, b) for a, b in zip(fixed.parameters(), expected.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(fixed.parameters(), expected.parameters(), strict=True)
+    )
     refuse("layer 1: its router needs", keep_heads, made("vit", VIT), [[0, 2], [0, 1]])
     refuse(r"layer 0: heads \[1, 2\]", keep_heads, made("vit", VIT), [[1, 2], [0, 1, 3]])
     scaled = made("vit", VIT, router_kwargs=dict(gate_scale="paper"))
@@ -172,7 +202,9 @@ def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch
     _, folder = run("vit", VIT)
 
     def refused(words, form="torch-export", output="m.pt2"):
-        code, _, error = run_command("export", folder, "--format", form, "--output", tmp_path / output)
+        code, _, error = run_command(
+            "export", folder, "--format", form, "--output", tmp_path / output
+        )
         assert code == 2 and words in error and error.count("\n") == 1, error
         assert {path.name for path in tmp_path.iterdir()} == {"vit"}
 

@@ -15,14 +15,21 @@ def test_entropy_figure():
     first, second = "encoder.layers.0.self_attn", "decoder.layers.0.cross_attn"
 
     def run(name, *layers):
-        return dict(name=name, layers=[dict(zip(("name", "experts", "entropy"), layer)) for layer in layers])
+        return dict(
+            name=name, layers=[dict(zip(("name", "experts", "entropy"), layer)) for layer in layers]
+        )
 
     mae = [run("MAE-7", (first, 8, nats), (second, 8, 1.8)) for nats in (1.9, 1.7)]
-    figure = draw_gate_entropy(dict(split="val", runs=[*mae, run("NoBCD", (second, 8, 2.05), (first, 4, 2.0))]))
+    figure = draw_gate_entropy(
+        dict(split="val", runs=[*mae, run("NoBCD", (second, 8, 2.05), (first, 4, 2.0))])
+    )
     axes = figure.axes[0]
     mae, other, *uniform = axes.get_lines()
     assert list(mae.get_ydata()) == pytest.approx([1.8, 1.8])
-    assert list(other.get_ydata()) == [2.0, 2.05]  # from left to right: the layers' places, not the model's order
+    assert list(other.get_ydata()) == [
+        2.0,
+        2.05,
+    ]  # from left to right: the layers' places, not the model's order
     (band,) = axes.collections  # one seed has none
     (outline,) = band.get_paths()
     assert np.ptp(outline.vertices[:, 1]) == pytest.approx(2 * stdev([1.9, 1.7]))
@@ -41,7 +48,9 @@ def runs(trained):
     return {name: trained("text", 4, *options) for name, options in kinds.items()}
 
 
-def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, run_command, monkeypatch):
+def test_the_command_says_what_the_runs_said_of_themselves(
+    runs, tmp_path, run_command, monkeypatch
+):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     output = tmp_path / "gates.svg"
     folders = [runs[name] for name in ("mae0", "dense", "mae1")]
@@ -57,8 +66,15 @@ def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, run_c
         assert middle == pytest.approx(mean(values), abs=0.0051)
         assert spread == pytest.approx(stdev(values), abs=0.0051)
         assert dense[f"entropy, {part}"] == "-"
-    assert mae["runs"] == "2" and mae["uniform"] == f"{math.log(4):.2f}" and dense["most probable expert"] == "-"
-    scores = [[found["bleu"][mode]["tokenised_bleu"] for mode in ("soft", "argmax", "random")] for found in own]
+    assert (
+        mae["runs"] == "2"
+        and mae["uniform"] == f"{math.log(4):.2f}"
+        and dense["most probable expert"] == "-"
+    )
+    scores = [
+        [found["bleu"][mode]["tokenised_bleu"] for mode in ("soft", "argmax", "random")]
+        for found in own
+    ]
     drops = [argmax["bleu"] - soft["bleu"] for soft, argmax, _ in scores]
     assert mae["most probable expert, change"] == f"{mean(drops):.2f} ± {stdev(drops):.2f}"
     stds = [stdev(random["draws"]) for *_, random in scores]
@@ -74,7 +90,9 @@ def test_the_command_says_what_the_runs_said_of_themselves(runs, tmp_path, run_c
         assert all(sum(layer["load"]) == pytest.approx(1) for layer in run["layers"])
 
 
-def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs, tmp_path, run_command, refused):
+def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(
+    runs, tmp_path, run_command, refused
+):
     text, run = tmp_path / "text", tmp_path / "run"
     shutil.copytree(pairs(), text)
     shutil.copytree(runs["mae0"], run)
@@ -84,8 +102,13 @@ def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(runs
         side.unlink()
     found = {}
     for split in ("val", "test"):
-        assert run_command("gates", run, "--split", split, "--output", tmp_path / f"{split}.png")[0] == 0
-        found[split] = json.loads((tmp_path / f"{split}.json").read_text())["runs"][0]["layers"][0]["load"]
+        assert (
+            run_command("gates", run, "--split", split, "--output", tmp_path / f"{split}.png")[0]
+            == 0
+        )
+        found[split] = json.loads((tmp_path / f"{split}.json").read_text())["runs"][0]["layers"][0][
+            "load"
+        ]
     assert found["val"] != found["test"]
     new = ["--output", tmp_path / "gates.png"]
     assert "none has a gate" in refused("gates", runs["dense"], *new)

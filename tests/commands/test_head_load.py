@@ -25,12 +25,17 @@ def layer(name, heads, shared, routed):
 def made(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
     """Counts that a model could have made: every group has 100 tokens, and a token runs shared + routed heads."""
     load = HeadLoad(
-        [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)], {by: map(str, range(groups))}
+        [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)],
+        {by: map(str, range(groups))},
     )
     rng, columns = torch.Generator().manual_seed(seed), []
     for heads, shared, routed in layers:
         chosen = torch.rand(groups, 100, heads - shared, generator=rng).argsort(-1) < routed
-        columns += [torch.full((groups, shared), 100.0), chosen.sum(1), torch.full((groups, 1), 100.0)]
+        columns += [
+            torch.full((groups, shared), 100.0),
+            chosen.sum(1),
+            torch.full((groups, 1), 100.0),
+        ]
     load.sums = torch.cat(columns, 1).double()
     load.of = dict(model="made up", data="nothing", split="val")
     return load
@@ -47,7 +52,11 @@ def test_counts_are_those_of_a_loop():
             for head in range(6):
                 want = sum(int(stats.counts[i, head]) for i in range(5) if labels[i] == group)
                 assert load.runs()[number][group, head] == want
-    weights = model.blocks[0].attn.router(model.blocks[0].norm1(model._pos_embed(model.patch_embed(x)))).weights
+    weights = (
+        model.blocks[0]
+        .attn.router(model.blocks[0].norm1(model._pos_embed(model.patch_embed(x))))
+        .weights
+    )
     torch.testing.assert_close(load.share()[0][2], (weights[labels == 2] > 0).double().mean((0, 1)))
     assert load.share()[0][1].sum() == 0  # no image of class 1
     active = [about["active"] for about in moh_vision.head_budget(model)["layers"]]
@@ -101,14 +110,21 @@ def test_every_kind_is_drawn(tmp_path, kind, run_command):
     assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12
     assert "made up" in file.read_text() and "</svg>" in file.read_text()
     numbers = json.loads((tmp_path / "figure_png.json").read_text())
-    assert numbers["of"]["run"] == tmp_path.name and numbers["of"]["model"] == "made up" and numbers["by"] == "class"
+    assert (
+        numbers["of"]["run"] == tmp_path.name
+        and numbers["of"]["model"] == "made up"
+        and numbers["by"] == "class"
+    )
 
 
 def test_bars_are_of_the_layer_and_groups_asked_for():
     load = made()
     figure, numbers, *_ = draw(load, "bars", names=["3", "1"], layer=0)
     assert figure.axes[0].get_title(loc="left") == "class 3"
-    assert list(numbers["percent_of_tokens"]) == ["3", "1"] and numbers["layer"]["name"] == "blocks.0.attn"
+    assert (
+        list(numbers["percent_of_tokens"]) == ["3", "1"]
+        and numbers["layer"]["name"] == "blocks.0.attn"
+    )
     assert numbers["percent_of_tokens"]["3"] == load.runs()[0][3, :-1].tolist()
     assert draw(load, "bars").numbers["layer"]["name"] == "blocks.1.attn"
     full = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two leave out no head
@@ -132,7 +148,10 @@ def test_a_map_has_colours_for_heads_that_are_chosen():
 
 def test_groups_that_differ_most():
     share = torch.tensor([[0.5, 0.5], [0.9, 0.1], [0.5, 0.5], [0.1, 0.9], [1.0, 0.0]])
-    assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 2) == [1, 3]  # the last has no tokens
+    assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 2) == [
+        1,
+        3,
+    ]  # the last has no tokens
     assert most_different(share, torch.tensor([9, 9, 9, 9, 0]), 3) == [0, 1, 3]
     assert most_different(share, torch.tensor([9, 0, 0, 0, 0]), 3) == [0]
 
@@ -158,13 +177,17 @@ def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
     )
     for runs in load.runs():
         runs[:, -1] = 10
-    load.runs()[20][::2, 1:-1] = 10  # every other class runs all heads of this layer, and no head anywhere else
+    load.runs()[20][::2, 1:-1] = (
+        10  # every other class runs all heads of this layer, and no head anywhere else
+    )
     path = tmp_path / "usage.png"
     write_figure(draw(load, "map").figure, path, {})
     assert path.stat().st_size < 3e6
     with Image.open(path) as figure:
         assert 2000 < figure.width <= 2600 and 2000 < figure.height <= 2080
-        lit = (np.asarray(figure.convert("RGB"))[:, : figure.width * 7 // 8] == (253, 231, 36)).all(-1)
+        lit = (np.asarray(figure.convert("RGB"))[:, : figure.width * 7 // 8] == (253, 231, 36)).all(
+            -1
+        )
     assert 850 < 2 * lit.any(1).sum() < 1150 * 2 and lit.any(0).sum() > 15 * 3
     rows = np.flatnonzero(lit.any(1))
     assert rows[-1] - rows[0] + 1 == len(rows)  # similar classes are side by side
@@ -180,7 +203,11 @@ def test_names_of_layers():
     names = [f"encoder.layers.{i}.self_attn" for i in range(2)]
     assert short_names(names, [4, 5]) == ["4", "5"]
     names += ["decoder.layers.0.self_attn", "decoder.layers.0.cross_attn"]
-    assert short_names(names, range(4))[1:] == ["encoder 1 self_attn", "decoder 0 self_attn", "decoder 0 cross_attn"]
+    assert short_names(names, range(4))[1:] == [
+        "encoder 1 self_attn",
+        "decoder 0 self_attn",
+        "decoder 0 cross_attn",
+    ]
 
 
 def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, refused):
@@ -191,7 +218,9 @@ def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, ref
     assert json.loads((tmp_path / "load.png.json").read_text())["by"] == "class"
     assert (tmp_path / "load.json").read_bytes() == before
     (tmp_path / "load.png").unlink()
-    assert "load.png.json exists" in refused("head-load", tmp_path / "load.json", "--output", tmp_path / "load.png")
+    assert "load.png.json exists" in refused(
+        "head-load", tmp_path / "load.json", "--output", tmp_path / "load.png"
+    )
     made(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
     error = refused("head-load", tmp_path / "dense.json", "--output", tmp_path / "new.png")
     assert "dense.json: every token ran every head" in error

@@ -81,7 +81,9 @@ def places(trained, tmp_path_factory):
     (folder / "foreign.pt").touch()
     dense = trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
     named = dict(CLS=trained("cls", 2), DENSE=dense, DIT=trained("dit", 2), TEXT=trained("text", 2))
-    return named | dict(CLM=trained("clm", 4), IMAGE=folder / "image.png", FOREIGN=folder / "foreign.pt")
+    return named | dict(
+        CLM=trained("clm", 4), IMAGE=folder / "image.png", FOREIGN=folder / "foreign.pt"
+    )
 
 
 @pytest.mark.parametrize("line, words", LINES.items())
@@ -99,19 +101,59 @@ def test_lines(places, tmp_path, refused, monkeypatch, line, words):
     "command, file, text, words",
     [
         ("table", "results.json", '{"top1": "x"}', "top1 'x'; expected a number"),
-        ("table", "results.json", '{"top1_by_class": 3}', "run: its scores are not as a run writes them"),
+        (
+            "table",
+            "results.json",
+            '{"top1_by_class": 3}',
+            "run: its scores are not as a run writes them",
+        ),
         ("table", "results.json", "[1]", "results.json: expected keys and values, found list"),
         ("table", "results.json", "{", "results.json is not readable"),
         ("table", "results.json", None, "run has no results.json: the run has not ended yet"),
-        ("table", "config.yaml", "kind: text\nmodel: {name: 3}\n", "config.yaml: model.name 3; expected the name of"),
-        ("report", "confusion.json", '{"classes": ["a"], "counts": [[0, 1, 2]]}', "expected classes, and counts"),
-        ("report", "confusion.json", '{"classes": ["a"], "counts": "x"}', "expected classes, and counts"),
-        ("report", "environment.jsonl", "[]\n", "environment.jsonl: expected keys and values, found list"),
-        ("report", "metrics.jsonl", '{"step": 0, "loss": "x"}\n', "metrics.jsonl: loss 'x'; expected a number"),
+        (
+            "table",
+            "config.yaml",
+            "kind: text\nmodel: {name: 3}\n",
+            "config.yaml: model.name 3; expected the name of",
+        ),
+        (
+            "report",
+            "confusion.json",
+            '{"classes": ["a"], "counts": [[0, 1, 2]]}',
+            "expected classes, and counts",
+        ),
+        (
+            "report",
+            "confusion.json",
+            '{"classes": ["a"], "counts": "x"}',
+            "expected classes, and counts",
+        ),
+        (
+            "report",
+            "environment.jsonl",
+            "[]\n",
+            "environment.jsonl: expected keys and values, found list",
+        ),
+        (
+            "report",
+            "metrics.jsonl",
+            '{"step": 0, "loss": "x"}\n',
+            "metrics.jsonl: loss 'x'; expected a number",
+        ),
         ("report", "head_load.json", "x", "head_load.json: not a file of head loads"),
-        ("curves", "metrics.jsonl", '{"step": 0, "loss": 1}\nnonsense\n', "metrics.jsonl is not readable"),
+        (
+            "curves",
+            "metrics.jsonl",
+            '{"step": 0, "loss": 1}\nnonsense\n',
+            "metrics.jsonl is not readable",
+        ),
         ("curves", "metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl: a line without step"),
-        ("curves", "metrics.jsonl", '{"step": 0, "trained_parameters": 1}\n', "metrics.jsonl: no line has a loss"),
+        (
+            "curves",
+            "metrics.jsonl",
+            '{"step": 0, "trained_parameters": 1}\n',
+            "metrics.jsonl: no line has a loss",
+        ),
         ("publish", "data.json", '{"train": 3}', "data.json: not the record of a run's data"),
     ],
 )

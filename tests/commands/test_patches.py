@@ -12,19 +12,29 @@ from sklearn.datasets import load_digits
 from moh_vision import load_run
 from moh_vision.commands import patches
 
-SIZES = dict(img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3)  # 4 x 6 patches
+SIZES = dict(
+    img_size=(16, 24), patch_size=4, embed_dim=48, num_heads=6, depth=2, num_classes=3
+)  # 4 x 6 patches
 
 
 def vit(**kwargs):
-    return timm.create_model("moh_vit_tiny_patch16_224", **{**SIZES, "head_budget": [(2, 2), (1, 2)], **kwargs}).eval()
+    return timm.create_model(
+        "moh_vit_tiny_patch16_224", **{**SIZES, "head_budget": [(2, 2), (1, 2)], **kwargs}
+    ).eval()
 
 
 def pyramid():
-    sizes = dict(embed_dims=(24, 24, 48, 48), num_heads=(2, 2, 4, 4), depths=(1, 1, 1, 2), img_size=(64, 96))
-    return timm.create_model("moh_transnext_base_50", **sizes, head_budget=[(1, 1), (1, 1), (1, 2), (2, 1)]).eval()
+    sizes = dict(
+        embed_dims=(24, 24, 48, 48), num_heads=(2, 2, 4, 4), depths=(1, 1, 1, 2), img_size=(64, 96)
+    )
+    return timm.create_model(
+        "moh_transnext_base_50", **sizes, head_budget=[(1, 1), (1, 1), (1, 2), (2, 1)]
+    ).eval()
 
 
-@pytest.mark.parametrize("tokens", [{}, dict(reg_tokens=3), dict(class_token=False, global_pool="avg")])
+@pytest.mark.parametrize(
+    "tokens", [{}, dict(reg_tokens=3), dict(class_token=False, global_pool="avg")]
+)
 @pytest.mark.parametrize("row, column", [(0, 5), (2, 1)])
 def test_a_patch_is_where_it_is_in_the_image(tokens, row, column):
     """In the first layer the gates of a token depend on its own patch alone."""
@@ -35,15 +45,27 @@ def test_a_patch_is_where_it_is_in_the_image(tokens, row, column):
     one, two = (patches.patch_heads(model, x)[0] for x in (image, other))
     changed = (one.gates != two.gates).any(0)
     assert changed.shape == (4, 6) and changed.nonzero().tolist() == [[row, column]]
-    assert one.shared == 2 and one.active.sum(0).unique().tolist() == [4] and not one.gates[~one.active].any()
+    assert (
+        one.shared == 2
+        and one.active.sum(0).unique().tolist() == [4]
+        and not one.gates[~one.active].any()
+    )
 
 
 def test_stages_have_grids_of_their_own():
     model, image = pyramid(), torch.randn(3, 64, 96)
     found = patches.patch_heads(model, image)
-    assert [tuple(heads.gates.shape) for heads in found] == [(2, 16, 24), (2, 8, 12), (4, 4, 6), (4, 2, 3), (4, 2, 3)]
+    assert [tuple(heads.gates.shape) for heads in found] == [
+        (2, 16, 24),
+        (2, 8, 12),
+        (4, 4, 6),
+        (4, 2, 3),
+        (4, 2, 3),
+    ]
     other = image.clone()
-    other[:, :8, 88:] += 1  # in the first stage two patches a side, and those that its convolution reaches from there
+    other[:, :8, 88:] += (
+        1  # in the first stage two patches a side, and those that its convolution reaches from there
+    )
     changed = (found[0].gates != patches.patch_heads(model, other)[0].gates).any(0).nonzero()
     assert len(changed) and changed[:, 0].max() <= 2 and changed[:, 1].min() >= 21
 
@@ -54,7 +76,10 @@ def test_figures_have_a_map_per_head_and_mark_what_is_off():
     heads = patches.patch_heads(model, image)[0]
     figure = patches.draw_patch_heads([(0, heads)], seen, "title")
     cells = [axes for axes in figure.axes if axes.get_title()]
-    assert [cell.get_title().partition(":")[0] for cell in cells] == ["image", *(f"head {i}" for i in range(6))]
+    assert [cell.get_title().partition(":")[0] for cell in cells] == [
+        "image",
+        *(f"head {i}" for i in range(6)),
+    ]
     figure.canvas.draw()
     for cell, active in zip(cells[1:], heads.active):
         shown = cell.images[1].to_rgba(cell.images[1].get_array())  # [4, 6, 4]
@@ -71,7 +96,9 @@ def run(trained):
 def folder(trained, tmp_path_factory):
     """A dense run, an image in the folder of its class and elsewhere, and what tells a run of a language model."""
     folder = tmp_path_factory.mktemp("patches")
-    (folder / "dense").symlink_to(trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null"))
+    (folder / "dense").symlink_to(
+        trained("cls", 1, "--model.router", "dense", "--model.head_budget", "null")
+    )
     (folder / "0").mkdir()
     for name in ("zero.png", "0/zero.png"):
         Image.fromarray((load_digits().images[0] * 15.9).astype(np.uint8)).save(folder / name)
@@ -83,7 +110,9 @@ def folder(trained, tmp_path_factory):
 def test_the_command(run, folder, tmp_path, run_command):
     """Layers that leave heads out are drawn, and the title says what the model takes the image for."""
     image = folder / "0" / "zero.png"
-    code, said, _ = run_command("patches", run, "--image", image, "--output", tmp_path / "heads.svg")
+    code, said, _ = run_command(
+        "patches", run, "--image", image, "--output", tmp_path / "heads.svg"
+    )
     assert code == 0 and f"heads of 1 of 2 layers, weights of {run / 'ema.safetensors'}\n" in said
     numbers = json.loads((tmp_path / "heads.json").read_text())
     (layer,) = numbers.pop("layers")
@@ -93,7 +122,9 @@ def test_the_command(run, folder, tmp_path, run_command):
     np.testing.assert_allclose(np.isfinite(gates).mean((1, 2)), layer["share_of_patches"])
     x, model = torch.tensor(np.asarray(Image.open(image)))[None] / 255, load_run(run)
     normal = (x - model.pretrained_cfg["mean"][0]) / model.pretrained_cfg["std"][0]
-    np.testing.assert_allclose(patches.as_seen(normal, model.pretrained_cfg), np.stack([x[0]] * 3, -1), atol=1e-6)
+    np.testing.assert_allclose(
+        patches.as_seen(normal, model.pretrained_cfg), np.stack([x[0]] * 3, -1), atol=1e-6
+    )
     with torch.no_grad():
         likely = model(normal[None])[0].softmax(-1)
     assert numbers["probability"] == pytest.approx(likely.max().item(), rel=1e-5)

@@ -31,7 +31,13 @@ def folder(tmp_path_factory):
     """Images: three in a folder, one elsewhere, one that is torn."""
     folder = tmp_path_factory.mktemp("predict")
     (folder / "images" / "deep").mkdir(parents=True)
-    for name, digit in (("images/b", 0), ("images/deep/a", 1), ("images/.hidden", 2), ("images/c", 3), ("other", 4)):
+    for name, digit in (
+        ("images/b", 0),
+        ("images/deep/a", 1),
+        ("images/.hidden", 2),
+        ("images/c", 3),
+        ("other", 4),
+    ):
         Image.fromarray(pixels(digit)).save(folder / f"{name}.png")
     (folder / "torn.png").write_bytes((folder / "other.png").read_bytes()[:60])
     (folder / "empty").mkdir()
@@ -48,7 +54,10 @@ def test_the_probabilities_are_the_models(run, folder, run_command):
     code, said, errors = run_command("predict", run, *images, *more, "--data.eval_batch_size", "3")
     told, torn, count = errors.splitlines()
     assert code == 2 and told == f"weights of {run}/ema.safetensors"
-    assert torn.startswith(f"{folder}/torn.png: ") and count == "predict: error: 1 of 5 images could not be read"
+    assert (
+        torn.startswith(f"{folder}/torn.png: ")
+        and count == "predict: error: 1 of 5 images could not be read"
+    )
     model = load_run(run)
     images = torch.stack([torch.tensor(pixels(i)) for i in (0, 3, 1, 4)])[:, None] / 255
     mean, std = (model.pretrained_cfg[key][0] for key in ("mean", "std"))
@@ -56,9 +65,16 @@ def test_the_probabilities_are_the_models(run, folder, run_command):
         expected = model((images - mean) / std).softmax(-1).sort(descending=True)
     written = json.loads((folder / "classes.json").read_text())
     assert written["weights"] == str(run / "ema.safetensors") and written["img_size"] == 8
-    names = [f"{folder}/images/b.png", f"{folder}/images/c.png", f"{folder}/images/deep/a.png", f"{folder}/other.png"]
+    names = [
+        f"{folder}/images/b.png",
+        f"{folder}/images/c.png",
+        f"{folder}/images/deep/a.png",
+        f"{folder}/other.png",
+    ]
     assert [image["image"] for image in written["images"]] == names
-    for line, image, classes, values in zip(said.splitlines(), written["images"], expected.indices, expected.values):
+    for line, image, classes, values in zip(
+        said.splitlines(), written["images"], expected.indices, expected.values
+    ):
         assert [name for name, _ in image["classes"]] == [str(c) for c in classes[:5].tolist()]
         torch.testing.assert_close(torch.tensor([p for _, p in image["classes"]]), values[:5])
         assert line.startswith(f"{image['image']}: {100 * values[0]:.2f} % {classes[0]} | ")
@@ -80,7 +96,10 @@ def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_comma
     model = load_run(run)
     probabilities = as_timm(model, Image.open(odd))
     best = probabilities.argmax()
-    assert f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | " in first
+    assert (
+        f"{odd}: {100 * probabilities[best]:.2f} % {model.pretrained_cfg['label_names'][best]} | "
+        in first
+    )
     needed = f"--data.root is needed: {published} is no run, whose configuration says which images"
     assert needed in refused(capsys, validate.main, "--checkpoint", published)
     validate.main(["--checkpoint", str(published), "--data.root", "digits"])
@@ -89,35 +108,56 @@ def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_comma
 
 def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     torch.manual_seed(0)
-    sizes = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, in_chans=1, num_classes=10)
+    sizes = dict(
+        img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, in_chans=1, num_classes=10
+    )
     vit = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
     for parameter in vit.parameters():
         parameter.data += 0.3 * torch.randn_like(parameter)
     prepared = dict(input_size=(1, 8, 8), crop_pct=0.6, crop_mode="center", mean=(0.2,), std=(0.3,))
     vit.pretrained_cfg = dict(vit.pretrained_cfg, **prepared)
     timm.models.save_for_hf(vit, folder / "vit", safe_serialization=True)
-    image, given = folder / "other.png", ["--checkpoint", str(folder / "vit"), "--data.eval_batch_size", "100"]
+    image, given = (
+        folder / "other.png",
+        ["--checkpoint", str(folder / "vit"), "--data.eval_batch_size", "100"],
+    )
     values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
     shown = f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
     assert shown in run_command("predict", folder / "vit", image).out
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     digits = Digits("val")
-    right = sum(int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits)))
+    right = sum(
+        int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits))
+    )
     validate.main([*given, "--data.root", "digits"])
     shown = capsys.readouterr().out
-    assert f"(vit_tiny_patch16_224, 8 px, digits, val): top-1 {100 * right / len(digits):.2f} %" in shown
+    assert (
+        f"(vit_tiny_patch16_224, 8 px, digits, val): top-1 {100 * right / len(digits):.2f} %"
+        in shown
+    )
     assert "3 (100.0 % of all)" in shown and "validation: 1 of 4 steps, " in shown
     animals = write_folder(folder / "animals", train=0)
     error = refused(capsys, validate.main, *given, "--data.root", animals)
     assert f"--checkpoint {folder}/vit has 10 classes, data.root {animals} 2" in error
     opened = open_run(folder / "vit")
-    assert opened.metadata["architecture"] == "vit_tiny_patch16_224" and opened.model.pretrained_cfg["crop_pct"] == 0.6
+    assert (
+        opened.metadata["architecture"] == "vit_tiny_patch16_224"
+        and opened.model.pretrained_cfg["crop_pct"] == 0.6
+    )
     config = json.loads((folder / "vit" / "config.json").read_text())
-    config |= dict(architecture="vit_tiny_patch16_224", model_args=dict(checkpoint_path="elsewhere.pt"))
-    damaged = {json.dumps(config): "checkpoint_path", '{"model_type": "llama"}': "no 'architecture'", "{": "Expecting"}
+    config |= dict(
+        architecture="vit_tiny_patch16_224", model_args=dict(checkpoint_path="elsewhere.pt")
+    )
+    damaged = {
+        json.dumps(config): "checkpoint_path",
+        '{"model_type": "llama"}': "no 'architecture'",
+        "{": "Expecting",
+    }
     for text, words in damaged.items():
         (folder / "empty" / "config.json").write_text(text)
-        error = refused(capsys, validate.main, "--checkpoint", folder / "empty", "--data.root", "digits")
+        error = refused(
+            capsys, validate.main, "--checkpoint", folder / "empty", "--data.root", "digits"
+        )
         assert "its config.json is of no classifier that is taken" in error and words in error
 
 
@@ -125,7 +165,9 @@ def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
     """Of a folder and of its shards, where one image is torn, as predict says."""
     root, shards = tmp_path / "d", tmp_path / "s"
     for digit in range(20):
-        place = root / "val" / str(digit % 10) / f"image\u2028{digit}.png"  # no line break in a list of files
+        place = (
+            root / "val" / str(digit % 10) / f"image\u2028{digit}.png"
+        )  # no line break in a list of files
         place.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels(digit + 50)).save(place)
     assert convert(root, shards) == 0
@@ -147,7 +189,9 @@ def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
         assert row["class"] == row["image"].split("/")[-2]
         assert row["predicted"] == max(probabilities, key=probabilities.get)
         for key in ("class", "predicted"):
-            assert float(row[f"probability_of_{key}"]) == pytest.approx(probabilities[row[key]], abs=2e-6)
+            assert float(row[f"probability_of_{key}"]) == pytest.approx(
+                probabilities[row[key]], abs=2e-6
+            )
     wrong = sum(row["class"] != row["predicted"] for row in listed)
     assert 0 < wrong and f"predictions: {file}, {wrong} of 19 are wrong" in capsys.readouterr().out
     named = {f"{root}/val/{row['image']}": row["predicted"] for row in rows(shards)[1]}
@@ -173,7 +217,11 @@ def test_names_of_imagenet():
 
 def test_files_are_written_though_nobody_reads_on(run, folder, tmp_path, monkeypatch, capfd):
     files = [tmp_path / name for name in ("p.csv", "load.json", "s.json")]
-    options = [str(a) for pair in zip(("--predictions", "--head-load", "--score-file"), files) for a in pair]
+    options = [
+        str(a)
+        for pair in zip(("--predictions", "--head-load", "--score-file"), files)
+        for a in pair
+    ]
     with unread(monkeypatch):
         validate.main(["--checkpoint", str(run), *options])
     assert all(file.is_file() for file in files)

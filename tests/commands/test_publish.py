@@ -84,7 +84,9 @@ same(space["model"], f"{runs}/text/averaged.safetensors", input_ids=ids, decoder
 def runs(trained, tmp_path_factory):
     """A folder with a run of each wing."""
     folder = tmp_path_factory.mktemp("runs")
-    kinds = dict(cls=(4, "--eval_every", "2"), dit=(2,), text=(2, "--save-every", 1, "--average", "2"))
+    kinds = dict(
+        cls=(4, "--eval_every", "2"), dit=(2,), text=(2, "--save-every", 1, "--average", "2")
+    )
     for kind, made in kinds.items():
         shutil.copytree(trained(kind, *made), folder / kind)
     draw = f"--checkpoint {folder}/dit --num-images 8 --batch-size 8 --steps 2 --sampler ddim"
@@ -112,45 +114,81 @@ def test_round_trip_in_a_new_process(runs, published):
     Image.effect_noise((20, 30), 60).save(published / "image.png")
     files = sorted(p.relative_to(published).as_posix() for p in published.rglob("*") if p.is_file())
     assert not [file for file in files if file.endswith((".bin", ".pt", ".pth", ".pkl", ".tmp"))]
-    env = dict(os.environ, PYTHONPATH=str(ROOT), HF_HOME=str(published / ".hub"), HF_HUB_OFFLINE="1")
+    env = dict(
+        os.environ, PYTHONPATH=str(ROOT), HF_HOME=str(published / ".hub"), HF_HUB_OFFLINE="1"
+    )
     command = [sys.executable, "-c", ROUND_TRIP, str(runs)]
-    done = subprocess.run(command, cwd=published, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=published, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_card(runs, published):
     head, text = head_and_text(published / "cls")
-    assert head == dict(library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"])
-    assert "\n# moh_vit_tiny_patch16_224\n" in text, "the name of the folder says nothing of the model"
+    assert head == dict(
+        library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"]
+    )
+    assert "\n# moh_vit_tiny_patch16_224\n" in text, (
+        "the name of the folder says nothing of the model"
+    )
     results = small_runs.results(runs / "cls")
-    assert f"| top-1, % | {results['top1']:.2f} |" in text and "355 validation images of digits" in text
+    assert (
+        f"| top-1, % | {results['top1']:.2f} |" in text
+        and "355 validation images of digits" in text
+    )
     for number, layer in enumerate(head_budget(load_run(runs / "cls"))["layers"]):
         row = [number, *(layer[key] for key in "heads head_dim shared routed active name".split())]
         assert re.search(r"^\s*" + r"\s+".join(map(str, row)) + "$", text, re.M)
-    assert "of dense ideal" in text and "10 classes, 1,442 images in train, 355 images in val" in text
+    assert (
+        "of dense ideal" in text and "10 classes, 1,442 images in train, 355 images in val" in text
+    )
     start = json.loads((runs / "cls" / "environment.jsonl").read_text())
-    shown = start["date"], start["device"], f"torch {start['versions']['torch']}", without_paths(start["command"])
+    shown = (
+        start["date"],
+        start["device"],
+        f"torch {start['versions']['torch']}",
+        without_paths(start["command"]),
+    )
     assert all(words in text for words in shown)
     head, text = head_and_text(published / "dit")
     scores = json.loads((runs / "dit" / "scores.json").read_text())
-    assert head["library_name"] == "diffusers" and f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
+    assert (
+        head["library_name"] == "diffusers"
+        and f"| recognised, % | {100 * scores['recognised']:.2f} |" in text
+    )
     assert "8 images against 355 of digits, val split" in text and "sampler ddim, steps 2" in text
-    sampler = json.loads((published / "dit" / "scheduler" / "scheduler_config.json").read_text())["_class_name"]
+    sampler = json.loads((published / "dit" / "scheduler" / "scheduler_config.json").read_text())[
+        "_class_name"
+    ]
     assert sampler == "DDIMScheduler" and "num_inference_steps=2)" in text
     head, text = head_and_text(published / "text")
     assert (head["library_name"], head["pipeline_tag"]) == ("transformers", "translation")
-    assert "averaged.safetensors, mean of steps 1, 2" in text and "| BLEU |" in text and "nrefs:1|case:mixed" in text
-    assert f"parameters:   {sum(p.numel() for p in load_run(runs / 'text').parameters()):,}\n" in text  # tied ones once
+    assert (
+        "averaged.safetensors, mean of steps 1, 2" in text
+        and "| BLEU |" in text
+        and "nrefs:1|case:mixed" in text
+    )
+    assert (
+        f"parameters:   {sum(p.numel() for p in load_run(runs / 'text').parameters()):,}\n" in text
+    )  # tied ones once
     for kind in ("cls", "dit", "text"):  # folders of this machine are nobody's business
         assert str(runs.parent) not in (published / kind / "README.md").read_text()
     averaged = load_run(runs / "text" / "averaged.safetensors").state_dict()
-    assert small_runs.same(load_run(published / "text").state_dict(), averaged)  # a translation model too
+    assert small_runs.same(
+        load_run(published / "text").state_dict(), averaged
+    )  # a translation model too
 
 
 def test_data_of_a_language_model():
     """Of the hub's data the name is a link; a folder of a hub data set's name is something else."""
     sources = [dict(root="hfds/anna/books:de", weight=3), dict(root="wikitext", weight=1.5)]
-    config = {"data.root": "all", "data.train": "train", "data.mixture": sources, "data.source": "en"}
+    config = {
+        "data.root": "all",
+        "data.train": "train",
+        "data.mixture": sources,
+        "data.source": "en",
+    }
     run = ScoredRun(ROOT, TEXT["clm"], config, 0, {}, "")
     assert datasets_of(run) == ["anna/books"]
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
@@ -164,17 +202,29 @@ def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
     source = "init_from: vit_tiny_patch16_224.augreg_in21k_ft_in1k\n"
     (run / "config.yaml").write_text(config.replace("init_from: null\n", source))
     assert main(["publish", str(run), "--output", str(tmp_path / "card")]) == 0
-    model, x = timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval(), torch.randn(3, 1, 8, 8)
-    assert type(model) is timm.models.VisionTransformer and model.pretrained_cfg["label_names"][9] == "9"
+    model, x = (
+        timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval(),
+        torch.randn(3, 1, 8, 8),
+    )
+    assert (
+        type(model) is timm.models.VisionTransformer
+        and model.pretrained_cfg["label_names"][9] == "9"
+    )
     torch.testing.assert_close(model(x), load_run(run)(x))
     head, text = head_and_text(tmp_path / "card")
     assert head["license"] == "apache-2.0"  # of timm's weights
-    assert "\n# vit_tiny_patch16_224\n" in text and "import moh_vision" not in text and "is needed" not in text
+    assert (
+        "\n# vit_tiny_patch16_224\n" in text
+        and "import moh_vision" not in text
+        and "is needed" not in text
+    )
 
 
 def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     def scores(place, name):
-        assert main(["publish", str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
+        assert (
+            main(["publish", str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
+        )
         head, text = head_and_text(tmp_path / name)
         assert head["license"] == "mit"
         return text.partition("## Scores")[2].partition("##")[0]
@@ -193,12 +243,25 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     (tmp_path / "patient" / "results.json").unlink()
     capsys.readouterr()
     assert "No scores of these weights" in scores(tmp_path / "patient", "unscored")
-    assert "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
+    assert (
+        "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
+    )
 
 
 def test_the_card_of_a_repository_loads_it(runs, tmp_path, run_command):
-    done = run_command("publish", runs / "cls", "--output", tmp_path / "cls", "--repo", "anna/digits")
-    assert done.code == 0 and done.out.endswith(f"to upload it: hf upload anna/digits {tmp_path}/cls .\n")
-    assert {file.name for file in (tmp_path / "cls").iterdir()} == {"README.md", "config.json", "model.safetensors"}
+    done = run_command(
+        "publish", runs / "cls", "--output", tmp_path / "cls", "--repo", "anna/digits"
+    )
+    assert done.code == 0 and done.out.endswith(
+        f"to upload it: hf upload anna/digits {tmp_path}/cls .\n"
+    )
+    assert {file.name for file in (tmp_path / "cls").iterdir()} == {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    }
     _, text = head_and_text(tmp_path / "cls")
-    assert 'timm.create_model("hf-hub:anna/digits", pretrained=True)' in text and "\n# digits\n" in text
+    assert (
+        'timm.create_model("hf-hub:anna/digits", pretrained=True)' in text
+        and "\n# digits\n" in text
+    )

@@ -25,7 +25,11 @@ VOID = {"meta", "img", "br"}
 @pytest.fixture(scope="module")
 def runs(trained):
     drawn = "--preview.every 1 --preview.images 4 --preview.steps 2".split()
-    return dict(cls=trained("cls", 4, "--eval_every", "2"), dit=trained("dit", 4, *drawn), text=trained("text", 2))
+    return dict(
+        cls=trained("cls", 4, "--eval_every", "2"),
+        dit=trained("dit", 4, *drawn),
+        text=trained("text", 2),
+    )
 
 
 class Page(HTMLParser):
@@ -69,7 +73,9 @@ def made(folder, *runs):
     markup = output.read_text(encoding="utf-8")
     page = Page(markup)
     assert page.tags.count("html") == page.tags.count("body") == 1 and "script" not in page.tags
-    referred = [load[1:] for load in page.loads if load.startswith("#")] + re.findall(r"url\(#([^)]*)\)", markup)
+    referred = [load[1:] for load in page.loads if load.startswith("#")] + re.findall(
+        r"url\(#([^)]*)\)", markup
+    )
     assert len(set(page.ids)) == len(page.ids) and set(referred) <= set(page.ids) and referred
     assert all(load.startswith(("#", "data:image/")) for load in page.loads)
     assert not re.search(r"@import|url\((?!#)", markup)
@@ -83,12 +89,26 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
         for text in (*table.titles, *table.rows[0], *table.notes):
             assert text in page.text
     assert f"{runs['dit']} has no scores yet: python sample.py" in page.text
-    for title in ("training loss", "validation loss", "validation: top-1, %", "balance loss", "learning rate"):
+    for title in (
+        "training loss",
+        "validation loss",
+        "validation: top-1, %",
+        "balance loss",
+        "learning rate",
+    ):
         assert title in page.text
     # Samples: the first, the middle and the last of four.
-    assert page.text.count("after ") == 3 and "after 1 steps after 3 steps after 4 steps" in page.text
-    assert "images of each class by what they were taken for" in page.text and "cls: heads of each layer" in page.text
-    assert "cls: share of tokens that run each head, by class" in page.text and "dit has no head_load.json" in page.text
+    assert (
+        page.text.count("after ") == 3 and "after 1 steps after 3 steps after 4 steps" in page.text
+    )
+    assert (
+        "images of each class by what they were taken for" in page.text
+        and "cls: heads of each layer" in page.text
+    )
+    assert (
+        "cls: share of tokens that run each head, by class" in page.text
+        and "dit has no head_load.json" in page.text
+    )
     # A translation stands below its source and its reference.
     lines = (runs["text"] / "translations.txt").read_text().splitlines()
     source = Path(small_runs.pairs(), "val.de").read_text().splitlines()
@@ -96,7 +116,9 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
     first = f"de (source) {source[0]} en (reference) {target[0]} text {lines[0]}"
     assert " ".join(first.split()) in page.text
     assert "input [1, 1, 8, 8]" in page.text
-    for kind, script in dict(cls=train_cls, dit=train_dit).items():  # parameters and MACs are those of --dry-run
+    for kind, script in dict(
+        cls=train_cls, dit=train_dit
+    ).items():  # parameters and MACs are those of --dry-run
         capsys.readouterr()
         script.main([*small_runs.arguments(kind, runs[kind], 4, 100), "--dry-run"])
         _, _, described = capsys.readouterr().out.partition("parameters: ")
@@ -109,7 +131,9 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
 def test_what_is_missing_is_said(runs, tmp_path):
     for kind in ("cls", "dit", "text"):
         shutil.copytree(runs[kind], tmp_path / kind)
-        for file in "environment.jsonl results.json confusion.json translations.txt head_load.json".split():
+        for file in (
+            "environment.jsonl results.json confusion.json translations.txt head_load.json".split()
+        ):
             (tmp_path / kind / file).unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "dit" / "previews")
     for file in (tmp_path / "cls").glob("*.safetensors"):
@@ -143,13 +167,20 @@ def test_translations_of_text_that_has_changed_since_stand_without_it(runs, tmp_
 
 def test_names_are_escaped(runs, tmp_path):
     """Of folders and classes, in text, in figures and in attributes."""
-    run, name = tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _', '</text><script>alert("2")</script> $x^'
+    run, name = (
+        tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _',
+        '</text><script>alert("2")</script> $x^',
+    )
     shutil.copytree(runs["cls"], run)
-    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("seed: 0", "seed: 1"))
+    (run / "config.yaml").write_text(
+        (run / "config.yaml").read_text().replace("seed: 0", "seed: 1")
+    )
     confusion = json.loads((run / "confusion.json").read_text())
     confusion["classes"][0] = name
     (run / "confusion.json").write_text(json.dumps(confusion))
-    (run / "environment.jsonl").write_text(json.dumps(dict(command="<script>3</script>", step=0, date="today")) + "\n")
+    (run / "environment.jsonl").write_text(
+        json.dumps(dict(command="<script>3</script>", step=0, date="today")) + "\n"
+    )
     page = made(tmp_path, run, runs["cls"])
     assert "img" not in page.tags
     assert run.name in page.text and name[:21] in page.text and "<script>3</script>" in page.text
@@ -157,12 +188,19 @@ def test_names_are_escaped(runs, tmp_path):
 
 def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
     shutil.copytree(runs["cls"], tmp_path / "run")
-    counts = [[n, n, 50] for n in range(1000)] + [[n, (n + 1) % 1000, n % 7] for n in range(1000)] + [[3, 900, 30]]
+    counts = (
+        [[n, n, 50] for n in range(1000)]
+        + [[n, (n + 1) % 1000, n % 7] for n in range(1000)]
+        + [[3, 900, 30]]
+    )
     file = tmp_path / "run" / "confusion.json"
     file.write_text(json.dumps(dict(classes=[f"class {n}" for n in range(1000)], counts=counts)))
     page = made(tmp_path, tmp_path / "run")
     titles = "class taken for images % of the class"
-    assert f"{titles} class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7" in page.text
+    assert (
+        f"{titles} class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7"
+        in page.text
+    )
     assert page.text.count("class 9") < 10  # 20 pairs of 1,000
 
 
@@ -179,7 +217,11 @@ def test_large_pictures_are_made_smaller(runs, tmp_path):
     noise = np.random.default_rng(0).integers(0, 255, (1500, 2000, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "large.png")
     picture = embed(tmp_path / "large.png", 400, "a & b")
-    assert picture.width == 400 and len(picture.markup) < 300_000 and 'alt="a &amp; b"' in picture.markup
+    assert (
+        picture.width == 400
+        and len(picture.markup) < 300_000
+        and 'alt="a &amp; b"' in picture.markup
+    )
     (tmp_path / "large.png").write_text("no picture")
     refuse("large.png is no picture that can be read", lambda: embed(tmp_path / "large.png", 400))
     small = embed(runs["dit"] / "previews" / "step_4.png", 400)

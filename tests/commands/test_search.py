@@ -30,17 +30,24 @@ VIT = "moh_vit_tiny_patch16_224"
 
 def vit(**kwargs):
     torch.manual_seed(0)
-    return timm.create_model(VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}).eval()
+    return timm.create_model(
+        VIT, **{**SIZES, "head_budget": [(2, 2), (1, 3), (0, 4)], **kwargs}
+    ).eval()
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_budget_costs_less(seed):
     """Against every budget there is."""
     draw = random.Random(seed)
-    costs = [{k: draw.random() for k in range(least, heads + 1)} for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4))]
+    costs = [
+        {k: draw.random() for k in range(least, heads + 1)}
+        for least, heads in ((1, 5), (2, 6), (4, 4), (1, 4))
+    ]
     for total in range(8, 20):
         every = (chosen for chosen in itertools.product(*costs) if sum(chosen) == total)
-        assert tuple(cheapest(costs, total)) == min(every, key=lambda c: sum(layer[k] for layer, k in zip(costs, c)))
+        assert tuple(cheapest(costs, total)) == min(
+            every, key=lambda c: sum(layer[k] for layer, k in zip(costs, c))
+        )
     # Heads that are chosen together may leave a head unused.
     assert cheapest([{2: 1.0, 4: 0.0}, {2: 3.0, 4: 0.0}], 7) == [2, 4]
 
@@ -49,7 +56,9 @@ def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
     model = vit()
     before, layers = budget_pairs(model), attention_layers(model)
     table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
-    active, losses = search_budget(model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7)
+    active, losses = search_budget(
+        model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7
+    )
     assert budget_pairs(model) == before and [min(of_layer) for of_layer in losses] == [3, 2, 1]
     every = (c for c in itertools.product(*losses) if sum(c) == 13)
     assert tuple(active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
@@ -81,7 +90,11 @@ def test_spread_is_the_ramp_and_keeps_shared_heads():
 
 test_what_cannot_be_searched = each_refused(
     lambda share, kwargs: search_budget(vit(**kwargs), lambda model: 0.0, share),
-    (0.3, {}, "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already"),
+    (
+        0.3,
+        {},
+        "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already",
+    ),
     (0.5, dict(router="dense", head_budget=None), "has no routed heads"),
     (0.5, dict(router="mae", head_budget=None), "has no routed heads"),
 )
@@ -105,35 +118,67 @@ def test_heads_of_llama_are_searched_in_whole_groups():
     model = moh_vision.convert(transformers.LlamaForCausalLM(config), pairs)
     assert model.config.moh["head_budget"] == pairs
     tokens = torch.arange(20)[None]
-    active, losses = search_budget(model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    active, losses = search_budget(
+        model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75
+    )
     assert sum(active) == 14 and len(set(losses[0].values())) > 1
     config.num_key_value_heads = 3
     pairs = moh_vision.convert(transformers.LlamaForCausalLM(config), group=True).eval()
-    active, losses = search_budget(pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75)
+    active, losses = search_budget(
+        pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75
+    )
     assert sum(active) in (12, 14) and all(k % 2 == 0 for of_layer in losses for k in of_layer)
-    assert all(sum(b["active"]) == sum(active) for b in compare(pairs, active, lambda m: 0.0).values())
+    assert all(
+        sum(b["active"]) == sum(active) for b in compare(pairs, active, lambda m: 0.0).values()
+    )
 
 
 def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeypatch):
     first, second, file = trained("cls", 2), tmp_path / "second", tmp_path / "budget.yaml"
     with unread(monkeypatch):
-        assert main(["search", str(first), "--share", "0.75", "--images", "16", "--output", str(file)]) == 0
+        assert (
+            main(["search", str(first), "--share", "0.75", "--images", "16", "--output", str(file)])
+            == 0
+        )
     text, pairs = file.read_text(), yaml.safe_load(file.read_text())
-    assert sum(map(sum, pairs)) == 12 and f"# 12 heads by python -m moh_vision search: {first}" in text
+    assert (
+        sum(map(sum, pairs)) == 12 and f"# 12 heads by python -m moh_vision search: {first}" in text
+    )
     losses = r"searched \d\.\d+, uniform \d\.\d+, ramp \d\.\d+\n"
     assert re.search(rf"# cross-entropy of all heads .*; on others of digits: {losses}", text)
-    train_cls.main(arguments("cls", second, 2, 2, "--model.head_budget", text))  # as "$(cat budget.yaml)" gives it
+    train_cls.main(
+        arguments("cls", second, 2, 2, "--model.head_budget", text)
+    )  # as "$(cat budget.yaml)" gives it
     model, about = from_run(str(second), "classifier")
-    assert budget_pairs(model) == about["arguments"]["head_budget"] == about["config"]["model"]["head_budget"] == pairs
+    assert (
+        budget_pairs(model)
+        == about["arguments"]["head_budget"]
+        == about["config"]["model"]["head_budget"]
+        == pairs
+    )
     assert budget_pairs(moh_vision.set_head_budget(moh_vision.load_run(first), pairs)) == pairs
 
 
-def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(trained, tmp_path, run_command, monkeypatch):
+def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
+    trained, tmp_path, run_command, monkeypatch
+):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
-    ask = ["search", trained("dit", 2, "--model.router", "dense"), "--share", "0.8", "--images", "8", "--output"]
+    ask = [
+        "search",
+        trained("dit", 2, "--model.router", "dense"),
+        "--share",
+        "0.8",
+        "--images",
+        "8",
+        "--output",
+    ]
     outs = [run_command(*ask, tmp_path / f"{number}.yaml").out for number in (1, 2)]
     found, again = ((tmp_path / f"{number}.yaml").read_text() for number in (1, 2))
-    assert found == again and "converted with its strongest" in found and sum(map(sum, yaml.safe_load(found))) == 13
+    assert (
+        found == again
+        and "converted with its strongest" in found
+        and sum(map(sum, yaml.safe_load(found))) == 13
+    )
     assert "converted with its strongest heads shared: diffusion loss" in outs[0]
     count = outs[0].partition("search: 1 of ")[2].split()[0]  # as many as there are in the end
     assert f"search: {count} of {count} measurements, 00:00 left" in outs[0]
@@ -145,7 +190,9 @@ def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_comma
         out = run_command("search", run, "--share", "0.625", "--images", "4", "--output", file).out
         assert "nats per token of 4 blocks" in out
         pairs = yaml.safe_load(file.read_text())
-        assert ("converted with" in file.read_text()) == (name == "clm_small") and sum(map(sum, pairs)) == 10
+        assert ("converted with" in file.read_text()) == (name == "clm_small") and sum(
+            map(sum, pairs)
+        ) == 10
         model = moh_vision.load_run(run)
         (moh_vision.convert if name == "clm_small" else moh_vision.set_head_budget)(model, pairs)
         assert [layer["active"] for layer in head_budget(model)["layers"]] == list(map(sum, pairs))
@@ -154,9 +201,14 @@ def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_comma
     inputs = INPUTS["clm"](config.data, str(tmp_path), 0, str(run))
     blocks = [inputs.train[0, i * len(inputs.train) // 8] for i in range(0, 8, 2)]
     ids, labels = (torch.tensor(np.stack(side)) for side in zip(*blocks))
-    full = [HeadBudget(8, 4, layer.budget.shared, layer.budget.candidates) for layer in attention_layers(model)]
+    full = [
+        HeadBudget(8, 4, layer.budget.shared, layer.budget.candidates)
+        for layer in attention_layers(model)
+    ]
     with torch.no_grad(), running(model, full):
         logits = model(input_ids=ids).logits
     kept = labels != -100
     loss = torch.nn.functional.cross_entropy(logits[kept], labels[kept])
-    assert float(re.search(r"of all heads ([\d.]+);", file.read_text())[1]) == pytest.approx(loss.item(), rel=1e-5)
+    assert float(re.search(r"of all heads ([\d.]+);", file.read_text())[1]) == pytest.approx(
+        loss.item(), rel=1e-5
+    )

@@ -53,8 +53,14 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, run_command, capsys):
     assert first["runs"] == "3" and first["steps"] == "3"
     assert first["top-1, %"] == f"{statistics.mean(top1):.2f} ± {statistics.stdev(top1):.2f}"
     assert first["active heads, %"] == "75" and second["active heads, %"] == "50"
-    assert first["model"].endswith("patch16_224, model.head_budget 0.75") and "head_budget 0.5" in second["model"]
-    assert second["runs"] == "1" and second["top-1, %"] == f"{small_runs.results(runs['half'])['top1']:.2f}"
+    assert (
+        first["model"].endswith("patch16_224, model.head_budget 0.75")
+        and "head_budget 0.5" in second["model"]
+    )
+    assert (
+        second["runs"] == "1"
+        and second["top-1, %"] == f"{small_runs.results(runs['half'])['top1']:.2f}"
+    )
     assert float(second["MACs, M"]) < float(first["MACs, M"])
     # The size is what --dry-run says of the same run.
     capsys.readouterr()
@@ -67,18 +73,27 @@ def test_runs_that_differ_in_the_seed_are_one_row(runs, run_command, capsys):
     assert out.count("standard error") == 1 and error in out.splitlines()[-1]
     assert "top-5" not in out  # of 10 classes
     assert "BLEU" not in out and "FID" not in out and f"{runs['cls2']} (seed 2)" in out
-    out = run_command("table", *folders[:3], "--names", "three quarters", "half | 50", "other seed").out
-    assert [row["model"] for row in cells(out.replace("\\|", "/"))] == ["three quarters", "half / 50"]
+    out = run_command(
+        "table", *folders[:3], "--names", "three quarters", "half | 50", "other seed"
+    ).out
+    assert [row["model"] for row in cells(out.replace("\\|", "/"))] == [
+        "three quarters",
+        "half / 50",
+    ]
     assert f"- half | 50: {runs['half']} (seed 0)" in out
 
 
 def test_what_tells_runs_apart(runs, tmp_path, run_command):
     """Steps and settings do, how often and how a run was logged and saved does not; defaults are not in a name."""
-    slow = configured(runs["cls0"], tmp_path / "slow", log_every=7, save_in_background="false", seed=5)
+    slow = configured(
+        runs["cls0"], tmp_path / "slow", log_every=7, save_in_background="false", seed=5
+    )
     decayed = configured(runs["cls0"], tmp_path / "decayed", layer_decay=0.9)
     plain, other = cells(run_command("table", runs["cls0"], slow, decayed).out)
     assert (plain["runs"], other["runs"]) == ("2", "1") and plain["top-1, %"].endswith("± 0.00")
-    assert other["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
+    assert (
+        other["model"] == f"{plain['model']}, optim.layer_decay 0.9" and "," not in plain["model"]
+    )
     long = configured(runs["cls0"], tmp_path / "long", max_steps=4, seed=6)
     assert "max_steps 4" in cells(run_command("table", runs["cls0"], long).out)[1]["model"]
 
@@ -105,15 +120,31 @@ def test_steps_are_those_of_the_weights(runs, tmp_path, run_command):
 def test_scores_of_sample_py_come_first(runs, tmp_path, run_command):
     shutil.copytree(runs["dit"], tmp_path / "run")
     drawn = dict(sampler="ddpm", steps=250, seed=3, weights_sha256="c0ffee", cfg_scale=None)
-    scores = dict(fid=12.345, kid=0.001234, precision=None, num_generated=50000, num_reference=10000, label="FID-50K")
+    scores = dict(
+        fid=12.345,
+        kid=0.001234,
+        precision=None,
+        num_generated=50000,
+        num_reference=10000,
+        label="FID-50K",
+    )
     scores.update(reference="ref.npz", extractor="inception", sampling=drawn)
     (tmp_path / "run" / "scores.json").write_text(json.dumps(scores))
     out = run_command("table", tmp_path / "run").out
     (row,) = cells(out)
-    assert row["FID"] == "12.35" and row["KID"] == "0.00123" and "FD" not in row and "precision" not in row
+    assert (
+        row["FID"] == "12.35"
+        and row["KID"] == "0.00123"
+        and "FD" not in row
+        and "precision" not in row
+    )
     assert "FID-50K by inception; sampler ddpm, steps 250.\n" in out
     # Scores of other images are no spread over seeds.
-    one, other = cells(run_command("table", tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)).out)
+    one, other = cells(
+        run_command(
+            "table", tmp_path / "run", configured(runs["dit"], tmp_path / "other", seed=1)
+        ).out
+    )
     assert one["FD"] == "-" and other["FID"] == "-"
 
 
@@ -135,8 +166,12 @@ def test_translation_beside_the_paper(runs, run_command, capsys):
 
 def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, run_command):
     for seed, step in ((0, 1200), (1, 900)):
-        folder = configured(runs["text"], tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1)
-        (folder / "results.json").write_text(json.dumps(small_runs.results(folder) | dict(step=step)))
+        folder = configured(
+            runs["text"], tmp_path / f"seed{seed}", seed=seed, patience=3, eval_every=1
+        )
+        (folder / "results.json").write_text(
+            json.dumps(small_runs.results(folder) | dict(step=step))
+        )
     row, _ = cells(run_command("table", tmp_path / "seed0", tmp_path / "seed1").out)
     assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
 
@@ -166,7 +201,9 @@ def test_rows_of_the_papers():
     for row in table.PAPER_ROWS:
         model = row["model"]
         assert timm.is_model(model) or model in names or model == "clm_pretrained", model
-        assert set(row) <= {"model", "row", "source", "data", "steps", "pair", "suite", *numbers}, row
+        assert set(row) <= {"model", "row", "source", "data", "steps", "pair", "suite", *numbers}, (
+            row
+        )
         assert row.get("suite") or numbers & set(row), row
         for key in numbers & set(row):
             assert float(row[key].replace(",", "")) > 0

@@ -60,9 +60,15 @@ def write_folder(root, classes=("cat", "dog"), train=6, val=4, size=(12, 8)):
 
 def contents(folder):
     """Name -> bytes, without the index, which holds the times of the shards."""
-    return {p.name: p.read_bytes() for p in folder.iterdir() if ".index.npy" not in p.name and p.is_file()}
+    return {
+        p.name: p.read_bytes()
+        for p in folder.iterdir()
+        if ".index.npy" not in p.name and p.is_file()
+    }
 
 
 def convert(root, out, options="") -> int:
     """The exit code of `python -m moh_vision shards`."""
-    return main(["shards", "--in", str(root), "--out", str(out), "--workers", "1", *options.split()])
+    return main(
+        ["shards", "--in", str(root), "--out", str(out), "--workers", "1", *options.split()]
+    )

@@ -12,7 +12,11 @@ def test_every_kind_of_file_is_the_same_picture(name):
     image = decode_image(kinds()[name], name)
     assert image.size == (12, 8) and image.mode in ("L", "RGB")
     grey = name.startswith(("grey", "bit"))
-    expected = gradient().convert("1").convert("L") if "bit" in name else gradient().convert("L" if grey else "RGB")
+    expected = (
+        gradient().convert("1").convert("L")
+        if "bit" in name
+        else gradient().convert("L" if grey else "RGB")
+    )
     assert image.mode == expected.mode
     lossy = dict(jpg=30, palette=80).get("palette" if "palette" in name else name[-3:], 0)
     assert np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int)).max() <= lossy
@@ -32,7 +36,9 @@ def noise(width, height, mode="RGB"):
 def test_of_a_longer_image_the_centre_is_cut_out_untouched(mode):
     for width, height, top, left in ((16, 16, 0, 0), (16, 25, 4, 0), (31, 16, 0, 7)):
         image = noise(width, height, mode)
-        assert np.array_equal(center_crop(image, 16), np.asarray(image)[top : top + 16, left : left + 16])
+        assert np.array_equal(
+            center_crop(image, 16), np.asarray(image)[top : top + 16, left : left + 16]
+        )
 
 
 @pytest.mark.parametrize(
@@ -43,7 +49,9 @@ def test_every_shape_gives_the_centre(size):
     assert image.size == (16, 16) and image.mode == "RGB"
     pixels = np.asarray(image).astype(float)
     if min(size) >= 15:  # red grows to the right, green downwards: half of both in the middle
-        assert abs(pixels[7:9, 7:9, :2].mean((0, 1)) - 127.5).max() < 9  # half a pixel, where one too many is cut off
+        assert (
+            abs(pixels[7:9, 7:9, :2].mean((0, 1)) - 127.5).max() < 9
+        )  # half a pixel, where one too many is cut off
         width, height = (16 * side / min(size) for side in size)
         slopes = np.diff(pixels[8, :, 0])[2:-2].mean(), np.diff(pixels[:, 8, 1])[2:-2].mean()
         assert slopes == pytest.approx((255 / width, 255 / height), rel=0.12)
@@ -54,7 +62,9 @@ def test_much_larger_images_are_halved_with_a_box():
     assert np.array_equal(center_crop(small.resize((64, 64), Image.Resampling.NEAREST), 16), small)
     image = noise(44, 32)
     halved = np.asarray(image).astype(float).reshape(16, 2, 22, 2, 3).mean((1, 3))
-    assert abs(np.asarray(center_crop(image, 16)) - halved[:, 3:19]).max() <= 1  # rounded once a direction
+    assert (
+        abs(np.asarray(center_crop(image, 16)) - halved[:, 3:19]).max() <= 1
+    )  # rounded once a direction
 
 
 def test_diffusion_data_are_cropped_not_squashed():
@@ -65,4 +75,6 @@ def test_diffusion_data_are_cropped_not_squashed():
     squashed = image_transform("none", 16, 3, half, half)
     assert not np.allclose(squashed(image), expected, atol=0.1)
     fitting = noise(16, 16)
-    assert np.array_equal(image_transform("none", 16, 3, half, half, fit="crop")(fitting), squashed(fitting))
+    assert np.array_equal(
+        image_transform("none", 16, 3, half, half, fit="crop")(fitting), squashed(fitting)
+    )

@@ -25,7 +25,9 @@ from moh_vision.data.splits import open_source
 
 RECIPE = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.25, re_mode="pixel")
 NORMAL = dict(mean=(0.5,) * 3, std=(0.5,) * 3)
-CFG = dict(NORMAL, interpolation="bicubic", crop_pct=0.9, crop_mode="center", input_size=(3, 16, 16))
+CFG = dict(
+    NORMAL, interpolation="bicubic", crop_pct=0.9, crop_mode="center", input_size=(3, 16, 16)
+)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -44,21 +46,32 @@ def test_pixels_become_floats_as_in_timm(channels):
         for transform in pair:
             random.seed(1), np.random.seed(1), torch.manual_seed(1)
             tensors.append(torch.cat([transform(image) for _ in range(20)]))
-        assert torch.equal(*tensors) and tensors[0].is_contiguous() and tensors[0].dtype == torch.float32
+        assert (
+            torch.equal(*tensors)
+            and tensors[0].is_contiguous()
+            and tensors[0].dtype == torch.float32
+        )
 
 
 def loader(root, workers=0, bad=None, mixing=None, **order):
     source = open_source(str(root), "train")
     transform = imagenet_train_transform(16, 3, **NORMAL, **RECIPE)
-    order = {**dict(batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=3, repeats=3), **order}
+    order = {
+        **dict(batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=3, repeats=3),
+        **order,
+    }
     batches = StepBatches(source.shard_sizes, group=2, seed=5, **order)
-    return training_batches(LabelledImages(source, transform, seed=5), batches, workers, bad, mixing)
+    return training_batches(
+        LabelledImages(source, transform, seed=5), batches, workers, bad, mixing
+    )
 
 
 @pytest.mark.parametrize("augment", ["imagenet", "none", "affine", "crop_flip", "flip"])
 def test_augmentation_depends_on_seed_and_position_alone(augment):
     """Each position has its own view of the one image."""
-    train, _ = classification_transforms(ClsDataConfig(augment=augment, color_jitter=0.4), CFG, 8, 1)
+    train, _ = classification_transforms(
+        ClsDataConfig(augment=augment, color_jitter=0.4), CFG, 8, 1
+    )
     data, views = LabelledImages(Digits("train"), train, seed=4), []
     for noise in (1, 2):
         random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)
@@ -71,7 +84,9 @@ def test_workers_resuming_and_mixing_do_not_change_a_bit(tmp_path):
     root = write_folder(tmp_path, train=15)
 
     def run(workers, **order):
-        batches = list(loader(root, workers, mixing=BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch"), **order))
+        batches = list(
+            loader(root, workers, mixing=BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch"), **order)
+        )
         return [torch.stack([b[key] for b in batches]) for key in ("images", "labels")]
 
     images, labels = run(0)
@@ -87,11 +102,17 @@ def test_two_processes_mix_as_two_micro_batches_do(tmp_path):
     mixing = BatchMixing(5, 2, 0.8, 1.0, 1.0, 0.5, "batch")
     alone = [b["images"] for b in loader(root, mixing=mixing, accumulation=2)]
     ranks = [[b["images"] for b in loader(root, mixing=mixing, rank=r, world=2)] for r in range(2)]
-    assert all(torch.equal(a, b) for a, b in zip(alone, [x for pair in zip(*ranks) for x in pair], strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(alone, [x for pair in zip(*ranks) for x in pair], strict=True)
+    )
 
 
 def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
-    x, y = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8).clone(), torch.tensor([0, 1, 2, 3])
+    x, y = (
+        torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8).clone(),
+        torch.tensor([0, 1, 2, 3]),
+    )
     only_mixup = BatchMixing(0, 4, 0.8, 0.0, 1.0, 0.5, "batch")
     mixed, targets = only_mixup(x.clone(), y, position=64)
     share = targets[0, 0]
@@ -100,7 +121,9 @@ def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
     torch.testing.assert_close(targets, torch.eye(4) * share + torch.eye(4).flip(1) * (1 - share))
     assert not torch.equal(only_mixup(x.clone(), y, position=72)[1], targets)
     mixed, targets = BatchMixing(0, 4, 0.0, 1.0, 1.0, 0.5, "batch")(x.clone(), y, position=64)
-    torch.testing.assert_close(targets[0, 0], (mixed[0] == 0).float().mean())  # cutmix: the area that is left
+    torch.testing.assert_close(
+        targets[0, 0], (mixed[0] == 0).float().mean()
+    )  # cutmix: the area that is left
 
 
 def test_posterizing_to_zero_bits_is_black():
@@ -116,7 +139,9 @@ def test_posterizing_to_zero_bits_is_black():
 
 @pytest.mark.parametrize("wrong", ["rnd-m9", "rand-q9"])
 def test_an_augmentation_that_timm_does_not_know(wrong):
-    with pytest.raises(ValueError, match=f"data.auto_augment '{wrong}': timm does not understand it"):
+    with pytest.raises(
+        ValueError, match=f"data.auto_augment '{wrong}': timm does not understand it"
+    ):
         imagenet_train_transform(16, 3, **NORMAL, auto_augment=wrong)
 
 
@@ -129,21 +154,32 @@ def test_grey_images_are_augmented_too():
 
 @pytest.mark.parametrize("size, crop_pct", [(224, 0.9), (224, 0.875), (32, 0.9)])
 def test_validation_resizes_the_shorter_side_and_crops_the_centre_or_squashes(size, crop_pct):
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (301, 400, 3), dtype=np.uint8))
-    resized = vision.resize(image, math.floor(size / crop_pct), interpolation=vision.InterpolationMode.BICUBIC)
+    image = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (301, 400, 3), dtype=np.uint8)
+    )
+    resized = vision.resize(
+        image, math.floor(size / crop_pct), interpolation=vision.InterpolationMode.BICUBIC
+    )
     whole = image.resize((size, size), Image.Resampling.BICUBIC)
-    for mode, share, expected in (("center", crop_pct, vision.center_crop(resized, size)), ("squash", 1.0, whole)):
+    for mode, share, expected in (
+        ("center", crop_pct, vision.center_crop(resized, size)),
+        ("squash", 1.0, whole),
+    ):
         cfg = dict(CFG, input_size=(3, size, size), crop_pct=share, crop_mode=mode)
         ours = validation_transform(cfg)(image)
         torch.testing.assert_close(ours, vision.to_tensor(expected) * 2 - 1)
 
 
 def test_validation_follows_the_model_or_the_configuration():
-    assert ClsDataConfig(augment="imagenet").eval_options(CFG) == dict(crop_pct=0.9, crop_mode="center")
+    assert ClsDataConfig(augment="imagenet").eval_options(CFG) == dict(
+        crop_pct=0.9, crop_mode="center"
+    )
     assert ClsDataConfig(augment="flip").eval_options(CFG) == dict(crop_pct=1.0, crop_mode="squash")
     own = ClsDataConfig(augment="imagenet", crop_pct=1.0, crop_mode="squash")
     assert own.eval_options(CFG) == dict(crop_pct=1.0, crop_mode="squash")
-    train, val = classification_transforms(ClsDataConfig(augment="imagenet", erase_prob=0.25), CFG, 20, 3)
+    train, val = classification_transforms(
+        ClsDataConfig(augment="imagenet", erase_prob=0.25), CFG, 20, 3
+    )
     assert train(gradient()).shape == val(gradient()).shape == (3, 20, 20)
 
 
@@ -159,12 +195,17 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
     source = open_source(str(root), "train")
     data = LabelledImages(source, imagenet_train_transform(16, 3, **NORMAL, **RECIPE), seed=5)
     item = data[(7, 3)]
-    assert [number for number, _ in item["bad"]] == [3, 4] and "train/cat/3.png" in item["bad"][0][1]
+    assert [number for number, _ in item["bad"]] == [3, 4] and "train/cat/3.png" in item["bad"][0][
+        1
+    ]
     assert torch.equal(item["images"], data[(7, 5)]["images"])  # as if 5 had stood at position 7
     bad = BadSamples(len(source), 0.2)
     for workers in (0, 1):
         batches = list(loader(root, workers, bad, repeats=1, stop=4))
-        assert [len(b["images"]) for b in batches] == [8] * 4 and set(batches[0]) == {"images", "labels"}
+        assert [len(b["images"]) for b in batches] == [8] * 4 and set(batches[0]) == {
+            "images",
+            "labels",
+        }
     assert bad.new and set(bad.seen) == {3, 4}  # different ones, however often they come
     data.replace = False  # as for validation
     batches = evaluation_batches(data, [[0, 3, 9], [3, 4], [8]], 0, bad)

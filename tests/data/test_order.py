@@ -28,7 +28,9 @@ def test_a_group_of_shards_is_finished_before_the_next():
     order = epoch_order(0, 0, sizes, 2)
     shards = [set((order[i : i + 10] // 5).tolist()) for i in range(0, 30, 10)]
     assert [len(s) for s in shards] == [2, 2, 2] and set.union(*shards) == set(range(6))
-    assert [s // 5 for s in order[:10]] != sorted(s // 5 for s in order[:10])  # mixed inside the group
+    assert [s // 5 for s in order[:10]] != sorted(
+        s // 5 for s in order[:10]
+    )  # mixed inside the group
 
 
 @pytest.mark.parametrize("world, accumulation", [(2, 1), (4, 1), (1, 2), (2, 2), (2, 4)])
@@ -37,12 +39,16 @@ def test_ranks_and_accumulation_share_the_same_steps(world, accumulation):
     parts = [list(batches(rank=r, world=world, accumulation=accumulation)) for r in range(world)]
     assert len(batches(world=world, accumulation=accumulation, start=7)) == 5 * accumulation
     for step in range(12):
-        micro = [parts[r][step * accumulation + m] for m in range(accumulation) for r in range(world)]
+        micro = [
+            parts[r][step * accumulation + m] for m in range(accumulation) for r in range(world)
+        ]
         assert flat(micro) == whole[step]
 
 
 def test_indivisible_batch_is_refused():
-    with pytest.raises(ValueError, match="batch_size 8 is not a multiple of accumulation 3 x processes 1"):
+    with pytest.raises(
+        ValueError, match="batch_size 8 is not a multiple of accumulation 3 x processes 1"
+    ):
         batches(accumulation=3)
     with pytest.raises(ValueError, match="no training samples"):
         batches(shard_sizes=[])

@@ -32,7 +32,18 @@ def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", f
 
 
 def run(source, out, *more, workers=1):
-    return main(["shards", "--in", str(source), "--out", str(out), "--workers", str(workers), *map(str, more)])
+    return main(
+        [
+            "shards",
+            "--in",
+            str(source),
+            "--out",
+            str(out),
+            "--workers",
+            str(workers),
+            *map(str, more),
+        ]
+    )
 
 
 error_line = partial(told, command="shards")
@@ -42,7 +53,10 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     """Files stay in their split when others are added; the classes are whole in both."""
     root = write_folder(tmp_path / "images", each=40)
     assert run(root, tmp_path / "out", "--val-fraction", 0.25) == 0
-    train, val = (set((tmp_path / "out" / f"{split}.files.txt").read_text().splitlines()) for split in ("train", "val"))
+    train, val = (
+        set((tmp_path / "out" / f"{split}.files.txt").read_text().splitlines())
+        for split in ("train", "val")
+    )
     assert len(train | val) == 120 and not train & val and 15 < len(val) < 50
     write_folder(root, each=40, first=40)
     assert run(root, tmp_path / "more", "--val-fraction", 0.25) == 0
@@ -58,7 +72,10 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
     assert both(0.009) == 0 and "val.bad.txt" in capfd.readouterr().out
     assert run(root, tmp_path / "few", "--val-fraction", 0.001) == 2
     assert "leaves class cat without a file in val; give a larger one" in error_line(capfd)
-    assert run(write_folder(tmp_path / "a" / "train").parent, tmp_path / "b", "--val-fraction", 0.1) == 2
+    assert (
+        run(write_folder(tmp_path / "a" / "train").parent, tmp_path / "b", "--val-fraction", 0.1)
+        == 2
+    )
     assert "--val-fraction has no effect" in error_line(capfd)
 
 
@@ -69,7 +86,10 @@ def test_both_splits_are_written_and_read_by_training(tmp_path, val):
     write_folder(root / "train")
     write_folder(root / val, each=2, first=50)
     assert run(root, out, "--samples-per-shard", 7) == 0
-    for split, folder, sizes in (("train", root / "train", (6, 6, 6, 6)), ("val", root / val, (6,))):
+    for split, folder, sizes in (
+        ("train", root / "train", (6, 6, 6, 6)),
+        ("val", root / val, (6,)),
+    ):
         source = Shards(str(out), split)
         assert source.classes == ["cat", "dog", "owl"] and source.shard_sizes == sizes
         files = (out / f"{split}.files.txt").read_text().splitlines()
@@ -80,13 +100,21 @@ def test_both_splits_are_written_and_read_by_training(tmp_path, val):
             assert source.read(i) == sample["png"] == (folder / path).read_bytes()
         record = json.loads((out / f"{split}.shards.json").read_text())
         made_from, entries = record["made_from"], record["shards"]
-        assert [made_from[f"--{key}"] for key in ("size", "quality", "samples-per-shard", "seed")] == [None, None, 7, 0]
-        assert all(made_from[f"images of class {name}"] == len(files) // 3 for name in source.classes)
+        assert [
+            made_from[f"--{key}"] for key in ("size", "quality", "samples-per-shard", "seed")
+        ] == [None, None, 7, 0]
+        assert all(
+            made_from[f"images of class {name}"] == len(files) // 3 for name in source.classes
+        )
         for entry, path in zip(entries, source.paths, strict=True):
             sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-            assert entry == dict(shard=path.name, samples=6, bytes=path.stat().st_size, sha256=sha256, bad=[])
+            assert entry == dict(
+                shard=path.name, samples=6, bytes=path.stat().st_size, sha256=sha256, bad=[]
+            )
             with tarfile.open(path) as tar:
-                assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {(0, 0, 0, "", "")}
+                assert {(m.mtime, m.uid, m.gid, m.uname, m.gname) for m in tar} == {
+                    (0, 0, 0, "", "")
+                }
     assert (out / ".train-000000.tar.index.npy").exists()
     train = Shards(str(out), "train").labels
     assert all(len(set(train[i : i + 6])) > 1 for i in range(0, 24, 6)), "a shard of one class"
@@ -109,7 +137,10 @@ def photograph(mode="RGB", size=(60, 40)):
     "data, size",
     [
         (save(photograph(), "PNG"), (30, 20)),
-        (save(photograph(size=(40, 60)), "JPEG", comment=b"secret", icc_profile=b"secret" * 9), (20, 30)),
+        (
+            save(photograph(size=(40, 60)), "JPEG", comment=b"secret", icc_profile=b"secret" * 9),
+            (20, 30),
+        ),
         (save(photograph("CMYK"), "JPEG"), (30, 20)),
         (save(photograph("L"), "JPEG"), (30, 20)),
         (save(photograph("RGBA"), "PNG"), (30, 20)),
@@ -183,7 +214,9 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     words = f"{root}/dog/03.png: cannot identify the image format (0 bytes) (1 unreadable so far, allowed are --max-bad"
     assert words in error_line(capfd)
     mended = shutil.copytree(root, tmp_path / "mended")
-    (mended / "dog" / "03.png").unlink()  # before the first shard is finished another input is taken
+    (
+        mended / "dog" / "03.png"
+    ).unlink()  # before the first shard is finished another input is taken
     assert run(mended, out) == 0 and len(Shards(str(out), "train")) == 23
     capfd.readouterr()
     (root / "owl" / "05.png").write_bytes(b"text")
@@ -191,14 +224,24 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.05) == 2
     assert "2 unreadable so far, allowed are --max-bad-fraction 0.05 of 24" in error_line(capfd)
     assert run(root, fresh, "--samples-per-shard", 6, "--max-bad-fraction", 0.1, workers=2) == 0
-    assert "22 images" in (shown := capfd.readouterr().out) and "2 bad images left out, train.bad.txt" in shown
+    assert (
+        "22 images" in (shown := capfd.readouterr().out)
+        and "2 bad images left out, train.bad.txt" in shown
+    )
     listed = (fresh / "train.bad.txt").read_text().splitlines()
     bad = (("dog/03.png", 0), ("owl/05.png", 4))
-    assert sorted(listed) == [f"{name}\tcannot identify the image format ({size} bytes)" for name, size in bad]
-    source, files = Shards(str(fresh), "train"), (fresh / "train.files.txt").read_text().splitlines()
+    assert sorted(listed) == [
+        f"{name}\tcannot identify the image format ({size} bytes)" for name, size in bad
+    ]
+    source, files = (
+        Shards(str(fresh), "train"),
+        (fresh / "train.files.txt").read_text().splitlines(),
+    )
     assert len(source) == len(files) == 22
     assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
-    assert run(root, fresh, "--samples-per-shard", 6) == 2, "what was allowed once is not allowed for ever"
+    assert run(root, fresh, "--samples-per-shard", 6) == 2, (
+        "what was allowed once is not allowed for ever"
+    )
     assert "2 unreadable so far" in error_line(capfd)
 
 
@@ -212,7 +255,9 @@ def test_an_unreadable_file_is_no_bad_image(tmp_path, capfd, monkeypatch):
 
 
 def test_a_worker_that_dies_is_one_line(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(write_shards, "encode_sample", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(
+        write_shards, "encode_sample", lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    )
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 2
     assert "a worker of 1 died" in error_line(capfd)
     assert not list((tmp_path / "out").glob(".*.tmp"))
@@ -251,7 +296,10 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
     (root / "train" / "cat" / "._00.png").write_text("hidden")
     assert run(root, tmp_path / "out") == 0
     shown = capfd.readouterr().out
-    assert "left out, not in a split or no images by their names (3): devkit, test, cat/Thumbs.db\n" in shown
+    assert (
+        "left out, not in a split or no images by their names (3): devkit, test, cat/Thumbs.db\n"
+        in shown
+    )
     assert not (tmp_path / "out" / "test-000000.tar").exists()
 
 
@@ -275,7 +323,9 @@ def test_names_that_are_not_utf8(tmp_path):
     os.rename(root / "cat dog" / "00.png", os.fsencode(root / "cat dog") + b"/\xff\n.png")
     assert run(root, tmp_path / "out") == 0
     assert Shards(str(tmp_path / "out"), "train").classes == ["Käfer", "cat dog"]
-    assert "cat dog/\\udcff\\n.png" in (tmp_path / "out" / "train.files.txt").read_text().splitlines()
+    assert (
+        "cat dog/\\udcff\\n.png" in (tmp_path / "out" / "train.files.txt").read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize(
@@ -286,7 +336,9 @@ def test_names_that_are_not_utf8(tmp_path):
             "--in {root}: 3 classes in train, 3 in val; class 'elk' is only in val",
         ),
         (
-            lambda root: [folder.rename(root / folder.name) for folder in (root / "train").iterdir()],
+            lambda root: [
+                folder.rename(root / folder.name) for folder in (root / "train").iterdir()
+            ],
             "{root}/train holds no images",
         ),
         (lambda root: write_folder(root / "validation"), "both val and validation are there"),
@@ -315,7 +367,10 @@ def test_folders_that_cannot_be_converted(tmp_path, capfd, change, words):
     [
         (["--in", "{root}"], "the following arguments are required: --out"),
         (["--in", "{root}/none", "--out", "{out}"], "--in {root}/none: no such file or folder"),
-        (["--in", "{root}", "--out", "{root}/cat/out"], "--out {root}/cat/out is inside --in {root}"),
+        (
+            ["--in", "{root}", "--out", "{root}/cat/out"],
+            "--out {root}/cat/out is inside --in {root}",
+        ),
         (["--in", "{root}", "--out", "{root}"], "is inside --in"),
         (
             ["--in", "{root}", "--out", "{file}/x"],
@@ -323,14 +378,28 @@ def test_folders_that_cannot_be_converted(tmp_path, capfd, change, words):
         ),
         (["--in", "{root}", "--out", "{out}", "--size", "0"], "--size 0: expected 1 or more"),
         (["--in", "{root}", "--out", "{out}", "--workers", "0"], "--workers 0: expected 1 or more"),
-        (["--in", "{root}", "--out", "{out}", "--samples-per-shard", "0"], "--samples-per-shard 0: expected 1"),
-        (["--in", "{root}", "--out", "{out}", "--quality", "90"], "--quality 90 is of the JPEG that --size stores"),
-        (["--in", "{root}", "--out", "{out}", "--size", "9", "--quality", "101"], "--quality 101: expected 1 to 100"),
-        (["--in", "{root}", "--out", "{out}", "--max-bad-fraction", "2"], "--max-bad-fraction 2: expected 0 to 1"),
+        (
+            ["--in", "{root}", "--out", "{out}", "--samples-per-shard", "0"],
+            "--samples-per-shard 0: expected 1",
+        ),
+        (
+            ["--in", "{root}", "--out", "{out}", "--quality", "90"],
+            "--quality 90 is of the JPEG that --size stores",
+        ),
+        (
+            ["--in", "{root}", "--out", "{out}", "--size", "9", "--quality", "101"],
+            "--quality 101: expected 1 to 100",
+        ),
+        (
+            ["--in", "{root}", "--out", "{out}", "--max-bad-fraction", "2"],
+            "--max-bad-fraction 2: expected 0 to 1",
+        ),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, refused, arguments, words):
-    names = dict(root=write_folder(tmp_path / "images", each=1), out=tmp_path / "out", file=tmp_path / "file")
+    names = dict(
+        root=write_folder(tmp_path / "images", each=1), out=tmp_path / "out", file=tmp_path / "file"
+    )
     names["file"].write_text("mine")
     assert words.format(**names) in refused("shards", *(a.format(**names) for a in arguments))
     assert not names["out"].exists() and names["file"].read_text() == "mine"

@@ -19,7 +19,9 @@ from moh_vision.engine.io import hidden_path
 
 def write_shards(folder, count=23, per_shard=10, classes=3, split="train", extension="png"):
     folder.mkdir(parents=True, exist_ok=True)
-    with webdataset.ShardWriter(str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0) as sink:
+    with webdataset.ShardWriter(
+        str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0
+    ) as sink:
         for i in range(count):
             image = Image.new("RGB", (6, 4), (i, 0, 255 - i))
             sink.write({"__key__": f"{i:04d}", extension: image, "cls": i % classes})
@@ -38,7 +40,10 @@ def test_digits_split_is_fixed_and_complete():
     assert (len(train), len(test)) == (1442, 355)
     assert np.bincount(test.labels).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
     assert train.pixels.max() == 255 and train.pixels.min() == 0
-    assert hashlib.sha256(test.pixels.tobytes() + test.labels.tobytes()).hexdigest()[:16] == "c828ed8d66d49993"
+    assert (
+        hashlib.sha256(test.pixels.tobytes() + test.labels.tobytes()).hexdigest()[:16]
+        == "c828ed8d66d49993"
+    )
     seen = {p.tobytes() for p in train.pixels}
     assert sum(p.tobytes() in seen for p in test.pixels) == 0
 
@@ -61,7 +66,12 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
     os.utime(folder / "train-000001.tar")
-    refuse(f"{folder}/train-000001.tar was changed since the index {index} was made", Shards, str(folder), "train")
+    refuse(
+        f"{folder}/train-000001.tar was changed since the index {index} was made",
+        Shards,
+        str(folder),
+        "train",
+    )
     index.unlink()
     assert len(Shards(str(folder), "train")) == 23
 
@@ -69,7 +79,10 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
 def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
     """Another folder of the same name has its own."""
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    folder, other = (write_shards(tmp_path / parent / "d", count=count) for parent, count in (("a", 23), ("b", 7)))
+    folder, other = (
+        write_shards(tmp_path / parent / "d", count=count)
+        for parent, count in (("a", 23), ("b", 7))
+    )
     for place in (folder, other):
         place.chmod(0o555)
     try:
@@ -104,7 +117,9 @@ def test_half_a_sample_is_named(tmp_path, name, missing):
 
 def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    names = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"]))
+    names = datasets.Features(
+        image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog"])
+    )
     images = [Image.new("RGB", (6, 4), (i, 0, 0)) for i in range(3)]
 
     def opened(labels, features=names):
@@ -113,10 +128,22 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
         return open_source("hfds/anna/pets", "val")
 
     source = opened([1, 0, 1])
-    assert (source.name, source.classes, source.labels.tolist()) == ("pets", ["cat", "dog"], [1, 0, 1])
+    assert (source.name, source.classes, source.labels.tolist()) == (
+        "pets",
+        ["cat", "dog"],
+        [1, 0, 1],
+    )
     assert [source.image(i).getpixel((0, 0)) for i in range(3)] == [(i, 0, 0) for i in range(3)]
-    assert list(source.identities()) == list(opened([1, 0, 1]).identities()) != list(opened([1, 1, 1]).identities())
-    refuse("^hfds/anna/pets, split validation, row 1: no label, but .* has 2 classes", opened, [0, -1, 1])
+    assert (
+        list(source.identities())
+        == list(opened([1, 0, 1]).identities())
+        != list(opened([1, 1, 1]).identities())
+    )
+    refuse(
+        "^hfds/anna/pets, split validation, row 1: no label, but .* has 2 classes",
+        opened,
+        [0, -1, 1],
+    )
     plain = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
     refuse("0 class-label columns among image, label; expected one", opened, [0, 1, 1], plain)
 

@@ -30,8 +30,14 @@ def added(root):
 
 
 CHANGES = {
-    "a class renamed": (lambda root: renamed(root, "ant"), r"gone: dog \(6\); new: ant \(6\). .* --init-from"),
-    "a class added": (added, r"gone: none; new: eel \(6\). Bring them back, or start .* --init-from"),
+    "a class renamed": (
+        lambda root: renamed(root, "ant"),
+        r"gone: dog \(6\); new: ant \(6\). .* --init-from",
+    ),
+    "a class added": (
+        added,
+        r"gone: none; new: eel \(6\). Bring them back, or start .* --init-from",
+    ),
     "an image added": (
         lambda root: shutil.copy(root / "val" / "cat" / "0.png", root / "val" / "cat" / "9.png"),
         r"gone: cat \(4\); new: cat \(5\). Bring them back, or accept .* --allow-change data.root",
@@ -51,7 +57,12 @@ def test_a_folder_that_has_changed_is_refused_by_name(tmp_path, change):
     record(root).save(run)
     record(root).check(run, pytest.fail)
     act(root)
-    refuse(f"data.root {root}.*not the data that {run} began with: .*{words}", record(root).check, run, pytest.fail)
+    refuse(
+        f"data.root {root}.*not the data that {run} began with: .*{words}",
+        record(root).check,
+        run,
+        pytest.fail,
+    )
     said = []
     if "--allow-change" in words:
         record(root, "data.root").check(run, said.append)
@@ -61,7 +72,10 @@ def test_a_folder_that_has_changed_is_refused_by_name(tmp_path, change):
 
 
 def test_more_images_for_validation_than_for_training_are_taken_and_said(tmp_path):
-    for val, said in ((3, ""), (4, " (more for validation than for training: are train and val exchanged?)")):
+    for val, said in (
+        (3, ""),
+        (4, " (more for validation than for training: are train and val exchanged?)"),
+    ):
         root = str(write_folder(tmp_path / str(val), train=3, val=val))
         train, held_out = open_splits(root)
         words = f"{root}: 6 training images of 2 classes, {2 * val} for validation{said}; 3 steps of 4 are 2 epochs"
@@ -95,7 +109,13 @@ def test_a_record_that_cannot_be_read_and_one_that_is_not_there(tmp_path):
     saved = json.loads((tmp_path / "data.json").read_text())
     assert saved["val"]["classes"][:2] == ["0", "1"] and saved["val"]["samples"][:2] == [35, 36]
     words = "data.json: not a record of data that can be read .* --fresh"
-    for damaged in ("", "[]", "{}", '{"train": 1, "val": {}}', '{"train": {"classes": 3}, "val": {}}'):
+    for damaged in (
+        "",
+        "[]",
+        "{}",
+        '{"train": 1, "val": {}}',
+        '{"train": {"classes": 3}, "val": {}}',
+    ):
         (tmp_path / "data.json").write_text(damaged)
         refuse(words, record("digits").check, tmp_path, pytest.fail)
 
@@ -105,7 +125,9 @@ def test_processes_that_see_other_data_are_refused(tmp_path, monkeypatch):
     renamed(there)
     others = record(there).splits
     monkeypatch.setattr("moh_vision.data.splits.gather_object", lambda mine: [*mine, *mine, others])
-    with pytest.raises(ValueError, match="train: process 2 sees other data than process 0: .*gone: dog"):
+    with pytest.raises(
+        ValueError, match="train: process 2 sees other data than process 0: .*gone: dog"
+    ):
         record(here)
 
 

@@ -100,7 +100,9 @@ def test_a_connection_that_ends_early_is_taken_up_at_its_byte(shards, capfd, mon
             assert b"".join(iter(lambda: file.read(3000), b"")) == data
     assert requests[1] == ("/train-000000.tar", f"bytes={len(data) // 2}-") and len(requests) == 2
     missing = len(data) - len(data) // 2
-    said = f"{url}/train-000000.tar: the connection ended {missing} bytes early; tried again for 5 s\n"
+    said = (
+        f"{url}/train-000000.tar: the connection ended {missing} bytes early; tried again for 5 s\n"
+    )
     assert capfd.readouterr().err == said
 
 
@@ -158,7 +160,15 @@ def test_epochs_go_on_for_ever_and_the_order_follows_from_the_seed(shards):
 def batches_of(source, workers, bad=None, steps=40):
     dataset = LabelledImages(source, image_transform("flip", 4, 3, **PIXELS), seed=0)
     order = StepBatches(
-        source.shard_sizes, group=8, seed=0, batch_size=8, accumulation=2, rank=0, world=1, start=3, stop=3 + steps
+        source.shard_sizes,
+        group=8,
+        seed=0,
+        batch_size=8,
+        accumulation=2,
+        rank=0,
+        world=1,
+        start=3,
+        stop=3 + steps,
     )
     return training_batches(dataset, order, workers, bad)
 
@@ -175,11 +185,19 @@ def test_two_workers_take_turns(shards):
 
 def test_bad_samples_are_replaced_counted_and_bounded(tmp_path):
     folder = write_shards(tmp_path / "d", count=19, per_shard=30)
-    for name, data in {"x0.png": b"no image", "x0.cls": b"0", "x1.cls": b"0", "x2.png": b"", "x3.cls": b"3"}.items():
+    for name, data in {
+        "x0.png": b"no image",
+        "x0.cls": b"0",
+        "x1.cls": b"0",
+        "x2.png": b"",
+        "x3.cls": b"3",
+    }.items():
         append(paths(folder)[0], name, data)
     bad = BadSamples(23, 0.2)
     assert len(list(batches_of(source_of(paths(folder), 23), 0, bad, steps=15))) == 30
-    assert len(bad.seen) == 4 and all(name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen)
+    assert len(bad.seen) == 4 and all(
+        name.startswith(f"{paths(folder)[0]}, x") for name in bad.seen
+    )
     words = r"train-000000.tar, x\d: .* \(1 unreadable so far, allowed are data.max_bad_fraction 0 of 23 images; 0.044 allows"
     with one_line(words):
         list(batches_of(source_of(paths(folder), 23), 0, BadSamples(23), steps=15))
@@ -230,7 +248,9 @@ def test_two_processes_go_on_when_the_server_does(shards, tmp_path):
     thread.join()
     assert [entry["step"] for entry in logged(tmp_path / "run")] == list(range(1, 7))
     said = [(tmp_path / f"log{rank}").read_text() for rank in range(2)]
-    assert f"{url}/train-00000" in said[0] + said[1] and "tried again for 300 s" in said[0] + said[1]
+    assert (
+        f"{url}/train-00000" in said[0] + said[1] and "tried again for 300 s" in said[0] + said[1]
+    )
     assert said[0].count(stream.PROMISE) == 1 and stream.PROMISE not in said[1]
 
 
@@ -265,7 +285,9 @@ def test_a_diffusion_run_resumes_in_another_order(shards, tmp_path, capsys):
 def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
     def said(*more, kind=cls):
         name = "cls" if kind is cls else "dit"
-        return refused(capsys, kind.main, *options(name, str(tmp_path / "run"), *more, "--data.workers", 0))
+        return refused(
+            capsys, kind.main, *options(name, str(tmp_path / "run"), *more, "--data.workers", 0)
+        )
 
     root = ["--data.root", shards]
     assert "data.samples is needed: how many images an epoch has" in said(*root)
@@ -274,13 +296,21 @@ def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
     assert "neither val-*.tar shards" in said(*there)
     assert "/no/train-0.tar: No such file" in said(*there, "--data.stream", "/no/train-{0..9}.tar")
     with served(shards) as (url, _):
-        assert f"{url}/a-0.tar: HTTP Error 404" in said(*there, "--data.stream", url + "/a-{0..9}.tar")
+        assert f"{url}/a-0.tar: HTTP Error 404" in said(
+            *there, "--data.stream", url + "/a-{0..9}.tar"
+        )
     assert "refused" in said(*there, "--data.stream", url + "/a.tar")
     assert "pipe:false: exit code 1" in said(*there, "--data.stream", "pipe:false")
-    assert "environment variable WDS_NAME, which is not set" in said(*there, "--data.stream", "http://${HOST}/a.tar")
-    assert "s3: is not read; pipe:COMMAND reads what a command writes" in said(*there, "--data.stream", "s3://a/b.tar")
+    assert "environment variable WDS_NAME, which is not set" in said(
+        *there, "--data.stream", "http://${HOST}/a.tar"
+    )
+    assert "s3: is not read; pipe:COMMAND reads what a command writes" in said(
+        *there, "--data.stream", "s3://a/b.tar"
+    )
     for pipe in ("pipe", "/a.tar::PIPE"):
-        (tmp_path / "of_a_stranger.yaml").write_text(f"data: {{stream: '{pipe}:touch {tmp_path}/canary'}}\n")
+        (tmp_path / "of_a_stranger.yaml").write_text(
+            f"data: {{stream: '{pipe}:touch {tmp_path}/canary'}}\n"
+        )
         config = ["--config", tmp_path / "of_a_stranger.yaml"]
         assert "runs a command; give it on the command line" in said(*there, *config)
     assert not (tmp_path / "canary").exists() and not (tmp_path / "run").exists()
@@ -296,12 +326,21 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     def opened(*more):
         argv = ["--data.root", str(folder), "--data.exact_order", "false", *more]
         data = command_line.parse_config(cls.ClsConfig, argv, "test").data
-        return stream.open_stream(data, ["data.stream"], SimpleNamespace(is_main_process=True, num_processes=1))
+        return stream.open_stream(
+            data, ["data.stream"], SimpleNamespace(is_main_process=True, num_processes=1)
+        )
 
-    assert len(opened()) == 12 and len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
+    assert (
+        len(opened()) == 12
+        and len(opened("--data.stream", f"pipe:cat {second} | cat::{first}")) == 8
+    )
     shutil.copy(first, folder / "others.tar")
-    with one_line(f"data.samples is needed: .*; no record {folder}/train.shards.json has all these shards"):
+    with one_line(
+        f"data.samples is needed: .*; no record {folder}/train.shards.json has all these shards"
+    ):
         opened("--data.stream", f"{first}::{folder}/others.tar")
-    shutil.copy(third, first)  # whoever counts them says that they are no longer those of the record
+    shutil.copy(
+        third, first
+    )  # whoever counts them says that they are no longer those of the record
     names = opened("--data.stream", first, "--data.samples", "7").names(0, 0, 1)
     assert len(set(itertools.islice(names, 50))) == 4

@@ -61,10 +61,20 @@ def writer(request, tmp_path, vae):
     root = write_folder(tmp_path / "images", train=10, val=2, size=(21, 16))
     if request.param == "shards":
         argv, opened = ["--in", str(root), "--workers", "1"], lambda out: Shards(str(out), "train")
-        return Writer("shards", root, argv, opened, (write_shards, "encode_sample"), "train.shards.json", "tar")
+        return Writer(
+            "shards",
+            root,
+            argv,
+            opened,
+            (write_shards, "encode_sample"),
+            "train.shards.json",
+            "tar",
+        )
     argv = f"--vae {vae} --data {root} --size 16 --samples-per-shard 7 --batch-size 3 --workers 0".split()
     opened = lambda out: LatentCache(str(out), "train")  # noqa: E731
-    return Writer("latents", root, argv, opened, (write_latents, "encode_moments"), "train.meta.json", "npy")
+    return Writer(
+        "latents", root, argv, opened, (write_latents, "encode_moments"), "train.meta.json", "npy"
+    )
 
 
 def forked(writer, out, *more):
@@ -97,8 +107,14 @@ def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path, write
 
 
 @pytest.mark.parametrize("size", [(), ("--size", 4)])
-def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, writer, monkeypatch, capfd, size):
-    out, other, more = tmp_path / "out", tmp_path / "other", (*writer.shards(10), "--workers", 2, *size)
+def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(
+    tmp_path, writer, monkeypatch, capfd, size
+):
+    out, other, more = (
+        tmp_path / "out",
+        tmp_path / "other",
+        (*writer.shards(10), "--workers", 2, *size),
+    )
     with monkeypatch.context() as patch:
         encode = getattr(*writer.encoder)
         patch.setattr(*writer.encoder, lambda *given: time.sleep(0.02) or encode(*given))
@@ -112,13 +128,19 @@ def test_a_killed_run_goes_on_and_ends_as_an_undisturbed_one(tmp_path, writer, m
     time.sleep(0.5)  # its workers notice, and end in the middle of a shard
     kept = {p.name: p.stat().st_mtime_ns for p in out.glob("train-*")}
     assert 3 <= len(kept) < 10
-    with one_line(f"{writer.record} .*: some are not written yet; the command that writes them goes on where it"):
+    with one_line(
+        f"{writer.record} .*: some are not written yet; the command that writes them goes on where it"
+    ):
         writer.open(out)
     assert writer.run(out, *more) == 0
     assert f"{len(kept)} of 10 shards are there" in capfd.readouterr().out
     assert {name: (out / name).stat().st_mtime_ns for name in kept} == kept
     assert writer.run(other, *more) == 0
-    assert contents(out) == contents(other) and not list(out.glob(".*.tmp")) and not list(out.glob(".*.parts"))
+    assert (
+        contents(out) == contents(other)
+        and not list(out.glob(".*.tmp"))
+        and not list(out.glob(".*.parts"))
+    )
     assert writer.open(out).labels.tolist() == writer.open(other).labels.tolist()
 
 
@@ -158,7 +180,10 @@ def test_a_damaged_a_lost_and_an_unnamed_shard_are_written_again(tmp_path, write
     (out / writer.shard(2)).unlink()
     (out / writer.shard(3)).rename(out / f".{writer.shard(3)}.tmp")  # killed before the rename
     assert writer.run(out, *more) == 0
-    assert f"{writer.shard(1)} does not have its recorded sha256; it is written again" in capfd.readouterr().out
+    assert (
+        f"{writer.shard(1)} does not have its recorded sha256; it is written again"
+        in capfd.readouterr().out
+    )
     assert contents(out) == good and len(writer.open(out)) == 20
 
 
@@ -185,7 +210,9 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
         if child == 0:
             os._exit(writer.run(out))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
-    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in told(capfd)
+    assert f"--out {out}: process {os.getpid()} on {socket.gethostname()} is writing there" in told(
+        capfd
+    )
     assert writer.run(out) == 0
 
 
@@ -199,7 +226,10 @@ def test_two_runs_at_a_time_are_refused(tmp_path, writer, capfd, monkeypatch):
         (("--size", 4), "--size was (None|16), now 4"),
         (("--samples-per-shard", 9), "--samples-per-shard was 10, now 9"),
         ("more", "images of class dog was 10, now 11; sha256 of the input was "),
-        ("touched", "input: sha256 of the input was [0-9a-f]{64}, now [0-9a-f]{64}. Take another folder"),
+        (
+            "touched",
+            "input: sha256 of the input was [0-9a-f]{64}, now [0-9a-f]{64}. Take another folder",
+        ),
         ("class", "images of class ant was None, now 10"),
         ("gone", "images of class dog was 10, now None"),
     ],
@@ -219,7 +249,9 @@ def test_other_arguments_or_input_are_refused_and_named(tmp_path, writer, capfd,
     before = contents(out)
     assert writer.run(out, *writer.shards(2), *(change if isinstance(change, tuple) else ())) == 2
     line = told(capfd)
-    assert re.search(words, line) or change in ("class", "gone") and "lists other classes" in line, line
+    assert (
+        re.search(words, line) or change in ("class", "gone") and "lists other classes" in line
+    ), line
     assert contents(out) == before
 
 
@@ -242,7 +274,9 @@ def test_other_files_are_not_touched_and_other_shards_refused(tmp_path, writer, 
         assert "classes.txt is there and lists other classes" in told(capfd)
         (out / "classes.txt").unlink()
     assert writer.run(out) == 0
-    assert (out / "notes.txt").read_text() == "mine" and (out / "test-000000.tar").read_text() == "another split's"
+    assert (out / "notes.txt").read_text() == "mine" and (
+        out / "test-000000.tar"
+    ).read_text() == "another split's"
     (out / writer.shard(9)).write_text("mine")
     assert writer.run(out) == 2
     assert f"holds {writer.shard(9)}" in told(capfd)
@@ -295,7 +329,10 @@ FAULTS = {
     "a shard less": (lose, ""),
     "a shard more": (add, ""),
     "unfinished": (rewritten(lambda r: r.update(shards=None)), " .*: some are not written yet"),
-    "another version": (rewritten(lambda r: r.update(format=1)), " is not a record .* format 1, this version reads 2"),
+    "another version": (
+        rewritten(lambda r: r.update(format=1)),
+        " is not a record .* format 1, this version reads 2",
+    ),
     "a sample less": (rewritten(lambda r: r["shards"][1].update(samples=6)), ": "),
 }
 
@@ -313,7 +350,12 @@ def test_what_is_there_is_what_the_record_says(tmp_path, writer, fault):
         size = (out / writer.shard(1)).stat().st_size
         words = f": {size} bytes, 7 samples; {writer.record} says {size} and 6"
         if writer.kind == "latents":  # the labels count too
-            named, words = f"{out}/train.labels.npy", r": int64 of shape \(20,\), expected int64 of \(19,\)"
+            named, words = (
+                f"{out}/train.labels.npy",
+                r": int64 of shape \(20,\), expected int64 of \(19,\)",
+            )
     with one_line(f"^{named}{words}"):
         writer.open(out)
-    assert not (out / f".{writer.shard(1)}.index.npy").exists()  # what the record refuses is read again
+    assert not (
+        out / f".{writer.shard(1)}.index.npy"
+    ).exists()  # what the record refuses is read again

@@ -16,7 +16,13 @@ from torch.utils.data import default_collate
 
 from moh_vision import open_run
 from moh_vision.data.sources import Digits
-from moh_vision.diffusion import FlowMatchingLoss, MoHDiTPipeline, make_scheduler, sample_images, train
+from moh_vision.diffusion import (
+    FlowMatchingLoss,
+    MoHDiTPipeline,
+    make_scheduler,
+    sample_images,
+    train,
+)
 from moh_vision.diffusion.batches import NoisedImages, cropped
 from moh_vision.diffusion.objectives import draw_step, make_objective
 from moh_vision.models.head_load import HeadLoad
@@ -32,9 +38,14 @@ def test_the_loss_by_hand():
     xt = loss.add_noise(x0, noise, t)
     torch.testing.assert_close(xt[0], 0.75 * x0[0] + 0.25 * noise[0])
     assert torch.equal(xt[1], noise[1])
-    torch.testing.assert_close((xt - loss.add_noise(x0, noise, t - 1)) * 1000, noise - x0)  # the velocity is the target
+    torch.testing.assert_close(
+        (xt - loss.add_noise(x0, noise, t - 1)) * 1000, noise - x0
+    )  # the velocity is the target
     terms = loss(output, x0, xt, noise, t)
-    want = [sum((o - n + x) ** 2 for o, n, x in zip(*map(torch.ravel, row))) / 32 for row in zip(output, noise, x0)]
+    want = [
+        sum((o - n + x) ** 2 for o, n, x in zip(*map(torch.ravel, row))) / 32
+        for row in zip(output, noise, x0)
+    ]
     torch.testing.assert_close(terms["loss"], torch.stack(want))
     assert terms["loss"].dtype == torch.float64 and torch.equal(terms["mse"], terms["loss"])
 
@@ -48,16 +59,27 @@ def predictions(x0, noise):
     [("velocity", [1] * 5), ("x", [0.4, 1, 1, 1, 1]), ("noise", [1, 1, 1, 0.8, 0])],
 )
 def test_whatever_is_predicted_the_loss_is_in_velocity(predict, slowed):
-    loss, t = FlowMatchingLoss(predict), torch.tensor([20, 50, 600, 960, 1000.0], dtype=torch.float64)
+    loss, t = (
+        FlowMatchingLoss(predict),
+        torch.tensor([20, 50, 600, 960, 1000.0], dtype=torch.float64),
+    )
     x0, noise = torch.randn(2, 5, 2, 4, 4, dtype=torch.float64)
-    xt, right, slowed = loss.add_noise(x0, noise, t), predictions(x0, noise)[predict], torch.tensor(slowed)
+    xt, right, slowed = (
+        loss.add_noise(x0, noise, t),
+        predictions(x0, noise)[predict],
+        torch.tensor(slowed),
+    )
     velocity = to_velocity(predict, right, xt, t)
     torch.testing.assert_close(velocity, slowed.view(-1, 1, 1, 1) * (noise - x0))
     assert loss(velocity, x0, xt, noise, t)["loss"].abs().max() == 0
-    divisor = dict(velocity=t**0, x=(t / 1000).clamp(min=0.05), noise=(1 - t / 1000).clamp(min=0.05))[predict]
+    divisor = dict(
+        velocity=t**0, x=(t / 1000).clamp(min=0.05), noise=(1 - t / 1000).clamp(min=0.05)
+    )[predict]
     wrong = loss(to_velocity(predict, right + 0.1, xt, t), x0, xt, noise, t)["mse"]
     torch.testing.assert_close(wrong, (0.1 / divisor) ** 2)
-    torch.testing.assert_close(to_velocity(predict, right, xt, t[2])[2], velocity[2])  # one number for the batch
+    torch.testing.assert_close(
+        to_velocity(predict, right, xt, t[2])[2], velocity[2]
+    )  # one number for the batch
 
 
 @pytest.mark.parametrize(
@@ -65,16 +87,24 @@ def test_whatever_is_predicted_the_loss_is_in_velocity(predict, slowed):
     [
         (dict(), [158.7, 500, 841.3]),
         (dict(timesteps="logit-normal"), [268.9, 500, 731.1]),  # sigmoids of -1, 0 and 1
-        (dict(shift=3.0), [3 * 0.1587 / (1 + 2 * 0.1587) * 1000, 750, 3 * 0.8413 / (1 + 2 * 0.8413) * 1000]),
+        (
+            dict(shift=3.0),
+            [3 * 0.1587 / (1 + 2 * 0.1587) * 1000, 750, 3 * 0.8413 / (1 + 2 * 0.8413) * 1000],
+        ),
         (dict(timesteps="logit-normal", shift=3.0), [524.6, 750, 890.8]),
-        (dict(timesteps="logit-normal", location=0.8, spread=0.8), [500, 690.0, 832.0]),  # of 0, 0.8 and 1.6
+        (
+            dict(timesteps="logit-normal", location=0.8, spread=0.8),
+            [500, 690.0, 832.0],
+        ),  # of 0, 0.8 and 1.6
     ],
 )
 def test_timesteps_are_real_and_depend_on_seed_and_position_alone(arguments, quantiles):
     draw = FlowMatchingLoss(**arguments).draw
     data = NoisedImages(Digits("train"), cropped("none", 8, 1), 0, draw, 0.25, (1, 8, 8))
     items, again = [data[(p, p)] for p in range(3)], data[(2, 20)]
-    assert again["timesteps"] == items[2]["timesteps"] and torch.equal(again["noise"], items[2]["noise"])
+    assert again["timesteps"] == items[2]["timesteps"] and torch.equal(
+        again["noise"], items[2]["noise"]
+    )
     steps = default_collate(items)["timesteps"]
     assert steps.dtype == torch.float32 and len(set(steps.tolist())) == 3
     many = [draw(np.random.default_rng(seed)) for seed in range(3000)]
@@ -84,7 +114,9 @@ def test_timesteps_are_real_and_depend_on_seed_and_position_alone(arguments, qua
 
 def test_noise_dropped_labels_and_whole_timesteps():
     source = Digits("train")
-    data = NoisedImages(source, cropped("none", 8, 1), 0, draw_step, label_drop=0.25, noise_shape=(1, 8, 8))
+    data = NoisedImages(
+        source, cropped("none", 8, 1), 0, draw_step, label_drop=0.25, noise_shape=(1, 8, 8)
+    )
     items = [data[(p, p % len(source))] for p in range(2000)]
     assert torch.equal(data[(5, 5)]["noise"], items[5]["noise"])
     noise = torch.stack([i["noise"] for i in items])
@@ -96,7 +128,11 @@ def test_noise_dropped_labels_and_whole_timesteps():
 
 
 def test_objectives_of_configurations():
-    assert make_objective({}).name == make_objective(dict(objective="noise", flow=dict(shift=2.0))).name == "noise"
+    assert (
+        make_objective({}).name
+        == make_objective(dict(objective="noise", flow=dict(shift=2.0))).name
+        == "noise"
+    )
     flow = make_objective(dict(objective="flow", flow=dict(timesteps="logit-normal", shift=2.0)))
     assert (flow.name, flow.shift, flow.draw.keywords["sampling"]) == ("flow", 2.0, "logit-normal")
     for bad in (
@@ -124,7 +160,10 @@ def gaussian(mean, std):
 
 
 def drawn(sampler, steps, mean=0.3, std=0.3, shift=1.0, images=8, predict="velocity"):
-    scheduler, exact = make_scheduler(sampler, steps, False, clip=True, shift=shift), gaussian(mean, std)
+    scheduler, exact = (
+        make_scheduler(sampler, steps, False, clip=True, shift=shift),
+        gaussian(mean, std),
+    )
     labels = torch.zeros(images, dtype=torch.long)
 
     def network(x, t, labels):
@@ -136,7 +175,9 @@ def drawn(sampler, steps, mean=0.3, std=0.3, shift=1.0, images=8, predict="veloc
 
 def error(*arguments, mean=0.3, std=0.3, **more):
     """Root mean square distance to the exact solution, which is a straight line in the starting noise."""
-    start = torch.stack([torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(8)])
+    start = torch.stack(
+        [torch.randn(1, 32, 32, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    )
     found = drawn(*arguments, mean=mean, std=std, **more)
     return (found - mean - std * start).square().mean().sqrt().item()
 
@@ -168,7 +209,10 @@ def test_the_sde_has_the_datas_mean_and_variance(mean, std):
     theirs = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     theirs.set_timesteps(100)
     labels = torch.zeros(8, dtype=torch.long)
-    assert sample_images(gaussian(mean, std), theirs, labels, (1, 32, 32), range(8), 1).std() < 0.85 * std
+    assert (
+        sample_images(gaussian(mean, std), theirs, labels, (1, 32, 32), range(8), 1).std()
+        < 0.85 * std
+    )
 
 
 def test_steps_run_from_noise_to_image():
@@ -185,7 +229,9 @@ def test_steps_run_from_noise_to_image():
 @pytest.mark.parametrize("sampler", FLOW)
 def test_a_pipeline_of_a_flow(tmp_path, sampler):
     jit = dict(learn_sigma=False, predict="x", patch_bottleneck=5)
-    pipe = MoHDiTPipeline(transformer(3, **jit), make_scheduler(sampler, 4, False, False, shift=2.0))
+    pipe = MoHDiTPipeline(
+        transformer(3, **jit), make_scheduler(sampler, 4, False, False, shift=2.0)
+    )
     pipe.save_pretrained(tmp_path)
     again = MoHDiTPipeline.from_pretrained(tmp_path)
     assert type(again.scheduler) is type(pipe.scheduler) and again.scheduler.config.shift == 2
@@ -194,7 +240,13 @@ def test_a_pipeline_of_a_flow(tmp_path, sampler):
     assert torch.equal(draw(again, [0, 6], 1, 2), images)
     assert torch.equal(draw(pipe, [3, 6], 9, 2)[1], images[1])
     again.scheduler = make_scheduler("ddim", 4, False, True)
-    refuse("scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, sde", draw, again, [0], 1)
+    refuse(
+        "scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, sde",
+        draw,
+        again,
+        [0],
+        1,
+    )
     with one_line("FlowMatch.* is for objective flow, the transformer .* objective noise"):
         MoHDiTPipeline(pipe.transformer, pipe.scheduler, objective="noise")
 
@@ -203,15 +255,26 @@ def test_a_pipeline_of_a_flow(tmp_path, sampler):
 
 
 def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
-    config = dict(label_drop=0.1, vae="none", objective="flow", flow=dict(timesteps="uniform", shift=2.0))
-    run, plain, pipe_folder = run_of(tmp_path, 3, config=config), run_of(tmp_path / "noise", 3), tmp_path / "pipe"
+    config = dict(
+        label_drop=0.1, vae="none", objective="flow", flow=dict(timesteps="uniform", shift=2.0)
+    )
+    run, plain, pipe_folder = (
+        run_of(tmp_path, 3, config=config),
+        run_of(tmp_path / "noise", 3),
+        tmp_path / "pipe",
+    )
     call(run, "--out", tmp_path / "a.npz", "--save-pipeline", pipe_folder)
     assert "5 images, sde 4 steps, guidance 2" in capsys.readouterr().out
     pipe = MoHDiTPipeline.from_pretrained(pipe_folder)
-    assert type(pipe.scheduler).__name__ == "FlowMatchSDEScheduler" and pipe.scheduler.config.shift == 2
+    assert (
+        type(pipe.scheduler).__name__ == "FlowMatchSDEScheduler"
+        and pipe.scheduler.config.shift == 2
+    )
     call(run, "--sampler", "heun", "--head-load", tmp_path / "b.json")
     steps = HeadLoad.read(tmp_path / "b.json").groups["timestep"]
-    assert (steps[0], len(steps)) == ("1000", 4) and 3.9 < float(steps[-1]) < 4  # 7 passes; the last is shifted twice
+    assert (steps[0], len(steps)) == ("1000", 4) and 3.9 < float(
+        steps[-1]
+    ) < 4  # 7 passes; the last is shifted twice
     for checkpoint, sampler, words in (
         (run, "ddpm", "objective flow takes euler, heun, sde"),
         (pipe_folder, "ddpm", "objective flow takes euler, heun, sde"),
@@ -230,14 +293,19 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     flow = flow.split()
     previews = "--preview.every 2 --preview.steps 2 --preview.images 10".split()
     whole, resumed = whole_and_resumed("dit", tmp_path, [1, 2], *flow, *previews)
-    assert (whole / "previews" / "step_2.png").exists() and (resumed / "previews" / "step_2.png").exists()
+    assert (whole / "previews" / "step_2.png").exists() and (
+        resumed / "previews" / "step_2.png"
+    ).exists()
     assert all("vb" not in line and line["mse"] > 0 for line in logged(whole))
     opened = open_run(whole)
     model = opened.model.config
     assert (model.predict, model.patch_bottleneck, opened.objective.predict) == ("x", 3, "x")
     capsys.readouterr()
     run("velocity", 1, "--init-from", whole, "--objective", "flow", "--model.patch_bottleneck", "3")
-    assert f"{whole} was trained with objective flow (predict x), this run with flow\n" in capsys.readouterr().out
+    assert (
+        f"{whole} was trained with objective flow (predict x), this run with flow\n"
+        in capsys.readouterr().out
+    )
     run("noise", 1, "--init-from", whole, "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
     assert f"{whole} was trained with objective flow (predict x), this run with noise" in said
@@ -250,5 +318,7 @@ def test_mistakes(tmp_path, capsys):
         "--objective flow --preview.every 1 --preview.sampler ddim": "preview.sampler ddim: .* flow takes euler, heun",
         "--score.every 1 --score.sampler sde": "score.sampler sde: .* objective noise takes ddpm, ddim",
     }.items():
-        error = refusals.refused(capsys, train.main, *arguments("dit", tmp_path / "run", 1, 1, *argv.split()))
+        error = refusals.refused(
+            capsys, train.main, *arguments("dit", tmp_path / "run", 1, 1, *argv.split())
+        )
         assert re.search(words, error) and not list(tmp_path.iterdir())

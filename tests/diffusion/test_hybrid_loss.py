@@ -32,7 +32,9 @@ def test_noise_level_is_the_product_of_the_single_steps():
 
 
 @pytest.mark.parametrize("value", [-1.0, 1.0, 127 / 127.5 - 1, 20 / 127.5 - 1])
-@pytest.mark.parametrize("mean, log_var", [(0.0, -4.0), (-1.0, -9.2), (0.99, -9.2), (0.2, 0.0), (-1.4, -3.0)])
+@pytest.mark.parametrize(
+    "mean, log_var", [(0.0, -4.0), (-1.0, -9.2), (0.99, -9.2), (0.2, 0.0), (-1.4, -3.0)]
+)
 def test_discretised_likelihood_is_the_integral(value, mean, log_var):
     """The density integrated over the bin of an 8-bit value; the outer bins go on to infinity (Ho 2020, eq. 13)."""
     sigma = math.exp(0.5 * log_var)
@@ -40,7 +42,11 @@ def test_discretised_likelihood_is_the_integral(value, mean, log_var):
     high = mean + 40 * sigma if value == 1 else value + 1 / 255
     # In pieces no wider than the density is; all of it may lie outside.
     grid = torch.linspace(low, high, 200_001, dtype=torch.float64)
-    mass = torch.trapezoid(Normal(mean, sigma).log_prob(grid).exp(), grid) if high > low else torch.tensor(0.0)
+    mass = (
+        torch.trapezoid(Normal(mean, sigma).log_prob(grid).exp(), grid)
+        if high > low
+        else torch.tensor(0.0)
+    )
     got = discretised_nll(*(torch.tensor(v, dtype=torch.float64) for v in (value, mean, log_var)))
     assert got.item() == pytest.approx(-math.log(max(mass.item(), 1e-12)), rel=1e-6, abs=1e-9)
 
@@ -56,7 +62,9 @@ def exact(t):
 
 def posterior(x0, xt, t):
     """(mean, standard deviation) of q(x_{t-1} | x_t, x_0), t > 0."""
-    a, before, beta = (table.view(-1, 1, 1, 1) for table in (ALPHA_BAR[t], ALPHA_BAR[t - 1], BETA[t]))
+    a, before, beta = (
+        table.view(-1, 1, 1, 1) for table in (ALPHA_BAR[t], ALPHA_BAR[t - 1], BETA[t])
+    )
     mean = (before.sqrt() * beta * x0 + (1 - beta).sqrt() * (1 - before) * xt) / (1 - a)
     return mean, (beta * (1 - before) / (1 - a)).sqrt()
 
@@ -74,16 +82,24 @@ def bound(output, x0, xt, t):
         return -(upper - lower).clamp_min(1e-12).log2().mean()
     mean, std = posterior(x0, xt, t)
     sigma = BETA[t].view(-1, 1, 1, 1).sqrt() ** v * std ** (1 - v)
-    return kl_divergence(Normal(mean, std), Normal(posterior(x0_pred, xt, t)[0], sigma)).mean() / math.log(2)
+    return kl_divergence(
+        Normal(mean, std), Normal(posterior(x0_pred, xt, t)[0], sigma)
+    ).mean() / math.log(2)
 
 
 def test_the_mean_over_timesteps_is_the_sum_of_the_paper():
     """L_hybrid = L_simple + L_vlb / 1000 with L_vlb = L_0 + ... + L_999, for a model that is wrong everywhere."""
     loss, x0, noise, xt, t = exact(torch.arange(1000))
-    output = torch.cat([noise + 0.05 * torch.randn_like(noise), torch.rand_like(noise) * 2.4 - 1.2], 1)
+    output = torch.cat(
+        [noise + 0.05 * torch.randn_like(noise), torch.rand_like(noise) * 2.4 - 1.2], 1
+    )
     terms = loss(output, x0, xt, noise, t)
-    each = torch.stack([bound(output[i : i + 1], x0[i : i + 1], xt[i : i + 1], t[i : i + 1]) for i in range(1000)])
-    torch.testing.assert_close(terms["vb"], each, rtol=1e-3, atol=1e-6)  # float32 tables: 3 digits at t = 0, 1
+    each = torch.stack(
+        [bound(output[i : i + 1], x0[i : i + 1], xt[i : i + 1], t[i : i + 1]) for i in range(1000)]
+    )
+    torch.testing.assert_close(
+        terms["vb"], each, rtol=1e-3, atol=1e-6
+    )  # float32 tables: 3 digits at t = 0, 1
     torch.testing.assert_close(terms["vb"][50:], each[50:], rtol=2e-5, atol=1e-7)
     simple = (output[:, :3] - noise).square().mean()
     hybrid = simple + each.sum() / 1000
@@ -107,7 +123,9 @@ def test_gradients():
     other = posterior((xt[1:] - (1 - a).sqrt() * eps) / a.sqrt(), xt[1:], t[1:])[0]
     variance = beta**v * (std**2) ** (1 - v)
     slope = (1 - (std**2 + (mean - other) ** 2) / variance) / 2 * (beta / std**2).log() / 2
-    torch.testing.assert_close(of_bound[1:, 3:], slope / math.log(2) / noise[0].numel(), rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(
+        of_bound[1:, 3:], slope / math.log(2) / noise[0].numel(), rtol=1e-4, atol=1e-9
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -117,7 +135,10 @@ def test_the_loss_is_computed_in_float32_or_better(dtype):
         loss, x0, noise, xt = loss.float(), x0.float(), noise.float(), xt.float()
     terms = loss(torch.randn(2, 6, 4, 4, dtype=dtype), x0, xt, noise, t)
     wanted = torch.float64 if dtype == torch.float64 else torch.float32
-    assert all(term.dtype == wanted and term.shape == (2,) and term.isfinite().all() for term in terms.values())
+    assert all(
+        term.dtype == wanted and term.shape == (2,) and term.isfinite().all()
+        for term in terms.values()
+    )
 
 
 def test_timesteps_are_integers():

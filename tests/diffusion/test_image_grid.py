@@ -11,7 +11,9 @@ def test_grid_with_names(channels):
     names = ["a", "a class with a name that is far too long"]
     plain, named = (np.asarray(image_grid(images, 2, shown).convert("L")) for shown in ((), names))
     margin = named.shape[1] - plain.shape[1]
-    assert 30 < margin < 250 and (named[:, margin:] == plain).all()  # beside the images, not on them
+    assert (
+        30 < margin < 250 and (named[:, margin:] == plain).all()
+    )  # beside the images, not on them
     ink = (named[:, :margin] < 128).sum(1)
     assert 0 < ink[:34].sum() < ink[34:].sum()  # one a row
 
@@ -19,7 +21,10 @@ def test_grid_with_names(channels):
 @pytest.mark.parametrize("side", [8, 40, 64])
 def test_names_of_a_grid_are_whole(side):
     """Of any length and wider than the images: all words are there, in lines that keep to their rows."""
-    long, images = "polecat, fitch, foulmart, foumart, " * 4, torch.zeros(3, 1, side, side, dtype=torch.uint8)
+    long, images = (
+        "polecat, fitch, foulmart, foumart, " * 4,
+        torch.zeros(3, 1, side, side, dtype=torch.uint8),
+    )
     grid = np.asarray(image_grid(images, 1, names=["", long, ""]))
     height, margin = (grid.shape[0] - 2) // 3, grid.shape[1] - (grid.shape[0] - 2) // 3
     assert height == {8: 48, 40: 40, 64: 64}[side] + 2  # small ones are enlarged

@@ -51,7 +51,14 @@ error_line = partial(told, command="latents")
 def written(tmp_path_factory, vae_folder):
     """The latents of `root` in shards of 6, 7 and 7; who changes them takes `out`."""
     folder = tmp_path_factory.mktemp("written")
-    assert run(vae_folder, write_folder(folder / "images", train=10, val=2, size=(21, 16)), folder / "out") == 0
+    assert (
+        run(
+            vae_folder,
+            write_folder(folder / "images", train=10, val=2, size=(21, 16)),
+            folder / "out",
+        )
+        == 0
+    )
     return folder / "out"
 
 
@@ -65,18 +72,30 @@ def stored_numbers(folder, split="train"):
     return np.load(folder / f"{split}.numbers.npy").tolist()
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-6), ("float16", 1e-3), ("bfloat16", 8e-3)])
-def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(tmp_path, vae_folder, root, dtype, tolerance):
+@pytest.mark.parametrize(
+    "dtype, tolerance", [("float32", 2e-6), ("float16", 1e-3), ("bfloat16", 8e-3)]
+)
+def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(
+    tmp_path, vae_folder, root, dtype, tolerance
+):
     out = tmp_path / "out"
     assert run(vae_folder, root, out, "--dtype", dtype) == 0
-    cache, source, vae = LatentCache(str(out), "train"), ImageFolder(root / "train"), load_vae(vae_folder)
+    cache, source, vae = (
+        LatentCache(str(out), "train"),
+        ImageFolder(root / "train"),
+        load_vae(vae_folder),
+    )
     numbers = stored_numbers(out)
     assert sorted(numbers) == list(range(20)) and numbers != sorted(numbers)
     assert cache.shard_sizes == (6, 7, 7) and cache.classes == ["cat", "dog"]
     assert cache.labels.tolist() == [source.labels[n] for n in numbers]
     assert min(np.bincount(cache.labels[:6], minlength=2)) > 0, "a shard of one class"
     for i, number in enumerate(numbers):
-        pixels = torch.from_numpy(np.array(center_crop(source.image(number), 16))).permute(2, 0, 1) / 127.5 - 1
+        pixels = (
+            torch.from_numpy(np.array(center_crop(source.image(number), 16))).permute(2, 0, 1)
+            / 127.5
+            - 1
+        )
         expected = torch.cat([encode_moments(vae, x[None]) for x in (pixels, pixels.flip(-1))])
         moments = cache.moments(i)
         assert moments.shape == (2, 8, 8, 8) and moments.dtype == torch.float32
@@ -94,18 +113,34 @@ def test_the_record_and_what_reads_without_us(vae_folder, written, out):
         format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8], classes=["cat", "dog"],
         vae=vars(LatentSpace(vae_folder, sha, 0.18215, None, 2, 4)),
     )  # fmt: skip
-    assert [(s["shard"], s["samples"]) for s in shards] == [(f"train-00000{i}.npy", n) for i, n in enumerate((6, 7, 7))]
+    assert [(s["shard"], s["samples"]) for s in shards] == [
+        (f"train-00000{i}.npy", n) for i, n in enumerate((6, 7, 7))
+    ]
     assert all(s["sha256"] == sha256_of(out / s["shard"]) for s in shards)
     assert len(LatentCache(str(out), "val")) == 4
-    array, labels = np.load(out / "train-000000.npy", mmap_mode="r"), np.load(out / "train.labels.npy")
-    assert array.shape == (6, 2, 8, 8, 8) and array.dtype == np.float16 and np.bincount(labels).tolist() == [10, 10]
+    array, labels = (
+        np.load(out / "train-000000.npy", mmap_mode="r"),
+        np.load(out / "train.labels.npy"),
+    )
+    assert (
+        array.shape == (6, 2, 8, 8, 8)
+        and array.dtype == np.float16
+        and np.bincount(labels).tolist() == [10, 10]
+    )
 
 
-def test_another_vae_is_refused_and_the_same_weights_elsewhere_are_taken(tmp_path, vae_folder, written, out, capfd):
-    other, before, root = save_tiny_vae(tmp_path / "vae", seed=1), contents(out), written.parent / "images"
+def test_another_vae_is_refused_and_the_same_weights_elsewhere_are_taken(
+    tmp_path, vae_folder, written, out, capfd
+):
+    other, before, root = (
+        save_tiny_vae(tmp_path / "vae", seed=1),
+        contents(out),
+        written.parent / "images",
+    )
     assert run(other, root, out) == 2
     assert (
-        re.search("sha256 of --vae was [0-9a-f]{64}, now [0-9a-f]{64}", error_line(capfd)) and contents(out) == before
+        re.search("sha256 of --vae was [0-9a-f]{64}, now [0-9a-f]{64}", error_line(capfd))
+        and contents(out) == before
     )
     shutil.copytree(vae_folder, tmp_path / "pipeline" / "vae")
     assert run(tmp_path / "pipeline", root, out) == 0
@@ -116,13 +151,20 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, vae_folder, roo
     (root / "train" / "dog" / "3.png").write_bytes(b"text")
     assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.04) == 2
     line = error_line(capfd)
-    assert "dog/3.png: cannot identify" in line and "allowed are --max-bad-fraction 0.04 of 20" in line
+    assert (
+        "dog/3.png: cannot identify" in line and "allowed are --max-bad-fraction 0.04 of 20" in line
+    )
     assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.05, "--workers", 1) == 0
-    assert "of 19 images" in (shown := capfd.readouterr().out) and "1 bad images left out, train.bad.txt" in shown
+    assert (
+        "of 19 images" in (shown := capfd.readouterr().out)
+        and "1 bad images left out, train.bad.txt" in shown
+    )
     assert (tmp_path / "out" / "train.bad.txt").read_text().startswith("13\t")
     cache = LatentCache(str(tmp_path / "out"), "train")
     assert len(cache) == 19 and 13 not in stored_numbers(tmp_path / "out")
-    assert run(vae_folder, root, tmp_path / "out") == 2, "what was allowed once is not allowed for ever"
+    assert run(vae_folder, root, tmp_path / "out") == 2, (
+        "what was allowed once is not allowed for ever"
+    )
     assert "1 unreadable so far" in error_line(capfd)
 
 
@@ -146,14 +188,22 @@ def test_what_cannot_be_encoded_is_one_line(tmp_path, vae_folder, root, capfd, m
     "more, words",
     [
         (["--size", "0"], "--size 0: expected 1 or more"),
-        (["--size", "1000000"], "--size 1000000: a batch of 3 such images takes 11,176 GiB, this machine has "),
+        (
+            ["--size", "1000000"],
+            "--size 1000000: a batch of 3 such images takes 11,176 GiB, this machine has ",
+        ),
         (["--size", "17"], "--size 17: not a multiple of 2, the downsampling of"),
         (["--max-bad-fraction", "1"], "--max-bad-fraction 1: expected 0 <= fraction < 1"),
-        (["--out", "{tmp}/file"], "--out {tmp}/file/train.meta.json cannot be written: {tmp}/file: Not a directory"),
+        (
+            ["--out", "{tmp}/file"],
+            "--out {tmp}/file/train.meta.json cannot be written: {tmp}/file: Not a directory",
+        ),
         (["--out", "{tmp}/images/out"], "--out {tmp}/images/out is inside --data {tmp}/images"),
     ],
 )
-def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, vae_folder, root, capfd, more, words):
+def test_mistakes_are_one_line_and_leave_nothing_behind(
+    tmp_path, vae_folder, root, capfd, more, words
+):
     (tmp_path / "file").write_text("mine")
     before = sorted(tmp_path.rglob("*"))
     assert run(vae_folder, root, tmp_path / "out", *(m.format(tmp=tmp_path) for m in more)) == 2
@@ -168,15 +218,27 @@ def labels(values):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(dtype="int8"), r"train.meta.json: dtype int8, shape \[2, 8, 8, 8\] are not those of its VAE and size"),
+        (
+            dict(dtype="int8"),
+            r"train.meta.json: dtype int8, shape \[2, 8, 8, 8\] are not those of its VAE and size",
+        ),
         (dict(size=32), "train.meta.json: dtype float16, shape"),
         (dict(vae=None), "train.meta.json: not a record of latents"),
         (dict(classes="cat"), "train.meta.json: classes are not a list of names"),
-        (dict(classes=["cat"]), "train.labels.npy: label 1 of latents [0-9]+, but the record names 1 classes"),
-        (labels(np.zeros(20)), r"train.labels.npy: float64 of shape \(20,\), expected int64 of \(20,\)"),
+        (
+            dict(classes=["cat"]),
+            "train.labels.npy: label 1 of latents [0-9]+, but the record names 1 classes",
+        ),
+        (
+            labels(np.zeros(20)),
+            r"train.labels.npy: float64 of shape \(20,\), expected int64 of \(20,\)",
+        ),
         (labels(np.full(20, -1)), "train.labels.npy: label -1 of latents 0"),
         (labels(np.array([{}], object)), "train.labels.npy: labels that cannot be read .*pickle"),
-        (lambda out: (out / "train.labels.npy").unlink(), "train.labels.npy: labels that cannot be read"),
+        (
+            lambda out: (out / "train.labels.npy").unlink(),
+            "train.labels.npy: labels that cannot be read",
+        ),
     ],
 )
 def test_a_cache_that_is_not_what_its_record_says(out, change, words):
@@ -192,14 +254,21 @@ def test_a_cache_that_is_not_what_its_record_says(out, change, words):
 @pytest.mark.parametrize("fault", ["header", "dtype", "shape", "changed", "gone", "cut off"])
 def test_damage_is_noticed(out, fault):
     """What has the size of the record is noticed when it is read, whatever damaged it."""
-    path, words = out / "train-000000.npy", "train-000000.npy: the shard has changed since the run began"
+    path, words = (
+        out / "train-000000.npy",
+        "train-000000.npy: the shard has changed since the run began",
+    )
     array = np.load(path)
     if fault in ("header", "dtype", "shape"):
         data = bytearray(path.read_bytes())
         data[3] ^= 1
-        other = dict(header=None, dtype=array.view(np.int16), shape=array.reshape(12, 1, 8, 8, 8)).get(fault)
+        other = dict(
+            header=None, dtype=array.view(np.int16), shape=array.reshape(12, 1, 8, 8, 8)
+        ).get(fault)
         path.write_bytes(data) if fault == "header" else np.save(path, other)
-        words = dict(header="train-000000.npy: .*magic", dtype="int16 of shape", shape="float16 of shape").get(fault)
+        words = dict(
+            header="train-000000.npy: .*magic", dtype="int16 of shape", shape="float16 of shape"
+        ).get(fault)
     cache = LatentCache(str(out), "train")
     assert torch.equal(cache.moments(19), cache.moments(19))
     if fault == "changed":
@@ -224,7 +293,11 @@ def test_more_shards_than_files_may_be_open(tmp_path, vae_folder, root):
 
 
 def on_a_rank(rank, folder, *argv):
-    with open(folder / f"said.{rank}", "w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with (
+        open(folder / f"said.{rank}", "w") as file,
+        contextlib.redirect_stdout(file),
+        contextlib.redirect_stderr(file),
+    ):
         with contextlib.suppress(SystemExit):
             main(["latents", *argv])
 

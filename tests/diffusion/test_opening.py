@@ -54,26 +54,49 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
     name = "moh_dit_small_patch2_75"
     file, vae = published(tmp_path, name), tmp_path / "vae"
     save_tiny_vae(vae, seed=5)
-    images, _ = draw("--checkpoint", file, "--model", name, "--vae", vae, "--save-pipeline", tmp_path / "pipe")
+    images, _ = draw(
+        "--checkpoint", file, "--model", name, "--vae", vae, "--save-pipeline", tmp_path / "pipe"
+    )
     assert images.shape[0] == 3 and images.std() > 10
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
-    for key, value in load_checkpoint(timm.create_model(name, img_size=8), file).state_dict().items():
+    for key, value in (
+        load_checkpoint(timm.create_model(name, img_size=8), file).state_dict().items()
+    ):
         assert torch.equal(value, pipe.transformer.state_dict()[key])
     # ImageNet's, as the classes of runs are named, and their words.
-    assert pipe.get_label_ids(["n02007558", "flamingo", "golden retriever", "tench"]) == [130, 130, 207, 0]
+    assert pipe.get_label_ids(["n02007558", "flamingo", "golden retriever", "tench"]) == [
+        130,
+        130,
+        207,
+        0,
+    ]
     some = "golden retriever", 130, "Tinca tinca"
     assert draw("--checkpoint", tmp_path / "pipe", "--classes", *some)[1].tolist() == [207, 130, 0]
-    with refusals.one_line("class_labels crane: classes 134, 517 are called so; give a number"):  # a bird and a machine
+    with refusals.one_line(
+        "class_labels crane: classes 134, 517 are called so; give a number"
+    ):  # a bird and a machine
         pipe.get_label_ids("crane")
     assert np.abs(by_pipeline(pipe, [0, 1, 2], 2) - images).max() <= 1
     capsys.readouterr()
     for more, words in (
         (("--model", name), "--vae is needed"),
-        (("--model", "moh_dit_small_patch2_90", "--vae", vae), f"stay so, not 3; --model {name} fits"),
-        (("--model", "dit_smal_patch2", "--vae", vae), "--model 'dit_smal_patch2' is not a registered model"),
+        (
+            ("--model", "moh_dit_small_patch2_90", "--vae", vae),
+            f"stay so, not 3; --model {name} fits",
+        ),
+        (
+            ("--model", "dit_smal_patch2", "--vae", vae),
+            "--model 'dit_smal_patch2' is not a registered model",
+        ),
         (("--model", name, "--vae", vae, "--score", "digits"), "--score-file is needed"),
-        (("--model", name, "--vae", vae, "--classes", "crane"), "--classes crane: classes 134, 517 are called so"),
-        (("--model", name, "--vae", vae, "--classes", "golden retreiver"), "such as golden retriever, or 0 to 999"),
+        (
+            ("--model", name, "--vae", vae, "--classes", "crane"),
+            "--classes crane: classes 134, 517 are called so",
+        ),
+        (
+            ("--model", name, "--vae", vae, "--classes", "golden retreiver"),
+            "such as golden retriever, or 0 to 999",
+        ),
         ((), "does not say of which model it is: give --model"),
     ):
         assert words in refused(capsys, "--checkpoint", file, *more)
@@ -82,7 +105,10 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
 
 def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsys, draw):
     """A released-form file of a model on grey pixels, without a learned variance."""
-    sizes, name = dict(img_size=8, in_chans=1, num_classes=12, learn_sigma=False), "moh_dit_small_patch2_75"
+    sizes, name = (
+        dict(img_size=8, in_chans=1, num_classes=12, learn_sigma=False),
+        "moh_dit_small_patch2_75",
+    )
     file = published(tmp_path, name, **sizes)
     images, labels = draw("--checkpoint", file, "--model", name, "--classes", 11)
     assert images.shape == (3, 8, 8, 1) and (labels == 11).all()
@@ -103,9 +129,14 @@ def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
     ours = load_checkpoint(create(name, "diffusion", img_size=64, num_classes=5), folder)
     torch.save(ours.state_dict(), tmp_path / "DiT-S-8-512x512.pt")
     how = ("--model", name, "--vae", vae, *"--num-images 1 --batch-size 1 --cfg-scale 1".split())
-    a, b = (draw("--checkpoint", tmp_path / file, *how)[0] for file in ("DiT-S-8-512x512.pt", "transformer"))
+    a, b = (
+        draw("--checkpoint", tmp_path / file, *how)[0]
+        for file in ("DiT-S-8-512x512.pt", "transformer")
+    )
     assert a.shape == (1, 128, 128, 3) and (a == b).all() and a.std() > 10
-    assert "does not say of which model it is: give --model" in refused(capsys, "--checkpoint", folder)
+    assert "does not say of which model it is: give --model" in refused(
+        capsys, "--checkpoint", folder
+    )
     for text, words in (
         ('{"sample_size": 99999}', "img_size 99999 is out of range: 1 to 1024"),
         ("[", "no sample_size can be read"),
@@ -120,23 +151,34 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
     """Loaded and drawn from, it gives the images of diffusers' pipeline; sample.py those of ours with its noise."""
     sizes = dict(in_channels=4, out_channels=8, num_layers=2, sample_size=4, norm_num_groups=4)
     theirs = diffusers_dit(num_attention_heads=2, **sizes)
-    other = DiTPipeline(theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False))
+    other = DiTPipeline(
+        theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
+    )
     other.save_pretrained(folder := tmp_path / "dit")
     index = folder / "model_index.json"  # published ones have names in it
-    index.write_text(json.dumps(dict(json.loads(index.read_text()), id2label={"0": "tench", "7": "cock"})))
+    index.write_text(
+        json.dumps(dict(json.loads(index.read_text()), id2label={"0": "tench", "7": "cock"}))
+    )
     pipe = MoHDiTPipeline.from_pretrained(folder)
     how = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
     want = other([7], generator=torch.Generator().manual_seed(2), **how).images
-    got = pipe("cock", generator=[torch.Generator().manual_seed(2)], guide_channels="all", **how).images
+    got = pipe(
+        "cock", generator=[torch.Generator().manual_seed(2)], guide_channels="all", **how
+    ).images
     np.testing.assert_allclose(got, want, atol=1e-4)
     assert want.std() > 0.01
 
-    images, labels = draw("--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png")
+    images, labels = draw(
+        "--checkpoint", folder, "--labels", "random", "--grid", tmp_path / "grid.png"
+    )
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
     assert np.abs(by_pipeline(pipe, labels.tolist(), 2) - images).max() <= 1
     capsys.readouterr()
     index.write_text("{")
-    for more, words in ((("--weights", "model"), "--weights model has no effect"), ((), f"{folder}: not a pipeline")):
+    for more, words in (
+        (("--weights", "model"), "--weights model has no effect"),
+        ((), f"{folder}: not a pipeline"),
+    ):
         assert words in refused(capsys, "--checkpoint", folder, *more)
 
 
@@ -147,10 +189,23 @@ def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
     model = {key: value if key == "pos_embed" else 0.9 * value for key, value in ema.items()}
     file, how = tmp_path / "both.pt", ("--model", name, "--vae", vae, "--weights", "model")
     torch.save(dict(model=model, ema=ema), file)
-    argv = ("--checkpoint", file, *how, "--save-pipeline", pipe, "--num-images", 1, "--grid", tmp_path / "grid.png")
+    argv = (
+        "--checkpoint",
+        file,
+        *how,
+        "--save-pipeline",
+        pipe,
+        "--num-images",
+        1,
+        "--grid",
+        tmp_path / "grid.png",
+    )
     sample.main([*FEW, *map(str, argv)])
     said, (saved,) = capsys.readouterr().out, (pipe / "transformer").glob("*.safetensors")
-    assert f"pipeline: {pipe}, weights of {file} (model)\n" in said and f"labels, {file} (model)\n" in said
+    assert (
+        f"pipeline: {pipe}, weights of {file} (model)\n" in said
+        and f"labels, {file} (model)\n" in said
+    )
     assert all(torch.equal(value, model[key]) for key, value in load_file(saved).items())
     for held, content in {"ema": dict(ema=ema), "one kind of weights": model}.items():
         torch.save(content, file)

@@ -25,7 +25,9 @@ from moh_vision.models.head_load import HeadLoad
 
 def transformer(channels=4, classes=7, **more):
     torch.manual_seed(1)
-    sizes = dict(sample_size=4, hidden_size=32, num_layers=2, num_attention_heads=4, head_budget=0.75)
+    sizes = dict(
+        sample_size=4, hidden_size=32, num_layers=2, num_attention_heads=4, head_budget=0.75
+    )
     model = MoHDiTTransformer2DModel(in_channels=channels, num_classes=classes, **sizes, **more)
     return no_longer_zero(model, 0.1).eval()
 
@@ -51,7 +53,13 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
     """In bits, also without a class; and the model has its own heads afterwards, whatever stops the pass."""
     pipe = MoHDiTPipeline(transformer(3, **more), make_scheduler("ddpm", 6, True, clip=True))
     own, weak = head_budget(pipe.transformer), set_head_budget(transformer(3, **more), 0.5)
-    how = dict(guidance_scale=scale, guide_channels=2, guidance_interval=(0.1, 0.8), steps=6, output_type="latent")
+    how = dict(
+        guidance_scale=scale,
+        guide_channels=2,
+        guidance_interval=(0.1, 0.8),
+        steps=6,
+        output_type="latent",
+    )
     guide = dict(guide="heads:0.5", guide_scale=1.5)
     few = draw(pipe, [3, 4], 8, 9, **guide, **how)
     assert torch.equal(few, draw(pipe, [3, 4], 8, 9, guide=weak, guide_scale=1.5, **how))
@@ -68,7 +76,9 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
     config = PreviewConfig(every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, **guide)
     inputs = SimpleNamespace(source=SimpleNamespace(classes=list("abcdefg")), space=None)
     previews = Previews(config, inputs, pipe.transformer, HybridLoss())
-    assert torch.equal(previews.sample(pipe.transformer, range(3, 5)), to_uint8(by_hand(None, (0, 1))))
+    assert torch.equal(
+        previews.sample(pipe.transformer, range(3, 5)), to_uint8(by_hand(None, (0, 1)))
+    )
     if scale == 1:  # 7 is no class
         assert not torch.equal(draw(pipe, [7], 8, **guide, **how), draw(pipe, [7], 8, **how))
     calls = []
@@ -88,11 +98,19 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
 def test_output_types(with_vae):
     pipe = pipeline(with_vae)
     size = 8 if with_vae else 4
-    outputs = {kind: draw(pipe, [1, 2], 5, 6, output_type=kind) for kind in ("pt", "np", "pil", "latent")}
-    assert outputs["pt"].shape == (2, 3, size, size) and 0 <= outputs["pt"].min() and outputs["pt"].max() <= 1
+    outputs = {
+        kind: draw(pipe, [1, 2], 5, 6, output_type=kind) for kind in ("pt", "np", "pil", "latent")
+    }
+    assert (
+        outputs["pt"].shape == (2, 3, size, size)
+        and 0 <= outputs["pt"].min()
+        and outputs["pt"].max() <= 1
+    )
     assert np.array_equal(outputs["np"], outputs["pt"].permute(0, 2, 3, 1).numpy())
     pixels = torch.stack([torch.tensor(np.array(i)).permute(2, 0, 1) for i in outputs["pil"]]).int()
-    assert (pixels - to_uint8(pipe.decode(outputs["latent"])).int()).abs().max() <= 1  # rounding of a tie
+    assert (
+        pixels - to_uint8(pipe.decode(outputs["latent"])).int()
+    ).abs().max() <= 1  # rounding of a tie
     assert outputs["latent"].shape == (2, 4 if with_vae else 3, 4, 4)
     if with_vae:
         decoded = pipe.vae.decode(outputs["latent"] / 0.3 + 0.1).sample
@@ -146,8 +164,14 @@ def test_round_trip(tmp_path):
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
     again = MoHDiTPipeline.from_pretrained(tmp_path)
     assert head_budget(again.transformer) == head_budget(pipe.transformer)
-    assert again.labels == pipe.labels == {f"class {i}": i for i in range(7)} and again.config.label_drop == 0.1
-    assert again.scheduler.config.items() >= dict(variance_type="learned_range", clip_sample=False).items()
+    assert (
+        again.labels == pipe.labels == {f"class {i}": i for i in range(7)}
+        and again.config.label_drop == 0.1
+    )
+    assert (
+        again.scheduler.config.items()
+        >= dict(variance_type="learned_range", clip_sample=False).items()
+    )
     assert torch.equal(draw(again, [0, 6], 1, 2), draw(pipe, [0, 6], 1, 2))
 
 
@@ -169,20 +193,28 @@ def test_a_fresh_process_needs_only_the_class(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     got, want = (np.fromfile(tmp_path / name, dtype=np.float32) for name in ("got", "want"))
-    np.testing.assert_allclose(got, want, atol=1e-5)  # other threads and settings there, so not to the bit
+    np.testing.assert_allclose(
+        got, want, atol=1e-5
+    )  # other threads and settings there, so not to the bit
 
 
 def test_callback_and_routing():
     pipe = pipeline()
     calls = []
-    load = HeadLoad(head_budget(pipe.transformer)["layers"], {"class": range(8), "step": range(1000)})
+    load = HeadLoad(
+        head_budget(pipe.transformer)["layers"], {"class": range(8), "step": range(1000)}
+    )
     draw(
         pipe, [0, 0], 1, 2, steps=5, on_routing=load.add,
         callback_on_step_end=lambda p, step, t, inputs: calls.append((p is pipe, step, int(t), list(inputs))),
     )  # fmt: skip
-    assert [c[:2] for c in calls] == [(True, i) for i in range(5)] and calls[-1][2:] == (0, ["latents"])
+    assert [c[:2] for c in calls] == [(True, i) for i in range(5)] and calls[-1][2:] == (
+        0,
+        ["latents"],
+    )
     replaced = dict(
-        output_type="latent", callback_on_step_end=lambda p, step, t, inputs: {"latents": torch.ones(1, 3, 4, 4)}
+        output_type="latent",
+        callback_on_step_end=lambda p, step, t, inputs: {"latents": torch.ones(1, 3, 4, 4)},
     )
     assert (draw(pipe, [0], 1, **replaced) == 1).all()
     share = load.share()[0]  # [classes + 1, heads]
@@ -195,7 +227,12 @@ def test_half_precision_runs_the_loop_in_float32():
     want = draw(pipe, [1], 5)
     pipe.to(dtype=torch.bfloat16)
     latents = []
-    got = draw(pipe, [1], 5, callback_on_step_end=lambda p, i, t, inputs: latents.append(inputs["latents"].dtype))
+    got = draw(
+        pipe,
+        [1],
+        5,
+        callback_on_step_end=lambda p, i, t, inputs: latents.append(inputs["latents"].dtype),
+    )
     assert set(latents) == {torch.float32} and (got - want).abs().max() < 0.1
 
 
@@ -207,22 +244,48 @@ test_mistakes = each_refused(
     ([0.5], {}, r"class_labels \[0.5\]: expected whole numbers"),
     ([7], {}, "class_labels 7 means no class"),
     ([0], dict(output_type="jpg"), "output_type 'jpg' is not one of pil, np, pt, latent"),
-    ([0], dict(guide_channels="most"), "guidance channels 'most' is out of range: at least 1, or \"all\""),
+    (
+        [0],
+        dict(guide_channels="most"),
+        "guidance channels 'most' is out of range: at least 1, or \"all\"",
+    ),
     (["a"], {}, r"class_labels \['a'\]: this pipeline has no class names, pass class numbers"),
-    ([0], dict(guide="heads:0.5"), "guide_scale 1 with guide: expected a weak model and a scale other than 1"),
+    (
+        [0],
+        dict(guide="heads:0.5"),
+        "guide_scale 1 with guide: expected a weak model and a scale other than 1",
+    ),
     ([0], dict(guide_scale=2.0), "guide_scale 2 without guide: expected a weak model"),
     ([0], dict(guide="half", guide_scale=2.0), 'guide: expected a model, or "heads:SHARE"'),
-    ([0], dict(guide="heads:0.75", guide_scale=2.0), "guide: that is 6 heads, and the model runs 6: give a"),
-    ([0], dict(guide="heads:0.2", guide_scale=2.0), "guide: head_budget '0.2'.* the smallest share is"),
-    ([0], dict(guide=transformer(4), guide_scale=2.0), "guide: its in_channels is 4, .* the model to guide is 3"),
+    (
+        [0],
+        dict(guide="heads:0.75", guide_scale=2.0),
+        "guide: that is 6 heads, and the model runs 6: give a",
+    ),
+    (
+        [0],
+        dict(guide="heads:0.2", guide_scale=2.0),
+        "guide: head_budget '0.2'.* the smallest share is",
+    ),
+    (
+        [0],
+        dict(guide=transformer(4), guide_scale=2.0),
+        "guide: its in_channels is 4, .* the model to guide is 3",
+    ),
     ([0], dict(guide=transformer(3, 9), guide_scale=2.0), "guide: its num_classes is 9, .* is 7"),
-    ([0], dict(guide=tiny_vae(2), guide_scale=2.0), "guide: AutoencoderKL has no HeadMixtureAttention layer"),
+    (
+        [0],
+        dict(guide=tiny_vae(2), guide_scale=2.0),
+        "guide: AutoencoderKL has no HeadMixtureAttention layer",
+    ),
     ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
     ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
 )
 
 
-@pytest.mark.parametrize("part, words", [("transformer", "step 1 of 4: 2 of 2"), ("vae", "after decoding: 2 of 2")])
+@pytest.mark.parametrize(
+    "part, words", [("transformer", "step 1 of 4: 2 of 2"), ("vae", "after decoding: 2 of 2")]
+)
 def test_images_that_are_not_finite_are_refused(part, words):
     pipe = pipeline(with_vae=True)
     torch.nn.init.constant_(list(getattr(pipe, part).parameters())[-1], float("nan"))
@@ -238,12 +301,31 @@ def test_guidance_without_dropped_labels_is_refused():
 
 def test_parts_that_do_not_fit_are_refused():
     ddpm = DDPMScheduler()
-    refuse("latents of 4 channels, the transformer works on 3", MoHDiTPipeline, transformer(3), ddpm, tiny_vae(2))
-    refuse("the transformer is a AutoencoderKL, expected a DiT of moh_vision", MoHDiTPipeline, tiny_vae(2), ddpm)
+    refuse(
+        "latents of 4 channels, the transformer works on 3",
+        MoHDiTPipeline,
+        transformer(3),
+        ddpm,
+        tiny_vae(2),
+    )
+    refuse(
+        "the transformer is a AutoencoderKL, expected a DiT of moh_vision",
+        MoHDiTPipeline,
+        tiny_vae(2),
+        ddpm,
+    )
     for key in ("latents_mean", "latents_std"):  # training refuses one without the other too
         half = tiny_vae(2, **{key: [0.1] * 4})
-        refuse("the VAE: latents_(mean|std): None, expected a list", MoHDiTPipeline, transformer(4), ddpm, half)
-    plain = MoHDiTPipeline(transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False))
+        refuse(
+            "the VAE: latents_(mean|std): None, expected a list",
+            MoHDiTPipeline,
+            transformer(4),
+            ddpm,
+            half,
+        )
+    plain = MoHDiTPipeline(
+        transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False)
+    )
     refuse("4 channels are no image and there is no VAE", plain, [0])
     refuse("needs a model with a learned variance", plain, [0], output_type="latent")
 
@@ -262,10 +344,14 @@ def test_a_vae_of_another_downsampling_is_refused(tmp_path):
 
 def test_class_names():
     pipe = pipeline(id2label={0: "tench, Tinca tinca", 1: "crane"})
-    assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids("crane") == [1]
+    assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids(
+        "crane"
+    ) == [1]
     assert pipe.get_label_ids(["1", "crane"]) == [1, 1]
     for labels in ("crain", ["crain", 0]):
         refuse("class_labels crain: no such class; there are 7, such as crane", pipe, labels)
     assert torch.equal(draw(pipe, ["crane", "tench, Tinca tinca"], 1, 2), draw(pipe, [1, 0], 1, 2))
     assert torch.equal(draw(pipe, ["crane", 0, "crane"], 1, 2, 3), draw(pipe, [1, 0, 1], 1, 2, 3))
-    assert torch.equal(draw(pipe, "crane", 1, guide_channels="all"), draw(pipe, 1, 1, guide_channels=None))
+    assert torch.equal(
+        draw(pipe, "crane", 1, guide_channels="all"), draw(pipe, 1, 1, guide_channels=None)
+    )

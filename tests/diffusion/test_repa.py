@@ -28,7 +28,9 @@ def teacher(tmp_path_factory):
     return saved(tmp_path_factory.mktemp("t"), img_size=32, patch_size=8, in_chans=1)
 
 
-@pytest.mark.parametrize("objective, checkpointing", [(HybridLoss(), False), (FlowMatchingLoss(), True)])
+@pytest.mark.parametrize(
+    "objective, checkpointing", [(HybridLoss(), False), (FlowMatchingLoss(), True)]
+)
 def test_the_loss_moves_the_blocks_up_to_its_own(objective, checkpointing):
     torch.manual_seed(0)
     model = timm.create_model(
@@ -49,12 +51,16 @@ def test_the_loss_moves_the_blocks_up_to_its_own(objective, checkpointing):
         losses = task(*batch, *more)
         task.zero_grad()
         losses["loss"].backward()
-        return losses, {name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None}
+        return losses, {
+            name: p.grad.clone() for name, p in task.named_parameters() if p.grad is not None
+        }
 
     task = DiffusionTask(model, 0.01, objective, alignment)
     plain, without = gradients(DiffusionTask(model, 0.01, objective))
     losses, found = gradients(task, targets)
-    assert found.keys() == {name for name, p in task.named_parameters() if p.requires_grad}  # DDP waits for all
+    assert found.keys() == {
+        name for name, p in task.named_parameters() if p.requires_grad
+    }  # DDP waits for all
     moved = {name for name in without if not torch.equal(without[name], found[name])}
     assert not any(name.startswith(("model.blocks.2.", "model.final_layer.")) for name in moved)
     for part in ("x_embedder", "blocks.0.attn.router", "blocks.1.attn.router", "blocks.1.mlp"):
@@ -67,7 +73,9 @@ def test_the_loss_moves_the_blocks_up_to_its_own(objective, checkpointing):
     pairs = zip(projected.flatten(0, 1), targets.flatten(0, 1), strict=True)
     cosines = [(p @ t / p.norm() / t.norm()).item() for p, t in pairs]
     assert losses["repa_loss"].item() == pytest.approx(1 - sum(cosines) / 32, abs=1e-5)
-    assert (losses["loss"] - plain["loss"]).item() == pytest.approx(0.3 * losses["repa_loss"].item(), abs=1e-5)
+    assert (losses["loss"] - plain["loss"]).item() == pytest.approx(
+        0.3 * losses["repa_loss"].item(), abs=1e-5
+    )
     assert losses["mse"] == plain["mse"]
 
 
@@ -84,18 +92,35 @@ def test_the_teacher_sees_images_of_the_size_that_its_patches_need(teacher):
 
 
 def test_a_run_goes_on_to_the_bit_and_its_weights_are_the_models(teacher, tmp_path):
-    learn = ["--repa.teacher", teacher, "--repa.block", 2, "--optim.schedule", "constant", "--optim.warmup_steps", 0]
+    learn = [
+        "--repa.teacher",
+        teacher,
+        "--repa.block",
+        2,
+        "--optim.schedule",
+        "constant",
+        "--optim.warmup_steps",
+        0,
+    ]
     whole, resumed = whole_and_resumed("dit", tmp_path, [3, 6], *learn)
     plain = tmp_path / "plain"
     train_dit.main(arguments("dit", plain, 1, 1))
     lines = logged(whole)
-    assert lines[0]["mse"] == logged(plain)[0]["mse"]  # draws and first weights are as without a teacher
+    assert (
+        lines[0]["mse"] == logged(plain)[0]["mse"]
+    )  # draws and first weights are as without a teacher
     assert 0 < lines[-1]["repa_loss"] < lines[0]["repa_loss"] < 2
     weights = load_file(whole / "model.safetensors").keys()
-    assert weights == load_file(whole / "ema.safetensors").keys() == load_file(plain / "model.safetensors").keys()
+    assert (
+        weights
+        == load_file(whole / "ema.safetensors").keys()
+        == load_file(plain / "model.safetensors").keys()
+    )
     states = [load_file(resumed / f"checkpoints/step_{step}/beside.safetensors") for step in (3, 6)]
     projector = states[0].keys()
-    assert projector == {f"alignment.projector.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")}
+    assert projector == {
+        f"alignment.projector.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")
+    }
     assert not any(torch.equal(states[0][name], states[1][name]) for name in projector)
 
 
@@ -103,8 +128,12 @@ def test_teachers_that_do_not_fit(teacher, tmp_path, capsys):
     def error(*argv):
         return refused(capsys, train_dit.main, *arguments("dit", tmp_path / "run", 1, 1, *argv))
 
-    assert "repa.block 8 is out of range: 1 to 2, the blocks of the model" in error("--repa.teacher", teacher)
-    assert "repa.teacher vit_tniy: Unknown model (vit_tniy)" in error("--repa.teacher", "vit_tniy", "--repa.block", 1)
+    assert "repa.block 8 is out of range: 1 to 2, the blocks of the model" in error(
+        "--repa.teacher", teacher
+    )
+    assert "repa.teacher vit_tniy: Unknown model (vit_tniy)" in error(
+        "--repa.teacher", "vit_tniy", "--repa.block", 1
+    )
     none = Teacher("repa.teacher", teacher, [0.5], [0.5])
     del none.teacher.model.feature_info
     words = "repa.teacher .* gives no features of 4 x 4 patches: AttributeError: .*feature_info"

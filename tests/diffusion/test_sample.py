@@ -33,7 +33,13 @@ from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import only_one, sha256_of, write_tensors
 from moh_vision.engine.seeds import derive_seed
-from moh_vision.evaluation.fidelity import Extracted, Extractor, TimmExtractor, make_extractor, score
+from moh_vision.evaluation.fidelity import (
+    Extracted,
+    Extractor,
+    TimmExtractor,
+    make_extractor,
+    score,
+)
 from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.evaluation.fidelity.images import SourceImages
 from moh_vision.models.head_load import HeadLoad
@@ -62,7 +68,9 @@ def vae_in(folder, channels=4):
 
 def recorded(folder, scaling_factor=0.7):
     """As train_dit.py records the VAE of a run."""
-    return dict(vars(LatentSpace.of(load_vae(str(folder)), str(folder))), scaling_factor=scaling_factor)
+    return dict(
+        vars(LatentSpace.of(load_vae(str(folder)), str(folder))), scaling_factor=scaling_factor
+    )
 
 
 def call(run, *more):
@@ -91,16 +99,25 @@ def interrupted(run, *more):
 
 
 def refused(capsys, run, *more):
-    return refusals.refused(capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more)
+    return refusals.refused(
+        capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more
+    )
 
 
 def by_pipeline(pipe, labels, steps=4, **more):
     """What a pipeline draws with the noise of images 0, 1 and 2, [3, h, w, channels] in 0 .. 255."""
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    return 255 * pipe(labels, 2.0, num_inference_steps=steps, generator=generators, output_type="np", **more).images
+    return (
+        255
+        * pipe(
+            labels, 2.0, num_inference_steps=steps, generator=generators, output_type="np", **more
+        ).images
+    )
 
 
-@pytest.mark.parametrize("sampler, weak", [("ddpm", None), ("ddim", "heads:0.5"), ("dpm-solver++", "weak")])
+@pytest.mark.parametrize(
+    "sampler, weak", [("ddpm", None), ("ddim", "heads:0.5"), ("dpm-solver++", "weak")]
+)
 def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak):
     run, guide, more = run_of(tmp_path, 3, heads=(0, 2)), {}, []
     if weak:
@@ -110,19 +127,32 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak)
             guide["guide"], _ = from_run(str(weak), "diffusion")
         more = ["--guide", weak, "--guide-scale", "1.5"]
     images, _ = drawn(run, "--sampler", sampler, "--save-pipeline", tmp_path / "pipe", *more)
-    assert (f", guidance 2, 1.5 away from {weak}, balanced" in capsys.readouterr().out) == bool(weak)
+    assert (f", guidance 2, 1.5 away from {weak}, balanced" in capsys.readouterr().out) == bool(
+        weak
+    )
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert pipe.labels == {"a": 0, "b": 1, "c": 2} and pipe.config.label_drop == 0.1
-    assert images.std() > 10 and np.abs(by_pipeline(pipe, [0, 1, 2], **guide) - images[:3]).max() <= 0.51
+    assert (
+        images.std() > 10
+        and np.abs(by_pipeline(pipe, [0, 1, 2], **guide) - images[:3]).max() <= 0.51
+    )
 
 
 def test_only_the_pipeline(tmp_path, capsys, monkeypatch):
-    sample.main(f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
+    sample.main(
+        f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split()
+    )
     weights, folder = f"{tmp_path}/ema.safetensors", str(tmp_path / "pipe")
-    assert capsys.readouterr().out == f"loading {tmp_path}\npipeline: {folder}, weights of {weights}\n"
-    with one_line(f"weights model: {weights} holds the EMA; give its folder, or model.safetensors in it"):
+    assert (
+        capsys.readouterr().out == f"loading {tmp_path}\npipeline: {folder}, weights of {weights}\n"
+    )
+    with one_line(
+        f"weights model: {weights} holds the EMA; give its folder, or model.safetensors in it"
+    ):
         load_run(weights, "model")
-    monkeypatch.setattr("diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     pipe = DiffusionPipeline.from_pretrained(folder, custom_pipeline=folder, trust_remote_code=True)
     assert type(pipe) is MoHDiTPipeline and pipe.scheduler.config.clip_sample and pipe.vae is None
     assert type(pipe.scheduler).__name__ == "DDPMScheduler"
@@ -140,8 +170,13 @@ def test_latents_are_decoded_by_the_runs_vae_and_guided_as_asked(tmp_path, capsy
     assert np.abs(by_pipeline(pipe, [0, 1, 2]) - images[:3]).max() <= 0.51
     assert not np.array_equal(drawn(run, "--vae", save_tiny_vae(tmp_path / "other"))[0], images)
 
-    every, words = drawn(run, "--guide-channels", "all")[0], "guidance 2 between 0.2 and 0.5 of the timesteps"
-    assert np.array_equal(drawn(run, "--guide-channels", "4")[0], every) and not np.array_equal(images, every)
+    every, words = (
+        drawn(run, "--guide-channels", "all")[0],
+        "guidance 2 between 0.2 and 0.5 of the timesteps",
+    )
+    assert np.array_equal(drawn(run, "--guide-channels", "4")[0], every) and not np.array_equal(
+        images, every
+    )
     assert words not in capsys.readouterr().out
     assert not np.array_equal(drawn(run, "--cfg-interval", "0.2", "0.5")[0], images)
     assert words in capsys.readouterr().out
@@ -154,7 +189,10 @@ def test_latents_are_decoded_by_the_runs_vae_and_guided_as_asked(tmp_path, capsy
         ("--num-images 0 --save-pipeline x --out y", "num_images 0 leaves nothing for --out"),
         ("--grid {0}/g.png --head-load {0}/g.png", "--grid {0}/g.png is given for two outputs"),
         ("--out {0}", "--out {0} exists; give another path"),
-        ("--out /proc/x.npz", "--out /proc/x.npz cannot be written: /proc: No such file or directory"),
+        (
+            "--out /proc/x.npz",
+            "--out /proc/x.npz cannot be written: /proc: No such file or directory",
+        ),
         ("--score {0} --score-file {0}", "is a folder, expected a file"),
     ],
 )
@@ -198,7 +236,11 @@ def test_mistakes_with_vaes(tmp_path, capsys):
         (pixels, ("--vae", three), f"--vae {three}: {pixels} was trained on pixels"),
         (lost, (), f"vae {tmp_path}/gone"),
         (other, (), f"the VAE {tmp_path}/vae is not the one of the run (sha256 {'0' * 12})"),
-        (run_of(tmp_path / "e", 3, label_drop=0), (), "--cfg-scale 2 needs a run trained with label_drop above 0"),
+        (
+            run_of(tmp_path / "e", 3, label_drop=0),
+            (),
+            "--cfg-scale 2 needs a run trained with label_drop above 0",
+        ),
     ):
         assert words in refused(capsys, checkpoint, *argv)
 
@@ -225,7 +267,13 @@ def test_an_interrupted_run_goes_on_and_ends_with_the_same_images(whole, tmp_pat
         assert np.array_equal(again["arr_0"], images) and np.array_equal(again["arr_1"], labels)
     assert [p.name for p in tmp_path.iterdir()] == ["a.npz"]  # nothing is left behind
     assert images.dtype == np.uint8 and images.shape == (5, 4, 4, 3)
-    settings = [[], ["--seed", "1"], ["--classes", "a"], ["--classes", "b", "a"], ["--head-budget", "1"]]
+    settings = [
+        [],
+        ["--seed", "1"],
+        ["--classes", "a"],
+        ["--classes", "b", "a"],
+        ["--head-budget", "1"],
+    ]
     for more in settings:  # none takes up the images of another
         interrupted(run, "--out", tmp_path / "other.npz", *more)
     assert len(list(tmp_path.glob(".samples-*"))) == len(settings)
@@ -241,11 +289,18 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     (record,) = tmp_path.glob(".samples-*/attention.json")
     record.write_text(record.read_text().replace('"torch"', '"cpp"'))
     error = refused(capsys, run, "--out", tmp_path / "a.npz")
-    assert f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain" in error
+    assert (
+        f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain"
+        in error
+    )
 
 
-@pytest.mark.parametrize("heads, weak", [((0, 1), []), ((0, 2), "--guide heads:0.5 --guide-scale 1.5".split())])
-def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(tmp_path, monkeypatch, capsys, heads, weak):
+@pytest.mark.parametrize(
+    "heads, weak", [((0, 1), []), ((0, 2), "--guide heads:0.5 --guide-scale 1.5".split())]
+)
+def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(
+    tmp_path, monkeypatch, capsys, heads, weak
+):
     """Of the weak model's pass, too: where all heads of the model run, the only one that skips."""
     run = run_of(tmp_path, 3, heads=heads)
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
@@ -273,12 +328,20 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path):
     assert len(loads) == 3 and all(torch.equal(load.sums, loads[0].sums) for load in loads)
     load = loads[0]
     share = torch.cat(load.share(), dim=1)
-    assert share[:, 0].tolist() == [1] * 4 and 0 < share[:, 1].min()  # the shared head; the routed one
+    assert (
+        share[:, 0].tolist() == [1] * 4 and 0 < share[:, 1].min()
+    )  # the shared head; the routed one
     by_class, by_time = (load.runs(by)[0] for by in ("class", "timestep"))
     assert torch.equal(by_class.sum(0), by_time.sum(0))  # the same tokens, told apart otherwise
     tokens = by_class[:, -1]
-    assert load.groups["class"][-1] == "none" and tokens[-1] == tokens[:-1].sum() > 0  # half of them without a class
-    assert load.groups["timestep"][-1] == "0" and len(by_time) == 4 and load.of["model"].startswith("moh_dit")
+    assert (
+        load.groups["class"][-1] == "none" and tokens[-1] == tokens[:-1].sum() > 0
+    )  # half of them without a class
+    assert (
+        load.groups["timestep"][-1] == "0"
+        and len(by_time) == 4
+        and load.of["model"].startswith("moh_dit")
+    )
 
 
 def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
@@ -308,7 +371,10 @@ def test_samples_that_are_not_finite_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         call(run, "--out", tmp_path / "a.npz")
     assert stop.value.code == 1 and not (tmp_path / "a.npz").exists()
-    assert capsys.readouterr().err == "sample.py: error: step 1 of 4: 1 of 3 images hold NaN or infinity\n"
+    assert (
+        capsys.readouterr().err
+        == "sample.py: error: step 1 of 4: 1 of 3 images hold NaN or infinity\n"
+    )
 
 
 def test_image_i_and_its_label_depend_on_the_seed_and_i(whole):
@@ -317,8 +383,14 @@ def test_image_i_and_its_label_depend_on_the_seed_and_i(whole):
     assert labels.tolist() == [0, 1, 2, 0, 1]
     assert np.array_equal(drawn(run, "--num-images", "6")[0][:3], five[:3])
     assert np.abs(drawn(run, "--batch-size", "5")[0].astype(int) - five).max() <= 1
-    few, many = (drawn(run, "--labels", "random", "--num-images", n, "--steps", "1")[1] for n in (20, 30))
-    assert np.array_equal(few, many[:20]) and set(few) == {0, 1, 2} and few.tolist() != (np.arange(20) % 3).tolist()
+    few, many = (
+        drawn(run, "--labels", "random", "--num-images", n, "--steps", "1")[1] for n in (20, 30)
+    )
+    assert (
+        np.array_equal(few, many[:20])
+        and set(few) == {0, 1, 2}
+        and few.tolist() != (np.arange(20) % 3).tolist()
+    )
 
 
 def test_bfloat16_is_close(whole, forget_precision):
@@ -333,7 +405,11 @@ def test_a_sharded_run_is_sampled_and_its_weights_are_named(whole, tmp_path):
     run, images, _ = whole
     weights, metadata = read_safetensors(run / "ema.safetensors")
     for half in range(2):
-        rows = {name: tensor.chunk(2)[half] for name, tensor in weights.items() if len(tensor.chunk(2)) > half}
+        rows = {
+            name: tensor.chunk(2)[half]
+            for name, tensor in weights.items()
+            if len(tensor.chunk(2)) > half
+        }
         write_tensors(tmp_path / f"ema-0000{half}.safetensors", rows, metadata)
     assert np.array_equal(drawn(tmp_path)[0], images)
 
@@ -351,9 +427,14 @@ def test_two_processes_draw_the_images_of_one(tmp_path):
     said = [(run / f"said.{rank}").read_text() for rank in range(2)]
     assert "11 images, ddpm 4 steps" in said[0] and said[1] == ""
     with np.load(run / "drawn.npz") as two:
-        assert np.array_equal(labels, two["arr_1"]) and np.abs(one.astype(int) - two["arr_0"]).max() <= 1  # threads
+        assert (
+            np.array_equal(labels, two["arr_1"])
+            and np.abs(one.astype(int) - two["arr_0"]).max() <= 1
+        )  # threads
     one, two = (HeadLoad.read(run / f"{name}.json") for name in ("one", "two"))
-    assert one.active() == two.active() and (one.sums - two.sums).abs().max() <= 0.01 * one.sums.max()
+    assert (
+        one.active() == two.active() and (one.sums - two.sums).abs().max() <= 0.01 * one.sums.max()
+    )
 
 
 @pytest.mark.slow
@@ -369,7 +450,10 @@ def test_killed_and_gone_on_with_two_processes(tmp_path):
     killed = start("a.npz")
     assert killed.until(lambda: len(list(tmp_path.glob(".samples-*/*.npy"))) >= 5, 240)
     killed.kill()
-    assert 5 <= len(list(tmp_path.glob(".samples-*/*.npy"))) < 100 and not (tmp_path / "a.npz").exists()
+    assert (
+        5 <= len(list(tmp_path.glob(".samples-*/*.npy"))) < 100
+        and not (tmp_path / "a.npz").exists()
+    )
     on_two_ranks(call_on_a_rank, run, *more, tmp_path / "a.npz")
     assert "batches of this process are there already" in (tmp_path / "said.0").read_text()
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
@@ -389,22 +473,38 @@ def test_grids_have_one_class_a_row(tmp_path, capsys):
         """Rows and columns of the grid, the labels that were drawn, and what was said."""
         _, labels = drawn(run, "--grid", grid, *more)
         with Image.open(grid) as picture:
-            assert 0 < (picture.width - 2) % 50 and (picture.height - 2) % 50 == 0  # names are beside it
-            return (picture.height - 2) // 50, (picture.width - 2) // 50, labels, capsys.readouterr().out
+            assert (
+                0 < (picture.width - 2) % 50 and (picture.height - 2) % 50 == 0
+            )  # names are beside it
+            return (
+                (picture.height - 2) // 50,
+                (picture.width - 2) // 50,
+                labels,
+                capsys.readouterr().out,
+            )
 
     rows, columns, labels, _ = size("--labels", "random")
     counts = np.bincount(labels, minlength=3)
     assert len(set(counts)) > 1  # or this would show nothing
     assert (rows, columns) == ((counts > 0).sum(), counts[counts > 0].min())
     rows, columns, labels, said = size("--classes", "c", "0")
-    assert (rows, columns, labels.tolist()) == (2, 2, [2, 0, 2, 0, 2]) and "grid, one class a row: " in said
+    assert (rows, columns, labels.tolist()) == (
+        2,
+        2,
+        [2, 0, 2, 0, 2],
+    ) and "grid, one class a row: " in said
     with Image.open(grid) as picture, np.load(run / "drawn.npz") as archive:
         pixels, images = np.asarray(picture)[:, -(2 * 50 + 2) :], archive["arr_0"]
     for (row, column), number in {(0, 0): 0, (0, 1): 2, (1, 0): 1, (1, 1): 3}.items():
-        assert (pixels[2 + 50 * row :, 2 + 50 * column :][:48, :48] == enlarged(images[number])).all()
+        assert (
+            pixels[2 + 50 * row :, 2 + 50 * column :][:48, :48] == enlarged(images[number])
+        ).all()
     _, labels = drawn(run, *"--classes c 0 --num-images 50 --labels random --steps 1".split())
     assert set(labels.tolist()) == {0, 2}
-    assert f"grid, one class a row (1 of 3 classes; --classes chooses): {grid}" in size("--num-images", "1")[-1]
+    assert (
+        f"grid, one class a row (1 of 3 classes; --classes chooses): {grid}"
+        in size("--num-images", "1")[-1]
+    )
     for classes, words in (
         ("3", "--classes 3: no such class; there are 3, such as a, b, c, or 0 to 2"),
         ("a 0", "--classes 0: class 0 (a) is named twice"),
@@ -416,14 +516,25 @@ def test_grids_have_one_class_a_row(tmp_path, capsys):
 def test_denoising(tmp_path, monkeypatch, capsys):
     """A strip ends with the images and begins with noise; of latents too, in a GIF, and where the images are there already."""
     run = run_of(tmp_path, 3)
-    more = ["--num-images", "12", "--batch-size", "10", "--steps", "20", "--out", tmp_path / "drawn.npz"]
+    more = [
+        "--num-images",
+        "12",
+        "--batch-size",
+        "10",
+        "--steps",
+        "20",
+        "--out",
+        tmp_path / "drawn.npz",
+    ]
     interrupted(run, *more)
     images, _ = drawn(run, *more, "--denoising", tmp_path / "strip.png")
     with Image.open(tmp_path / "strip.png") as strip:
         pixels = np.asarray(strip)[-(8 * 50 + 2) :, -(8 * 50 + 2) :]
         above = np.asarray(strip)[: -(8 * 50 + 2), -(8 * 50 + 2) :]
     assert pixels.shape == (8 * 50 + 2, 8 * 50 + 2, 3)
-    assert all((above[:, 50 * j :][:, :50] < 128).any() for j in range(8))  # a timestep above each column
+    assert all(
+        (above[:, 50 * j :][:, :50] < 128).any() for j in range(8)
+    )  # a timestep above each column
     for i, image in enumerate(images[:8]):
         first, last = (pixels[2 + 50 * i :, 2 + 50 * j :][:48, :48] for j in (0, 7))
         assert (last == enlarged(image)).all()
@@ -432,7 +543,9 @@ def test_denoising(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
     call(latent, "--denoising", tmp_path / "b.gif", "--steps", "30")
     assert f"loading {latent}\n5 images, ddpm 30 steps" in (out := capsys.readouterr().out)
-    assert "sampling: 1 of 60 steps, " in out and "sampling: 60 of 60 steps, 00:00 left\n" in out  # no terminal
+    assert (
+        "sampling: 1 of 60 steps, " in out and "sampling: 60 of 60 steps, 00:00 left\n" in out
+    )  # no terminal
     with Image.open(tmp_path / "b.gif") as gif:
         assert 20 < gif.n_frames <= 25  # Pillow leaves out frames that change nothing
         assert gif.size == (3 * 50 + 2, 52)  # the three images of the first batch
@@ -471,10 +584,17 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     images, _ = drawn(run, *argv, tmp_path / "s.json")
     out, scores = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
     network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
-    want = score(*(torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference)), extractor=network)
-    assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6) and scores["precision"] == want["precision"]
+    want = score(
+        *(torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference)), extractor=network
+    )
+    assert (
+        scores["fd"] == pytest.approx(want["fd"], rel=1e-6)
+        and scores["precision"] == want["precision"]
+    )
     assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}/model.safetensors"
-    assert out.index(f"{want['fd']:.4f}") < out.index("sampling: sampler ddpm, steps 4, ")  # the numbers come first
+    assert out.index(f"{want['fd']:.4f}") < out.index(
+        "sampling: sampler ddpm, steps 4, "
+    )  # the numbers come first
     sha = sha256_of(run / "ema.safetensors")
     assert "None" not in out and f"weights_sha256 {sha[:12]}\n" in out
     assert (scores["sampling"]["steps"], scores["sampling"]["weights_sha256"]) == (4, sha)
@@ -484,12 +604,20 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     there = (run / "drawn.npz").rename(tmp_path / "a b.npz")
     error = refused(capsys, run, *argv, tmp_path / "t.json", *more, "--out", there)
     fidelity = f"fidelity '{there}' {ref} --reference-split train --extractor {judge} --inception-weights w.pth"
-    assert f"--overwrite true; python -m moh_vision.evaluation.{fidelity} --allow-biased scores what is there" in error
+    assert (
+        f"--overwrite true; python -m moh_vision.evaluation.{fidelity} --allow-biased scores what is there"
+        in error
+    )
     error = refused(capsys, run, *argv, tmp_path / "t.json", "--num-images", "8")
     assert error.count("allow_biased") == 1
 
     capsys.readouterr()
-    assert fidelity_command([str(there), str(ref), "--extractor", str(judge), "--out", str(tmp_path / "c.json")]) == 0
+    assert (
+        fidelity_command(
+            [str(there), str(ref), "--extractor", str(judge), "--out", str(tmp_path / "c.json")]
+        )
+        == 0
+    )
     text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
     assert (
         scores["label"] in text and f"\nFD{want['fd']:>{width}.4f}\n" in text
@@ -500,7 +628,14 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
 
 def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
     run, judge, save = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), HeadLoad.save
-    argv = ["--num-images", "12", "--extractor", judge, "--score", noise_file(tmp_path / "ref.npz", 12, 4, 4, 3)]
+    argv = [
+        "--num-images",
+        "12",
+        "--extractor",
+        judge,
+        "--score",
+        noise_file(tmp_path / "ref.npz", 12, 4, 4, 3),
+    ]
     argv += ["--score-file", tmp_path / "s.json", "--head-load", tmp_path / "h.json"]
     monkeypatch.setattr(HeadLoad, "save", lambda *_: open(tmp_path))
     with pytest.raises(IsADirectoryError):
@@ -514,10 +649,17 @@ def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("more", [{}, dict(dynamic_img_size=True)])
 def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
-    sizes = dict(embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), in_chans=3)
+    sizes = dict(
+        embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), in_chans=3
+    )
     model = exported(tmp_path, "transnext_micro", ["x", "y"], img_size=32, **sizes, **more).eval()
-    network, x = make_extractor(str(tmp_path)), torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    mean, std = (torch.tensor(model.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std"))
+    network, x = (
+        make_extractor(str(tmp_path)),
+        torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8),
+    )
+    mean, std = (
+        torch.tensor(model.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std")
+    )
     with torch.no_grad():
         want = model.forward_head(model.forward_features((x / 255 - mean) / std), pre_logits=True)
         torch.testing.assert_close(network(x).pooled, want)
@@ -531,8 +673,12 @@ def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channe
     parts.add(0, torch.randint(0, 256, (30, samples, 8, 8), dtype=torch.uint8))
     judge = ClassifierScores(SourceImages(Digits("val"), "digits"), str(tmp_path), classes)
     scores, text = judge(parts, torch.arange(30) % 10, "cpu")
-    assert text.endswith("misses most of the real images: a weak judge, whose numbers say little")  # nobody trained it
-    assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores["frechet_distance"] > 0
+    assert text.endswith(
+        "misses most of the real images: a weak judge, whose numbers say little"
+    )  # nobody trained it
+    assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores[
+        "frechet_distance"
+    ] > 0
 
 
 class ChannelMeans(Extractor):
@@ -556,19 +702,38 @@ def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
     folder = vae_in(tmp_path / "vae")
     run, reference = run_of(tmp_path, 4, vae=recorded(folder)), adm_file(tmp_path / "VIRTUAL.npz")
-    adm, images = f"--checkpoint {run} --protocol adm --steps 4 --cfg-scale 1.5".split(), str(tmp_path / "a.npz")
-    sample.main([*adm, "--out", images, "--score", str(reference), "--score-file", str(tmp_path / "s.json")])
+    adm, images = (
+        f"--checkpoint {run} --protocol adm --steps 4 --cfg-scale 1.5".split(),
+        str(tmp_path / "a.npz"),
+    )
+    sample.main(
+        [*adm, "--out", images, "--score", str(reference), "--score-file", str(tmp_path / "s.json")]
+    )
     scores, labels = json.loads((tmp_path / "s.json").read_text()), np.load(images)["arr_1"]
     how, sha = scores["sampling"], sha256_of(reference)
     assert len(labels) == 30 and labels.tolist() != [i % 3 for i in range(30)]
     assert (scores["protocol"], scores["fid"] > 0, scores["num_generated"]) == ("adm", True, 30)
-    assert (scores["reference"], scores["reference_sha256"]) == (str(reference), sha) and "torch" in scores["versions"]
-    set_by_it = dict(labels="random", sampler="ddpm", steps=4, cfg_scale=1.5, cfg_interval=[0, 1], guide_channels=3)
+    assert (scores["reference"], scores["reference_sha256"]) == (
+        str(reference),
+        sha,
+    ) and "torch" in scores["versions"]
+    set_by_it = dict(
+        labels="random",
+        sampler="ddpm",
+        steps=4,
+        cfg_scale=1.5,
+        cfg_interval=[0, 1],
+        guide_channels=3,
+    )
     beside = dict(ema=True, vae=str(folder), batch_size=100, num_images=30)
     assert how.items() >= {**set_by_it, **beside}.items()
     out = capsys.readouterr().out
     assert "protocol: adm\nsampling: sampler ddpm, steps 4, cfg_scale 1.5, guide_channels 3" in out
-    assert "versions: moh_vision" in out and f"{reference} (sha256 {sha[:12]})" in out and ", random labels, " in out
+    assert (
+        "versions: moh_vision" in out
+        and f"{reference} (sha256 {sha[:12]})" in out
+        and ", random labels, " in out
+    )
     error = refusals.refused(capsys, sample.main, *adm, "--score", images)
     assert f"--score {images}: protocol adm compares with ADM's statistics" in error
     (run / "ema.safetensors").rename(run / "model.safetensors")
@@ -587,7 +752,11 @@ def test_what_contradicts_a_protocol_is_refused_by_name():
 
 def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
-    run, adm, images = run_of(tmp_path, 3), adm_file(tmp_path / "adm.npz"), noise_file(tmp_path / "n.npz", 9, 4, 4, 3)
+    run, adm, images = (
+        run_of(tmp_path, 3),
+        adm_file(tmp_path / "adm.npz"),
+        noise_file(tmp_path / "n.npz", 9, 4, 4, 3),
+    )
     rows = (adm, "", "random"), (images, "", "balanced"), (adm, "--labels=balanced", "balanced")
     for reference, more, kind in rows:
         scored = f"--num-images 30 --steps 2 --cfg-scale 1 --score {reference} --score-file {run}/s.json {more}"
@@ -615,5 +784,7 @@ def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
         "{}/few.npz --extractor {}/run --inception-weights x": "inception_weights x has no effect with extractor",
     }.items():
         argv = argv.replace("{}", str(tmp_path)).split()
-        assert words.replace("{}", str(tmp_path)) in refused(capsys, run, "--num-images", 30, "--score", *argv)
+        assert words.replace("{}", str(tmp_path)) in refused(
+            capsys, run, "--num-images", 30, "--score", *argv
+        )
         assert [p.name for p in run.iterdir()] == ["ema.safetensors"]

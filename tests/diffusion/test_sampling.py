@@ -168,7 +168,8 @@ def test_only_latents_of_four_channels_have_one_that_is_not_guided(channels):
 
 @pytest.mark.parametrize("channels, n", [(None, 3), (1, 1), ("all", 4)])
 @pytest.mark.parametrize(
-    "scale, w, passes", [(1, 1, [1]), (2.5, 1, [2]), (1, 2, [1, 1]), (0, 0, [2, 1]), (2.5, 1.5, [2, 1])]
+    "scale, w, passes",
+    [(1, 1, [1]), (2.5, 1, [2]), (1, 2, [1, 1]), (0, 0, [2, 1]), (2.5, 1.5, [2, 1])],
 )
 def test_guidance_away_from_no_class_and_from_a_weak_model(scale, w, passes, channels, n):
     """The equation of `Guidance`, and with label scale 1 Karras 2024's, in float64; outside the interval the class alone."""
@@ -180,14 +181,20 @@ def test_guidance_away_from_no_class_and_from_a_weak_model(scale, w, passes, cha
         return torch.stack([outputs[label] for label in labels.tolist()])
 
     guidance = Guidance(scale, channels, (0.2, 0.6), w)
-    guided = guidance.around(partial(predict, [cond, none]), torch.tensor([0]), 1, partial(predict, [weak]))
+    guided = guidance.around(
+        partial(predict, [cond, none]), torch.tensor([0]), 1, partial(predict, [weak])
+    )
     got, x = guided(torch.zeros(1, 4, 3, 3), torch.tensor(600))[0], torch.ones(1, 4, 3, 3)
     assert calls == passes and torch.equal(guided(x, torch.tensor(200))[0], got)
     calls.clear()
     for t in (199, 601):
         assert torch.equal(guided(x, torch.tensor(t))[0], cond) and calls == [1] * len(calls)
     cond, none, weak = cond.double(), none.double(), weak.double()
-    want = none + scale * (cond - none) + (w - 1) * (cond - weak) if scale != 1 else weak + w * (cond - weak)
+    want = (
+        none + scale * (cond - none) + (w - 1) * (cond - weak)
+        if scale != 1
+        else weak + w * (cond - weak)
+    )
     torch.testing.assert_close(got, torch.cat([want[:n], cond[n:]]).float())
 
 
@@ -197,7 +204,10 @@ test_bad_guidance = each_refused(
     (dict(scale=float("nan")), "guidance scale nan"),
     (dict(weak_scale=-1.0), "guide scale -1.0 is out of range: 0 or more"),
     (dict(channels=0), "guidance channels 0 is out of range"),
-    (dict(interval=(0.6, 0.3)), r"guidance interval \(0.6, 0.3\) is out of range: 0 <= low <= high <= 1"),
+    (
+        dict(interval=(0.6, 0.3)),
+        r"guidance interval \(0.6, 0.3\) is out of range: 0 <= low <= high <= 1",
+    ),
     (dict(interval=(0, 999)), "guidance interval"),
 )
 
@@ -209,7 +219,9 @@ def test_an_image_depends_on_its_seed_alone(sampler):
 
     def run(seeds):
         scheduler = make_scheduler(sampler, 10, True, clip=True)
-        return sample_images(smooth, scheduler, torch.zeros(len(seeds), dtype=torch.long), SHAPE, seeds, 1)
+        return sample_images(
+            smooth, scheduler, torch.zeros(len(seeds), dtype=torch.long), SHAPE, seeds, 1
+        )
 
     together, alone = run([5, 6, 7]), run([6])
     assert torch.equal(together[1], alone[0])
@@ -227,7 +239,9 @@ test_bad_arguments = each_refused(
 
 
 @pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("name", ["DDIM", "DPMSolverMultistep", "EulerDiscrete", "UniPCMultistep", "HeunDiscrete"])
+@pytest.mark.parametrize(
+    "name", ["DDIM", "DPMSolverMultistep", "EulerDiscrete", "UniPCMultistep", "HeunDiscrete"]
+)
 def test_a_scheduler_made_from_anothers_configuration(name, clip):
     """As diffusers' users swap them, from a DDPM with a learned variance, on four channels. The last take no generator."""
     ddpm = make_scheduler("ddpm", 250, True, clip)
@@ -239,7 +253,9 @@ def test_a_scheduler_made_from_anothers_configuration(name, clip):
     torch.testing.assert_close(images, want, atol=0.02, rtol=0)
     if name != "EulerDiscrete":
         bright = sample_images(points(1.5, 0.0), scheduler, torch.tensor([0]), (4, 3, 3), [1], 1)
-        torch.testing.assert_close(bright, torch.full_like(bright, 1.0 if clip else 1.5), atol=0.02, rtol=0)
+        torch.testing.assert_close(
+            bright, torch.full_like(bright, 1.0 if clip else 1.5), atol=0.02, rtol=0
+        )
     assert fit_scheduler(ddpm, True) is ddpm
     with one_line("variance_type learned_range needs a model with a learned variance"):
         fit_scheduler(ddpm, False)

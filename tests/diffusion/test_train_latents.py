@@ -35,7 +35,9 @@ def made(tmp_path_factory):
     argv = f"--vae {vae} --data {images} --out {cache} --size 16 --dtype float32 --samples-per-shard 9 --workers 0"
     assert write_latents(argv.split()) == 0
     coarse_vae().save_pretrained(tmp / "coarse")
-    return dict(vae=vae, other=other, coarse=str(tmp / "coarse"), images=str(images), cache=str(cache))
+    return dict(
+        vae=vae, other=other, coarse=str(tmp / "coarse"), images=str(images), cache=str(cache)
+    )
 
 
 def collated(items):
@@ -66,16 +68,22 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment
 
 
 def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
-    flipped, plain = (open_inputs(made["cache"], "none", None, augment) for augment in ("flip", "none"))
+    flipped, plain = (
+        open_inputs(made["cache"], "none", None, augment) for augment in ("flip", "none")
+    )
     data = flipped.dataset(3, draw_step, 0.1)
     again, other = data[(5, 2)]["images"], flipped.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
     assert torch.equal(data[(5, 2)]["images"], again) and not torch.equal(other, again)
     for inputs in (flipped, plain):  # log variance too
-        inputs.source.moments = lambda i: torch.stack([torch.full((8, 8, 8), v) for v in (-90.0, 90.0)])
+        inputs.source.moments = lambda i: torch.stack(
+            [torch.full((8, 8, 8), v) for v in (-90.0, 90.0)]
+        )
     drawn = torch.stack([data[(p, 0)]["images"] for p in range(400)]) / flipped.space.scaling_factor
     mirrored = drawn.std((1, 2, 3)) > 1
     assert 0.4 < mirrored.float().mean() < 0.6
-    torch.testing.assert_close(drawn[~mirrored], torch.full_like(drawn[~mirrored], -90), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        drawn[~mirrored], torch.full_like(drawn[~mirrored], -90), rtol=1e-5, atol=1e-4
+    )
     assert all(plain.dataset(3, draw_step, 0.1)[(p, 0)]["images"].std() < 1e-3 for p in range(20))
 
 
@@ -110,43 +118,69 @@ def test_training(made, tmp_path, capsys, root):
     more = ["--data.root", made[root]]
     if root == "images":  # the teacher of REPA sees the images
         sizes = dict(embed_dim=24, depth=1, num_heads=3, patch_size=8, img_size=32)
-        timm.models.save_for_hf(timm.create_model("vit_tiny_patch16_224", **sizes), tmp_path / "t", model_args=sizes)
+        timm.models.save_for_hf(
+            timm.create_model("vit_tiny_patch16_224", **sizes), tmp_path / "t", model_args=sizes
+        )
         more += ["--vae", made["vae"], "--data.img_size", "16"]
         more += ["--repa.teacher", f"local-dir:{tmp_path / 't'}", "--repa.block", "1"]
     lines = train(tmp_path / "run", *more)
-    assert [line["step"] for line in lines] == [1, 2] and all(np.isfinite(line["loss"]) for line in lines)
+    assert [line["step"] for line in lines] == [1, 2] and all(
+        np.isfinite(line["loss"]) for line in lines
+    )
     assert all(("repa_loss" in line) == (root == "images") for line in lines)
     space = vars(open_inputs(made["cache"], "none", None, "none").space)
     for weights in ("ema", "model"):
         model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
         assert about["vae"] == space
-        assert (model.config.sample_size, model.config.in_channels, model.config.num_classes) == (8, 4, 2)
+        assert (model.config.sample_size, model.config.in_channels, model.config.num_classes) == (
+            8,
+            4,
+            2,
+        )
     for file in (tmp_path / "run").rglob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            assert not [name for name in opened.keys() if "encoder" in name or "quant_conv" in name], file
+            assert not [
+                name for name in opened.keys() if "encoder" in name or "quant_conv" in name
+            ], file
     train(tmp_path / "run", *more, "--max-steps", "3")  # resumes
     if root == "cache":  # latents of another VAE are other numbers
         cache, other = tmp_path / "other", made["other"]
-        assert write_latents(f"--vae {other} --data {made['images']} --out {cache} --size 16 --workers 0".split()) == 0
+        assert (
+            write_latents(
+                f"--vae {other} --data {made['images']} --out {cache} --size 16 --workers 0".split()
+            )
+            == 0
+        )
         argv = f"search {tmp_path}/run --share 0.8 --images 4 --output {tmp_path}/b.json --data.root {cache}"
         error = refused(capsys, main, *argv.split())
-        assert re.search(rf"{cache}: latents of the VAE {other} \(.* was trained on those of {made['vae']} \(", error)
+        assert re.search(
+            rf"{cache}: latents of the VAE {other} \(.* was trained on those of {made['vae']} \(",
+            error,
+        )
 
 
 def test_a_dry_run_counts_the_vae_apart(made, tmp_path, capsys):
     def lines(*argv):
         train_dit.main([*ARGV, "--output", str(tmp_path / "run"), *argv, "--dry-run"])
-        return [line for line in capsys.readouterr().out.splitlines() if "VAE:" in line or "encoder" in line]
+        return [
+            line
+            for line in capsys.readouterr().out.splitlines()
+            if "VAE:" in line or "encoder" in line
+        ]
 
     vae = load_vae(made["vae"])
     size = sum(p.numel() for p in vae.parameters())
-    said, encoder = lines("--data.root", made["images"], "--vae", made["vae"], "--data.img_size", "16")
+    said, encoder = lines(
+        "--data.root", made["images"], "--vae", made["vae"], "--data.img_size", "16"
+    )
     assert f"{size:,} parameters, frozen, no part of the model" in said
     macs = count_macs(vae.encoder, torch.zeros(1, 3, 16, 16)).dense
     assert f"its encoder runs in every step: {macs:,} MACs" in encoder
     for more in ([], ["--vae", made["vae"]]):
         (said,) = lines("--data.root", made["cache"], *more)
-        assert "latents are stored: it does not count" in said and (f"{size:,}" in said) == bool(more)
+        assert "latents are stored: it does not count" in said and (f"{size:,}" in said) == bool(
+            more
+        )
     assert lines("--model.patch_size", "4") == []
 
 
@@ -200,21 +234,35 @@ def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_pa
         assert from_run(str(tmp_path / str(i)), "diffusion")[1]["vae"]["name"] == "some/vae"
         argv = [*ARGV, *PICTURES, "--output", tmp_path / "no", "--data.root", cache, "--vae", vae]
         error = refused(capsys, train_dit.main, *argv)
-        assert "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set" in error
-        assert (f"(vae {vae}: no folder of that name here, and from the hub: the hub" in error) == bool(i)
+        assert (
+            "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set"
+            in error
+        )
+        assert (
+            f"(vae {vae}: no folder of that name here, and from the hub: the hub" in error
+        ) == bool(i)
     assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
     "more, words",
     [
-        ("{cache} --vae {other}", "): the latents in {cache} were made with another one, {vae} (sha"),
+        (
+            "{cache} --vae {other}",
+            "): the latents in {cache} were made with another one, {vae} (sha",
+        ),
         ("{cache} --vae {coarse}", "): downsampling is 4 here, 2 there"),
-        ("{cache} --data.img_size 32", "data.img_size 32: the latents in {cache} are of images of 16"),
+        (
+            "{cache} --data.img_size 32",
+            "data.img_size 32: the latents in {cache} are of images of 16",
+        ),
         ("{cache} --data.augment affine", "data.augment affine: with latents it is none or flip"),
         ("{images} --vae {vae} --data.augment crop_flip", "data.augment crop_flip: with"),
         ("{images} --vae {vae} --data.img_size 15", "data.img_size 15: not a multiple of 2"),
-        ("{cache} --repa.teacher x", "repa.teacher x needs images: data.root {cache} holds stored latents"),
+        (
+            "{cache} --repa.teacher x",
+            "repa.teacher x needs images: data.root {cache} holds stored latents",
+        ),
         ("{images}", "data.img_size is needed for {images}: the images there have no one size"),
     ],
 )

@@ -21,7 +21,13 @@ from tiny_vae import layout, write_latents
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import open_inputs
-from moh_vision.diffusion.latents.vae import LatentSpace, decode, encode_moments, load_vae, sample_posterior
+from moh_vision.diffusion.latents.vae import (
+    LatentSpace,
+    decode,
+    encode_moments,
+    load_vae,
+    sample_posterior,
+)
 from moh_vision.diffusion.objectives import draw_step
 
 CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32, "RAE": 64}
@@ -42,7 +48,9 @@ def diffusers_input(vae, name, images):
         z = LTXPipeline._denormalize_latents(x, *statistics, vae.config.scaling_factor)[:, :, 0]
         x = x[:, :, 0]
     elif name == "SD3":
-        x = (vae.encode(images).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
+        x = (
+            vae.encode(images).latent_dist.mode() - vae.config.shift_factor
+        ) * vae.config.scaling_factor
         z = x / vae.config.scaling_factor + vae.config.shift_factor
     elif name == "RAE":  # scales by itself; its images are from 0 to 1
         x = vae.encode((images + 1) / 2).latent
@@ -102,13 +110,20 @@ def stored(images, tmp_path_factory):
 @pytest.mark.parametrize("name", ["VA-VAE", "FLUX.2", "DC-AE", "RAE"])
 def test_stored_latents_are_those_that_are_made_in_every_step(name, images, stored):
     vae, cache = stored(name)
-    cached, online = open_inputs(cache, "none", None, "none"), open_inputs(str(images), vae, 64, "none")
+    cached, online = (
+        open_inputs(cache, "none", None, "none"),
+        open_inputs(str(images), vae, 64, "none"),
+    )
     assert cached.space == online.space == LatentSpace.of(layout(name), vae)
     for inputs in (cached, online):
         assert (inputs.img_size, inputs.channels) == (64 // DOWNSAMPLING[name], CHANNELS[name])
     numbers = np.load(f"{cache}/train.numbers.npy").tolist()  # shards are shuffled
-    items = [online.dataset(0, draw_step, 0.0)[0, n] for n in numbers]  # at one position of a run, with equal noise
-    batch = {key: torch.stack([item[key] for item in items]) for key in ("images", "posterior_noise")}
+    items = [
+        online.dataset(0, draw_step, 0.0)[0, n] for n in numbers
+    ]  # at one position of a run, with equal noise
+    batch = {
+        key: torch.stack([item[key] for item in items]) for key in ("images", "posterior_noise")
+    }
     latents = torch.stack([cached.dataset(0, draw_step, 0.0)[0, n]["images"] for n in range(8)])
     torch.testing.assert_close(latents, online.encode(batch)["images"], rtol=1e-5, atol=1e-5)
 
@@ -122,7 +137,17 @@ def test_from_images_to_images(name, images, stored, tmp_path, capsys):
     argv = ["--data.root", images, "--vae", vae, "--data.img_size", 64, "--output", run]
     train_dit.main([*ARGV, *map(str, argv), "--dry-run"])
     assert "its encoder runs in every step" in capsys.readouterr().out
-    train = [*ARGV, "--data.root", cache, "--output", str(run), "--max-steps", "2", "--save-every", "1"]
+    train = [
+        *ARGV,
+        "--data.root",
+        cache,
+        "--output",
+        str(run),
+        "--max-steps",
+        "2",
+        "--save-every",
+        "1",
+    ]
     train_dit.main(train)
     whole = outcome(run)
     shutil.rmtree(run / "checkpoints" / "step_2")
@@ -130,8 +155,20 @@ def test_from_images_to_images(name, images, stored, tmp_path, capsys):
     assert "at step 1" in capsys.readouterr().out and outcome(run) == whole
 
     few = "--num-images 2 --batch-size 2 --sampler ddim --steps 2 --cfg-scale 1.5".split()
-    sample.main([*few, "--checkpoint", str(run), "--out", str(tmp_path / "a.npz"), "--save-pipeline", str(pipe_folder)])
-    sample.main([*few, "--checkpoint", str(pipe_folder), "--out", str(tmp_path / "b.npz"), "--vae", vae])
+    sample.main(
+        [
+            *few,
+            "--checkpoint",
+            str(run),
+            "--out",
+            str(tmp_path / "a.npz"),
+            "--save-pipeline",
+            str(pipe_folder),
+        ]
+    )
+    sample.main(
+        [*few, "--checkpoint", str(pipe_folder), "--out", str(tmp_path / "b.npz"), "--vae", vae]
+    )
     drawn = [np.load(tmp_path / f"{letter}.npz")["arr_0"] for letter in "ab"]
     assert drawn[0].shape == (2, 64, 64, 3) and drawn[0].std() > 1 and (drawn[1] == drawn[0]).all()
     capsys.readouterr()
@@ -144,11 +181,30 @@ def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, stored, tmp_pa
     whole, cache = map(Path, stored("RAE"))
     vae = shutil.copytree(whole, tmp_path / "vae")
     weights = vae / "diffusion_pytorch_model.safetensors"
-    save_file({k: v for k, v in load_file(weights).items() if not k.startswith("decoder.")}, weights)
-    argv = ["--vae", vae, "--data", images, "--size", 64, "--workers", 0, "--dtype", "float32", "--out"]
+    save_file(
+        {k: v for k, v in load_file(weights).items() if not k.startswith("decoder.")}, weights
+    )
+    argv = [
+        "--vae",
+        vae,
+        "--data",
+        images,
+        "--size",
+        64,
+        "--workers",
+        0,
+        "--dtype",
+        "float32",
+        "--out",
+    ]
     assert write_latents([*argv, tmp_path / "again"]) == 0
-    made = [json.loads((folder / "train.meta.json").read_text()) for folder in (cache, tmp_path / "again")]
-    assert made[0]["shards"] == made[1]["shards"] and made[0]["vae"] == dict(made[1]["vae"], name=str(whole))
+    made = [
+        json.loads((folder / "train.meta.json").read_text())
+        for folder in (cache, tmp_path / "again")
+    ]
+    assert made[0]["shards"] == made[1]["shards"] and made[0]["vae"] == dict(
+        made[1]["vae"], name=str(whole)
+    )
     with one_line(f"vae {vae}: its weights lack 23 tensors of the model, the first decoder."):
         load_vae(str(vae))
     assert write_latents([*argv, tmp_path / "small", "--size", 32]) == 2
@@ -158,17 +214,40 @@ def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, stored, tmp_pa
 # ---------------------------------------------------------------- refusals
 
 
-SPACE = dict(name="x", sha256="", scaling_factor=1.0, shift_factor=None, downsampling=2, latent_channels=4)
+SPACE = dict(
+    name="x", sha256="", scaling_factor=1.0, shift_factor=None, downsampling=2, latent_channels=4
+)
 test_statistics_that_cannot_be = each_refused(
     lambda changes: LatentSpace(**SPACE | changes),
-    (dict(latents_mean=[0.0] * 4), "^latents_std: None, expected a list with one for each of 4 channels"),
+    (
+        dict(latents_mean=[0.0] * 4),
+        "^latents_std: None, expected a list with one for each of 4 channels",
+    ),
     (dict(latents_std=[1.0] * 4), "^latents_mean: None, expected a list with"),
-    (dict(latents_mean=[0.0] * 3, latents_std=[1.0] * 4), "^latents_mean: 3 numbers, expected a list with"),
-    (dict(latents_mean=[0.0] * 4, latents_std=[1.0, 1.0, 0.0, 1.0]), "^latents_std 0: expected a number above 0"),
-    (dict(latents_mean=[0.0] * 4, latents_std=[1.0, -2.0, 1.0, 1.0]), "^latents_std -2: expected a number above 0"),
-    (dict(latents_mean=[0.0, "a", 0, 0], latents_std=[1.0] * 4), "^latents_mean 'a': expected a finite number"),
-    (dict(latents_mean=0.0, latents_std=1.0), "^latents_mean: 0.0, expected a list with one for each of 4"),
-    (dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, shift_factor=0.1), "^shift_factor 0.1 and latents_mean"),
+    (
+        dict(latents_mean=[0.0] * 3, latents_std=[1.0] * 4),
+        "^latents_mean: 3 numbers, expected a list with",
+    ),
+    (
+        dict(latents_mean=[0.0] * 4, latents_std=[1.0, 1.0, 0.0, 1.0]),
+        "^latents_std 0: expected a number above 0",
+    ),
+    (
+        dict(latents_mean=[0.0] * 4, latents_std=[1.0, -2.0, 1.0, 1.0]),
+        "^latents_std -2: expected a number above 0",
+    ),
+    (
+        dict(latents_mean=[0.0, "a", 0, 0], latents_std=[1.0] * 4),
+        "^latents_mean 'a': expected a finite number",
+    ),
+    (
+        dict(latents_mean=0.0, latents_std=1.0),
+        "^latents_mean: 0.0, expected a list with one for each of 4",
+    ),
+    (
+        dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, shift_factor=0.1),
+        "^shift_factor 0.1 and latents_mean",
+    ),
     (dict(scaling_factor=None), "^scaling_factor None: expected a finite number"),
     (dict(scaling_factor=0), "^scaling_factor 0: expected a number above 0"),
 )
@@ -179,4 +258,7 @@ def test_the_first_difference_of_two_vaes_is_named():
     other = dataclasses.replace(space, latents_std=[1.0, 1.0, 1.0, 3.0])
     assert other.difference(space) == "latents_std of channel 3 is 3.0 here, 2.0 there"
     plain = dataclasses.replace(space, latents_mean=None, latents_std=None)
-    assert plain.difference(space) == "latents_mean is None here, 4 numbers there" and space.difference(space) == ""
+    assert (
+        plain.difference(space) == "latents_mean is None here, 4 numbers there"
+        and space.difference(space) == ""
+    )

@@ -8,14 +8,24 @@ from moh_vision.__main__ import main
 
 def tiny_vae(seed=0, **changes):
     torch.manual_seed(seed)
-    blocks = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
-    sizes = dict(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=4, sample_size=32)
+    blocks = dict(
+        down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2
+    )
+    sizes = dict(
+        block_out_channels=(8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        latent_channels=4,
+        sample_size=32,
+    )
     return AutoencoderKL(**{**blocks, **sizes, **changes}).eval()
 
 
 def coarse_vae(seed=0):
     """The channels of `tiny_vae`, but downsamples by 4."""
-    blocks = dict(down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3)
+    blocks = dict(
+        down_block_types=["DownEncoderBlock2D"] * 3, up_block_types=["UpDecoderBlock2D"] * 3
+    )
     return tiny_vae(seed, **blocks, block_out_channels=(8, 8, 8))
 
 
@@ -32,27 +42,53 @@ def layout(name, seed=0):
     if name == "SD3":
         return tiny_vae(seed, latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609)
     if name == "VA-VAE":  # 32 channels, downsampling 16
-        blocks = dict(down_block_types=["DownEncoderBlock2D"] * 5, up_block_types=["UpDecoderBlock2D"] * 5)
-        statistics = dict(latents_mean=mean[:32].tolist(), latents_std=var[:32].sqrt().tolist(), scaling_factor=1.0)
-        return tiny_vae(seed, **blocks, block_out_channels=(8,) * 5, latent_channels=32, **statistics)
+        blocks = dict(
+            down_block_types=["DownEncoderBlock2D"] * 5, up_block_types=["UpDecoderBlock2D"] * 5
+        )
+        statistics = dict(
+            latents_mean=mean[:32].tolist(),
+            latents_std=var[:32].sqrt().tolist(),
+            scaling_factor=1.0,
+        )
+        return tiny_vae(
+            seed, **blocks, block_out_channels=(8,) * 5, latent_channels=32, **statistics
+        )
     if name == "FLUX.2":  # 32 channels, of which 2 x 2 pixels are normalised together
-        blocks = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2)
-        vae = AutoencoderKLFlux2(**blocks, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4)
+        blocks = dict(
+            down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2
+        )
+        vae = AutoencoderKLFlux2(
+            **blocks, block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4
+        )
         vae.bn.running_mean.copy_(mean)
         vae.bn.running_var.copy_(var)
         return vae.eval()
-    if name == "RAE":  # a frozen encoder's tokens with statistics for each position, downsampling 16, of 64 pixels only
-        sizes = dict(encoder_hidden_size=64, encoder_num_hidden_layers=1, encoder_patch_size=16, encoder_input_size=64)
-        sizes.update(decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=2)
-        statistics = dict(
-            latents_mean=mean[:64].view(64, 1, 1).expand(64, 4, 4), latents_std=torch.rand(64, 4, 4) + 0.5
+    if (
+        name == "RAE"
+    ):  # a frozen encoder's tokens with statistics for each position, downsampling 16, of 64 pixels only
+        sizes = dict(
+            encoder_hidden_size=64,
+            encoder_num_hidden_layers=1,
+            encoder_patch_size=16,
+            encoder_input_size=64,
         )
-        return AutoencoderRAE(encoder_type="mae", **sizes, decoder_intermediate_size=32, **statistics).eval()
+        sizes.update(
+            decoder_hidden_size=32, decoder_num_hidden_layers=1, decoder_num_attention_heads=2
+        )
+        statistics = dict(
+            latents_mean=mean[:64].view(64, 1, 1).expand(64, 4, 4),
+            latents_std=torch.rand(64, 4, 4) + 0.5,
+        )
+        return AutoencoderRAE(
+            encoder_type="mae", **sizes, decoder_intermediate_size=32, **statistics
+        ).eval()
     assert name == "DC-AE"  # no posterior, downsampling 32
     sizes = {
         f"{part}_{what}": value
         for part in ("encoder", "decoder")
-        for what, value in dict(block_out_channels=(8,) * 5 + (32,), layers_per_block=(1,) * 6).items()
+        for what, value in dict(
+            block_out_channels=(8,) * 5 + (32,), layers_per_block=(1,) * 6
+        ).items()
     }
     types = ["ResBlock"] * 5 + ["EfficientViTBlock"]
     types = dict(encoder_block_types=types, decoder_block_types=types)

@@ -65,7 +65,11 @@ def goes_on(folder, path, table, *allowed, device="cpu"):
 
 def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path):
     machine, record = begin(tmp_path, "cpp", COLD)
-    assert machine.used == ["cpp", COLD] and not record.refused and record.line == "attention runs on cpp"
+    assert (
+        machine.used == ["cpp", COLD]
+        and not record.refused
+        and record.line == "attention runs on cpp"
+    )
     assert written(tmp_path) == dict(path="cpp", table=COLD)
     for table, kept in ((None, {}), (COLD, None)):  # before it has measured
         AttentionRecord(Machine("torch", table), None).save(tmp_path)
@@ -93,7 +97,9 @@ def written(folder):
     (("cpp", COLD), "triton", "", (["triton", COLD], [], False)),
     (("triton", COLD), "triton", "attention.table", (["triton", {}], [], True)),
 ])  # fmt: skip
-def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(tmp_path, stored, path, allowed, found):
+def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(
+    tmp_path, stored, path, allowed, found
+):
     if stored:
         (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
     device = "cuda" if path == "triton" else "cpu"
@@ -106,10 +112,14 @@ def test_kernels_that_are_gone_are_refused(tmp_path):
     assert goes_on(tmp_path, "torch", WARM, device="cuda")[1] == [words]
 
 
-@pytest.mark.parametrize("text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9])
+@pytest.mark.parametrize(
+    "text", ["", "[1]", '{"path": "cuda", "table": {}}', '{"path": "cpp"}', "\0" * 9]
+)
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "attention.json").write_text(text)
-    refuse("attention.json: not a record of attention that can be read", goes_on, tmp_path, "cpp", COLD)
+    refuse(
+        "attention.json: not a record of attention that can be read", goes_on, tmp_path, "cpp", COLD
+    )
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -122,10 +132,15 @@ def on_a_rank(rank, folder):
     Accelerator(cpu=True)
     machine, begun = begin(folder / "begun", *("torch", WARM) if rank else ("cpp", COLD))
     assert machine.used == ["torch", COLD] and begun.table == COLD  # of the first process
-    assert begun.line == "attention runs in plain PyTorch on all processes (process 1: attention runs on torch)"
+    assert (
+        begun.line
+        == "attention runs in plain PyTorch on all processes (process 1: attention runs on torch)"
+    )
 
     compiled = AttentionRecord(machine, folder)
-    assert compiled.refused == ["attention.path: 'cpp' -> 'torch' (process 1: attention runs on torch)"]
+    assert compiled.refused == [
+        "attention.path: 'cpp' -> 'torch' (process 1: attention runs on torch)"
+    ]
 
     machine = Machine("cpp", WARM) if rank else Machine("torch", COLD)
     AttentionRecord(machine, None)
@@ -173,12 +188,16 @@ PACKED = ("--model.executor", "packed")  # the model is so small that `auto` com
 @pytest.mark.skipif(not building.load(), reason="the C++ operators are not built")
 def test_operators_that_come_and_go(tmp_path, train, capsys):
     compiled, plain, whole = (tmp_path / name for name in ("compiled", "plain", "whole"))
-    assert train(compiled, 1, "auto", *PACKED) != train(plain, 1, "off", *PACKED)  # else the bits tell nothing
+    assert train(compiled, 1, "auto", *PACKED) != train(
+        plain, 1, "off", *PACKED
+    )  # else the bits tell nothing
     assert capsys.readouterr().out.count("attention runs on the C++ operators") == 1
     assert train(plain, 2, "auto", *PACKED) == train(whole, 2, "off", *PACKED)
     assert f"attention runs in plain PyTorch, as {plain} began" in capsys.readouterr().out
 
-    error = refused(capsys, train_dit.main, *train.options(compiled, 2, "off", *PACKED, "--optim.lr", "0.5"))
+    error = refused(
+        capsys, train_dit.main, *train.options(compiled, 2, "off", *PACKED, "--optim.lr", "0.5")
+    )
     why = "attention.path: 'cpp' -> 'torch' (attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
     assert why in error and "optim.lr: " in error and "--allow-change KEY" in error
     assert building._used is measured._table is None  # nothing of the runs is left in this process
@@ -189,7 +208,9 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
 
 
 def measure_on_a_rank(rank, folder):
-    os.environ.update(MOH_VISION_MEASURE="auto", MOH_VISION_CACHE=str(folder / "cache"), MOH_VISION_KERNELS="off")
+    os.environ.update(
+        MOH_VISION_MEASURE="auto", MOH_VISION_CACHE=str(folder / "cache"), MOH_VISION_KERNELS="off"
+    )
     train_cls.main(arguments("cls", folder / "run", 1, 1, "--model.router", "mae"))
 
 
@@ -200,7 +221,9 @@ def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
 
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))  # without operators: all runs in plain PyTorch
+    monkeypatch.setenv(
+        "MOH_VISION_CACHE", str(tmp_path / "cache")
+    )  # without operators: all runs in plain PyTorch
     run, whole = tmp_path / "run", tmp_path / "whole"
     per_sample = ("--model.scope", "sample")
     train(run, 1, "off", *per_sample)
@@ -227,7 +250,19 @@ def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypat
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(measure, "timed", lambda call, left: (0.5, 0.0))
     monkeypatch.setattr(measure, "STEPS", 1000)
-    train(tmp_path / "run", 1, "off", "--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]")
+    train(
+        tmp_path / "run",
+        1,
+        "off",
+        "--model.scope",
+        "sample",
+        "--budget_range",
+        "[uniform:0.5, uniform:0.875]",
+    )
     rows = written(tmp_path / "run")["table"]["rows"]
     training = next(kind for key, kind in rows.items() if "training" in key)
-    assert [row[3] for row in training] == [4, 6, 7]  # of 8 heads; the smallest, the middle, the largest
+    assert [row[3] for row in training] == [
+        4,
+        6,
+        7,
+    ]  # of 8 heads; the smallest, the middle, the largest

@@ -23,7 +23,9 @@ from moh_vision.engine.step import Step, Updater
 from moh_vision.models.mae import mae_routers, train_only
 
 C, H, DEPTH = 24, 6, 2
-VIT = dict(img_size=16, patch_size=4, embed_dim=C, depth=DEPTH, num_heads=H, num_classes=5, router="mae")
+VIT = dict(
+    img_size=16, patch_size=4, embed_dim=C, depth=DEPTH, num_heads=H, num_classes=5, router="mae"
+)
 
 
 def vit(**more):
@@ -38,7 +40,10 @@ def vit(**more):
 
 def micro_batches(seed, count=2, size=4):
     draws = dict(generator=torch.Generator().manual_seed(seed))
-    pairs = [(torch.randn(size, 3, 16, 16, **draws), torch.randint(5, (size,), **draws)) for _ in range(count)]
+    pairs = [
+        (torch.randn(size, 3, 16, 16, **draws), torch.randint(5, (size,), **draws))
+        for _ in range(count)
+    ]
     return [dict(images=images, labels=labels) for images, labels in pairs]
 
 
@@ -58,15 +63,21 @@ class Training:
     def __init__(self, model, which="all", optimizer=None, lr=0.1, **settings):
         self.accelerator, self.model, self.seen = Accelerator(cpu=True), model, []
         train_only(model, which)
-        self.descent = BlockDescent(self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings))
+        self.descent = BlockDescent(
+            self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings)
+        )
         task = ClassificationTask(model, 0.01)
-        optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        optimizer = optimizer or torch.optim.SGD(
+            [p for p in model.parameters() if p.requires_grad], lr=0.1
+        )
         config = SimpleNamespace(seed=0, optim=SimpleNamespace(accumulation=2, clip_norm=0.0))
         parts = dict(descent=self.descent, task=task, optimizer=optimizer)
         self.run = Step(config, **parts, learning_rate=lambda step: lr)
         self.run.updater = self.update = Recorded(self.accelerator, 0.0)
         self.task, self.optimizer = self.run.task, self.run.optimizer
-        task.register_forward_pre_hook(lambda _, args, more: self.seen.append(more.get("images")), with_kwargs=True)
+        task.register_forward_pre_hook(
+            lambda _, args, more: self.seen.append(more.get("images")), with_kwargs=True
+        )
 
     def step(self, step, epoch, batches, watch=lambda: None):
         """Which phases moved weights."""
@@ -108,7 +119,9 @@ def test_gates_move_in_every_fifth_epoch_from_the_first_one():
     names = ["".join(phase.name for phase in descents[0].phases(epoch, [])) for epoch in range(12)]
     assert names == ["GF", "F", "F", "F", "F"] * 2 + ["GF", "F"]
     # F draws what a model without gates draws.
-    assert [[phase.salt for phase in descents[1].phases(epoch, [])] for epoch in (0, 1)] == [[(1,), ()]] * 2
+    assert [[phase.salt for phase in descents[1].phases(epoch, [])] for epoch in (0, 1)] == [
+        [(1,), ()]
+    ] * 2
 
 
 # ---------------------------------------------------------------- what moves
@@ -125,14 +138,18 @@ def loss_by_hand(model, batch, mode, draw):
 def gradients_by_hand(model, batches, mode, draws, names):
     own = dict(model.named_parameters())
     losses = [loss_by_hand(model, batch, mode, draw) for batch, draw in zip(batches, draws)]
-    return dict(zip(names, torch.autograd.grad(sum(losses) / len(losses), [own[name] for name in names])))
+    return dict(
+        zip(names, torch.autograd.grad(sum(losses) / len(losses), [own[name] for name in names]))
+    )
 
 
 def assert_moved_by_hand(states, step, epoch, batches, rank=0, mean=lambda gradient: gradient):
     """From each state to the next one a phase moved its own parameters alone, by their gradients."""
     gates, weights = split(states[0])
     phases = {GATES: ("soft", gates, 1.0), WEIGHTS: ("sampled", weights, 0.1)}
-    for phase, model, moved in zip("GF" if epoch % 5 == 0 else "F", states[:-1], states[1:], strict=True):
+    for phase, model, moved in zip(
+        "GF" if epoch % 5 == 0 else "F", states[:-1], states[1:], strict=True
+    ):
         mode, names, lr = phases[phase]
         before, after = snapshot(model), snapshot(moved)
         assert changed(before, moved) == names
@@ -140,18 +157,28 @@ def assert_moved_by_hand(states, step, epoch, batches, rank=0, mean=lambda gradi
         for name, gradient in gradients_by_hand(
             model, batches, mode, draws_of(step, phase, rank), sorted(names)
         ).items():
-            torch.testing.assert_close(after[name], before[name] - lr * mean(gradient), rtol=0, atol=1e-7)
+            torch.testing.assert_close(
+                after[name], before[name] - lr * mean(gradient), rtol=0, atol=1e-7
+            )
 
 
 def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
     training, batches = Training(vit()), micro_batches(1)
     # Prepared: in fp16 one scaler serves both.
-    assert {type(o).__name__ for o in (training.descent.gate_optimizer, training.optimizer)} == {"AcceleratedOptimizer"}
+    assert {type(o).__name__ for o in (training.descent.gate_optimizer, training.optimizer)} == {
+        "AcceleratedOptimizer"
+    }
     states = [copy.deepcopy(training.model)]
-    assert training.step(3, 0, batches, lambda: states.append(copy.deepcopy(training.model))) == [True, True]
+    assert training.step(3, 0, batches, lambda: states.append(copy.deepcopy(training.model))) == [
+        True,
+        True,
+    ]
     assert_moved_by_hand(states, 3, 0, batches)
     gates, _ = split(training.model)
-    assert max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates) > 1e-4
+    assert (
+        max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates)
+        > 1e-4
+    )
 
 
 def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone():
@@ -168,7 +195,9 @@ def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone
         before = snapshot(training.model)
         training.step(step, epoch, source)
         assert training.phases() == ("GF" if epoch % 5 == 0 else "F")
-        assert changed(before, training.model) == set().union(*split(training.model)[epoch % 5 > 0 :])
+        assert changed(before, training.model) == set().union(
+            *split(training.model)[epoch % 5 > 0 :]
+        )
         assert len(training.seen) == 2 * len(training.phases())
         assert all(one is other for one, other in zip(training.seen, training.seen[2:]))
     assert fetched == list(range(8)) and counts == [1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8]
@@ -188,7 +217,9 @@ def test_between_steps_the_model_is_as_it_is_evaluated():
         torch.testing.assert_close(logits, reference(x), rtol=0, atol=0)
         assert all((entry.counts == 1).all() for entry in stats)  # every head of every sequence
     # Batch statistics are taken in both phases.
-    assert [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)] == [6] * DEPTH
+    assert [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)] == [
+        6
+    ] * DEPTH
 
 
 def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
@@ -199,10 +230,16 @@ def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
     gates, weights = split(model)
     for step in range(2):  # the second step would show a momentum
         before, batches = copy.deepcopy(model), micro_batches(step)
-        assert training.step(step, 0, batches) == [True] and training.phases() == "F" and len(training.seen) == 2
+        assert (
+            training.step(step, 0, batches) == [True]
+            and training.phases() == "F"
+            and len(training.seen) == 2
+        )
         assert changed(snapshot(before), model) == gates | weights
         draws = draws_of(step, WEIGHTS)
-        gradients = gradients_by_hand(copy.deepcopy(before).train(), batches, "soft", draws, sorted(gates))
+        gradients = gradients_by_hand(
+            copy.deepcopy(before).train(), batches, "soft", draws, sorted(gates)
+        )
         for name, gradient in gradients.items():
             moved = model.get_parameter(name) - before.get_parameter(name)
             torch.testing.assert_close(moved, -0.25 * gradient, rtol=1e-4, atol=1e-7)
@@ -218,19 +255,30 @@ def test_a_model_without_gates_has_one_plain_phase(options):
     training, batches = Training(model), micro_batches(0)
     twin = copy.deepcopy(model).train()
     assert training.step(0, 0, batches) == [True]
-    optimizer, task = torch.optim.SGD(twin.parameters(), lr=0.1), ClassificationTask(twin, 0.01).train()
+    optimizer, task = (
+        torch.optim.SGD(twin.parameters(), lr=0.1),
+        ClassificationTask(twin, 0.01).train(),
+    )
     for draw, batch in zip(draws_of(0, WEIGHTS), batches):
         torch.manual_seed(draw)
         (task(**batch)["loss"] / 2).backward()
     optimizer.step()
     assert same(model, twin)
     assert training.descent.results() == {}
-    refuse("train_only gates: the model has no gates of MAE; .* router mae with mode soft", train_only, model, "gates")
+    refuse(
+        "train_only gates: the model has no gates of MAE; .* router mae with mode soft",
+        train_only,
+        model,
+        "gates",
+    )
 
 
 def test_fsdp_is_refused_in_turns_only():
     sharded = SimpleNamespace(distributed_type="FSDP")
-    with pytest.raises(ValueError, match="block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint"):
+    with pytest.raises(
+        ValueError,
+        match="block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint",
+    ):
         BlockDescent(sharded, model := vit(), mae_routers(model), False, BlockDescentConfig())
     BlockDescent(sharded, model, mae_routers(model), False, BlockDescentConfig(mode="joint"))
 
@@ -238,17 +286,24 @@ def test_fsdp_is_refused_in_turns_only():
 # ---------------------------------------------------------------- fine-tuning sets
 
 
-GATE = C * 256 + 256 + 256 * H + H + 2 * C  # two linear layers and the batch norm (Peng 2020, appendix A)
+GATE = (
+    C * 256 + 256 + 256 * H + H + 2 * C
+)  # two linear layers and the batch norm (Peng 2020, appendix A)
 
 
-@pytest.mark.parametrize("which, count", [("gates", DEPTH * GATE), ("gates_and_outputs", DEPTH * (GATE + C * C))])
+@pytest.mark.parametrize(
+    "which, count", [("gates", DEPTH * GATE), ("gates_and_outputs", DEPTH * (GATE + C * C))]
+)
 def test_fine_tuning_sets(which, count):
     model = vit()
     training = Training(model, which)
     gates, weights = split(model)
     outputs = {f"blocks.{layer}.attn.proj.weight" for layer in range(DEPTH)}
     assert training.descent.trained == count
-    for epoch, expected in ((0, "G" if which == "gates" else "GF"), (1, "G" if which == "gates" else "F")):
+    for epoch, expected in (
+        (0, "G" if which == "gates" else "GF"),
+        (1, "G" if which == "gates" else "F"),
+    ):
         before = snapshot(model)
         training.step(epoch, epoch, micro_batches(epoch))
         assert training.phases() == expected
@@ -284,7 +339,9 @@ def test_gates_that_alone_are_not_finite_end_the_run_too():
     assert training.update.in_a_row == 0
     for step in range(10, 19):
         training.step(step, 5, micro_batches(step))
-    with pytest.raises(FloatingPointError, match="step 19: 10 steps in a row .*lr 1\\); the last one with both was"):
+    with pytest.raises(
+        FloatingPointError, match="step 19: 10 steps in a row .*lr 1\\); the last one with both was"
+    ):
         training.step(19, 5, micro_batches(19))
 
 
@@ -295,7 +352,10 @@ def test_the_models_clipping_is_not_the_gates():
     training.step(0, 0, micro_batches(0))
     gates, weights = split(training.model)
     after = training.model.state_dict()
-    moved = [math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in names)) for names in (gates, weights)]
+    moved = [
+        math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in names))
+        for names in (gates, weights)
+    ]
     assert moved[0] == pytest.approx(training.run.norms[GATES], rel=1e-3) and moved[0] > 1e-3
     assert moved[1] < 1e-6
 
@@ -315,7 +375,11 @@ def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
     root = write_folder(tmp_path / "d", train=8)  # two steps an epoch: 0, 1, 4 and 5 have a G phase
     _, run = whole_and_resumed("cls", tmp_path, [3, 6], *MAE, "--data.root", root)
     _, gates = outcome(run)["optimizers"]
-    assert [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")] == [1, 0, 0]
+    assert [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")] == [
+        1,
+        0,
+        0,
+    ]
     lines = logged(run)
     assert [e["step"] for e in lines if "gate_grad_norm" in e] == [1, 2, 5, 6] and len(lines) == 6
     # From step 3 to 4 the gates stand still but for their batch statistics, from 4 to 6 they do not.
@@ -334,14 +398,19 @@ def test_fine_tuning_a_run(tmp_path, capsys):
     ends = (tmp_path / "one/checkpoints/step_1", tmp_path / "two/checkpoints/step_2")
     before, after = (load_file(folder / "model.safetensors") for folder in ends)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if ".router." in name or name.endswith("attn.proj.weight")}
+    assert moved == {
+        name for name in before if ".router." in name or name.endswith("attn.proj.weight")
+    }
     count = 2 * (16 * 256 + 256 + 256 * 8 + 8 + 2 * 16 + 16 * 16)
     assert results(tmp_path / "two")["trained_parameters"] == count
     assert f"training {count:,} of" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         train(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
     left_out, error = capsys.readouterr().err.splitlines()
-    assert "cls.yaml, without effect here: optim.lr 0.003 (needs train_only other than gates" in left_out
+    assert (
+        "cls.yaml, without effect here: optim.lr 0.003 (needs train_only other than gates"
+        in left_out
+    )
     words = "train_only gates: the model has no gates of MAE; it needs router mae with mode soft"
     assert error == f"train_cls.py: error: {words}" and not (tmp_path / "three").exists()
 
@@ -360,8 +429,13 @@ def train_with_another(rank):
     training = Training(vit())
     assert type(training.task).__name__ == "DistributedDataParallel"
     for step, epoch in enumerate((0, 1, 5)):
-        states, batches = [copy.deepcopy(training.model)], micro_batches(10 * step + rank)
-        assert all(training.step(step, epoch, batches, lambda: states.append(copy.deepcopy(training.model))))  # noqa: B023
+        states = [copy.deepcopy(training.model)]
+        batches = micro_batches(10 * step + rank)
+
+        def keep_state(states=states):
+            states.append(copy.deepcopy(training.model))
+
+        assert all(training.step(step, epoch, batches, keep_state))
         # Both compute their half at the same time, because the gates' batch norm is that of both.
         assert_moved_by_hand(states, step, epoch, batches, rank, mean_of_two)
     # One process meets a bad batch: both skip both phases, batch statistics included.
@@ -376,7 +450,10 @@ def train_with_another(rank):
     for mode in ("joint", "uniform"):  # no gate waits for a gradient that does not come
         model = vit(router_kwargs=dict(mode="uniform")) if mode == "uniform" else vit()
         training = Training(model, mode="joint" if mode == "joint" else "bcd")
-        assert [training.step(step, 0, micro_batches(step)) for step in range(2)] == [[True], [True]]
+        assert [training.step(step, 0, micro_batches(step)) for step in range(2)] == [
+            [True],
+            [True],
+        ]
     training = Training(vit(), "gates")
     assert [training.step(step, 0, micro_batches(step)) for step in range(2)] == [[True], [True]]
     torch.distributed.destroy_process_group()

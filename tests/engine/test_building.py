@@ -25,7 +25,9 @@ def environment(tmp_path):
         f'#!/bin/sh\necho >> {tmp_path}/compiled\nsleep 0.1\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && cp {BUILT} "$2"; shift; done\n'
     )
     compiler.chmod(0o755)
-    return dict(MOH_VISION_CACHE=str(tmp_path / "cache"), CXX=str(compiler), MOH_VISION_MEASURE="off")
+    return dict(
+        MOH_VISION_CACHE=str(tmp_path / "cache"), CXX=str(compiler), MOH_VISION_MEASURE="off"
+    )
 
 
 def train(environment, argv):
@@ -47,7 +49,11 @@ def test_training_builds_at_the_end_of_its_set_up(environment, tmp_path):
     run = Command(functools.partial(train, environment), [], tmp_path / "log")
     assert run.wait() == 0, run.said()
     said = run.said()
-    assert said.count("building the C++ operators, once: ") == said.count("built the C++ operators in ") == 1
+    assert (
+        said.count("building the C++ operators, once: ")
+        == said.count("built the C++ operators in ")
+        == 1
+    )
     assert said.index("built the C++") < said.index("attention runs on the C++ operators")
     assert '"path": "cpp"' in (tmp_path / "run/attention.json").read_text()
 
@@ -60,14 +66,20 @@ def ask(environment, argv):
 
 def answers(environment, tmp_path, count, *more):
     """What processes that ask at once for the path print."""
-    asked = [Command(functools.partial(ask, environment), more, tmp_path / f"log{i}") for i in range(count)]
+    asked = [
+        Command(functools.partial(ask, environment), more, tmp_path / f"log{i}")
+        for i in range(count)
+    ]
     assert [one.wait() for one in asked] == [0] * count
     return [one.said() for one in asked]
 
 
 def test_processes_wait_for_the_one_that_builds(environment, tmp_path):
     said = answers(environment, tmp_path, 2)
-    assert all(text.endswith("cpp\n") for text in said) and "".join(said).count("built the C++ operators in") == 1
+    assert (
+        all(text.endswith("cpp\n") for text in said)
+        and "".join(said).count("built the C++ operators in") == 1
+    )
 
 
 @pytest.mark.parametrize("off", ["MOH_VISION_KERNELS=off", "MOH_VISION_BUILD=off", "CXX=/nothing"])
@@ -76,7 +88,9 @@ def test_nothing_is_built_where_it_is_off_or_no_compiler_is_there(environment, t
 
 
 def test_a_failure_is_not_tried_again(environment, tmp_path):
-    (tmp_path / "compiler").write_text(f"#!/bin/sh\necho >> {tmp_path}/compiled\necho 'x.cpp:1: error: no'\nexit 1\n")
+    (tmp_path / "compiler").write_text(
+        f"#!/bin/sh\necho >> {tmp_path}/compiled\necho 'x.cpp:1: error: no'\nexit 1\n"
+    )
     for _ in range(2):
         (said,) = answers(environment, tmp_path, 1)
     assert said.count("building the C++ operators") == 1 and said.count("torch\n") == 2

@@ -57,12 +57,24 @@ def beginning(kind="plain", optimizer="adamw"):
     mesh = init_device_mesh("cpu", (2,)) if "sharded" in kind else None
     if "head" in kind:
         fully_shard(model.head, mesh=mesh)
-    wrapped = fully_shard(task, mesh=mesh) if mesh else DistributedDataParallel(task) if "ddp" in kind else task
+    wrapped = (
+        fully_shard(task, mesh=mesh)
+        if mesh
+        else DistributedDataParallel(task)
+        if "ddp" in kind
+        else task
+    )
     if "wrapped" in kind:
         wrapped = torch.compile(task, backend="eager")
     common = dict(name=optimizer, lr=1e-2, weight_decay=0.05, momentum=0.9, layer_decay=None)
-    options = SimpleNamespace(**common, **{name: own_value(optimizer, name) for name in ("betas", "eps")})
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2) if "scaled" in kind else None
+    options = SimpleNamespace(
+        **common, **{name: own_value(optimizer, name) for name in ("betas", "eps")}
+    )
+    scaler = (
+        torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
+        if "scaled" in kind
+        else None
+    )
     return TrainingState(wrapped, [make_optimizer(task, options)], ema, scaler)
 
 
@@ -70,7 +82,9 @@ def train(state, steps):
     task = getattr(state.task, "module", getattr(state.task, "_orig_mod", state.task))
     rank = dist.get_rank() if dist.is_initialized() else 0
     (optimizer,), norms = state.optimizers, []
-    update = Updater(SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_, scaler=None), clip_norm=1.0)
+    update = Updater(
+        SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_, scaler=None), clip_norm=1.0
+    )
     for step in steps:
         generator = torch.Generator().manual_seed(2 * step + rank)
         images = torch.randn(4, 3, 16, 16, generator=generator)
@@ -90,9 +104,14 @@ def train(state, steps):
 
 def bits(state):
     """All that a state holds; of sharded tensors this process's rows."""
-    found = {**state.task.state_dict(), **{f"ema.{k}": v for k, v in state.ema.module.state_dict().items()}}
+    found = {
+        **state.task.state_dict(),
+        **{f"ema.{k}": v for k, v in state.ema.module.state_dict().items()},
+    }
     whole = state.optimizers[0].state_dict()
-    found |= {(index, key): value for index, own in whole["state"].items() for key, value in own.items()}
+    found |= {
+        (index, key): value for index, own in whole["state"].items() for key, value in own.items()
+    }
     groups = [{k: v for k, v in group.items() if k != "lr"} for group in whole["param_groups"]]
     local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
     return copy.deepcopy((local, groups, state.scaler and state.scaler.state_dict()))
@@ -101,7 +120,11 @@ def bits(state):
 def assert_same(one, other):
     assert one[0].keys() == other[0].keys() and one[1:] == other[1:]
     for name, value in one[0].items():
-        same = torch.equal(value, other[0][name]) if isinstance(value, torch.Tensor) else value == other[0][name]
+        same = (
+            torch.equal(value, other[0][name])
+            if isinstance(value, torch.Tensor)
+            else value == other[0][name]
+        )
         assert same and type(value) is type(other[0][name]), name
 
 
@@ -111,7 +134,9 @@ def stopped_and_resumed(run, kind, optimizer):
     train(whole, range(6))
     train(first, range(3))
     saver = Saver(PartialState(), run, first, keep=1)
-    saver.save(3, dict(architecture=NAME, arguments=VIT, config=dict(model=dict(pretrained="gone"))))
+    saver.save(
+        3, dict(architecture=NAME, arguments=VIT, config=dict(model=dict(pretrained="gone")))
+    )
     train(first, range(3, 6))
     saver.finish(last=True)
     assert_same(bits(whole), bits(first))
@@ -124,7 +149,9 @@ OPTIMIZERS = "muon lion sgd nesterov lamb nadamw adafactor adopt laprop cadamw m
 KINDS = ["frozen", "unused", "buffers", "tied", "channels", "compiled", "wrapped", "scaled"]
 
 
-@pytest.mark.parametrize("kind, optimizer", [("plain", o) for o in OPTIMIZERS] + [(kind, "adamw") for kind in KINDS])
+@pytest.mark.parametrize(
+    "kind, optimizer", [("plain", o) for o in OPTIMIZERS] + [(kind, "adamw") for kind in KINDS]
+)
 def test_resumed_to_the_bit(tmp_path, kind, optimizer):
     PartialState(cpu=True)
     stopped_and_resumed(tmp_path, kind, optimizer)
@@ -154,9 +181,15 @@ def on_a_rank(rank, folder, cases):
     saver.save(2, {})
     saver.wait()
     # That of step 1 is old; the parts of step 2 are found.
-    assert not (run / "model.safetensors").exists() and read_tensors(weights_file(str(run), "model"))
+    assert not (run / "model.safetensors").exists() and read_tensors(
+        weights_file(str(run), "model")
+    )
     saver.save(3, {}, last=True)
-    with mock.patch("moh_vision.engine.saver.save_tensors", full) if rank else contextlib.nullcontext():
+    with (
+        mock.patch("moh_vision.engine.saver.save_tensors", full)
+        if rank
+        else contextlib.nullcontext()
+    ):
         saver.save(4, {})
         saver.wait()
     assert "No space left" in saver.problem and [s for s, _ in by_age(run / "checkpoints")] == [3]
@@ -167,16 +200,24 @@ def test_two_processes(tmp_path):
     """Under FSDP2 each writes its own rows; one process reads them. What fails on one of them is known to both."""
     PartialState(cpu=True)
     stopped_and_resumed(tmp_path / "alone", "plain", "adamw")
-    on_two_ranks(on_a_rank, tmp_path, ["ddp frozen:lion", "sharded:adamw", "sharded tied head frozen:muon"])
+    on_two_ranks(
+        on_a_rank, tmp_path, ["ddp frozen:lion", "sharded:adamw", "sharded tied head frozen:muon"]
+    )
     folder = tmp_path / "sharded:adamw" / "checkpoints" / "step_3"
     names = {path.name for path in folder.iterdir()}
-    assert {f"{name}-0000{rank}.safetensors" for name in ("model", "optimizer") for rank in (0, 1)} < names
+    assert {
+        f"{name}-0000{rank}.safetensors" for name in ("model", "optimizer") for rank in (0, 1)
+    } < names
     weights = read_tensors(weights_file(str(folder), "model"))
     rows = [load_file(folder / f"model-0000{rank}.safetensors")["norm.weight"] for rank in (0, 1)]
-    assert len(rows[0]) == len(rows[1]) == 12 and torch.equal(torch.cat(rows), weights["norm.weight"])
+    assert len(rows[0]) == len(rows[1]) == 12 and torch.equal(
+        torch.cat(rows), weights["norm.weight"]
+    )
     one = beginning()
     one.restore(folder)
-    assert all(torch.equal(value, weights[name]) for name, value in one.task.model.state_dict().items())
+    assert all(
+        torch.equal(value, weights[name]) for name, value in one.task.model.state_dict().items()
+    )
     assert all(own["exp_avg"].any() for own in one.optimizers[0].state_dict()["state"].values())
     (folder / "ema.safetensors").unlink()
     opened, about = to_validate(str(folder), "", {})
@@ -186,8 +227,13 @@ def test_two_processes(tmp_path):
     keep_shared_heads(other, folder)  # of a resumed run
     now, trained = (head_budget(model)["layers"][1]["shared"] for model in (other, opened))
     assert now == trained == 3 != before["layers"][1]["shared"]
-    resumed = SimpleNamespace(model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1])
-    assert described(resumed, "classifier", fresh=False) == (NAME, VIT)  # without the pre-trained model
+    resumed = SimpleNamespace(
+        model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1]
+    )
+    assert described(resumed, "classifier", fresh=False) == (
+        NAME,
+        VIT,
+    )  # without the pre-trained model
     # The last save of a sharded run puts its weights together.
     assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
     alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))
@@ -215,9 +261,13 @@ def test_ema_and_scaler_switched_on_and_off(trained):
     assert not (run / "ema.safetensors").exists() and (run / "old_ema.safetensors").exists()
     said = []
     state.restore(run / "checkpoints" / "step_8", said.append)
-    assert "has no EMA" in said[0] and torch.equal(state.ema.module.head.weight, state.task.model.head.weight)
+    assert "has no EMA" in said[0] and torch.equal(
+        state.ema.module.head.weight, state.task.model.head.weight
+    )
     scaler = torch.amp.GradScaler("cpu")
-    TrainingState(state.task, state.optimizers, scaler=scaler).restore(run / "checkpoints" / "step_8")
+    TrainingState(state.task, state.optimizers, scaler=scaler).restore(
+        run / "checkpoints" / "step_8"
+    )
 
 
 def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained, tmp_path):
@@ -232,5 +282,13 @@ def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state = trained
     folder = run / "checkpoints" / "step_2"
     state.task.model.head = torch.nn.Linear(24, 6)  # as after a change of the model's code
-    refuse("step_2, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch", state.restore, folder)
-    refuse("cannot be loaded into this model .optimiser 0 has other parameters", beginning("frozen").restore, folder)
+    refuse(
+        "step_2, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch",
+        state.restore,
+        folder,
+    )
+    refuse(
+        "cannot be loaded into this model .optimiser 0 has other parameters",
+        beginning("frozen").restore,
+        folder,
+    )

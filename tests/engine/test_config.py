@@ -25,7 +25,9 @@ def parse(*argv, kind=ClsConfig):
 def written(tmp_path, kind, text, argv):
     """Parse a file with such a text, if any, and options."""
     (tmp_path / "c.yaml").write_text(text)
-    return parse(*["--config", str(tmp_path / "c.yaml")] * bool(text), *shlex.split(argv), kind=KINDS[kind])
+    return parse(
+        *["--config", str(tmp_path / "c.yaml")] * bool(text), *shlex.split(argv), kind=KINDS[kind]
+    )
 
 
 @pytest.mark.parametrize("kind, text, argv, values", [
@@ -113,13 +115,25 @@ def test_arguments_that_the_data_decide():
     model = parse("--model.kwargs", "{num_classes: 5, drop_rate: 0.1}").model
     assert model.decided(num_classes=5, in_chans=1) == dict(num_classes=5, in_chans=1)
     refuse(
-        "model.kwargs.num_classes 5 has no effect: the data and other keys make it 10", model.decided, num_classes=10
+        "model.kwargs.num_classes 5 has no effect: the data and other keys make it 10",
+        model.decided,
+        num_classes=10,
     )
 
 
 def test_changed_keys():
     old = parse("--max-steps", "5", "--optim.lr", "0.1").tree()
-    new = parse("--max-steps", "9", "--optim.lr", "0.2", "--data.workers", "0", "--model.depth", "3", "--fresh")
+    new = parse(
+        "--max-steps",
+        "9",
+        "--optim.lr",
+        "0.2",
+        "--data.workers",
+        "0",
+        "--model.depth",
+        "3",
+        "--fresh",
+    )
     assert changed_keys(old, new, []) == ["model.depth: None -> 3", "optim.lr: 0.1 -> 0.2"]
     assert changed_keys(old, new, ["model.depth", "optim.lr"]) == []
     assert changed_keys(yaml.safe_load(yaml.safe_dump(new.tree())), new, []) == []
@@ -138,7 +152,9 @@ def test_a_saved_configuration_reads_back(tmp_path):
     assert parse("--config", str(file)) == config
 
 
-RUNS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "accelerate"]
+RUNS = [
+    path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "accelerate"
+]
 
 
 @pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.name}")
@@ -146,8 +162,12 @@ def test_shipped_configs_are_valid(path):
     kind = DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
     kind = LanguageConfig if path.parent.name == "text" else kind
     config = parse("--config", str(path), kind=kind)
-    assert config.output == f"runs/{path.parent.name}/{path.stem}", "a folder of its own, not that of its base"
-    assert path.read_text().startswith("#"), "a header with command, hardware, hours and expected result"
+    assert config.output == f"runs/{path.parent.name}/{path.stem}", (
+        "a folder of its own, not that of its base"
+    )
+    assert path.read_text().startswith("#"), (
+        "a header with command, hardware, hours and expected result"
+    )
 
 
 @pytest.mark.parametrize("name, options, billions", [
@@ -166,7 +186,9 @@ def test_the_schedules_of_language_models(name, options, billions):
     if config.model.pretrained:
         stages = {300: (6e-5, 6e-6, 0.0, None), 100: (2e-5, 1e-6, 0.01, [[16, 8]] * 32)}
         budget = (config.model.convert or {}).get("head_budget")
-        assert (o.lr, o.min_lr, config.balance_weight, budget) == stages[billions] and o.warmup_steps == 50
+        assert (o.lr, o.min_lr, config.balance_weight, budget) == stages[
+            billions
+        ] and o.warmup_steps == 50
     else:
         small = name.endswith("small")
         assert o.lr == (3e-4 if small else 5e-4) and o.min_lr == pytest.approx(o.lr / 10)
@@ -185,12 +207,29 @@ def test_the_papers_recipe(name):
     config = parse("--config", f"cls/{name}")
     o, d = config.optim, config.data
     assert (config.model.name, config.output) == (name, f"runs/cls/{name}")
-    assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (1e-3, 1e-6, 1e-5, 0.05, 1e-8, 1.0)
+    assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (
+        1e-3,
+        1e-6,
+        1e-5,
+        0.05,
+        1e-8,
+        1.0,
+    )
     assert (o.batch_size, o.schedule, o.betas) == (1024, "cosine", (0.9, 0.999))
     assert config.steps(1_281_167) == (375342, 375342, 6256)
     assert (d.augment, d.repeats, d.auto_augment) == ("imagenet", 3, "rand-m9-mstd0.5-inc1")
-    assert (d.erase_prob, d.erase_mode, d.crop_scale, d.img_size) == (0.25, "pixel", (0.08, 1.0), 224)
-    assert (config.mix.mixup, config.mix.cutmix, config.mix.prob, config.mix.switch_prob) == (0.8, 1.0, 1.0, 0.5)
+    assert (d.erase_prob, d.erase_mode, d.crop_scale, d.img_size) == (
+        0.25,
+        "pixel",
+        (0.08, 1.0),
+        224,
+    )
+    assert (config.mix.mixup, config.mix.cutmix, config.mix.prob, config.mix.switch_prob) == (
+        0.8,
+        1.0,
+        1.0,
+        0.5,
+    )
     assert (config.label_smoothing, config.balance_weight, config.ema.decay) == (0.1, 0.01, 0)
     if "transnext" in name:
         assert config.model.arguments()["drop_path_rate"] == (0.6 if "base" in name else 0.45)
@@ -220,7 +259,9 @@ def test_configurations_are_found_by_name(tmp_path, monkeypatch):
     assert parse("--config", "cls/moh_vit_small_patch16_224").seed == 5
 
 
-@pytest.mark.parametrize("name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("fsdp2_layers", "FSDP")])
+@pytest.mark.parametrize(
+    "name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("fsdp2_layers", "FSDP")]
+)
 def test_accelerate_reads_the_launch_files(name, kind):
     from accelerate.commands.config.config_args import load_config_from_file
 
@@ -238,10 +279,14 @@ def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
     config = parse("--config", str(file), "--optim.schedule", "constant", "--model.router", "dense")
     assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(f"test: left out of {file}, without effect here: ")
+    assert said.count("\n") == 1 and said.startswith(
+        f"test: left out of {file}, without effect here: "
+    )
     needs = "(needs optim.schedule other than constant), model.head_budget 0.5 (needs a model"
     assert f"optim.min_lr 0.0001 {needs}" in said
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))  # what a run saves says nothing more
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(config.tree())
+    )  # what a run saves says nothing more
     assert parse("--config", str(tmp_path / "run.yaml")) == config and capsys.readouterr().err == ""
 
 
@@ -254,10 +299,16 @@ def test_a_dense_baseline_has_all_heads(config, baseline):
     kind = DitConfig if "dit" in config else ClsConfig
     model = parse("--config", config, *baseline.split(), kind=kind).model
     task = "diffusion" if kind is DitConfig else "classifier"
-    assert head_budget(create(model.name, task, **dict(model.arguments(), img_size=32)))["share"] == 1
+    assert (
+        head_budget(create(model.name, task, **dict(model.arguments(), img_size=32)))["share"] == 1
+    )
 
 
-DIT = [f"moh_dit_{size}_patch2_{share}" for size in ("small", "base", "large", "xlarge") for share in (90, 75)]
+DIT = [
+    f"moh_dit_{size}_patch2_{share}"
+    for size in ("small", "base", "large", "xlarge")
+    for share in (90, 75)
+]
 
 
 @pytest.mark.parametrize("name", DIT)
@@ -268,7 +319,12 @@ def test_the_papers_diffusion_recipe(name):
     assert (config.model.name, config.output) == (name, f"runs/dit/{name}")
     assert (o.lr, o.schedule, o.weight_decay, o.betas) == (1e-4, "constant", 0.0, (0.9, 0.999))
     assert (o.batch_size, o.accumulation, o.clip_norm, o.warmup_steps) == (256, 1, 0.0, 0)
-    assert (config.ema.decay, config.ema.warmup, config.label_drop, config.balance_weight) == (0.9999, False, 0.1, 0.01)
+    assert (config.ema.decay, config.ema.warmup, config.label_drop, config.balance_weight) == (
+        0.9999,
+        False,
+        0.1,
+        0.01,
+    )
     assert (config.learn_sigma, config.data.augment, config.tf32) == (True, "flip", True)
     assert config.max_steps == (2_000_000 if "xlarge" in name else 400_000)
 
@@ -277,7 +333,9 @@ def test_what_a_file_takes_from_its_base(tmp_path):
     (tmp_path / "sub").mkdir()
     first = "seed: 1\nmax_steps: 5\nmodel: {depth: 2, kwargs: {a: 1}}\nbase: quickstart/cls\n"
     (tmp_path / "first.yaml").write_text(first)
-    (tmp_path / "sub" / "second.yaml").write_text("base: ../first.yaml\nseed: 2\nmodel: {kwargs: {b: 1}}\n")
+    (tmp_path / "sub" / "second.yaml").write_text(
+        "base: ../first.yaml\nseed: 2\nmodel: {kwargs: {b: 1}}\n"
+    )
     config = parse("--config", str(tmp_path / "sub" / "second.yaml"), "--max-steps", "7")
     assert (config.seed, config.max_steps, config.model.depth) == (2, 7, 2)
     assert config.model.kwargs == {"b": 1}  # a mapping is a value like any other
@@ -290,7 +348,11 @@ def test_options_win_over_files_wherever_they_stand(tmp_path):
     (tmp_path / "b.yaml").write_text("log_every: 4\n")
     files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
     options = ["--seed", "7", "--model.kwargs.b", "2"]
-    assert parse(*options, *files) == parse(*files, *options) == parse(*files[:2], *options, *files[2:])
+    assert (
+        parse(*options, *files)
+        == parse(*files, *options)
+        == parse(*files[:2], *options, *files[2:])
+    )
     found = parse(*options, *files)
     assert (found.seed, found.log_every, found.model.kwargs) == (7, 4, {"a": 1, "b": 2})
     assert found.given == {"seed", "model.kwargs"}
@@ -300,8 +362,12 @@ def test_validation_has_keys_of_its_own(tmp_path, capsys):
     def validation(*argv):
         return parse(*argv, kind=ValidateConfig)
 
-    with pytest.raises(SystemExit):  # a run's configuration has more keys, which validation leaves out
-        parse("--data.root", "shards", "--data.augment", "imagenet", "--seed", "3", "--print_config")
+    with pytest.raises(
+        SystemExit
+    ):  # a run's configuration has more keys, which validation leaves out
+        parse(
+            "--data.root", "shards", "--data.augment", "imagenet", "--seed", "3", "--print_config"
+        )
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
     config = validation("--checkpoint", str(tmp_path), "--data.workers", "0")
     assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)

@@ -24,7 +24,9 @@ def active(model):
 
 def test_the_shares_of_steps():
     """Of every four steps one runs the smallest share and one the largest, the others are between, at every place."""
-    elastic, same_seed, other = (ElasticBudget(small_model(head_budget=0.5), (0.5, 1.0), seed) for seed in (7, 7, 8))
+    elastic, same_seed, other = (
+        ElasticBudget(small_model(head_budget=0.5), (0.5, 1.0), seed) for seed in (7, 7, 8)
+    )
     shares = [elastic.share_of(step) for step in range(400)]
     assert shares == [same_seed.share_of(step) for step in range(400)]
     assert shares != [other.share_of(step) for step in range(400)]
@@ -67,7 +69,9 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     """Ended between two steps of a cycle; what is saved runs the largest share."""
     whole, resumed = whole_and_resumed("cls", tmp_path, [2, 6], *ELASTIC)
     one, two = logged(whole), logged(resumed)
-    assert [(e["loss"], e["active_share"]) for e in one] == [(e["loss"], e["active_share"]) for e in two]
+    assert [(e["loss"], e["active_share"]) for e in one] == [
+        (e["loss"], e["active_share"]) for e in two
+    ]
     assert {e["active_share"] for e in one} >= {0.5, 1.0}
     for e in one:
         assert sum(map(sum, e["head_usage"])) / 16 == pytest.approx(e["active_share"], abs=2e-3)
@@ -75,7 +79,10 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     capsys.readouterr()
     validation = results(whole)
     assert list(validation["by_share"]) == ["0.5", "0.75", "1"]
-    assert validation["by_share"]["1"]["loss"] == validation["loss"] and validation["active_share"] == 1
+    assert (
+        validation["by_share"]["1"]["loss"] == validation["loss"]
+        and validation["active_share"] == 1
+    )
     validate.main(f"--checkpoint {whole} --model.head_budget 0.5 --data.workers 0".split())
     assert f"loss {validation['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
     assert any("top-1" in title for title in make_table([whole]).titles)

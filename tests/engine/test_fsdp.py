@@ -56,9 +56,16 @@ def validate_sharded(rank):
         transform = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3)
         images = LabelledImages(HalfUnreadable(), transform, 0, replace=False)
         for _ in range(2):
-            scores, load, predictions = scoring.validate(task, images, data, accelerator, lambda batches, _: batches)
-            assert (scores["images"], scores["unreadable"]) == (6, 6) and load.sums[:, -1].sum() == 6 * 17
-            assert predictions[:, 0].tolist() == sorted(set(predictions[:, 0].tolist())) and len(predictions) == 6
+            scores, load, predictions = scoring.validate(
+                task, images, data, accelerator, lambda batches, _: batches
+            )
+            assert (scores["images"], scores["unreadable"]) == (6, 6) and load.sums[
+                :, -1
+            ].sum() == 6 * 17
+            assert (
+                predictions[:, 0].tolist() == sorted(set(predictions[:, 0].tolist()))
+                and len(predictions) == 6
+            )
             assert set(predictions[:, 1].tolist()) == {0, 1, 2, 3, 4}
             task.train()(torch.zeros(2, 3, 16, 16), torch.tensor([0, 1]))["loss"].backward()
             assert all(isinstance(p, DTensor) for p in task.parameters())  # sharded again

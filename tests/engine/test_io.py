@@ -39,7 +39,9 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypa
     pid = hold(writing_with_a_child, tmp_path, with_children)
 
     def is_refused():
-        with one_line(f"--output {tmp_path}: process {pid} on {socket.gethostname()} is writing there"):
+        with one_line(
+            f"--output {tmp_path}: process {pid} on {socket.gethostname()} is writing there"
+        ):
             with only_one(tmp_path, "--output", with_children):
                 pass
 
@@ -53,7 +55,9 @@ def test_a_second_process_is_refused_until_the_first_has_died(tmp_path, monkeypa
         with open(tmp_path / ".lock") as file:
             io.fcntl.flock(file, io.fcntl.LOCK_EX)  # waits until the child has died
     with only_one(tmp_path, "--output", with_children):
-        assert (tmp_path / ".lock").read_text() == f"process {os.getpid()} on {socket.gethostname()}"
+        assert (
+            tmp_path / ".lock"
+        ).read_text() == f"process {os.getpid()} on {socket.gethostname()}"
     assert not list(tmp_path.iterdir())
     if not with_children:
         os.killpg(pid, signal.SIGKILL)
@@ -65,7 +69,9 @@ def test_a_file_system_without_locks_gets_a_warning(tmp_path, monkeypatch, caplo
 
     monkeypatch.setattr(io.fcntl, "lockf", none)
     with only_one(tmp_path, "--output"):
-        assert caplog.messages == [f"{tmp_path} cannot be locked (No locks available): start one run there"]
+        assert caplog.messages == [
+            f"{tmp_path} cannot be locked (No locks available): start one run there"
+        ]
 
 
 def test_the_run_of_a_path(tmp_path, monkeypatch):
@@ -76,7 +82,15 @@ def test_the_run_of_a_path(tmp_path, monkeypatch):
     (run / "config.yaml").write_text("")
     (tmp_path / "link").symlink_to(step)
     monkeypatch.chdir(step)
-    places = [run, run / "model.safetensors", step, step / "ema.safetensors", ".", "ema.safetensors", tmp_path / "link"]
+    places = [
+        run,
+        run / "model.safetensors",
+        step,
+        step / "ema.safetensors",
+        ".",
+        "ema.safetensors",
+        tmp_path / "link",
+    ]
     for place in places:
         assert run_of(place) == run
     assert step_of(step) == step_of(tmp_path / "link") == 20 and step_of(run) is None
@@ -87,7 +101,10 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path, shared):
     place = tmp_path / "new" / "file"
     with whole_file(place, shared) as file:
         file.write(b"one")
-        assert os.listdir(place.parent) == [hidden_path(place, shared).name] and hidden_path(place, shared) != place
+        assert (
+            os.listdir(place.parent) == [hidden_path(place, shared).name]
+            and hidden_path(place, shared) != place
+        )
     assert place.read_bytes() == b"one" and len(sha256_of(place)) == 64
     with pytest.raises(OSError) as full, whole_file(place, shared) as file:
         file.write(b"two")

@@ -29,7 +29,9 @@ def parse(kind, *argv):
 
 def leaves(hint):
     """The types in a type."""
-    return {hint}.union(*map(leaves, typing.get_args(hint))) if hasattr(hint, "__args__") else {hint}
+    return (
+        {hint}.union(*map(leaves, typing.get_args(hint))) if hasattr(hint, "__args__") else {hint}
+    )
 
 
 def changed(config, values):
@@ -45,9 +47,13 @@ def test_every_key_says_what_it_is(kind):
     keys = keys_of(kind)
     for name, found in keys.items():
         assert found.text.endswith((".", ")")), f"{name}: its text"
-        assert {other for need in found.options["needs"] for other in deciding(need)} <= set(keys), name
+        assert {other for need in found.options["needs"] for other in deciding(need)} <= set(
+            keys
+        ), name
         numbers = leaves(found.hint) & {int, float}
-        assert not numbers or {"gt", "ge"} & set(found.options), f"a new number, {name}: what is its range?"
+        assert not numbers or {"gt", "ge"} & set(found.options), (
+            f"a new number, {name}: what is its range?"
+        )
 
 
 # ---------------------------------------------------------------- misspelt keys
@@ -76,14 +82,32 @@ def test_every_key_misspelt_by_one_edit_is_corrected(kind, letters):
             of.setdefault(wrong, set()).add(key)
     for wrong, right in of.items():
         message = unknown_key(wrong, own)
-        assert any(message == f"unknown key '{wrong}', did you mean '{key}'?" for key in right), (right, message)
-    print(f"{len(own)} keys, {len(of)} edits, {sum(len(r) > 1 for r in of.values())} of them of two keys")
+        assert any(message == f"unknown key '{wrong}', did you mean '{key}'?" for key in right), (
+            right,
+            message,
+        )
+    print(
+        f"{len(own)} keys, {len(of)} edits, {sum(len(r) > 1 for r in of.values())} of them of two keys"
+    )
     assert len(of) > 5 * sum(map(len, own))
 
 
 # ---------------------------------------------------------------- types
 
-VALUES = ["zebra", "''", "2001-01-01", "[1, 2, 3]", "[[x]]", "[a, b]", "{a: 1}", "1.5", "7", "true", "null", ".inf"]
+VALUES = [
+    "zebra",
+    "''",
+    "2001-01-01",
+    "[1, 2, 3]",
+    "[[x]]",
+    "[a, b]",
+    "{a: 1}",
+    "1.5",
+    "7",
+    "true",
+    "null",
+    ".inf",
+]
 
 
 def is_of(hint, value):
@@ -100,7 +124,9 @@ def is_of(hint, value):
     (dict[str, typing.Any], [{"a": [1]}], [[1], 5]), (float | str, [1, "x"], [[1], None]),
 ])  # fmt: skip
 def test_types(hint, fine, wrong):
-    assert all(is_of(hint, value) for value in fine) and not any(is_of(hint, value) for value in wrong)
+    assert all(is_of(hint, value) for value in fine) and not any(
+        is_of(hint, value) for value in wrong
+    )
 
 
 @every_kind
@@ -116,7 +142,11 @@ def test_a_value_of_another_type_is_refused_in_a_file(kind, tmp_path):
                 continue
             section, _, leaf = name.rpartition(".")
             file.write_text(f"{section}: {{{leaf}: {text}}}\n" if section else f"{leaf}: {text}\n")
-            argv = ["--checkpoint", "run"] if "checkpoint" in keys_of(kind) and name != "checkpoint" else []
+            argv = (
+                ["--checkpoint", "run"]
+                if "checkpoint" in keys_of(kind) and name != "checkpoint"
+                else []
+            )
             with one_line(f'^{file}: key "{name}": Expected ') as error:
                 parse_config(kind, [*argv, "--config", str(file)], "test")
             got = "null" if value is None else str(value)
@@ -139,7 +169,10 @@ def outside(found, section):
         wrong += [math.inf, math.nan]
     if tuple in map(typing.get_origin, (found.hint, *typing.get_args(found.hint))):
         low, high = min(fine), max(fine)
-        wrong, fine = [[value, high] for value in wrong] + [[low, value] for value in wrong], [[low, high]]
+        wrong, fine = (
+            [[value, high] for value in wrong] + [[low, value] for value in wrong],
+            [[low, high]],
+        )
         wrong += [[high, low]] if options.get("rising") else []
     fine += [f"x{ending}" for ending in options.get("ends", ())]
     return wrong + ["x.jpg", ".pngx"] * ("ends" in options), fine
@@ -156,7 +189,9 @@ def test_a_value_out_of_its_range_is_refused(kind):
             with one_line(f"^{name} .* is out of range: .") as error:
                 parse(kind, f"--{name}={text}")
             tried += 1
-            assert "num_images" in name or str(error.value).endswith(found.limits or "a finite number")
+            assert "num_images" in name or str(error.value).endswith(
+                found.limits or "a finite number"
+            )
         for value in fine:
             found.check(found.as_type(value, name), name, section)
     assert tried > 2
@@ -170,7 +205,9 @@ def test_every_section_is_checked_however_it_is_made():
 def test_a_list_has_one_value_at_least():
     for kind, name in ((ClsConfig, "model.head_budget"), (SampleConfig, "classes")):
         refuse(f"{name} \\[\\] is out of range: at least one", parse, kind, f"--{name}=[]")
-    with one_line(r"model.head_budget \[\(1, -1\)\] is out of range: at least 0"):  # numbers at any depth
+    with one_line(
+        r"model.head_budget \[\(1, -1\)\] is out of range: at least 0"
+    ):  # numbers at any depth
         parse(ClsConfig, "--model.head_budget", "[[1, -1]]")
 
 
@@ -185,7 +222,10 @@ def test_whole_numbers_are_compared_as_such():
 
 def met(condition, keys):
     """(key, value that meets a condition, value that does not)"""
-    negated, name, sign, pattern = condition.startswith("not "), *condition.removeprefix("not ").partition("=")
+    negated, name, sign, pattern = (
+        condition.startswith("not "),
+        *condition.removeprefix("not ").partition("="),
+    )
     differs, name = name.endswith("!"), name.rstrip("!")
     hint, others = keys[name].hint, typing.get_args(keys[name].hint)
     if sign:
@@ -195,7 +235,9 @@ def met(condition, keys):
         other = next((v for v in literals if v != value), "other")
         other = value + 1 if isinstance(value, (int, float)) else other
         return name, *((other, value) if differs else (value, other))
-    some = next(v for kind, v in {bool: True, int: 1, float: 0.5, str: "x"}.items() if kind in leaves(hint))
+    some = next(
+        v for kind, v in {bool: True, int: 1, float: 0.5, str: "x"}.items() if kind in leaves(hint)
+    )
     some = ["x"] if list[str] in leaves(hint) else some
     none = None if type(None) in others else type(some)()
     return name, *((none, some) if negated else (some, none))
@@ -208,7 +250,10 @@ def test_a_key_has_no_effect_without_what_it_needs(kind):
         for need in found.options["needs"]:
             conditions = [met(condition, keys) for condition in need.split(" or ")]
             unmet = {other: no for other, _, no in conditions}
-            for other, yes in [(None, None), *((other, yes) for other, yes, _ in conditions)]:  # each of them is enough
+            for other, yes in [
+                (None, None),
+                *((other, yes) for other, yes, _ in conditions),
+            ]:  # each of them is enough
                 config = changed(parse(kind), {**unmet, other: yes} if other else unmet)
                 idle = (name, deciding(need)) in [(n, d) for n, _, d in idle_keys(config)]
                 assert idle == (other is None), (name, need, other)
@@ -261,7 +306,12 @@ def test_every_key_and_its_default_are_shown_in_80_columns(kind, capsys, monkeyp
     lines = [line for line in every if line.startswith("  --")]
     assert [line for line in every if line.startswith("  ") and len(line) > 80] == []
     named = [line.split()[0][2:] for line in lines]
-    assert len(named) == len(set(named)) and set(named) == {*keys_of(kind), "config", "print_config", "help"}
+    assert len(named) == len(set(named)) and set(named) == {
+        *keys_of(kind),
+        "config",
+        "print_config",
+        "help",
+    }
     if kind is DitConfig:
         text = " ".join(" ".join(every).split())
         assert "--model.name moh_dit_small_patch2_75 Model name in timm's registry" in text
@@ -284,23 +334,55 @@ def test_nobody_reads_the_help_to_its_end(monkeypatch):
 def test_the_whole_text_of_keys_and_sections(kind, names, shown, capsys):
     text = helped(kind, ["--help", *names.split()], capsys)
     assert all(words in text for words in shown) and "--mix" not in text and text.endswith(".\n")
-    refuse("--help modle: no such key or section", parse_config, ClsConfig, ["--help", "modle"], "script.py")
+    refuse(
+        "--help modle: no such key or section",
+        parse_config,
+        ClsConfig,
+        ["--help", "modle"],
+        "script.py",
+    )
 
 
 def test_a_key_that_is_said_again_keeps_the_rest():
     lr, mine = keys_of(OptimConfig)["lr"], keys_of(LanguageConfig)["optim.lr"]
-    assert (lr.default, mine.default) == (1e-3, 7e-4) and lr.options == mine.options and lr.text == mine.text
     assert (
-        keys_of(LanguageConfig)["max_steps"].options["ge"] == 0 and keys_of(DitConfig)["max_steps"].options["ge"] == 1
+        (lr.default, mine.default) == (1e-3, 7e-4)
+        and lr.options == mine.options
+        and lr.text == mine.text
+    )
+    assert (
+        keys_of(LanguageConfig)["max_steps"].options["ge"] == 0
+        and keys_of(DitConfig)["max_steps"].options["ge"] == 1
     )
     assert keys_of(DitConfig)["preview.seed"].options["needs"] == ["preview.every"]
-    assert parse(DitConfig, "--model.depth", "3").model.name == DitConfig().model.name == "moh_dit_small_patch2_75"
-    assert BlockDescentConfig() == BlockDescentConfig(mode="bcd", period=5, gate_lr=1.0)  # Peng 2020
+    assert (
+        parse(DitConfig, "--model.depth", "3").model.name
+        == DitConfig().model.name
+        == "moh_dit_small_patch2_75"
+    )
+    assert BlockDescentConfig() == BlockDescentConfig(
+        mode="bcd", period=5, gate_lr=1.0
+    )  # Peng 2020
     assert [f.name for f in dataclasses.fields(ClsDataConfig)].count("augment") == 1
 
 
 @pytest.mark.parametrize(
-    "value", ["no", "1e3", "1:30", "007", "null", "true", "", "0x1f", "2001-01-01", 1e-5, -0.0, 10**20, None]
+    "value",
+    [
+        "no",
+        "1e3",
+        "1:30",
+        "007",
+        "null",
+        "true",
+        "",
+        "0x1f",
+        "2001-01-01",
+        1e-5,
+        -0.0,
+        10**20,
+        None,
+    ],
 )
 def test_what_is_saved_is_read_back(value):
     assert load(dump({"a": value, "b": [value]}), "") == {"a": value, "b": [value]}

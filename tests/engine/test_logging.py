@@ -24,10 +24,19 @@ from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress
-from moh_vision.engine.logging import RunLog, check_tracker, commit, ending, open_tracker, write_json
+from moh_vision.engine.logging import (
+    RunLog,
+    check_tracker,
+    commit,
+    ending,
+    open_tracker,
+    write_json,
+)
 
 
-def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates_once(tmp_path, capsys):
+def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates_once(
+    tmp_path, capsys
+):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 4, "loss": 1}\n{"step": 5, "loss": 9}\n{"step": 6, "lo')
     log = RunLog(path, start=4, total=6, enabled=True, title="t")
@@ -39,8 +48,15 @@ def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates
         log.event(6, {"validation": {"top1": 1.0}}, "v")
         log.close()
     before, step, validation = entries(tmp_path)
-    assert (before, validation) == ({"step": 4, "loss": 1}, {"step": 6, "validation": {"top1": 1.0}})
-    assert (step["step"], step["loss"]) == (5, 2.0) and step["images_per_s"] > 0 and step["peak_memory_mib"] > 0
+    assert (before, validation) == (
+        {"step": 4, "loss": 1},
+        {"step": 6, "validation": {"top1": 1.0}},
+    )
+    assert (
+        (step["step"], step["loss"]) == (5, 2.0)
+        and step["images_per_s"] > 0
+        and step["peak_memory_mib"] > 0
+    )
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
 
@@ -66,7 +82,10 @@ def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(caps
     with Progress("work", 100, "step") as progress:
         for now[0] in range(1, 72):
             progress.add()
-    assert capsys.readouterr().out == "work: 10 of 100 steps, 01:30 left\nwork: 70 of 100 steps, 00:30 left\n"
+    assert (
+        capsys.readouterr().out
+        == "work: 10 of 100 steps, 01:30 left\nwork: 70 of 100 steps, 00:30 left\n"
+    )
 
 
 # ---------------------------------------------------------------- a tracker
@@ -76,39 +95,61 @@ def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_p
     """wandb is not a dependency: a module of its name takes the calls."""
     PartialState()  # as a script has it
     started, told = [], []
-    run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finished"))
+    run = SimpleNamespace(
+        log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finished")
+    )
     config = SimpleNamespace(update=lambda values, **_: started.append(values))
     fake = SimpleNamespace(
-        init=lambda **how: started.append(how) or run, config=config, Image=lambda image: image.shape
+        init=lambda **how: started.append(how) or run,
+        config=config,
+        Image=lambda image: image.shape,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     for _ in range(2):
         tracker = open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True)
         log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", tracker)
         log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
-        log.event(1, dict(validation=dict(top1=50.0, n=[1]), on=True, name="x", none=None), "validation")
+        log.event(
+            1, dict(validation=dict(top1=50.0, n=[1]), on=True, name="x", none=None), "validation"
+        )
         log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
         log.close()
     first, config, second, _ = started
     assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
     assert first["project"] == "moh_vision dit" and first["name"] == "run"
     (step, values), validation, images, end = told[:4]
-    assert step == 0 and values["loss"] == 1.5 and "grad_norm" not in values and "images_per_s" in values
+    assert (
+        step == 0
+        and values["loss"] == 1.5
+        and "grad_norm" not in values
+        and "images_per_s" in values
+    )
     assert validation == (1, {"validation/top1": 50.0}) and end == "finished"
     assert images == (1, {"samples": [(8, 8, 3)] * 4})
 
 
 def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
-    values = dict(loss=math.nan, top1=50.0, validation=dict(fid=math.inf, per_layer=[1.0, -math.inf]), name="NaN")
-    finite = dict(loss=None, top1=50.0, validation=dict(fid=None, per_layer=[1.0, None]), name="NaN")
+    values = dict(
+        loss=math.nan,
+        top1=50.0,
+        validation=dict(fid=math.inf, per_layer=[1.0, -math.inf]),
+        name="NaN",
+    )
+    finite = dict(
+        loss=None, top1=50.0, validation=dict(fid=None, per_layer=[1.0, None]), name="NaN"
+    )
     write_json(tmp_path / "results.json", values)
     assert json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail) == finite
-    named = "null stands for a number that is not finite: loss, validation.fid, validation.per_layer"
+    named = (
+        "null stands for a number that is not finite: loss, validation.fid, validation.per_layer"
+    )
     assert capsys.readouterr().out == f"{tmp_path}/results.json: {named}\n"
     log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t")
     log.event(1, values, "scores")
     log.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(finite, step=1)
+    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(
+        finite, step=1
+    )
 
 
 def test_a_tracker_whose_package_is_missing(monkeypatch):
@@ -128,7 +169,9 @@ def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path
     assert first["command"].startswith("train_cls.py --config configs/quickstart/cls.yaml")
     assert "--max-steps 1" in first["command"] and "--max-steps 2" in second["command"]
     assert first["versions"]["torch"] == torch.__version__.split("+")[0] and first["processes"] == 1
-    assert first["versions"]["moh_vision"] == __version__ and first["device"] and first["cores"] >= 1
+    assert (
+        first["versions"]["moh_vision"] == __version__ and first["device"] and first["cores"] >= 1
+    )
     made, _, following = capsys.readouterr().out.partition(f"{run} has ")[2].partition("\nnext\n")
     named = made.split(", ")
     assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
@@ -139,7 +182,9 @@ def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path
 def test_commit(tmp_path):
     def git(*words):
         name = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     git("init", "-q")
     assert commit(tmp_path) is None  # nothing is committed
@@ -161,7 +206,9 @@ def test_what_comes_next_is_a_command(command, capsys):
     with contextlib.suppress(SystemExit):
         importlib.import_module(module).main([*name, "--help"])
     taken = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
-    assert {w for w in words if w.startswith("--")} <= {option.replace("_", "-") for option in taken}
+    assert {w for w in words if w.startswith("--")} <= {
+        option.replace("_", "-") for option in taken
+    }
 
 
 @pytest.mark.parametrize("objective", ["noise", "flow"])

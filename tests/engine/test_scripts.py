@@ -55,10 +55,18 @@ def runs(tmp_path_factory):
 def test_training_writes_what_it_promises(runs, kind):
     folder, printed = runs
     run = folder / kind
-    promised = {"config.yaml", "metrics.jsonl", "model.safetensors", "ema.safetensors", "checkpoints"}
+    promised = {
+        "config.yaml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "ema.safetensors",
+        "checkpoints",
+    }
     assert promised <= {p.name for p in run.iterdir()}
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["step_28", "step_30"]
-    saved = {path.name for path in (run / "checkpoints" / "step_30").iterdir()}  # of a model without gates
+    saved = {
+        path.name for path in (run / "checkpoints" / "step_30").iterdir()
+    }  # of a model without gates
     assert saved == {"model.safetensors", "ema.safetensors", "optimizer.safetensors", "step.json"}
     steps = logged(run)
     assert [e["step"] for e in steps] == list(range(1, STEPS + 1))
@@ -77,7 +85,9 @@ def test_training_writes_what_it_promises(runs, kind):
 
 
 @pytest.mark.parametrize("kind, models", [("cls", vit), ("dit", dit_transformer)])
-def test_checkpointing_computes_each_block_twice_and_changes_no_bit(tmp_path, monkeypatch, kind, models):
+def test_checkpointing_computes_each_block_twice_and_changes_no_bit(
+    tmp_path, monkeypatch, kind, models
+):
     plain, checkpointed = models.run_block, dict(false=[], true=[])
 
     def run_block(*args, checkpoint=None, **more):
@@ -88,7 +98,9 @@ def test_checkpointing_computes_each_block_twice_and_changes_no_bit(tmp_path, mo
     for on in checkpointed:
         script(kind).main(arguments(kind, tmp_path / on, 2, 2, "--checkpointing", on))
     assert same(tmp_path / "false" / "model.safetensors", tmp_path / "true" / "model.safetensors")
-    assert not any(checkpointed["false"]) and checkpointed["true"][:4] == [True] * 4  # of two layers, in two steps
+    assert (
+        not any(checkpointed["false"]) and checkpointed["true"][:4] == [True] * 4
+    )  # of two layers, in two steps
 
 
 # ---------------------------------------------------------------- mistakes
@@ -97,9 +109,16 @@ def test_checkpointing_computes_each_block_twice_and_changes_no_bit(tmp_path, mo
 def test_a_changed_configuration_is_refused(runs, capsys):
     argv = arguments("cls", runs[0] / "cls", STEPS, 4, "--optim.lr", "0.5")
     error = refused(capsys, script("cls").main, *argv)
-    assert "another configuration" in error and "optim.lr: 0.003 -> 0.5" in error and "--allow-change" in error
+    assert (
+        "another configuration" in error
+        and "optim.lr: 0.003 -> 0.5" in error
+        and "--allow-change" in error
+    )
     config = runs[0] / "cls" / "config.yaml"
-    before, argv = config.read_text(), ["--config", config, "--model.depth", 3, "--allow-change", "model.depth"]
+    before, argv = (
+        config.read_text(),
+        ["--config", config, "--model.depth", 3, "--allow-change", "model.depth"],
+    )
     assert "cannot be loaded into this model" in refused(capsys, script("cls").main, *argv)
     assert config.read_text() == before, "the run's own command still goes on"
 
@@ -131,7 +150,15 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(tmp_path, capsys, kind, 
 
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, capsys, kind):
-    argv = arguments(kind, tmp_path / "run", 1, 1, "--dry-run", f"--init-from={runs[0]}/{kind}", "--data.img_size=16")
+    argv = arguments(
+        kind,
+        tmp_path / "run",
+        1,
+        1,
+        "--dry-run",
+        f"--init-from={runs[0]}/{kind}",
+        "--data.img_size=16",
+    )
     script(kind).main(argv)
     out = capsys.readouterr().out
     assert 0 < out.index("init_from: pos_embed is ") < out.index("active heads: 12 of 16 (75.0 %)")
@@ -141,7 +168,11 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
         with pytest.raises(SystemExit, match="2"):
             script(kind).main([*argv, f"--model.{more}"])
         out, error = capsys.readouterr()
-        assert words in error.splitlines()[-1] and "init_from" not in out and not (tmp_path / "run").exists()
+        assert (
+            words in error.splitlines()[-1]
+            and "init_from" not in out
+            and not (tmp_path / "run").exists()
+        )
 
 
 def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, capsys):
@@ -158,14 +189,28 @@ def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, caps
     (empty / "model.safetensors").unlink()
     (empty / "ema.safetensors").unlink()
     error = refused(capsys, sample.main, "--checkpoint", empty, "--grid", tmp_path / "never.png")
-    assert f"{empty} holds no ema.safetensors or model.safetensors; a run writes them at its checkpoints" in error
+    assert (
+        f"{empty} holds no ema.safetensors or model.safetensors; a run writes them at its checkpoints"
+        in error
+    )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, more", [("cls", "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1"), ("dit", "")])
+@pytest.mark.parametrize(
+    "kind, more", [("cls", "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1"), ("dit", "")]
+)
 def test_compiled_training_learns_the_same(tmp_path, kind, more):
     for compiled in ("false", "true"):
-        train(kind, tmp_path / compiled, 6, "--compile", compiled, "--optim.warmup_steps", 0, *more.split())
+        train(
+            kind,
+            tmp_path / compiled,
+            6,
+            "--compile",
+            compiled,
+            "--optim.warmup_steps",
+            0,
+            *more.split(),
+        )
     one, two = ([e["loss"] for e in logged(tmp_path / compiled)] for compiled in ("false", "true"))
     assert one == pytest.approx(two, abs=1e-3) and one[0] != one[-1]
 
@@ -173,7 +218,9 @@ def test_compiled_training_learns_the_same(tmp_path, kind, more):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cls", "dit"])
 def test_cifar10_loss_falls_in_200_steps(cifar10, tmp_path, kind):
-    script(kind).main(f"--config {kind}/cifar10_small_cpu --data.root {cifar10} --output {tmp_path}/run".split())
+    script(kind).main(
+        f"--config {kind}/cifar10_small_cpu --data.root {cifar10} --output {tmp_path}/run".split()
+    )
     losses = [e["task_loss"] for e in logged(tmp_path / "run")]
     assert np.mean(losses[-3:]) < 0.85 * losses[0]
 
@@ -187,17 +234,30 @@ def grid_of(path, columns, rows):
         assert 0 < grid.width - (columns * 50 + 2) < 40, "the names of the classes"
 
 
-def test_samples_of_digits_are_recognised_and_take_the_place_of_others_where_that_is_asked_for(runs, tmp_path, capsys):
+def test_samples_of_digits_are_recognised_and_take_the_place_of_others_where_that_is_asked_for(
+    runs, tmp_path, capsys
+):
     folder, grid, scores = runs[0], tmp_path / "grid.png", tmp_path / "scores.json"
     argv = f"--checkpoint {folder}/dit --sampler ddim --steps 4 --cfg-scale 1.5 --batch-size 35 --num-images".split()
-    sample.main([*argv, *f"70 --grid {grid} --score digits --extractor {folder}/cls --score-file {scores}".split()])
+    sample.main(
+        [
+            *argv,
+            *f"70 --grid {grid} --score digits --extractor {folder}/cls --score-file {scores}".split(),
+        ]
+    )
     out, scores = capsys.readouterr().out, json.loads(scores.read_text())
     assert "recognised as the class asked for" in out and "not Inception, not FID" in out
     grid_of(grid, columns=7, rows=10)
-    assert 0 <= scores["recognised"] <= 1 and scores["frechet_distance"] > 0 and scores["num_reference"] == 355
+    assert (
+        0 <= scores["recognised"] <= 1
+        and scores["frechet_distance"] > 0
+        and scores["num_reference"] == 355
+    )
     place = ["--out", f"{tmp_path}/folder"]
     sample.main([*argv, "5", *place])
-    assert "exists; give another path, or --overwrite" in refused(capsys, sample.main, *argv, 5, *place)
+    assert "exists; give another path, or --overwrite" in refused(
+        capsys, sample.main, *argv, 5, *place
+    )
     sample.main([*argv, "2", *place, "--overwrite", "true"])
     assert len(list((tmp_path / "folder").iterdir())) == 2
     fewer = SampleConfig(checkpoint=f"{folder}/dit", head_budget=0.5, out="x")
@@ -205,9 +265,13 @@ def test_samples_of_digits_are_recognised_and_take_the_place_of_others_where_tha
 
 
 def test_a_grid_of_twelve_classes_has_one_class_a_row(tmp_path):
-    sizes = dict(img_size=8, in_chans=3, num_classes=12, embed_dim=16, depth=1, num_heads=2, head_budget=1.0)
+    sizes = dict(
+        img_size=8, in_chans=3, num_classes=12, embed_dim=16, depth=1, num_heads=2, head_budget=1.0
+    )
     name, config = "moh_dit_small_patch2_75", dict(kind="diffusion", label_drop=0)
-    about = dict(architecture=name, arguments=sizes, classes=[str(c) for c in range(12)], config=config)
+    about = dict(
+        architecture=name, arguments=sizes, classes=[str(c) for c in range(12)], config=config
+    )
     export_weights(create(name, "diffusion", **sizes), tmp_path / "model.safetensors", about)
     argv = f"--checkpoint {tmp_path} --sampler ddim --steps 1 --num-images 30 --grid {tmp_path}/grid.png".split()
     sample.main(argv)
@@ -225,10 +289,18 @@ def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
             folder / "cls",
             "is of a classifier model, moh_vit_tiny_patch16_224, of train_cls.py; give a run of train_dit",
         ),
-        (folder / "ditt", f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?"),
-        (tmp_path / "text", "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py"),
+        (
+            folder / "ditt",
+            f"--checkpoint {folder}/ditt: no such file or folder, did you mean {folder}/dit?",
+        ),
+        (
+            tmp_path / "text",
+            "is of a text model, mt_transformer_base, of train_text.py; give a run of train_dit.py",
+        ),
     ):
-        assert words in refused(capsys, sample.main, "--grid", tmp_path / "never.png", "--checkpoint", place)
+        assert words in refused(
+            capsys, sample.main, "--grid", tmp_path / "never.png", "--checkpoint", place
+        )
 
 
 # ---------------------------------------------------------------- pictures and scores of a training
@@ -237,20 +309,36 @@ def test_what_is_no_diffusion_run_is_not_sampled(runs, tmp_path, capsys):
 def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     """Weights are those of a run without; the last picture is drawn again, to the bit, from the exported weights."""
     schedule = ["--optim.schedule", "cosine", "--optim.warmup_steps", "0"]
-    drawn = ["--preview.every", "2", "--preview.images", "12", "--preview.columns", "6", "--preview.steps", "3"]
+    drawn = [
+        "--preview.every",
+        "2",
+        "--preview.images",
+        "12",
+        "--preview.columns",
+        "6",
+        "--preview.steps",
+        "3",
+    ]
     train("dit", tmp_path / "plain", 4, *schedule)
     train("dit", tmp_path / "drawn", 4, *schedule, *drawn)
     for name in ("model", "ema"):
         assert same(*(tmp_path / run / f"{name}.safetensors" for run in ("plain", "drawn")))
-    pictures = [np.asarray(Image.open(tmp_path / "drawn" / "previews" / f"step_{n}.png")) for n in (2, 4)]
+    pictures = [
+        np.asarray(Image.open(tmp_path / "drawn" / "previews" / f"step_{n}.png")) for n in (2, 4)
+    ]
     assert pictures[0].shape == pictures[1].shape and (pictures[0] != pictures[1]).any()
 
     model, _ = from_run(str(tmp_path / "drawn"), "diffusion")
     config = PreviewConfig(every=1, images=12, columns=6, steps=3)
     told = []
-    log = SimpleNamespace(enabled=True, say=told.append, pictures=lambda *picture: told.append(picture), pause=int)
+    log = SimpleNamespace(
+        enabled=True, say=told.append, pictures=lambda *picture: told.append(picture), pause=int
+    )
     run = SimpleNamespace(log=log, done=4, ema=None, folder=tmp_path / "again")
-    again, inputs = run.folder / "previews" / "step_4.png", SimpleNamespace(source=Digits("train"), space=None)
+    again, inputs = (
+        run.folder / "previews" / "step_4.png",
+        SimpleNamespace(source=Digits("train"), space=None),
+    )
     previews = Previews(config, inputs, model, HybridLoss())
     previews.draw(model, run)
     (step, _, images), said = told
@@ -263,28 +351,53 @@ def test_previews_draw_the_same_noise_and_change_nothing(tmp_path, capsys):
     train("dit", tmp_path / "drawn", 5, *schedule, *more)
     rate = "max_steps 4 -> 5: the learning rate at step 4 goes from 0 to 0.000191\n"  # 1e-3 (1 + cos(4 pi / 5)) of the peak
     assert rate in (out := capsys.readouterr().out)
-    assert "digits: 1442 training images of 10 classes; 5 steps of " in out and "\n1 process on cpu\n" in out
+    assert (
+        "digits: 1442 training images of 10 classes; 5 steps of " in out
+        and "\n1 process on cpu\n" in out
+    )
     assert f"preview (ddim, 1 steps, guidance 1.5, EMA): {tmp_path / 'drawn'}" in out
     with Image.open(tmp_path / "drawn" / "previews" / "step_5.png") as picture:
-        assert picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50  # one class a row, with its name
+        assert (
+            picture.height == 2 * 50 + 2 and 3 * 50 + 2 < picture.width < 4 * 50
+        )  # one class a row, with its name
 
 
-def test_previews_and_scores_that_fail_are_counted_and_training_goes_on(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moh_vision.diffusion.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan))
-    monkeypatch.setattr("moh_vision.diffusion.previews.make_scorer", lambda *_, **__: None)  # there is nothing to score
+def test_previews_and_scores_that_fail_are_counted_and_training_goes_on(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(
+        "moh_vision.diffusion.previews.sample_images", lambda *_: torch.full((1, 1, 8, 8), math.nan)
+    )
+    monkeypatch.setattr(
+        "moh_vision.diffusion.previews.make_scorer", lambda *_, **__: None
+    )  # there is nothing to score
     output = tmp_path / "run"
     train("dit", output, 3, *"--preview.every 1 --score.every 1".split())
-    assert [(e["failed_previews"], e["failed_scores"]) for e in logged(output)] == [(0, 0), (1, 1), (2, 2)]
-    assert entries(output)[-1]["scores"] == dict(error="after decoding: 1 of 1 images hold NaN or infinity")
+    assert [(e["failed_previews"], e["failed_scores"]) for e in logged(output)] == [
+        (0, 0),
+        (1, 1),
+        (2, 2),
+    ]
+    assert entries(output)[-1]["scores"] == dict(
+        error="after decoding: 1 of 1 images hold NaN or infinity"
+    )
     said = capsys.readouterr().out
     assert said.count("could not be drawn: after decoding: 1 of 1 images hold NaN") == 3
     assert (output / "ema.safetensors").exists() and not (output / ".scoring").exists()
 
 
-def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(tmp_path, capsys, monkeypatch):
+def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(
+    tmp_path, capsys, monkeypatch
+):
     """A trial of a few steps with a configuration for millions is not followed by minutes of sampling; long ones are announced."""
     small, short = ["--preview.images", 40, "--preview.steps", 3], tmp_path / "short"
-    train("dit", short, 3, *small, *"--preview.every 4 --score.every 4 --score.reference nowhere".split())
+    train(
+        "dit",
+        short,
+        3,
+        *small,
+        *"--preview.every 4 --score.every 4 --score.reference nowhere".split(),
+    )
     said = capsys.readouterr().out
     assert "preview.every 4: none in 3 steps; --preview.every 3 asks for it\n" in said
     assert "score.every 4: none in 3" in said
@@ -292,7 +405,10 @@ def test_pictures_of_a_run_shorter_than_every_are_drawn_where_asked_for(tmp_path
     monkeypatch.setattr("moh_vision.diffusion.previews.LONG", 0)
     train("dit", tmp_path / "long", 3, *small, "--preview.every", 2)
     said = capsys.readouterr().out
-    assert [p.name for p in sorted((tmp_path / "long" / "previews").iterdir())] == ["step_2.png", "step_3.png"]
+    assert [p.name for p in sorted((tmp_path / "long" / "previews").iterdir())] == [
+        "step_2.png",
+        "step_3.png",
+    ]
     first, second = [line for line in said.splitlines() if line.startswith("preview")][:2]
     assert first == "preview: 40 images in 3 steps each take about 00:00"
     assert second.endswith("long/previews/step_2.png")
@@ -306,7 +422,9 @@ def test_scores_while_training(tmp_path, runs, capsys):
     train("dit", tmp_path / "run", 4, *argv)
     assert "scores after 4 steps" in capsys.readouterr().out
     scores = [line["scores"] for line in entries(tmp_path / "run") if "scores" in line]
-    assert len(scores) == 2 and scores[0]["fd"] != scores[1]["fd"] and scores[0]["num_generated"] == 70
+    assert (
+        len(scores) == 2 and scores[0]["fd"] != scores[1]["fd"] and scores[0]["num_generated"] == 70
+    )
     assert scores[0]["num_reference"] == 355 and scores[0]["label"].startswith("FD-moh_vit_tiny")
     assert not list((tmp_path / "run").glob(".samples-*"))
     assert same(tmp_path / "plain" / "ema.safetensors", tmp_path / "run" / "ema.safetensors")
@@ -333,6 +451,8 @@ def test_samples_that_a_killed_score_left_are_not_those_of_other_weights(tmp_pat
     monkeypatch.setattr("moh_vision.diffusion.previews.make_scorer", lambda *_, **__: scorer)
     argv = "--score.every 1 --score.steps 2 --score.images 3 --score.reference digits".split()
     train("dit", run, 1, *argv)
-    ImageParts(run / ".scoring", 3, 32, dict(step=2)).add(0, torch.zeros(3, 1, 8, 8, dtype=torch.uint8))
+    ImageParts(run / ".scoring", 3, 32, dict(step=2)).add(
+        0, torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+    )
     train("dit", run, 2, *argv)
     assert len(drawn) == 2 and drawn[1].float().std() > 1 and not (run / ".scoring").exists()

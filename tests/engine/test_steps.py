@@ -18,15 +18,27 @@ def test_schedule():
     assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
     assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
     assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
-    assert [learning_rate(s, 2.0, "constant", 2, 5, 0.0) for s in range(5)] == [1.0, 2.0, 2.0, 2.0, 2.0]
-    linear = [learning_rate(s, 1.0, "linear", 10, 20, 0.5, warmup_lr=0.1) for s in (0, 9, 10, 15, 20, 30)]
+    assert [learning_rate(s, 2.0, "constant", 2, 5, 0.0) for s in range(5)] == [
+        1.0,
+        2.0,
+        2.0,
+        2.0,
+        2.0,
+    ]
+    linear = [
+        learning_rate(s, 1.0, "linear", 10, 20, 0.5, warmup_lr=0.1) for s in (0, 9, 10, 15, 20, 30)
+    ]
     assert linear == pytest.approx([0.19, 1.0, 1.0, 0.75, 0.5, 0.5])
-    falling = [learning_rate(s, 2.0, "inverse_sqrt", 100, 1000, 0.0) for s in (49, 99, 399, 10_000 - 1)]
+    falling = [
+        learning_rate(s, 2.0, "inverse_sqrt", 100, 1000, 0.0) for s in (49, 99, 399, 10_000 - 1)
+    ]
     assert falling == pytest.approx([1.0, 2.0, 1.0, 0.2])  # continuous at the end of the warm-up
 
 
 def test_groups_keep_their_scale():
-    optimizer = torch.optim.SGD([dict(params=[torch.zeros(1)], lr_scale=0.5), dict(params=[torch.ones(1)])], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [dict(params=[torch.zeros(1)], lr_scale=0.5), dict(params=[torch.ones(1)])], lr=1.0
+    )
     set_learning_rate(optimizer, 0.4)
     assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.4]
 
@@ -34,8 +46,16 @@ def test_groups_keep_their_scale():
 def test_losses_are_averaged_over_micro_batches():
     accelerator = SimpleNamespace(reduce=lambda tensor, how: tensor)
     micro = [
-        dict(loss=torch.tensor(v), task_loss=torch.tensor(0.125), mse=torch.tensor(2 * v), head_runs=[runs])
-        for v, runs in ((0.25, torch.tensor([3.0, 3.0, 3.0])), (0.75, torch.tensor([3.0, 0.0, 9.0])))
+        dict(
+            loss=torch.tensor(v),
+            task_loss=torch.tensor(0.125),
+            mse=torch.tensor(2 * v),
+            head_runs=[runs],
+        )
+        for v, runs in (
+            (0.25, torch.tensor([3.0, 3.0, 3.0])),
+            (0.75, torch.tensor([3.0, 0.0, 9.0])),
+        )
     ]
     # Ratios are those of the means: their own means would be 0.667 for balance_share, and 0.667 and 0.5 for the heads.
     means = dict(loss=0.5, task_loss=0.125, mse=1.0, balance_share=0.75, head_usage=[[0.5, 0.25]])
@@ -97,7 +117,13 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
     run = tmp_path / "run"
     child = hold(opened, run, {})
-    refuse(f"--output {run}: process {child} on .* is writing there; wait, or take", open_here, run, {}, fresh)
+    refuse(
+        f"--output {run}: process {child} on .* is writing there; wait, or take",
+        open_here,
+        run,
+        {},
+        fresh,
+    )
     RunFolder(str(run), fresh, ACCELERATOR, None).take_up(1, lock=False)  # only reads
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -106,12 +132,16 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run", "run.1"][: 1 + fresh]
 
 
-def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began(tmp_path, monkeypatch):
+def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began(
+    tmp_path, monkeypatch
+):
     run = tmp_path / "run"
     run.mkdir()
     for name in (".lock", ".config.yaml.tmp"):
         (run / name).write_text("")
     open_here(run, {})
     (run / "config.yaml").unlink()
-    monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text(""))
+    monkeypatch.setattr(
+        ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text("")
+    )
     refuse("another process has begun a run there meanwhile", open_here, run, {})

@@ -45,17 +45,23 @@ class Tiny(Extractor):
 
 def images(n, seed=0, shift=0):
     g = torch.Generator().manual_seed(seed)
-    smooth = torch.nn.functional.interpolate(torch.rand(n, 3, 3, 3, generator=g), (8, 8), mode="bilinear")
+    smooth = torch.nn.functional.interpolate(
+        torch.rand(n, 3, 3, 3, generator=g), (8, 8), mode="bilinear"
+    )
     return (smooth * 200 + shift).to(torch.uint8)
 
 
 def oracle(generated, reference, extractor, split):
-    one, two = (tuple(np.asarray(t, dtype=np.float64) for t in extractor(x)) for x in (generated, reference))
+    one, two = (
+        tuple(np.asarray(t, dtype=np.float64) for t in extractor(x)) for x in (generated, reference)
+    )
     (p1, s1, l1), (p2, s2, _) = one, two
 
     def frechet(x, y):
         c1, c2 = np.cov(x.T), np.cov(y.T)
-        return float(((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(c1 + c2 - 2 * sqrtm(c1 @ c2).real))
+        return float(
+            ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(c1 + c2 - 2 * sqrtm(c1 @ c2).real)
+        )
 
     p = np.exp(l1 - l1.max(1, keepdims=True))
     p /= p.sum(1, keepdims=True)
@@ -87,7 +93,9 @@ def test_every_number_is_that_of_its_definition(monkeypatch, batch_size, split):
     for name, want in oracle(a, b, Tiny(), split).items():
         assert result[name] == pytest.approx(want, rel=1e-5, abs=1e-6), name
     other = score(a[torch.randperm(120)], b, extractor=Tiny(), batch_size=batch_size)
-    assert (other["inception_score"] == pytest.approx(result["inception_score"], rel=1e-9)) is (split > 120)
+    assert (other["inception_score"] == pytest.approx(result["inception_score"], rel=1e-9)) is (
+        split > 120
+    )
     for name in ("fid", "sfid", "precision", "recall"):
         assert other[name] == pytest.approx(result[name], abs=1e-6)
     assert 0 < result["precision"] < 1 and result["inception_score"] > 1.001
@@ -103,7 +111,10 @@ def test_a_short_last_split_of_the_inception_score_is_said(tmp_path, capsys):
     words = "inception score: the last of its 2 splits has 1 of 5000 images; the fewer, the lower is its score"
     assert more["notes"] == [words]
     np.savez(tmp_path / "a.npz", arr_0=many.permute(0, 2, 3, 1).numpy())
-    assert main([str(tmp_path / "a.npz"), reference]) == 0 and f"note: {words}\n" in capsys.readouterr().out
+    assert (
+        main([str(tmp_path / "a.npz"), reference]) == 0
+        and f"note: {words}\n" in capsys.readouterr().out
+    )
     assert score(many[:4999], reference, extractor=Tiny())["notes"] == []
 
 
@@ -117,16 +128,25 @@ def test_precision_and_recall_in_chunks(chunk):
 
 
 EXPECTED = dict(
-    fid=4.7141721713383, sfid=11.6046563716175, inception_score=1.8621569321379, precision=229 / 240, recall=103 / 160
+    fid=4.7141721713383,
+    sfid=11.6046563716175,
+    inception_score=1.8621569321379,
+    precision=229 / 240,
+    recall=103 / 160,
 )
 
 
 # With a larger offset the kernel distance has no digits left, whatever it is computed in.
-@pytest.mark.parametrize("offset, kid", [(0, 1.47181819412974), (16, 32742.5990532365), (1024, None)])
+@pytest.mark.parametrize(
+    "offset, kid", [(0, 1.47181819412974), (16, 32742.5990532365), (1024, None)]
+)
 def test_scores_of_fixed_inputs(offset, kid):
     """As they were when this was written, on any machine: whoever rewrites a metric is held to its numbers."""
     seeds = ((240, 1), (160, 2))
-    coarse = (torch.randint(0, 256, (n, 3, 4, 4), generator=torch.Generator().manual_seed(s)) for n, s in seeds)
+    coarse = (
+        torch.randint(0, 256, (n, 3, 4, 4), generator=torch.Generator().manual_seed(s))
+        for n, s in seeds
+    )
     generated, reference = (x.repeat_interleave(2, 2).repeat_interleave(2, 3) for x in coarse)
     generated = (generated // 8 * 7 + 40).clamp(max=255)
     result = score(generated.byte(), reference.byte(), extractor=Tiny(offset), batch_size=64)
@@ -156,13 +176,17 @@ def test_all_sources_give_the_same_numbers(tmp_path, save, channels):
         seen = {}
         for rank in range(3):
             seen |= {first: batch for first, batch in open_images(source, "x").batches(8, rank, 3)}
-        assert sorted(seen) == [*range(0, 50, 8)] and torch.equal(torch.cat([seen[k] for k in sorted(seen)]), x)
+        assert sorted(seen) == [*range(0, 50, 8)] and torch.equal(
+            torch.cat([seen[k] for k in sorted(seen)]), x
+        )
 
 
 def adms_file(folder, name="stats", parts=("mu", "sigma"), **arrays):
     """A file with statistics of 80 images by `Tiny`."""
     pooled, spatial, _ = (features.numpy() for features in Tiny()(images(80, 1)))
-    stats = dict(mu=pooled.mean(0), sigma=np.cov(pooled.T), mu_s=spatial.mean(0), sigma_s=np.cov(spatial.T))
+    stats = dict(
+        mu=pooled.mean(0), sigma=np.cov(pooled.T), mu_s=spatial.mean(0), sigma_s=np.cov(spatial.T)
+    )
     np.savez(folder / f"{name}.npz", **{part: stats[part] for part in parts}, **arrays)
     return folder / f"{name}.npz"
 
@@ -172,11 +196,18 @@ def test_adms_reference_files(tmp_path):
     a, b, tiny, both = images(60), images(80, 1), Tiny(), ("mu", "sigma", "mu_s", "sigma_s")
     want, some = score(a, b, extractor=tiny), score(a, b[:40], extractor=tiny)
     full = adms_file(tmp_path, "full", both, arr_0=b[:40].permute(0, 2, 3, 1).numpy())
-    full, only = (score(a, file, extractor=tiny) for file in (full, adms_file(tmp_path, "stats", both)))
+    full, only = (
+        score(a, file, extractor=tiny) for file in (full, adms_file(tmp_path, "stats", both))
+    )
     for name in ("fid", "sfid"):
-        assert full[name] == pytest.approx(want[name], rel=1e-5) and only[name] == pytest.approx(want[name], rel=1e-5)
+        assert full[name] == pytest.approx(want[name], rel=1e-5) and only[name] == pytest.approx(
+            want[name], rel=1e-5
+        )
     assert (full["precision"], full["recall"]) == (some["precision"], some["recall"])
-    assert only["precision"] is None and "statistics only, no images (arr_0)" in only["missing"]["precision"]
+    assert (
+        only["precision"] is None
+        and "statistics only, no images (arr_0)" in only["missing"]["precision"]
+    )
     assert only["num_reference"] is None and only["inception_score"] == want["inception_score"]
     short = score(a, adms_file(tmp_path, "short"), extractor=tiny)
     assert short["sfid"] is None and "short.npz has none" in short["missing"]["sfid"]
@@ -189,20 +220,38 @@ def test_saved_statistics(tmp_path, capsys):
     file = tmp_path / "b.saved.npz"
     assert main([str(b), "--save-statistics", str(file)]) == 0
     sha = hashlib.sha256(file.read_bytes()).hexdigest()  # a folder has none
-    assert score(a, file, extractor=Tiny()) == score(a, b, extractor=Tiny()) | dict(reference_sha256=sha)
+    assert score(a, file, extractor=Tiny()) == score(a, b, extractor=Tiny()) | dict(
+        reference_sha256=sha
+    )
     saved = load_statistics(file)
-    assert (saved.count, saved.extractor, saved.weights_sha256) == (50, "tiny", "0" * 64) and str(b) in saved.source
+    assert (saved.count, saved.extractor, saved.weights_sha256) == (50, "tiny", "0" * 64) and str(
+        b
+    ) in saved.source
     other = Tiny()
     other.weights_sha256 = "1" * 64
-    refuse("was made by tiny .sha256 0{12}., not by tiny .sha256 1{12}", score, a, file, extractor=other)
+    refuse(
+        "was made by tiny .sha256 0{12}., not by tiny .sha256 1{12}",
+        score,
+        a,
+        file,
+        extractor=other,
+    )
     assert main([str(b), "--save-statistics", str(file)]) == 2
     assert "exists; give another path" in capsys.readouterr().err
 
 
 def test_too_few_images_are_refused_or_labelled():
-    refuse("10 generated images for 12 features of tiny", lambda: score(images(10), images(60, 1), extractor=Tiny()))
-    refuse("12 reference images for 12 features", lambda: score(images(60), images(12, 1), extractor=Tiny()))
-    assert score(images(10), images(60, 1), extractor=Tiny(), allow_biased=True)["label"] == "FID@10"
+    refuse(
+        "10 generated images for 12 features of tiny",
+        lambda: score(images(10), images(60, 1), extractor=Tiny()),
+    )
+    refuse(
+        "12 reference images for 12 features",
+        lambda: score(images(60), images(12, 1), extractor=Tiny()),
+    )
+    assert (
+        score(images(10), images(60, 1), extractor=Tiny(), allow_biased=True)["label"] == "FID@10"
+    )
 
 
 def test_only_the_published_inception_is_called_fid(tmp_path):
@@ -211,10 +260,20 @@ def test_only_the_published_inception_is_called_fid(tmp_path):
             return Tiny()(x).pooled
 
     result = score(images(60), images(60, 1), extractor=Features())
-    assert result["label"] == "FD-Features" and "fid" not in result and "inception_score" not in result
-    assert result["fd"] == pytest.approx(score(images(60), images(60, 1), extractor=Tiny())["fid"], rel=1e-6)
+    assert (
+        result["label"] == "FD-Features" and "fid" not in result and "inception_score" not in result
+    )
+    assert result["fd"] == pytest.approx(
+        score(images(60), images(60, 1), extractor=Tiny())["fid"], rel=1e-6
+    )
     assert result["spatial_fd"] is None and "no spatial features" in result["missing"]["spatial_fd"]
-    refuse("does not say which weights made it", score, images(60), adms_file(tmp_path), extractor=Features())
+    refuse(
+        "does not say which weights made it",
+        score,
+        images(60),
+        adms_file(tmp_path),
+        extractor=Features(),
+    )
 
 
 def sources_of(x, folder, save=np.savez):
@@ -230,20 +289,30 @@ def test_grey_images_are_not_compared_with_coloured_ones(tmp_path, capsys):
     for grey in (grey_folder, grey_file):
         for generated, reference in ((grey, colour), (colour, grey)):
             kinds = ("grey", "in colour") if generated == grey else ("in colour", "grey")
-            with one_line(f"the generated images are {kinds[0]}, those of {reference} {kinds[1]}; convert one"):
+            with one_line(
+                f"the generated images are {kinds[0]}, those of {reference} {kinds[1]}; convert one"
+            ):
                 score(generated, reference, extractor=tiny, batch_size=8)
     assert sum(seen) <= 8  # the number of features is asked for, no more
     statistics = str(tmp_path / "grey.saved.npz")
     assert main([str(grey_folder), "--save-statistics", statistics]) == 0
-    assert main([str(colour), statistics]) == 2 and "the generated images are in colour" in capsys.readouterr().err
+    assert (
+        main([str(colour), statistics]) == 2
+        and "the generated images are in colour" in capsys.readouterr().err
+    )
     assert main([str(grey_file), "digits"]) == 0  # they are grey
-    assert main([str(colour), "digits"]) == 2 and "those of digits, val split grey" in capsys.readouterr().err
+    assert (
+        main([str(colour), "digits"]) == 2
+        and "those of digits, val split grey" in capsys.readouterr().err
+    )
 
 
 def test_images_of_another_size_are_said(tmp_path, capsys):
     """Extractors resize them, so they can be scored; saved statistics know their size too."""
     small, large = images(40), images(40, 1).repeat_interleave(2, 2)
-    folder, file, statistics = (tmp_path / name for name in ("small", "large.npz", "large.saved.npz"))
+    folder, file, statistics = (
+        tmp_path / name for name in ("small", "large.npz", "large.saved.npz")
+    )
     write_folder(folder, small), np.savez(file, arr_0=large.permute(0, 2, 3, 1).numpy())
     assert main([str(file), "--save-statistics", str(statistics)]) == 0
     for source, reference, name in (
@@ -252,7 +321,9 @@ def test_images_of_another_size_are_said(tmp_path, capsys):
         notes = score(source, reference, extractor=Tiny())["notes"]
         assert notes == [f"the generated images have 8 x 8 pixels, those of {name} 8 x 16"]
     assert score(large, statistics, extractor=Tiny())["notes"] == []
-    assert main([str(folder), str(file)]) == 0 and f"note: {notes[0][:60]}" in capsys.readouterr().out
+    assert (
+        main([str(folder), str(file)]) == 0 and f"note: {notes[0][:60]}" in capsys.readouterr().out
+    )
 
 
 def test_a_rotation_noted_in_exif_is_applied(tmp_path):
@@ -268,8 +339,12 @@ def test_a_rotation_noted_in_exif_is_applied(tmp_path):
         sizes[raw.size] = True
     assert len(sizes) == 2
     seen = torch.cat([batch for _, batch in open_images(folder, "x").batches(8)])
-    files = [np.asarray(ImageOps.exif_transpose(Image.open(file))) for file in sorted(folder.iterdir())]
-    assert (seen.permute(0, 2, 3, 1).numpy() == np.stack(files)).all() and torch.equal(seen[:4], x[:4])
+    files = [
+        np.asarray(ImageOps.exif_transpose(Image.open(file))) for file in sorted(folder.iterdir())
+    ]
+    assert (seen.permute(0, 2, 3, 1).numpy() == np.stack(files)).all() and torch.equal(
+        seen[:4], x[:4]
+    )
     Image.fromarray(x[0].permute(1, 2, 0).numpy()).save(folder / "9.png", exif=exif)
     refuse("9.png has 8 x 16 pixels, 00000.png has 16 x 8", lambda: open_images(folder, "x"))
 
@@ -292,18 +367,29 @@ def test_images_in_the_folders_of_a_folder(tmp_path):
         write_folder(tmp_path / "both" / name, part)
     together, one = torch.cat([images(20), images(20, 1)]), images(30, 2)
     how = dict(extractor=Tiny(), batch_size=8)
-    assert score(one, tmp_path / "both", **how)["fid"] == pytest.approx(score(one, together, **how)["fid"], rel=1e-9)
+    assert score(one, tmp_path / "both", **how)["fid"] == pytest.approx(
+        score(one, together, **how)["fid"], rel=1e-9
+    )
     next((tmp_path / "both" / "cat").iterdir()).rename(tmp_path / "both" / "one.png")
     assert open_images(tmp_path / "both", "x").count == 1
     (tmp_path / "empty" / "deeper").mkdir(parents=True)
-    refuse("empty: holds no images .*, nor do the folders in it", lambda: open_images(tmp_path / "empty", "x"))
+    refuse(
+        "empty: holds no images .*, nor do the folders in it",
+        lambda: open_images(tmp_path / "empty", "x"),
+    )
 
 
 test_bad_sources = each_refused(
     lambda source: score(source, images(30), extractor=Tiny()),
-    (torch.zeros(4, 3, 8, 8), "generated: batch 0 is torch.float32 .4, 3, 8, 8.; expected a uint8 tensor"),
+    (
+        torch.zeros(4, 3, 8, 8),
+        "generated: batch 0 is torch.float32 .4, 3, 8, 8.; expected a uint8 tensor",
+    ),
     (torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "expected a uint8 tensor"),
-    (iter([images(4), images(4)[..., :7, :7]]), "batch 1 has images of .7, 7., the first of .8, 8."),
+    (
+        iter([images(4), images(4)[..., :7, :7]]),
+        "batch 1 has images of .7, 7., the first of .8, 8.",
+    ),
     (iter([]), "generated: no images"),
     ("nowhere", "nowhere: no such folder or .npz file"),
     kind=(ValueError, FileNotFoundError),
@@ -317,7 +403,10 @@ def test_features_that_are_not_finite_are_named():
             features[1, 2] = float("nan")
             return features
 
-    refuse("the features of image 1 are not finite", lambda: score(images(8), images(8), extractor=Broken()))
+    refuse(
+        "the features of image 1 are not finite",
+        lambda: score(images(8), images(8), extractor=Broken()),
+    )
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -327,19 +416,34 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
     text, result = capsys.readouterr().out, json.loads(out.read_text())
     want = score(images(60), images(60, 1), extractor=Tiny(), batch_size=16)
-    assert "generated: 16 of 60 images, " in text and "reference: 60 of 60 images, 00:00 left\n" in text
+    assert (
+        "generated: 16 of 60 images, " in text
+        and "reference: 60 of 60 images, 00:00 left\n" in text
+    )
     assert f"{want['fid']:.4f}" in text and "FID " in text and "60 images" in text
     assert {k: result[k] for k in want} == want and result["generated"] == str(a)
     for argv, words in (
         ([str(a), str(b), "--out", str(out)], "exists; give another path"),
         ([str(a)], "give either REFERENCE, or --save-statistics"),
-        ([str(a), str(tmp_path / "bb")], f"REFERENCE {tmp_path}/bb: no such file or folder, did you mean {b}?"),
-        ([str(a), str(b), "--size", "1000000"], "--size 1000000: a batch of 64 such images takes 715,256 GiB, this"),
+        (
+            [str(a), str(tmp_path / "bb")],
+            f"REFERENCE {tmp_path}/bb: no such file or folder, did you mean {b}?",
+        ),
+        (
+            [str(a), str(b), "--size", "1000000"],
+            "--size 1000000: a batch of 64 such images takes 715,256 GiB, this",
+        ),
         ([str(a), str(tmp_path / "c")], f"REFERENCE {tmp_path}/c: no such file or folder\n"),
         ([str(a), str(b), "--batch-size", "0"], "--batch-size 0: expected 1 or more"),
         ([str(a), str(b), "--size", "0"], "--size 0: expected 1 or more"),
-        ([str(a), "--save-statistics", "s.npz", "--out", "x"], "--out has no effect with --save-statistics"),
-        ([str(a), "--save-statistics", "s.npz", "--allow-biased"], "--allow-biased has no effect with"),
+        (
+            [str(a), "--save-statistics", "s.npz", "--out", "x"],
+            "--out has no effect with --save-statistics",
+        ),
+        (
+            [str(a), "--save-statistics", "s.npz", "--allow-biased"],
+            "--allow-biased has no effect with",
+        ),
     ):
         assert main(argv) == 2
         error = capsys.readouterr().err
@@ -352,7 +456,11 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
     for split, part in zip(("train", "val"), wide.split(40)):
         write_folder(tmp_path / "data" / split / "cat", part.permute(0, 3, 1, 2))
         crops[split] = part[:, :, 2:10].permute(0, 3, 1, 2)
-    data, folder, out = str(tmp_path / "data"), str(write_folder(tmp_path / "a", images(60))), tmp_path / "s.json"
+    data, folder, out = (
+        str(tmp_path / "data"),
+        str(write_folder(tmp_path / "a", images(60))),
+        tmp_path / "s.json",
+    )
     for number, (argv, pair) in enumerate({
         (data, folder): (crops["train"], images(60)),
         (folder, data): (images(60), crops["val"]),
@@ -364,14 +472,30 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
         want, result = score(*pair, extractor=Tiny(), batch_size=16), json.loads(out.read_text())
         assert {k: result[k] for k in want} == want
         assert result["generated"] == (f"{data}, train split" if argv[0] == data else folder)
-    assert f"40 images of {data}, train split against 40 of {data}, val split" in capsys.readouterr().out
+    assert (
+        f"40 images of {data}, train split against 40 of {data}, val split"
+        in capsys.readouterr().out
+    )
     statistics = str(tmp_path / "s.npz")
-    assert main([data, "--save-statistics", statistics, "--size", "8"]) == 0 == main([folder, statistics])
+    assert (
+        main([data, "--save-statistics", statistics, "--size", "8"])
+        == 0
+        == main([folder, statistics])
+    )
     for argv, words in (
-        ([data, data], f"{data}, train split: its images have no one size; --size PIXELS crops them"),
-        ([data, statistics], f"{data}, train split: its images have no one size; --size PIXELS crops them"),
+        (
+            [data, data],
+            f"{data}, train split: its images have no one size; --size PIXELS crops them",
+        ),
+        (
+            [data, statistics],
+            f"{data}, train split: its images have no one size; --size PIXELS crops them",
+        ),
         ([folder, folder, "--size", "8"], "--size 8 has no effect: there is no data set"),
-        ([folder, folder, "--reference-split", "val"], f"REFERENCE {folder} is no data set, so a split (val) has no"),
+        (
+            [folder, folder, "--reference-split", "val"],
+            f"REFERENCE {folder} is no data set, so a split (val) has no",
+        ),
     ):
         assert main(argv) == 2 and words in capsys.readouterr().err
 
@@ -406,7 +530,9 @@ def test_two_processes_give_the_result_of_one(tmp_path):
         got = json.loads((tmp_path / f"{rank}.json").read_text())
         assert got.keys() == want.keys()
         for name, value in want.items():
-            assert got[name] == (pytest.approx(value, rel=1e-6) if isinstance(value, float) else value), name
+            assert got[name] == (
+                pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+            ), name
         assert "5 reference images for 12 features" in (tmp_path / f"{rank}.txt").read_text()
         for name in ("forward", "to"):
             assert (tmp_path / f"{rank}.{name}").read_text() == "KeyError: 'sizes'"

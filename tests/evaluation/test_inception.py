@@ -28,20 +28,35 @@ def weights(tmp_path_factory):
 
 def images(n, seed=0):
     g = torch.Generator().manual_seed(seed)
-    smooth = nn.functional.interpolate(torch.rand(n, 3, 4, 4, generator=g), (32, 32), mode="bilinear")
+    smooth = nn.functional.interpolate(
+        torch.rand(n, 3, 4, 4, generator=g), (32, 32), mode="bilinear"
+    )
     return (smooth * 255).to(torch.uint8)
 
 
 def test_one_pass_gives_all_features(weights):
     inception, x = Inception(weights), images(3)
     seen = {}
-    inception.network.Mixed_6d.branch1x1.conv.register_forward_hook(lambda m, i, o: seen.update(conv=o))
+    inception.network.Mixed_6d.branch1x1.conv.register_forward_hook(
+        lambda m, i, o: seen.update(conv=o)
+    )
     out = inception(x)
-    assert out.pooled.shape == (3, 2048) and out.spatial.shape == (3, 2023) and out.logits.shape == (3, 1008)
-    torch.testing.assert_close(out.logits, out.pooled @ inception.network.fc.weight.T)  # without the bias
+    assert (
+        out.pooled.shape == (3, 2048)
+        and out.spatial.shape == (3, 2023)
+        and out.logits.shape == (3, 1008)
+    )
+    torch.testing.assert_close(
+        out.logits, out.pooled @ inception.network.fc.weight.T
+    )  # without the bias
     maps = torch.relu(inception.network.Mixed_6d.branch1x1.bn(seen["conv"]))  # [3, 192, 17, 17]
     want = [maps[1, c, i, j].item() for i in (0, 16) for j in (0, 16) for c in range(7)]
-    got = [out.spatial[1, (17 * i + j) * 7 + c].item() for i in (0, 16) for j in (0, 16) for c in range(7)]
+    got = [
+        out.spatial[1, (17 * i + j) * 7 + c].item()
+        for i in (0, 16)
+        for j in (0, 16)
+        for c in range(7)
+    ]
     assert got == pytest.approx(want, rel=1e-5) and max(want) > 0
     # Unknown weights are never called FID.
     assert not inception.published and inception.name == "Inception with unknown weights random.pth"
@@ -49,35 +64,55 @@ def test_one_pass_gives_all_features(weights):
 
 
 def test_weights_that_cannot_be_used(weights, tmp_path):
-    file, words = tmp_path / "w.pth", "w.pth: not the weights of Inception in torch-fidelity's layout"
+    file, words = (
+        tmp_path / "w.pth",
+        "w.pth: not the weights of Inception in torch-fidelity's layout",
+    )
     refuse("w.pth: no such file", Inception, file, kind=FileNotFoundError)
     file.write_bytes(weights.read_bytes()[:1000])
     refuse(words, Inception, file)
-    for content in (nn.Linear(2, 2).state_dict(), {"x": tmp_path}):  # a path is an object that unpickling would build
+    for content in (
+        nn.Linear(2, 2).state_dict(),
+        {"x": tmp_path},
+    ):  # a path is an object that unpickling would build
         torch.save(content, file)
         refuse(words, Inception, file)
 
 
 def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network")))
+    monkeypatch.setattr(
+        torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network"))
+    )
     words = f"{PUBLISHED}, are neither at {tmp_path}.*no network.*--inception-weights FILE.*--extractor RUN"
     refuse(words, make_extractor, "inception", kind=FileNotFoundError)
 
 
 test_unknown_extractors = each_refused(
-    make_extractor, ("inceptoin", "is not inception, timm:NAME"), ("timm:resnet51x", "timm has no model")
+    make_extractor,
+    ("inceptoin", "is not inception, timm:NAME"),
+    ("timm:resnet51x", "timm has no model"),
 )
 
 
 def test_a_timm_model_is_named():
     model = timm.create_model("resnet10t", num_classes=4)
-    result = score(images(20), images(20, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
-    assert result["label"] == "FD-resnet10t@20" and result["fd"] > 0 and len(result["weights_sha256"]) == 64
-    again = score(images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True)
+    result = score(
+        images(20), images(20, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
+    )
+    assert (
+        result["label"] == "FD-resnet10t@20"
+        and result["fd"] > 0
+        and len(result["weights_sha256"]) == 64
+    )
+    again = score(
+        images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
+    )
     assert abs(again["fd"]) < 1e-3
     network, x = TimmExtractor(model, "x"), images(20)
-    resized = nn.functional.interpolate(x / 255, network.size, mode=network.interpolation, antialias=True).clamp(0, 1)
+    resized = nn.functional.interpolate(
+        x / 255, network.size, mode=network.interpolation, antialias=True
+    ).clamp(0, 1)
     with torch.no_grad():
         torch.testing.assert_close(network(x).logits, model((resized - network.mean) / network.std))
     assert 1 < result["class_score"] < 4
@@ -87,7 +122,9 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
     """With the preprocessing in its config.json, at its own size or at another; statistics of one are not the other's."""
     sizes = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=0)
     model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
-    own = dict(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", input_size=(3, 32, 32))
+    own = dict(
+        mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", input_size=(3, 32, 32)
+    )
     folder, file = tmp_path / "vit", tmp_path / "b.saved.npz"
     model.pretrained_cfg = {**model.pretrained_cfg, **own}
     timm.models.save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
@@ -102,14 +139,25 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
         np.savez(tmp_path / f"{name}.npz", arr_0=images(30, seed).permute(0, 2, 3, 1).numpy())
     large = ["--extractor", f"timm:local-dir:{folder}@64"]
     assert command([str(tmp_path / "b.npz"), "--save-statistics", str(file), *large]) == 0
-    assert command([str(tmp_path / "a.npz"), str(file), *large, "--out", str(tmp_path / "s.json")]) == 0
+    assert (
+        command([str(tmp_path / "a.npz"), str(file), *large, "--out", str(tmp_path / "s.json")])
+        == 0
+    )
     scores = json.loads((tmp_path / "s.json").read_text())
     assert scores["label"] == f"FD-vit_tiny_patch16_224 of {folder}@64" and scores["fd"] > 0
-    assert scores["versions"]["torch"] == torch.__version__.split("+")[0] and "torch-fidelity" in scores["versions"]
-    assert command([str(tmp_path / "a.npz"), str(file), *large[:1], large[1].removesuffix("@64")]) == 2
+    assert (
+        scores["versions"]["torch"] == torch.__version__.split("+")[0]
+        and "torch-fidelity" in scores["versions"]
+    )
+    assert (
+        command([str(tmp_path / "a.npz"), str(file), *large[:1], large[1].removesuffix("@64")]) == 2
+    )
     assert f"was made by vit_tiny_patch16_224 of {folder}@64" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"torn")
-    refuse(f"extractor 'timm:local-dir:{folder}': .*header", lambda: make_extractor(f"timm:local-dir:{folder}"))
+    refuse(
+        f"extractor 'timm:local-dir:{folder}': .*header",
+        lambda: make_extractor(f"timm:local-dir:{folder}"),
+    )
     words = f"extractor 'timm:local-dir:{tmp_path}': Config file not found"
     refuse(words, make_extractor, f"timm:local-dir:{tmp_path}")
 

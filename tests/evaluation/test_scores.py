@@ -15,7 +15,9 @@ def test_accuracy_counts_every_sample_once_over_ranks():
         return logits[images], asked
 
     for rank in range(3):
-        batches = [dict(images=own, labels=labels[own]) for own in torch.arange(rank, 23, 3).split(4)]
+        batches = [
+            dict(images=own, labels=labels[own]) for own in torch.arange(rank, 23, 3).split(4)
+        ]
         evaluate(predict, batches, "cpu", lambda own: sums.append(own) or own)
     scores = evaluate(predict, [], "cpu", lambda own: sum(sums))
     hits = logits.topk(5).indices == labels[:, None]
@@ -51,10 +53,16 @@ def test_score_with_classifier():
     batches = [dict(images=x, labels=y) for x, y in zip(fake.split(70), asked.split(70))]
     scores = score_with_classifier(Brightest(), iter(batches), iter(reference), "cpu")
     assert (scores["recognised"], scores["recognised_real"]) == (pytest.approx(0.9), 1.0)
-    features = (x.mean((2, 3)).double() for x in (fake, torch.cat([b["images"] for b in reference])))
+    features = (
+        x.mean((2, 3)).double() for x in (fake, torch.cat([b["images"] for b in reference]))
+    )
     want = frechet_distance(*(moment for x in features for moment in (x.mean(0), x.T.cov())))
     assert scores["frechet_distance"] == pytest.approx(want) and 0 < want < 0.01
-    assert (scores["num_generated"], scores["num_reference"], scores["num_features"]) == (300, 300, 3)
+    assert (scores["num_generated"], scores["num_reference"], scores["num_features"]) == (
+        300,
+        300,
+        3,
+    )
     few = [dict(images=fake[:3], labels=asked[:3])]
     assert score_with_classifier(Brightest(), few, reference, "cpu")["frechet_distance"] is None
 
@@ -70,4 +78,6 @@ def test_no_images_are_kept_by_the_scores_of_a_classifier():
             assert len(alive) < 5
             yield dict(images=images, labels=torch.zeros(100, dtype=torch.long))
 
-    assert score_with_classifier(Brightest(), batches(), batches(), "cpu")["num_generated"] == 10_000
+    assert (
+        score_with_classifier(Brightest(), batches(), batches(), "cpu")["num_generated"] == 10_000
+    )

@@ -42,10 +42,14 @@ TEXT = (
     "--optim.lr 3e-3 --optim.warmup_steps 5 "
 )
 PAIRS = (
-    TEXT + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.root {pairs} --data.source de "
+    TEXT
+    + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.root {pairs} --data.source de "
     "--data.target en --data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 1 "
 )
-PLAIN = TEXT + "--model.kwargs.num_hidden_layers 2 --data.root {plain} --data.block 16 --optim.batch_size 8 "
+PLAIN = (
+    TEXT
+    + "--model.kwargs.num_hidden_layers 2 --data.root {plain} --data.block 16 --optim.batch_size 8 "
+)
 # name -> (script, its options)
 CASES = {
     "vit_moh_token": (train_cls, VIT + "--optim.accumulation 2 --label_smoothing 0.1"),
@@ -54,8 +58,14 @@ CASES = {
         train_cls,
         VIT + "--model.scope sample --model.kwargs.drop_path_rate 0.1 --optim.layer_decay 0.8",
     ),
-    "vit_query_norm": (train_cls, VIT + "--model.router query_norm --mix.mixup 0.8 --mix.cutmix 1.0"),
-    "vit_moa": (train_cls, VIT + "--optim.lr 1e-2 --model.router moa --model.head_budget [[0,2],[0,2]]"),
+    "vit_query_norm": (
+        train_cls,
+        VIT + "--model.router query_norm --mix.mixup 0.8 --mix.cutmix 1.0",
+    ),
+    "vit_moa": (
+        train_cls,
+        VIT + "--optim.lr 1e-2 --model.router moa --model.head_budget [[0,2],[0,2]]",
+    ),
     "vit_mae": (train_cls, VIT + "--model.router mae --model.head_budget null"),
     "transnext_moh": (
         train_cls,
@@ -68,11 +78,15 @@ CASES = {
     "dit_latents": (train_dit, DIT + "--data.root {latents} --data.augment flip"),
     "translation_mae": (train_text, PAIRS + "--model.name mt_mae_7 --block_descent.period 2"),
     "translation_moa": (train_text, PAIRS + "--model.name mt_moa_2K4E16D"),
-    "masked_moa": (train_text, PLAIN + "--model.name mlm_moa_2K4E16D --data.merges 30 --optim.weight_decay 0.1"),
+    "masked_moa": (
+        train_text,
+        PLAIN + "--model.name mlm_moa_2K4E16D --data.merges 30 --optim.weight_decay 0.1",
+    ),
     "causal_moh": (train_text, PLAIN + "--model.name clm_moh_small_75 --data.merges 30"),
     "causal_mae_adaptive": (
         train_text,
-        PLAIN + "--model.name clm_wt103_mae_7 --data.words 0 --data.context 8 --model.kwargs.adaptive_cutoffs [6] "
+        PLAIN
+        + "--model.name clm_wt103_mae_7 --data.words 0 --data.context 8 --model.kwargs.adaptive_cutoffs [6] "
         "--label_smoothing 0 --block_descent.mode joint",
     ),
     "llama_converted": (
@@ -89,9 +103,15 @@ def write_data(folder: Path) -> dict:
     made["words"], made["llama"] = words(folder / "words", ENGLISH), folder / "llama"
     torch.manual_seed(0)
     sizes = dict(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
-    LlamaForCausalLM(LlamaConfig(vocab_size=13, max_position_embeddings=64, **sizes)).save_pretrained(made["llama"])
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=13, max_position_embeddings=64, **sizes)
+    ).save_pretrained(made["llama"])
     vae, made["latents"] = save_tiny_vae(folder / "vae"), folder / "latents"
     argv = f"--vae {vae} --data digits --out {made['latents']} --size 8 --dtype float32 --workers 0"
     assert write_latents(argv.split()) == 0
@@ -99,7 +119,9 @@ def write_data(folder: Path) -> dict:
 
 
 def in_float64(batch: dict) -> dict:
-    return {key: value.double() if value.is_floating_point() else value for key, value in batch.items()}
+    return {
+        key: value.double() if value.is_floating_point() else value for key, value in batch.items()
+    }
 
 
 @contextlib.contextmanager
@@ -113,9 +135,16 @@ def recorded(double: bool):
 
     class Recorded(Step):
         def __call__(self, number, batches, epoch, **more):
-            updated = super().__call__(number, map(in_float64, batches) if double else batches, epoch, **more)
+            updated = super().__call__(
+                number, map(in_float64, batches) if double else batches, epoch, **more
+            )
             names = [name for name in self.losses[0] if name != "head_runs"]
-            rows.append({name: sum(float(v[name]) for v in self.losses) / len(self.losses) for name in names})
+            rows.append(
+                {
+                    name: sum(float(v[name]) for v in self.losses) / len(self.losses)
+                    for name in names
+                }
+            )
             return updated
 
     def normal(tensor, mean, std, a, b, generator=None):
@@ -146,7 +175,14 @@ def recorded(double: bool):
 def curve(case: str, data: dict, output: Path, double: bool = True, more: str = "") -> dict:
     """Name of each loss -> its values over the steps; and of what the run ends with: its weights and validation loss."""
     script, options = CASES[case]
-    argv = [*options.format(**data).split(), *more.split(), "--max-steps", str(STEPS), "--output", str(output)]
+    argv = [
+        *options.format(**data).split(),
+        *more.split(),
+        "--max-steps",
+        str(STEPS),
+        "--output",
+        str(output),
+    ]
     with recorded(double) as rows:
         script.main(argv)
     found = {name: [row[name] for row in rows] for name in rows[0]}
@@ -154,7 +190,9 @@ def curve(case: str, data: dict, output: Path, double: bool = True, more: str = 
     found["weights"] = [float(sum(w.double().abs().sum() for w in weights.values()))]
     if (output / "ema.safetensors").exists():
         average = load_file(output / "ema.safetensors")
-        found["ema_distance"] = [float(sum((average[k].double() - w.double()).abs().sum() for k, w in weights.items()))]
+        found["ema_distance"] = [
+            float(sum((average[k].double() - w.double()).abs().sum() for k, w in weights.items()))
+        ]
     if (output / "results.json").exists():
         results = json.loads((output / "results.json").read_text())
         found["validation"] = [results.get("validation", results)["loss"]]
@@ -177,7 +215,9 @@ def write(case: str, found: dict) -> None:
     record = dict(tolerance=TOLERANCE, recorded_on=about(), curves=found)
     # One list a line, so that a diff of the file shows which numbers moved.
     text = json.dumps(record, indent=1)
-    (HERE / f"{case}.json").write_text(re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m[0].split()), text) + "\n")
+    (HERE / f"{case}.json").write_text(
+        re.sub(r"\[[^\[\]]*\]", lambda m: " ".join(m[0].split()), text) + "\n"
+    )
 
 
 def as_recorded(curves: dict, tolerance: float):
@@ -186,4 +226,8 @@ def as_recorded(curves: dict, tolerance: float):
 
 
 def by_step(curves: dict) -> dict:
-    return {f"{name} {step}": value for name, values in curves.items() for step, value in enumerate(values)}
+    return {
+        f"{name} {step}": value
+        for name, values in curves.items()
+        for step, value in enumerate(values)
+    }

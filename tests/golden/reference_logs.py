@@ -12,7 +12,15 @@ from moh_vision.commands.publish import without_paths
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # What says nothing of the losses, or more of the machine than of the run.
-LEFT_OUT = {"head_usage", "skipped", "unreadable", "images_per_s", "tokens_per_s", "peak_memory_mib", "top1_by_class"}
+LEFT_OUT = {
+    "head_usage",
+    "skipped",
+    "unreadable",
+    "images_per_s",
+    "tokens_per_s",
+    "peak_memory_mib",
+    "top1_by_class",
+}
 
 
 def kept(row: dict) -> dict:
@@ -27,7 +35,10 @@ def lines_of(file: Path) -> list[dict]:
 def write(run: Path, name: str) -> None:
     start, *_ = lines_of(run / "environment.jsonl")  # a resumed run has several
     about = {key: start[key] for key in ("date", "device", "commit", "versions")}
-    rows = [dict(step=0, command=without_paths(start["command"]), **about), *map(kept, lines_of(run / "metrics.jsonl"))]
+    rows = [
+        dict(step=0, command=without_paths(start["command"]), **about),
+        *map(kept, lines_of(run / "metrics.jsonl")),
+    ]
     (CONFIGS / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -30,7 +30,9 @@ def test_losses_are_as_recorded(case, data, tmp_path, pytestconfig):
     where = f"recorded on {record['recorded_on']}\nnow on      {curves.about()}"
     meant = f"if it was meant to change: --record-curves -k {case}, and say in the commit why the curve moved"
     expected = curves.as_recorded(record["curves"], record["tolerance"])
-    assert curves.by_step(found) == expected, f"{case} trains otherwise than recorded\n{where}\n{meant}"
+    assert curves.by_step(found) == expected, (
+        f"{case} trains otherwise than recorded\n{where}\n{meant}"
+    )
 
 
 @pytest.mark.parametrize("case", ["vit_moh_token", "dit_pixels_sample"])
@@ -38,4 +40,6 @@ def test_float32_follows_with_and_without_compiled_operators(case, path, data, t
     """As a user runs it, from the same weights and draws. Of these two, no head is chosen otherwise for a rounding."""
     found = curves.curve(case, data, tmp_path / "run", double=False, more="--model.executor packed")
     loss = dict(loss=recorded(case)["curves"]["loss"])
-    assert curves.by_step(dict(loss=found["loss"])) == curves.as_recorded(loss, curves.TOLERANCE_IN_FLOAT32)
+    assert curves.by_step(dict(loss=found["loss"])) == curves.as_recorded(
+        loss, curves.TOLERANCE_IN_FLOAT32
+    )

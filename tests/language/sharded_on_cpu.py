@@ -19,7 +19,9 @@ def sharding(make, policy, folder):
         )  # fmt: skip
         if accelerator.mixed_precision != "no":
             plugin.set_mixed_precision(accelerator.mixed_precision)
-        accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+        accelerator.state.distributed_type = PartialState._shared_state["distributed_type"] = (
+            DistributedType.FSDP
+        )
         accelerator.state.fsdp_plugin = plugin
         prepare = accelerator.prepare
 

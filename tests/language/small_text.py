@@ -38,7 +38,9 @@ def write_plain(folder, train=300, val=60, seed=0):
         for _ in range(count):
             first = rng.randrange(10)
             lines.append(" ".join(ENGLISH[(first + i) % 10] for i in range(rng.randint(4, 12))))
-        (folder / f"{split}.txt").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        (folder / f"{split}.txt").write_text(
+            "".join(line + "\n" for line in lines), encoding="utf-8"
+        )
     return folder
 
 
@@ -47,6 +49,8 @@ def write_ids(store, ids, vocabulary):
     store.mkdir(parents=True, exist_ok=True)
     data = np.asarray(ids, "<u2").tobytes()
     (store / "ids.bin").write_bytes(data)
-    record = dict(dtype="uint16", tokens=len(ids), words=len(ids), sha256=hashlib.sha256(data).hexdigest())
+    record = dict(
+        dtype="uint16", tokens=len(ids), words=len(ids), sha256=hashlib.sha256(data).hexdigest()
+    )
     (store / "meta.json").write_text(json.dumps(dict(record, tokenizer=vocabulary.fingerprint)))
     return store

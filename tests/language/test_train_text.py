@@ -28,9 +28,11 @@ from moh_vision.models.weight_files import read_safetensors
 
 WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
 TINY = dict(
-    mt=WIDTH + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.source de --data.target en "
+    mt=WIDTH
+    + "--model.kwargs.encoder_layers 1 --model.kwargs.decoder_layers 1 --data.source de --data.target en "
     "--data.merges 60 --data.max_tokens 200 --data.max_length 60 --generate.beam 2 --generate.max_length 4",
-    mlm=WIDTH + "--model.kwargs.num_hidden_layers 1 --data.merges 30 --data.block 16 --optim.batch_size 8",
+    mlm=WIDTH
+    + "--model.kwargs.num_hidden_layers 1 --data.merges 30 --data.block 16 --optim.batch_size 8",
     clm=WIDTH
     + "--model.kwargs.num_hidden_layers 1 --data.words 0 --data.block 16 --optim.batch_size 8 --data.context 8 "
     "--model.kwargs.adaptive_cutoffs [6] --label_smoothing 0",
@@ -43,12 +45,25 @@ RATE = "--optim.lr 3e-3 --optim.warmup_steps 5".split()
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
-    return dict(mt=write_pairs(folder / "pairs"), mlm=write_plain(folder / "plain"), clm=folder / "plain")
+    return dict(
+        mt=write_pairs(folder / "pairs"), mlm=write_plain(folder / "plain"), clm=folder / "plain"
+    )
 
 
 def arguments(kind, data, run, steps, *more, preset=None):
-    tiny = TINY[kind] if "--data.tokenizer" not in more else TINY[kind].replace("--data.merges 60 ", "")
-    argv = [*tiny.split(), "--model.name", preset or PRESETS[kind], "--data.root", str(data[kind]), *FAST]
+    tiny = (
+        TINY[kind]
+        if "--data.tokenizer" not in more
+        else TINY[kind].replace("--data.merges 60 ", "")
+    )
+    argv = [
+        *tiny.split(),
+        "--model.name",
+        preset or PRESETS[kind],
+        "--data.root",
+        str(data[kind]),
+        *FAST,
+    ]
     rate = [] if "gates" in more else RATE  # gates alone have a rate of their own
     return [*argv, *rate, "--max-steps", str(steps), "--output", str(run), *map(str, more)]
 
@@ -80,14 +95,21 @@ def test_an_elastic_run_is_saved_with_the_largest_share_and_scored_with_three(da
 def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     run = tmp_path / "run"
     modes = ["--generate.gate_modes", "[soft, argmax, random]"] if kind == "mt" else []
-    lines = train(kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2, *modes)
-    steps, looks = [e for e in lines if "loss" in e], [e["validation"] for e in lines if "validation" in e]
+    lines = train(
+        kind, data, run, 40, "--eval-every", 20, "--save-every", 20, "--average", 2, *modes
+    )
+    steps, looks = (
+        [e for e in lines if "loss" in e],
+        [e["validation"] for e in lines if "validation" in e],
+    )
     assert [e["step"] for e in steps] == list(range(1, 41))
     first, last = (sum(e["nll"] for e in part) / 5 for part in (steps[:5], steps[-5:]))
     assert last < 0.8 * first and looks[1]["loss"] < looks[0]["loss"]
     assert all(e["tokens_per_s"] > 0 and e["peak_memory_mib"] > 100 for e in steps)
     if kind == "mlm":
-        assert steps[0]["moa_balance_loss"] == pytest.approx(1, abs=0.2) and steps[0]["z_loss"] > 0  # one module
+        assert (
+            steps[0]["moa_balance_loss"] == pytest.approx(1, abs=0.2) and steps[0]["z_loss"] > 0
+        )  # one module
     found, weights = results(run), load_file(run / "model.safetensors")
     assert found["step"] == 40 and found["averaged_steps"] == [40, 20]
     assert found["validation"]["perplexity"] == pytest.approx(math.exp(found["validation"]["loss"]))
@@ -95,19 +117,35 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     # 4 experts: of MAE heads left out, of MoA as they are.
     assert all(0 < entropy <= math.log(4) + 1e-4 for entropy in found["gate_entropy"].values())
     report = (run / "gates.md").read_text()
-    assert all(f"| {name} | {entropy:.2f} | 1.39 |" in report for name, entropy in found["gate_entropy"].items())
+    assert all(
+        f"| {name} | {entropy:.2f} | 1.39 |" in report
+        for name, entropy in found["gate_entropy"].items()
+    )
     assert kind != "mt" or "`_fünf`" in report
     said = capsys.readouterr().out
     parameters = sum(p.numel() for p in moh_vision.load_run(run).parameters())
-    assert f"validation: {data[kind]}/{'val.de' if kind == 'mt' else 'valid.txt'}" in said  # how data.val was found
+    assert (
+        f"validation: {data[kind]}/{'val.de' if kind == 'mt' else 'valid.txt'}" in said
+    )  # how data.val was found
     assert said.count(f"{PRESETS[kind]}: {parameters:,} parameters, ") == 1
     assert ("heads active (100.0 %); MAE: 4 experts of 3 heads each\n" in said) == (kind != "mlm")
     own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
-    assert f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the" in said
+    assert (
+        f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the"
+        in said
+    )
     made, _, following = said.partition("run has ")[2].partition("\nnext\n")
     named = set(made.split(", "))
-    assert {"averaged.safetensors", "tokenizer.json", "gates.md"} <= named and "moh_vision gates" in following
-    assert (kind == "mt") == ("translations.txt" in named) == ("val, as the papers count: BLEU" in said)
+    assert {
+        "averaged.safetensors",
+        "tokenizer.json",
+        "gates.md",
+    } <= named and "moh_vision gates" in following
+    assert (
+        (kind == "mt")
+        == ("translations.txt" in named)
+        == ("val, as the papers count: BLEU" in said)
+    )
     assert (run / "head_load.json").exists() == (kind == "mlm")  # MAE runs every head
     if kind == "mlm":
         load = HeadLoad.read(run / "head_load.json")
@@ -125,12 +163,28 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
         assert set(parts) == {"encoder", "decoder"}
         assert "Gates of the encoder that read the source" in report
         experts = "expert 1 leaves out head 1, expert 2 head 2, and so on."
-        for unit, count in (("sentences", 2), ("tokens", 1)):  # encoder and cross-attention; the decoder's own
-            assert report.count(f"EN is the share of {unit} whose most probable expert is N; {experts}") == count
+        for unit, count in (
+            ("sentences", 2),
+            ("tokens", 1),
+        ):  # encoder and cross-attention; the decoder's own
+            assert (
+                report.count(
+                    f"EN is the share of {unit} whose most probable expert is N; {experts}"
+                )
+                == count
+            )
 
     # The folder of a run is one of transformers' too.
-    loaded = dict(mt=TranslationModel, mlm=MaskedLMModel, clm=CausalLMModel)[kind].from_pretrained(run).eval()
-    for model in (loaded, moh_vision.load_run(run), moh_vision.load_run(run / "checkpoints" / "step_40")):
+    loaded = (
+        dict(mt=TranslationModel, mlm=MaskedLMModel, clm=CausalLMModel)[kind]
+        .from_pretrained(run)
+        .eval()
+    )
+    for model in (
+        loaded,
+        moh_vision.load_run(run),
+        moh_vision.load_run(run / "checkpoints" / "step_40"),
+    ):
         own = model.state_dict()
         assert type(model) is type(loaded) and not model.training
         assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
@@ -143,7 +197,9 @@ def test_the_mean_of_the_newest_whole_checkpoints(data, tmp_path):
     saved = [read_safetensors(file)[0] for file in files]
     mean, steps = average_checkpoints(run, 3)
     assert steps == [4, 3, 2] and mean.keys() == saved[0].keys()
-    assert not {"output.weight", "decoder.embedding.weight"} & set(load_file(run / "model.safetensors"))  # tied: once
+    assert not {"output.weight", "decoder.embedding.weight"} & set(
+        load_file(run / "model.safetensors")
+    )  # tied: once
     for name, tensor in mean.items():
         counts = not tensor.is_floating_point()  # of the gates' batch norms: the newest
         expected = saved[0][name] if counts else sum(each[name].double() for each in saved) / 3
@@ -156,7 +212,13 @@ def test_the_mean_of_the_newest_whole_checkpoints(data, tmp_path):
 @pytest.mark.parametrize("kind", ["mt", "mlm", "clm"])
 def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
     # Stopped between two saves: that checkpoint is none of those that are averaged.
-    options = ["--optim.accumulation", 2, "--eval-every", 3, *"--save-every 3 --average 3 --keep-checkpoints 3".split()]
+    options = [
+        "--optim.accumulation",
+        2,
+        "--eval-every",
+        3,
+        *"--save-every 3 --average 3 --keep-checkpoints 3".split(),
+    ]
     train(kind, data, tmp_path / "whole", 8, *options)
     train(kind, data, tmp_path / "run", 5, *options)
     train(kind, data, tmp_path / "run", 8, *options)
@@ -170,17 +232,30 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
     assert logs[0] == logs[1]
 
 
-def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(tmp_path, monkeypatch, capfd):
+def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.setattr(commands, "LINE_EVERY", 0)
     folder, run = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     for file in (folder / "train.de", folder / "val.de"):
         file.write_text(file.read_text().title())
-    argv = ["mt", dict(mt=folder), run, 2, *"--data.lowercase=true --data.source=en --data.target=de".split()]
+    argv = [
+        "mt",
+        dict(mt=folder),
+        run,
+        2,
+        *"--data.lowercase=true --data.source=en --data.target=de".split(),
+    ]
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as ended:
-        patch.setattr(TranslationModel, "generate", lambda *_, **options: os.kill(os.getpid(), signal.SIGTERM))
+        patch.setattr(
+            TranslationModel, "generate", lambda *_, **options: os.kill(os.getpid(), signal.SIGTERM)
+        )
         train(*argv)
     assert ended.value.code == 143 and not (run / "results.json").exists()
-    assert "SIGTERM: stopped after all 2 steps, which are saved; the same command goes on" in capfd.readouterr().err
+    assert (
+        "SIGTERM: stopped after all 2 steps, which are saved; the same command goes on"
+        in capfd.readouterr().err
+    )
     train(*argv)
     said = capfd.readouterr().out
     assert "val, sacreBLEU's default, lower-cased data: BLEU" in said and "case:mixed" in said
@@ -214,10 +289,18 @@ def test_fine_tuning_sets_and_the_runs_vocabulary(first, tmp_path):
         assert (run / "tokenizer.json").read_bytes() == (first / "tokenizer.json").read_bytes()
         after = load_file(run / "model.safetensors")
         changed = {name for name in after if not torch.equal(after[name], before[name])}
-        allowed = {n for n in after if ".router." in n or which == "gates_and_outputs" and n.endswith("proj.weight")}
+        allowed = {
+            n
+            for n in after
+            if ".router." in n or which == "gates_and_outputs" and n.endswith("proj.weight")
+        }
         assert changed and changed <= allowed
         assert any(".router." in name for name in changed)
-        learned = [after[name].numel() for name in allowed if "running" not in name and "tracked" not in name]
+        learned = [
+            after[name].numel()
+            for name in allowed
+            if "running" not in name and "tracked" not in name
+        ]
         assert results(run)["trained_parameters"] == sum(learned)
 
 
@@ -227,8 +310,15 @@ def test_without_a_step_what_is_loaded_is_scored(data, first, tmp_path, capsys):
     for _ in range(2):  # the same command goes on, with nothing to do
         train("mt", data, run, 0, "--init-from", first)
         found, before = results(run), results(first)
-        assert found["step"] == 0 and found["bleu"] == before["bleu"] and found["validation"] == before["validation"]
-        assert same(run / "model.safetensors", first / "model.safetensors") and "trained_parameters" not in found
+        assert (
+            found["step"] == 0
+            and found["bleu"] == before["bleu"]
+            and found["validation"] == before["validation"]
+        )
+        assert (
+            same(run / "model.safetensors", first / "model.safetensors")
+            and "trained_parameters" not in found
+        )
     assert (run / "translations.txt").read_text() == (first / "translations.txt").read_text()
     opened = moh_vision.open_run(run)
     batches = opened.text().eval_batches(opened.data("val"), 0, 1)
@@ -257,13 +347,23 @@ def test_mistakes(data, first, tmp_path, capsys):
     assert "keep_checkpoints" in refused("mt", "--average", "5")
     assert "no gates" in refused("mt", "--train_only", "gates", preset="mt_transformer_base")
     train_vocabulary(["a b"], 40).save(tmp_path / "other" / "tokenizer.json")
-    assert "another vocabulary" in refused("mt", "--init-from", first, "--data.tokenizer", tmp_path / "other")
+    assert "another vocabulary" in refused(
+        "mt", "--init-from", first, "--data.tokenizer", tmp_path / "other"
+    )
     modes = ["--generate.gate_modes", "[soft, argmax]"]
-    assert "encoder has no gates of MAE; use [soft]" in refused("mt", *modes, preset="mt_transformer_base")
+    assert "encoder has no gates of MAE; use [soft]" in refused(
+        "mt", *modes, preset="mt_transformer_base"
+    )
     assert "gate_modes argmax: UNI-MAE has no gate" in refused("mt", *modes, preset="mt_uni_mae_7")
     assert "MAE's gates cannot be trained compiled" in refused("mt", "--compile", "true")
-    for kind, option, file in (("clm", "--data.train=valid", "valid.txt"), ("mt", "--data.test=train", "train.de")):
-        assert re.search(rf"data[.](val|test) \w+ is .*{file}, which data.train \w+ trains on", refused(kind, option))
+    for kind, option, file in (
+        ("clm", "--data.train=valid", "valid.txt"),
+        ("mt", "--data.test=train", "train.de"),
+    ):
+        assert re.search(
+            rf"data[.](val|test) \w+ is .*{file}, which data.train \w+ trains on",
+            refused(kind, option),
+        )
     assert "model.kwargs vocab_size 99" in refused("mt", "--model.kwargs.vocab_size", 99)
 
 
@@ -282,8 +382,15 @@ def test_bfloat16_and_compiled_runs_learn_alike(kind, preset, option, data, tmp_
     losses = []
     for name, more in (("plain", []), ("other", [option])):
         # With a process of its own, because accelerate's precision is that of the first Accelerator.
-        argv = arguments(kind, data, tmp_path / name, 30, "--model.kwargs.dropout", 0, *more, preset=preset)
-        subprocess.run([sys.executable, ROOT / "train_text.py", *argv], check=True, capture_output=True, text=True)
+        argv = arguments(
+            kind, data, tmp_path / name, 30, "--model.kwargs.dropout", 0, *more, preset=preset
+        )
+        subprocess.run(
+            [sys.executable, ROOT / "train_text.py", *argv],
+            check=True,
+            capture_output=True,
+            text=True,
+        )
         losses.append([line["nll"] for line in logged(tmp_path / name)])
     assert losses[1][0] == pytest.approx(losses[0][0], rel=0.02) and losses[1] != losses[0]
     assert sum(losses[1][-5:]) == pytest.approx(sum(losses[0][-5:]), rel=0.15)
@@ -293,11 +400,15 @@ def test_bfloat16_and_compiled_runs_learn_alike(kind, preset, option, data, tmp_
 def test_a_run_goes_on_with_its_own_text_and_vocabulary_or_not_at_all(tmp_path, capsys):
     folder, run = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     train("mt", dict(mt=folder), run, 2)
-    before = {name: (run / name).read_bytes() for name in ("tokenizer.json", "config.json", "text.json")}
+    before = {
+        name: (run / name).read_bytes() for name in ("tokenizer.json", "config.json", "text.json")
+    }
     write_pairs(folder, seed=4)
 
     def refused(*more):
-        error = refusals.refused(capsys, train_text.main, *arguments("mt", dict(mt=folder), run, 4, *more))
+        error = refusals.refused(
+            capsys, train_text.main, *arguments("mt", dict(mt=folder), run, 4, *more)
+        )
         assert {name: (run / name).read_bytes() for name in before} == before
         return error
 
@@ -311,10 +422,17 @@ def test_a_run_goes_on_with_its_own_text_and_vocabulary_or_not_at_all(tmp_path, 
 
 @pytest.mark.parametrize(
     "preset, gate",
-    [("mt_moa_2K4E16D", None), ("mt_mae_6", "the soft gate mixes"), ("mt_uni_mae_6", "an even mixture takes")],
+    [
+        ("mt_moa_2K4E16D", None),
+        ("mt_mae_6", "the soft gate mixes"),
+        ("mt_uni_mae_6", "an even mixture takes"),
+    ],
 )
 def test_dry_run(preset, gate, data, tmp_path, capsys):
     train_text.main([*arguments("mt", data, tmp_path / "run", 2, preset=preset), "--dry-run"])
-    out, line = capsys.readouterr().out, f"MAE: 6 experts of 2 heads each; {gate} all of them, so every head runs\n"
+    out, line = (
+        capsys.readouterr().out,
+        f"MAE: 6 experts of 2 heads each; {gate} all of them, so every head runs\n",
+    )
     assert "parameters:" in out and not (tmp_path / "run").exists()
     assert out.count(line) == 1 if gate else "active heads: 6 of 12" in out and "MAE" not in out

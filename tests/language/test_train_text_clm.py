@@ -26,14 +26,22 @@ from moh_vision.models.head_load import HeadLoad
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]
 HALVED = [*CLM, "--model.convert", "{head_budget: 'uniform:0.5'}"]
-SIZES = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+SIZES = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
 
 
 def words(folder, names):
     """A foreign tokenizer.json with a token for every name."""
     folder.mkdir(exist_ok=True)
     names = ["<unk>", "<s>", "</s>", *names]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -51,17 +59,23 @@ def place(tmp_path_factory):
     assert command(["tokenise", str(folder / "plain" / "train.txt"), *argv]) == 0
     assert command(["tokenise", str(folder / "plain" / "valid.txt"), *argv, "--split", "val"]) == 0
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(vocab_size=13, max_position_embeddings=64, **SIZES)).save_pretrained(folder / "llama")
+    LlamaForCausalLM(
+        LlamaConfig(vocab_size=13, max_position_embeddings=64, **SIZES)
+    ).save_pretrained(folder / "llama")
     return folder
 
 
 def train(run, steps, *more):
-    train_text.main([*FAST.split(), "--max-steps", str(steps), "--output", str(run), *map(str, more)])
+    train_text.main(
+        [*FAST.split(), "--max-steps", str(steps), "--output", str(run), *map(str, more)]
+    )
     return entries(run)
 
 
 def refused(run, capsys, *more):
-    error = refusals.refused(capsys, train_text.main, *FAST.split(), "--max-steps", 2, "--output", run, *more)
+    error = refusals.refused(
+        capsys, train_text.main, *FAST.split(), "--max-steps", 2, "--output", run, *more
+    )
     assert not run.exists()
     return error
 
@@ -72,11 +86,24 @@ def test_the_two_stages(place, tmp_path, capsys):
         (tmp_path / name).symlink_to(place / name)
     (tmp_path / "val.txt").write_text((place / "plain" / "valid.txt").read_text())
     sources = [dict(root="plain", weight=1), dict(root="ids", weight=3)]
-    data = ["--data.root", tmp_path, "--data.mixture", json.dumps(sources), "--data.tokenizer", place / "new", *CLM]
+    data = [
+        "--data.root",
+        tmp_path,
+        "--data.mixture",
+        json.dumps(sources),
+        "--data.tokenizer",
+        place / "new",
+        *CLM,
+    ]
     first = tmp_path / "one"
-    lines = train(first, 20, *data, "--model.pretrained", place / "llama", "--optim.accumulation", 2)
+    lines = train(
+        first, 20, *data, "--model.pretrained", place / "llama", "--optim.accumulation", 2
+    )
     out = capsys.readouterr().out
-    assert "the vocabulary grows from 13 to 20 tokens: new rows of the embedding and of the output" in out
+    assert (
+        "the vocabulary grows from 13 to 20 tokens: new rows of the embedding and of the output"
+        in out
+    )
     assert "source plain: 25.00 %" in out and "source ids: 75.00 %" in out
     steps = [e for e in lines if "loss" in e]
     assert steps[-1]["nll"] < 0.8 * steps[0]["nll"] and steps[-1]["balance_loss"] == 0
@@ -84,8 +111,15 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert validation["loss"] < 0.8 * steps[0]["nll"] and validation["word_perplexity"] > 1
 
     # The folder is one of transformers.
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(first), AutoTokenizer.from_pretrained(first)
-    assert model.config.vocab_size == 20 and model.config.moh is None and model.generation_config.eos_token_id == 2
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(first),
+        AutoTokenizer.from_pretrained(first),
+    )
+    assert (
+        model.config.vocab_size == 20
+        and model.config.moh is None
+        and model.generation_config.eos_token_id == 2
+    )
     inputs = tokenizer("one two three four", return_tensors="pt")
     assert inputs["input_ids"].tolist() == [[4, 5, 6, 7]]
     assert model.generate(**inputs, max_new_tokens=3).shape == (1, 7)
@@ -100,12 +134,22 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert [sum(layer) for layer in steps[-1]["head_usage"]] == pytest.approx([2, 2], abs=0.01)
     assert not (first / "head_load.json").exists()  # every head runs
     load = HeadLoad.read(second / "head_load.json")
-    assert load.groups == {"text": ["val", "plain", "ids"]}  # the validation set, and the sources of the mixture
+    assert load.groups == {
+        "text": ["val", "plain", "ids"]
+    }  # the validation set, and the sources of the mixture
     assert [layer.sum(1).tolist() for layer in load.share()] == [[2, 2, 2]] * 2
-    validated = load.runs()[0][:, -1]  # tokens that the windows hold, of the sources no more than of the validation set
-    assert validated[0] >= results(second)["validation"]["tokens"] and 0 < validated[1:].max() <= validated[0]
+    validated = load.runs()[0][
+        :, -1
+    ]  # tokens that the windows hold, of the sources no more than of the validation set
+    assert (
+        validated[0] >= results(second)["validation"]["tokens"]
+        and 0 < validated[1:].max() <= validated[0]
+    )
     model = AutoModelForCausalLM.from_pretrained(second)
-    assert model.config.moh["head_budget"] == [[1, 1], [1, 1]] and model.config.moh["router"] == "query_norm"
+    assert (
+        model.config.moh["head_budget"] == [[1, 1], [1, 1]]
+        and model.config.moh["router"] == "query_norm"
+    )
     assert same(model, moh_vision.load_run(second / "checkpoints" / "step_5"))
     before = load_file(first / "model.safetensors")
     assert load_file(second / "model.safetensors").keys() == before.keys()  # no new parameters
@@ -119,10 +163,19 @@ def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
     shutil.copytree(place / "llama", llama)
     shutil.copy(place / "old" / "tokenizer.json", llama)
     train(tmp_path / "run", 1, "--data.root", place / "plain", *CLM, "--model.pretrained", llama)
-    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (llama / "tokenizer.json").read_bytes()
+    assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (
+        llama / "tokenizer.json"
+    ).read_bytes()
 
     # Another may add tokens, not move them.
-    options = ["--data.root", place / "plain", *CLM, "--model.pretrained", llama, "--data.tokenizer"]
+    options = [
+        "--data.root",
+        place / "plain",
+        *CLM,
+        "--model.pretrained",
+        llama,
+        "--data.tokenizer",
+    ]
     train(tmp_path / "grown", 1, *options, place / "new")
     other = words(tmp_path / "other", ENGLISH[::-1])
     error = refused(tmp_path / "moved", capsys, *options, other)
@@ -132,7 +185,15 @@ def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
 def test_ids_and_rows_to_spare(place, tmp_path, capsys):
     """Such a run is resumed too, with the same ids."""
     shutil.copytree(place / "ids", tmp_path / "ids")
-    options = ["--data.root", tmp_path / "ids", "--data.tokenizer", place / "new", "--data.vocab_size", 24, *CLM]
+    options = [
+        "--data.root",
+        tmp_path / "ids",
+        "--data.tokenizer",
+        place / "new",
+        "--data.vocab_size",
+        24,
+        *CLM,
+    ]
     options += ["--model.pretrained", place / "llama"]
     train(tmp_path / "whole", 4, *options)
     train(tmp_path / "run", 2, *options)
@@ -146,32 +207,69 @@ def test_ids_and_rows_to_spare(place, tmp_path, capsys):
     shutil.rmtree(tmp_path / "ids" / "train-00000")
     assert command([*rewritten, "--out", str(tmp_path / "ids")]) == 0
     argv = [*FAST.split(), "--max-steps", 6, "--output", tmp_path / "run", *options]
-    assert "the text of train is not the one that" in refusals.refused(capsys, train_text.main, *argv)
+    assert "the text of train is not the one that" in refusals.refused(
+        capsys, train_text.main, *argv
+    )
 
 
 def test_from_scratch(place, tmp_path):
     """Its own byte pairs, trained on all the text there is."""
-    options = ["--data.root", place / "plain", "--data.merges", 30, "--model.name", "clm_moh_small_50"]
-    options += ["--model.kwargs", json.dumps(SIZES | dict(num_key_value_heads=4)), "--checkpointing", "true"]
+    options = [
+        "--data.root",
+        place / "plain",
+        "--data.merges",
+        30,
+        "--model.name",
+        "clm_moh_small_50",
+    ]
+    options += [
+        "--model.kwargs",
+        json.dumps(SIZES | dict(num_key_value_heads=4)),
+        "--checkpointing",
+        "true",
+    ]
     steps = [e for e in train(tmp_path / "run", 12, *options) if "loss" in e]
     assert steps[-1]["nll"] < 0.9 * steps[0]["nll"] and steps[-1]["balance_loss"] > 0
-    model, tokenizer = (kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCausalLM, AutoTokenizer))
-    assert model.config.vocab_size == len(tokenizer) and (tokenizer.eos_token, tokenizer.eos_token_id) == ("</s>", 2)
+    model, tokenizer = (
+        kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    assert model.config.vocab_size == len(tokenizer) and (
+        tokenizer.eos_token,
+        tokenizer.eos_token_id,
+    ) == ("</s>", 2)
     assert tokenizer.decode(tokenizer("one two")["input_ids"]).strip() == "one two"
     # What stands before the first token in training is eos; bos is in no text.
-    assert tokenizer.bos_token == "</s>" and model.config.bos_token_id == model.generation_config.bos_token_id == 2
+    assert (
+        tokenizer.bos_token == "</s>"
+        and model.config.bos_token_id == model.generation_config.bos_token_id == 2
+    )
 
     # The guide's code continues a text from the published folder, whose tokenizer puts eos there.
     assert command(["publish", str(tmp_path / "run"), "--output", str(tmp_path / "folder")]) == 0
     guide = (ROOT / "docs/guides/text.md").read_text().partition("## Continue a text")[2]
     found = {}
-    exec(re.search(r"```python\n(.*?)```", guide, re.S)[1].replace("FOLDER", str(tmp_path / "folder")), found)
-    assert found["ids"][0, 0] == 2 and len(found["ids"][0]) > len(found["tokenizer"]("The first album").input_ids)
+    exec(
+        re.search(r"```python\n(.*?)```", guide, re.S)[1].replace(
+            "FOLDER", str(tmp_path / "folder")
+        ),
+        found,
+    )
+    assert found["ids"][0, 0] == 2 and len(found["ids"][0]) > len(
+        found["tokenizer"]("The first album").input_ids
+    )
 
     # The perplexity of one text, which needs no training split: as token by token, each behind what its window holds.
     lines = (place / "plain" / "valid.txt").read_text().splitlines()[:6]
     (tmp_path / "val.txt").write_text("\n".join(lines))
-    one = ["--data.root", tmp_path, "--data.train", "val", *CLM, "--model.pretrained", tmp_path / "run"]
+    one = [
+        "--data.root",
+        tmp_path,
+        "--data.train",
+        "val",
+        *CLM,
+        "--model.pretrained",
+        tmp_path / "run",
+    ]
     train(tmp_path / "scored", 0, *one, "--data.context", 12)  # windows of 16, 4 apart
     ids = torch.tensor([2, *(i for line in lines for i in (*tokenizer(line)["input_ids"], 2))])
     nats, last = [], len(ids) - 1
@@ -189,12 +287,20 @@ def test_from_scratch(place, tmp_path):
 def test_mistakes(place, tmp_path, capsys):
     llama, config, broken = place / "llama", place / "llama" / "config.json", tmp_path / "broken"
     shutil.copytree(llama, broken)
-    (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:5000])  # cut off
+    (broken / "model.safetensors").write_bytes(
+        (broken / "model.safetensors").read_bytes()[:5000]
+    )  # cut off
     ids = ["--data.root", place / "ids"]
     sized = [*ids, "--data.tokenizer", place / "new"]
     taken = [*CLM, *sized, "--model.pretrained", llama]
     for told, *options in (
-        ("needs model.name clm_pretrained, not mt_mae_7", "--model.name", "mt_mae_7", "--model.pretrained", llama),
+        (
+            "needs model.name clm_pretrained, not mt_mae_7",
+            "--model.name",
+            "mt_mae_7",
+            "--model.pretrained",
+            llama,
+        ),
         ("not clm_moh_small_75", "--model.name", "clm_moh_small_75", "--model.pretrained", llama),
         ("needs model.pretrained", *CLM, "--model.convert.head_budget", 0.5),
         ("model_type", *CLM, *sized, "--model.pretrained", place / "plain"),
@@ -202,13 +308,36 @@ def test_mistakes(place, tmp_path, capsys):
         ("model.convert: router 'moa'", *taken, "--model.convert.router", "moa"),
         ("model.kwargs", *taken, "--model.kwargs.hidden_size", 8),
         ("data.block 65: the model has 64 positions", *taken, "--data.block", 65),
-        ("no folder with tokenizer.json, so data.tokenizer must", *CLM, "--model.pretrained", llama, *ids),
-        ("as token ids: data.tokenizer must say of which tokenizer", "--model.name", "clm_small", *ids),
+        (
+            "no folder with tokenizer.json, so data.tokenizer must",
+            *CLM,
+            "--model.pretrained",
+            llama,
+            *ids,
+        ),
+        (
+            "as token ids: data.tokenizer must say of which tokenizer",
+            "--model.name",
+            "clm_small",
+            *ids,
+        ),
         ("no such folder", *CLM, *sized, "--model.pretrained", tmp_path / "none"),
-        (f"{config} is a file: give its folder; --init-from takes", *CLM, *sized, "--model.pretrained", config),
+        (
+            f"{config} is a file: give its folder; --init-from takes",
+            *CLM,
+            *sized,
+            "--model.pretrained",
+            config,
+        ),
         ("data.vocab_size 12: ", *taken, "--data.vocab_size", 12),
         (f"model.pretrained {broken}: ", *CLM, *sized, "--model.pretrained", broken),
-        ("needs model.name clm_", "--model.name", "mlm_base", "--data.mixture", "[{root: a, weight: 1}]"),
+        (
+            "needs model.name clm_",
+            "--model.name",
+            "mlm_base",
+            "--data.mixture",
+            "[{root: a, weight: 1}]",
+        ),
     ):
         assert told in refused(tmp_path / "run", capsys, *options)
 
@@ -235,5 +364,8 @@ def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and len(lines) == 1, lines
-    assert lines[0].startswith("train_text.py: error: ") and "token id 77, but the vocabulary has 20" in lines[0]
+    assert (
+        lines[0].startswith("train_text.py: error: ")
+        and "token id 77, but the vocabulary has 20" in lines[0]
+    )
     assert "Traceback" not in lines[0] and "worker" not in lines[0]

@@ -11,7 +11,12 @@ from test_dit_checkpoints import diffusers_dit
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers, load_balance_loss
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    attention_layers,
+    load_balance_loss,
+)
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.head_order import head_lengths
 from moh_vision.models.weights import init_from
@@ -69,29 +74,44 @@ def test_converted_saved_and_loaded(kind, tmp_path):
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     with torch.no_grad():
         want = model(x)
-        for router, budget in (("query_norm", None), ("moh", [(0, 6)] * 3), ("moh", [(6, 0)] * 3), ("moh", None)):
+        for router, budget in (
+            ("query_norm", None),
+            ("moh", [(0, 6)] * 3),
+            ("moh", [(6, 0)] * 3),
+            ("moh", None),
+        ):
             for dtype in (torch.float64, torch.float32):
                 theirs = copy.deepcopy(model).to(dtype)
                 ours = moh_vision.convert(copy.deepcopy(theirs), budget, router)
                 assert ours.blocks[0].attn.proj.weight.dtype == dtype
                 assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
         assert moh_vision.head_budget(ours)["share"] == 1
-        ours = moh_vision.convert(moh_vision.convert(copy.deepcopy(model), router="dense"))  # a baseline of ours
+        ours = moh_vision.convert(
+            moh_vision.convert(copy.deepcopy(model), router="dense")
+        )  # a baseline of ours
         assert torch.equal(ours(x), want)
 
         options = dict(base=name, **SMALL, **options)
         loaded = timm.create_model("moh_vit", head_budget=1.0, **options).eval()
-        assert torch.equal(moh_vision.load_checkpoint(loaded, tmp_path / "dense.safetensors")(x), want)
+        assert torch.equal(
+            moh_vision.load_checkpoint(loaded, tmp_path / "dense.safetensors")(x), want
+        )
         file = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
-        again = timm.create_model("moh_vit", pretrained=True, pretrained_cfg_overlay=file, **options).eval()
+        again = timm.create_model(
+            "moh_vit", pretrained=True, pretrained_cfg_overlay=file, **options
+        ).eval()
         assert torch.equal(again(x), want)
 
         trained_routers(moh_vision.set_head_budget(ours, 0.6))
         timm.models.save_for_hf(ours, tmp_path / "moh", safe_serialization=True)
         again = timm.create_model(f"local-dir:{tmp_path / 'moh'}", pretrained=True).eval()
-        assert type(again) is type(ours) and moh_vision.head_budget(again) == moh_vision.head_budget(ours)
+        assert type(again) is type(ours) and moh_vision.head_budget(
+            again
+        ) == moh_vision.head_budget(ours)
         assert torch.equal(again(x), ours(x)) and not torch.allclose(ours(x), want)
-        moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])(x)  # the heads in another order
+        moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])(
+            x
+        )  # the heads in another order
         torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-4)
 
 
@@ -104,7 +124,9 @@ def test_fewer_heads(name):
     for checkpointing in (False, True):
         model.train().set_grad_checkpointing(checkpointing)
         logits, stats = model.forward_routed(x)
-        assert all(s.counts.sum() == 3 * (16 + {DINOV3: 5, EVA02: 1, DEIT: 2}[name]) * 3 for s in stats)
+        assert all(
+            s.counts.sum() == 3 * (16 + {DINOV3: 5, EVA02: 1, DEIT: 2}[name]) * 3 for s in stats
+        )
         loss = logits.square().mean() + load_balance_loss(stats)
         grads.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
     torch.testing.assert_close(*grads)
@@ -134,9 +156,12 @@ def test_other_image_sizes(name):
 
 
 @pytest.mark.parametrize(
-    "router, options, constant", [("moa", {}, False), ("moh", dict(gate_scale="paper"), False), ("moh", {}, True)]
+    "router, options, constant",
+    [("moa", {}, False), ("moh", dict(gate_scale="paper"), False), ("moh", {}, True)],
 )
-def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(router, options, constant, caplog):
+def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(
+    router, options, constant, caplog
+):
     layer = HeadMixtureAttention(16, HeadBudget(4, 4, 0, 2), router=router, router_kwargs=options)
     moh_vision.set_head_budget(layer, 0.25)
     layer(torch.randn(2, 5, 16))[0].square().sum().backward()
@@ -145,7 +170,9 @@ def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(router, 
 
 
 def test_budgets_of_a_converted_model(caplog):
-    table = moh_vision.head_budget(moh_vision.convert(dense(), 0.5))  # a number is the same share in every layer
+    table = moh_vision.head_budget(
+        moh_vision.convert(dense(), 0.5)
+    )  # a number is the same share in every layer
     assert [(layer["shared"], layer["routed"]) for layer in table["layers"]] == [(1, 2)] * 3
     model, x = moh_vision.convert(dense()), images()
     assert not caplog.messages
@@ -170,12 +197,26 @@ def test_dropout_training_mode_and_frozen_weights_stay():
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
     model.blocks[1].attn.fused_attn = False
     kept = {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert [layer.fused_attn for layer in attention_layers(moh_vision.convert(model))] == [True, False, True]
-    assert kept.items() <= {name: p.data_ptr() for name, p in model.named_parameters()}.items()  # no copies
+    assert [layer.fused_attn for layer in attention_layers(moh_vision.convert(model))] == [
+        True,
+        False,
+        True,
+    ]
+    assert (
+        kept.items() <= {name: p.data_ptr() for name, p in model.named_parameters()}.items()
+    )  # no copies
     attn = model.blocks[0].attn
-    assert attn.attn_drop.p == 0.1 and attn.proj_drop.p == 0.2 and attn.training and attn.router.training
+    assert (
+        attn.attn_drop.p == 0.1
+        and attn.proj_drop.p == 0.2
+        and attn.training
+        and attn.router.training
+    )
     assert not attn.qkv.weight.requires_grad
-    assert moh_vision.convert(dense().to(torch.float64)).blocks[0].attn.router.routed.weight.dtype == torch.float64
+    assert (
+        moh_vision.convert(dense().to(torch.float64)).blocks[0].attn.router.routed.weight.dtype
+        == torch.float64
+    )
     model = dense("eva02_base_patch14_224")
     for letter in "qkv":
         getattr(model.blocks[0].attn, f"{letter}_proj").requires_grad_(False)
@@ -206,7 +247,9 @@ def test_calibration_puts_the_strongest_heads_first():
     plain = moh_vision.convert(copy.deepcopy(model), head_budget=0.5)
     strongest = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=[x])
     with torch.no_grad():
-        one = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=x)  # a tensor is one batch
+        one = moh_vision.convert(
+            copy.deepcopy(model), head_budget=0.5, calibrate=x
+        )  # a tensor is one batch
         assert torch.equal(one(x), strongest(x))
         assert (strongest(x) - want).norm() < (plain(x) - want).norm()
 
@@ -235,29 +278,69 @@ def test_our_own_dense_models_with_shared_keys(router, tmp_path):
     moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])
     torch.testing.assert_close(moved(x), want, rtol=1e-4, atol=1e-5)
     assert not torch.equal(moved.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-    torch.testing.assert_close(moh_vision.convert(model, router=router)(x), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        moh_vision.convert(model, router=router)(x), want, rtol=1e-5, atol=1e-5
+    )
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert moh_vision.head_budget(again) == moh_vision.head_budget(model) and torch.equal(again(x), model(x))
+    assert moh_vision.head_budget(again) == moh_vision.head_budget(model) and torch.equal(
+        again(x), model(x)
+    )
 
 
 @pytest.mark.parametrize(
     "make, kwargs, words",
     [
-        (lambda: timm.create_model("resnet10t"), {}, "takes timm's VisionTransformer, .*, not ResNet"),
+        (
+            lambda: timm.create_model("resnet10t"),
+            {},
+            "takes timm's VisionTransformer, .*, not ResNet",
+        ),
         (lambda: moh_vision.convert(dense()), {}, "has routed heads already: set_head_budget"),
-        (lambda: timm.create_model("transnext_micro"), {}, "the attention of TransNeXt is built with its router"),
+        (
+            lambda: timm.create_model("transnext_micro"),
+            {},
+            "the attention of TransNeXt is built with its router",
+        ),
         (lambda: dense(scale_attn_norm=True), {}, "blocks.0.attn has a norm over all heads"),
-        (lambda: dense(EVA02, scale_attn_inner=True), {}, "blocks.0.attn has a norm over all heads"),
-        (lambda: dense("vit_small_patch16_rope_mixed_224"), {}, "rotary positions are learnt for each layer and head"),
-        (lambda: dense("eva_giant_patch14_224", use_post_norm=True), {}, "blocks.0 is a EvaBlockPostNorm with"),
-        (lambda: diffusers_dit(out_channels=8, num_layers=1, activation_fn="geglu"), {}, "only 'gelu-approximate'"),
-        (lambda: dense("beit_base_patch16_224"), {}, "not Beit: its attention adds a learnt bias of relative"),
-        (dense, dict(router="moa"), "'moa' cannot start as plain attention: give one of moh, query_norm, mae, dense"),
+        (
+            lambda: dense(EVA02, scale_attn_inner=True),
+            {},
+            "blocks.0.attn has a norm over all heads",
+        ),
+        (
+            lambda: dense("vit_small_patch16_rope_mixed_224"),
+            {},
+            "rotary positions are learnt for each layer and head",
+        ),
+        (
+            lambda: dense("eva_giant_patch14_224", use_post_norm=True),
+            {},
+            "blocks.0 is a EvaBlockPostNorm with",
+        ),
+        (
+            lambda: diffusers_dit(out_channels=8, num_layers=1, activation_fn="geglu"),
+            {},
+            "only 'gelu-approximate'",
+        ),
+        (
+            lambda: dense("beit_base_patch16_224"),
+            {},
+            "not Beit: its attention adds a learnt bias of relative",
+        ),
+        (
+            dense,
+            dict(router="moa"),
+            "'moa' cannot start as plain attention: give one of moh, query_norm, mae, dense",
+        ),
         (dense, dict(head_budget=2), "head_budget 2 is not understood"),
         (dense, dict(head_budget=[(2, 2)]), "lists 1 layers, the model has 3"),
         (dense, dict(calibrate=[]), "calibrate holds no batch"),
-        (dense, dict(calibrate=["hello"]), "calibrate holds 'hello'; expected batches, each a tensor"),
+        (
+            dense,
+            dict(calibrate=["hello"]),
+            "calibrate holds 'hello'; expected batches, each a tensor",
+        ),
     ],
 )
 def test_what_cannot_be_converted_stays_as_it_was(make, kwargs, words):

@@ -30,7 +30,9 @@ def entrypoints(monkeypatch, modules=PLAIN):
     with monkeypatch.context() as patch:
         for module in modules:
             patch.setattr(module, "build_model_with_cfg", build)
-        for name in (n for m in modules for n in timm.list_models(module=m.__name__.split(".")[-1])):
+        for name in (
+            n for m in modules for n in timm.list_models(module=m.__name__.split(".")[-1])
+        ):
             try:
                 timm.models.model_entrypoint(name)()
             except Arguments as found:
@@ -64,7 +66,9 @@ def check(names, tmp_path):
 
 def small(args):
     """Arguments for few patches; a convolutional stem needs larger images than patches do."""
-    shared = {"num_kv_heads": (min(args["num_kv_heads"]),)} if "num_kv_heads" in args else {}  # of the one layer
+    shared = (
+        {"num_kv_heads": (min(args["num_kv_heads"]),)} if "num_kv_heads" in args else {}
+    )  # of the one layer
     return dict(img_size=128 if "embed_layer" in args else 2 * args.get("patch_size", 16), **shared)
 
 
@@ -75,25 +79,60 @@ def narrow(args):
 def test_one_of_each_kind(tmp_path, monkeypatch):
     kinds = {}
     for name, args in entrypoints(monkeypatch):
-        kind = {k: "embed_layer" if k == "embed_layer" else str(v) for k, v in args.items() if k not in SIZES}
-        kinds.setdefault(json.dumps(kind, sort_keys=True), []).append((args["embed_dim"], name, args))
+        kind = {
+            k: "embed_layer" if k == "embed_layer" else str(v)
+            for k, v in args.items()
+            if k not in SIZES
+        }
+        kinds.setdefault(json.dumps(kind, sort_keys=True), []).append(
+            (args["embed_dim"], name, args)
+        )
     smallest = [min(models, key=lambda model: model[:2])[1:] for models in kinds.values()]
-    saved = check([(name, (small if "embed_layer" in args else narrow)(args)) for name, args in smallest], tmp_path)
+    saved = check(
+        [(name, (small if "embed_layer" in args else narrow)(args)) for name, args in smallest],
+        tmp_path,
+    )
     assert len(saved) >= 35
-    assert {"vit_small_patch14_reg4_dinov2", "vit_base_patch16_siglip_224", "deit3_small_patch16_224"} <= set(saved)
+    assert {
+        "vit_small_patch14_reg4_dinov2",
+        "vit_base_patch16_siglip_224",
+        "deit3_small_patch16_224",
+    } <= set(saved)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modules, size, least", [(PLAIN, small, 150), ([eva], narrow, 55)], ids=["plain", "rotary"])
+@pytest.mark.parametrize(
+    "modules, size, least", [(PLAIN, small, 150), ([eva], narrow, 55)], ids=["plain", "rotary"]
+)
 def test_all(modules, size, least, tmp_path, monkeypatch):
-    assert len(check([(name, size(args)) for name, args in entrypoints(monkeypatch, modules)], tmp_path)) >= least
+    assert (
+        len(
+            check(
+                [(name, size(args)) for name, args in entrypoints(monkeypatch, modules)], tmp_path
+            )
+        )
+        >= least
+    )
 
 
 def test_from_a_name():
     """`base` alone makes a model of that shape, with timm's own defaults; it can be named on a command line."""
     options, name = dict(num_classes=7, device="meta"), "vit_small_patch14_reg4_dinov2"
-    theirs, model = timm.create_model(name, **options), timm.create_model("moh_vit", base=name, **options)
+    theirs, model = (
+        timm.create_model(name, **options),
+        timm.create_model("moh_vit", base=name, **options),
+    )
     own = model.state_dict()
-    assert {n: t.shape for n, t in theirs.state_dict().items()} == {n: own[n].shape for n in own if ".router." not in n}
-    assert moh_vision.head_budget(model)["active"] == 12 * 5 and model.pretrained_cfg["architecture"] == "moh_vit"
-    refuse("base 'vit_gone' is not a model in timm's registry", timm.create_model, "moh_vit", base="vit_gone")
+    assert {n: t.shape for n, t in theirs.state_dict().items()} == {
+        n: own[n].shape for n in own if ".router." not in n
+    }
+    assert (
+        moh_vision.head_budget(model)["active"] == 12 * 5
+        and model.pretrained_cfg["architecture"] == "moh_vit"
+    )
+    refuse(
+        "base 'vit_gone' is not a model in timm's registry",
+        timm.create_model,
+        "moh_vit",
+        base="vit_gone",
+    )

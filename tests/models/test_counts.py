@@ -11,10 +11,16 @@ from moh_vision.models.counts import count_macs, count_parameters
 from moh_vision.models.describe import describe, module_table
 
 # Rows on data whose words our presets use: parameters and MACs in millions.
-ROWS = [row for row in PAPER_ROWS if row["data"] in ("WMT14 EN-DE", "WikiText-103") and "parameters" in row]
+ROWS = [
+    row
+    for row in PAPER_ROWS
+    if row["data"] in ("WMT14 EN-DE", "WikiText-103") and "parameters" in row
+]
 PAPERS = {
     **{
-        row["model"]: [yaml.safe_load(row.get(key, "").replace(",", "")) for key in ("parameters", "macs")]
+        row["model"]: [
+            yaml.safe_load(row.get(key, "").replace(",", "")) for key in ("parameters", "macs")
+        ]
         for row in ROWS
     },
     "mt_transformer_base": (61, 604),  # Peng 2020, table 2; Zhang has it with more words
@@ -33,7 +39,9 @@ def counted(preset):
     ids = torch.zeros(1, dict(mt=10, mlm=128, clm=512)[kind], dtype=torch.long)
     model = empty(preset)
     if kind == "mt":
-        return count_parameters(model), count_macs(empty(preset, vocab_size=32_000), ids, decoder_input_ids=ids)
+        return count_parameters(model), count_macs(
+            empty(preset, vocab_size=32_000), ids, decoder_input_ids=ids
+        )
     return count_parameters(model), count_macs(model, ids)
 
 
@@ -98,13 +106,19 @@ FORMULAS = {
         3 * 8,
     ),
     "moh": (
-        dict(router="moh", head_budget=[[1, 1]] * 2),  # 2 of 4 heads of width 6; 3 candidates and 2 gates
+        dict(
+            router="moh", head_budget=[[1, 1]] * 2
+        ),  # 2 of 4 heads of width 6; 3 candidates and 2 gates
         lambda N, M, how: 2 * M * 24 * 24 + 2 * N * 24 * 12 + N * 24 * (3 + 2),
         2 * 6,
     ),
     "mae": (
-        dict(router="mae", leave_out=2),  # 6 experts; in the decoder's self-attention one gate a token
-        lambda N, M, how: (2 * N + 2 * M) * 24 * 24 + (N if how == "causal" else 1) * (24 * 256 + 256 * 6),
+        dict(
+            router="mae", leave_out=2
+        ),  # 6 experts; in the decoder's self-attention one gate a token
+        lambda N, M, how: (
+            (2 * N + 2 * M) * 24 * 24 + (N if how == "causal" else 1) * (24 * 256 + 256 * 6)
+        ),
         24,
     ),
 }
@@ -121,7 +135,9 @@ def test_by_hand_with_texts_of_different_length(kind):
     S, T = 7, 5
     macs = macs_of(model, S, T)
     layers = [(S, S, "encoder")] * 2 + [(T, T, "causal"), (T, S, "cross")]
-    assert [(layer.queries, layer.keys) for layer in macs.attention] == [(N, M) for N, M, _ in layers]
+    assert [(layer.queries, layer.keys) for layer in macs.attention] == [
+        (N, M) for N, M, _ in layers
+    ]
     assert [layer.router for layer in macs.attention] == [kind] * 4
     assert [layer.linears for layer in macs.attention] == [formula(*layer) for layer in layers]
     assert [layer.scores for layer in macs.attention] == [2 * N * M * width for N, M, _ in layers]
@@ -140,11 +156,15 @@ def test_nothing_is_left_out_where_every_head_runs():
     pairs = 2 * 7 * 7 + 5 * 5 + 5 * 7  # of queries and keys
     queries = 2 * 7 + 5 + 5
     assert fewer.every_head == macs.every_head
-    assert macs.linears + macs.scores - fewer.linears - fewer.scores == 2 * 8 * (2 * queries * 24 + 2 * pairs)
+    assert macs.linears + macs.scores - fewer.linears - fewer.scores == 2 * 8 * (
+        2 * queries * 24 + 2 * pairs
+    )
 
 
 def vit(**kwargs):
-    sizes = dict(img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=2, num_heads=4, num_classes=3)
+    sizes = dict(
+        img_size=4, patch_size=2, in_chans=1, embed_dim=8, depth=2, num_heads=4, num_classes=3
+    )
     return timm.create_model("moh_vit_tiny_patch16_224", **sizes, **kwargs)
 
 
@@ -155,10 +175,15 @@ def test_image_models():
     router = (n * c * (3 + 2), n * c * (2 + 2 + 2))
     linears = [2 * n * c * c + 2 * n * c * 2 * D + router[0], 4 * n * c * c + router[1]]
     assert [layer.linears for layer in token.attention] == linears
-    assert token.linears == sum(linears) + 4 * 4 * c + 2 * 2 * n * c * 4 * c + c * 3  # patches, feed-forward, head
+    assert (
+        token.linears == sum(linears) + 4 * 4 * c + 2 * 2 * n * c * 4 * c + c * 3
+    )  # patches, feed-forward, head
     assert token.scores == 2 * n * n * (2 + 4) * D
     sample = count_macs(vit(head_budget=[(1, 1), (2, 2)], scope="sample"), image)
-    linears = [4 * n * c * 2 * D + router[0] // n, 4 * n * c * c + router[1] // n]  # keys and values too, one choice
+    linears = [
+        4 * n * c * 2 * D + router[0] // n,
+        4 * n * c * c + router[1] // n,
+    ]  # keys and values too, one choice
     assert [layer.linears for layer in sample.attention] == linears
     norms = count_macs(vit(head_budget=[(1, 1), (2, 2)], router="query_norm"), image)
     assert norms.attention[0].linears == 3 * n * c * c + n * c * 2 * D  # it looks at all queries
@@ -168,16 +193,23 @@ def test_describe_says_what_the_budget_spares():
     image = torch.zeros(1, 1, 4, 4)
     model = vit(head_budget=[(1, 1), (2, 2)])
     macs = count_macs(model, image)
-    assert macs.every_head - macs.linears - macs.scores == 2 * 2 * (2 * 5 * 8 + 2 * 5 * 5)  # 2 heads of width 2
+    assert macs.every_head - macs.linears - macs.scores == 2 * 2 * (
+        2 * 5 * 8 + 2 * 5 * 5
+    )  # 2 heads of width 2
     text = describe("tiny", model, image)
     assert macs.every_head - macs.dense == 5 * 8 * (3 + 2 + 2 + 2 + 2)  # routers
     share = 100 * (macs.linears + macs.scores) / macs.dense
-    assert f"MACs:         {macs.dense:,} dense (every head, no router); {share:.1f} % of dense ideal" in text
+    assert (
+        f"MACs:         {macs.dense:,} dense (every head, no router); {share:.1f} % of dense ideal"
+        in text
+    )
     assert "; 100.0 % of dense ideal" in describe("dense", vit(router="dense"), image)
 
     ids = torch.zeros(1, 3, dtype=torch.long)
     named = dict(decoder_input_ids=torch.zeros(1, 4, dtype=torch.long))
-    assert "input [1, 3] decoder_input_ids [1, 4]" in describe("text", tiny(dict(router="dense")), ids, **named)
+    assert "input [1, 3] decoder_input_ids [1, 4]" in describe(
+        "text", tiny(dict(router="dense")), ids, **named
+    )
 
 
 def test_an_adaptive_vocabulary():
@@ -207,6 +239,9 @@ def test_transnext():
     idle = [(layer, layer.budget.heads - layer.budget.active) for layer in macs.attention]
     # A head's queries, its part of the output, its scores, and its queries times the tokens of the 3 x 3 window.
     window = lambda layer: 0 if layer.queries == layer.keys else 9  # noqa: E731
-    spared = sum(24 * n * layer.queries * (2 * layer.dim + 2 * layer.keys + window(layer)) for layer, n in idle)
+    spared = sum(
+        24 * n * layer.queries * (2 * layer.dim + 2 * layer.keys + window(layer))
+        for layer, n in idle
+    )
     assert macs.every_head - macs.ideal == spared > 0
     assert "stages.2.blocks.0-21.attn scores       22 x" in "\n".join(module_table(macs))

@@ -42,15 +42,26 @@ def official_weights(heads, head_dim, routed=None, seed=0):
     def r(*shape):
         return torch.randn(*shape, generator=g) * 0.2
 
-    state = {"pos_embed": sincos(), "x_embedder.proj.weight": r(C, 4, 2, 2), "x_embedder.proj.bias": r(C)}
+    state = {
+        "pos_embed": sincos(),
+        "x_embedder.proj.weight": r(C, 4, 2, 2),
+        "x_embedder.proj.bias": r(C),
+    }
     state |= {"t_embedder.mlp.0.weight": r(C, 256), "t_embedder.mlp.0.bias": r(C)}
     state |= {"t_embedder.mlp.2.weight": r(C, C), "t_embedder.mlp.2.bias": r(C)}
     state["y_embedder.embedding_table.weight"] = r(CLASSES + 1, C)
     for i, h in enumerate(heads):
-        shapes = {"attn.qkv": (3 * h * head_dim, C), "attn.proj": (C, h * head_dim), "adaLN_modulation.1": (6 * C, C)}
+        shapes = {
+            "attn.qkv": (3 * h * head_dim, C),
+            "attn.proj": (C, h * head_dim),
+            "adaLN_modulation.1": (6 * C, C),
+        }
         shapes |= {"mlp.fc1": (4 * C, C), "mlp.fc2": (C, 4 * C)}
         for name, shape in shapes.items():
-            state |= {f"blocks.{i}.{name}.weight": r(*shape), f"blocks.{i}.{name}.bias": r(shape[0])}
+            state |= {
+                f"blocks.{i}.{name}.weight": r(*shape),
+                f"blocks.{i}.{name}.bias": r(shape[0]),
+            }
         if routed:
             shared, k = routed[i]
             state[f"blocks.{i}.attn.wg_1.weight"] = 3 * r(shared, C)
@@ -58,7 +69,10 @@ def official_weights(heads, head_dim, routed=None, seed=0):
                 state[f"blocks.{i}.attn.wg.weight"] = 3 * r(h - shared, C)
                 state[f"blocks.{i}.attn.wg_0.weight"] = 3 * r(2, C)
     state |= {"final_layer.linear.weight": r(32, C), "final_layer.linear.bias": r(32)}
-    state |= {"final_layer.adaLN_modulation.1.weight": r(2 * C, C), "final_layer.adaLN_modulation.1.bias": r(2 * C)}
+    state |= {
+        "final_layer.adaLN_modulation.1.weight": r(2 * C, C),
+        "final_layer.adaLN_modulation.1.bias": r(2 * C),
+    }
     return state
 
 
@@ -89,12 +103,20 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
         return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
 
     def norm(x):
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + 1e-6).sqrt()
+        return (x - x.mean(-1, keepdim=True)) / (
+            x.var(-1, unbiased=False, keepdim=True) + 1e-6
+        ).sqrt()
 
     patches = x.view(3, 4, GRID, 2, GRID, 2).permute(0, 2, 4, 1, 3, 5).reshape(3, GRID * GRID, 16)
-    x = patches @ s["x_embedder.proj.weight"].view(C, 16).T + s["x_embedder.proj.bias"] + s["pos_embed"]
+    x = (
+        patches @ s["x_embedder.proj.weight"].view(C, 16).T
+        + s["x_embedder.proj.bias"]
+        + s["pos_embed"]
+    )
     # As the official code: frequencies in float32.
-    angles = (t[:, None].float() * torch.exp(-math.log(10000) * torch.arange(128).float() / 128)).to(dtype)
+    angles = (
+        t[:, None].float() * torch.exp(-math.log(10000) * torch.arange(128).float() / 128)
+    ).to(dtype)
     features = torch.cat([angles.cos(), angles.sin()], -1)
     c = linear(F.silu(linear(features, "t_embedder.mlp.0")), "t_embedder.mlp.2")
     c = c + s["y_embedder.embedding_table.weight"][y]
@@ -111,7 +133,9 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
         z = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
         x = x + m[:, 5] * linear(z, f"blocks.{i}.mlp.fc2")
     shift, scale = linear(F.silu(c), "final_layer.adaLN_modulation.1").chunk(2, -1)
-    x = linear(norm(x) * (1 + scale[:, None]) + shift[:, None], "final_layer.linear")  # [B, N, 2 * 2 * 8]
+    x = linear(
+        norm(x) * (1 + scale[:, None]) + shift[:, None], "final_layer.linear"
+    )  # [B, N, 2 * 2 * 8]
     x = x.view(3, GRID, GRID, 2, 2, 8).permute(0, 5, 1, 3, 2, 4)
     return x.reshape(3, 8, 8, 8)
 
@@ -119,7 +143,11 @@ def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
 CASES = {
     "moh": ("moh_dit_small_patch2_75", MOH, dict(heads=HEADS, head_dim=D, routed=BUDGET)),
     "dense": ("dit_small_patch2", DENSE, dict(heads=[4] * 3, head_dim=8)),
-    "zero routers": ("moh_dit_small_patch2_75", dict(DENSE, head_budget=[(2, 2)] * 3), dict(heads=[4] * 3, head_dim=8)),
+    "zero routers": (
+        "moh_dit_small_patch2_75",
+        dict(DENSE, head_budget=[(2, 2)] * 3),
+        dict(heads=[4] * 3, head_dim=8),
+    ),
 }
 
 
@@ -132,7 +160,10 @@ def test_names_and_positions_are_official():
     torch.testing.assert_close(timm.create_model("dit_small_patch2", **DENSE).pos_embed, sincos())
     with torch.device("meta"):
         names = set(timm.create_model("moh_dit_xlarge_patch2_90").state_dict())
-        sizes = [timm.create_model(f"dit_xlarge_patch2{tag}").config.sample_size for tag in ("", ".in1k_512")]
+        sizes = [
+            timm.create_model(f"dit_xlarge_patch2{tag}").config.sample_size
+            for tag in ("", ".in1k_512")
+        ]
     assert sizes == [32, 64]
     for official, ours in NAMES.items():
         names = {name.replace(f"router.{ours}.", f"{official}.") for name in names}
@@ -141,7 +172,9 @@ def test_names_and_positions_are_official():
     assert {f"blocks.27.attn.{wg}.weight" for wg in ("wg", "wg_0", "wg_1")} <= names
     cfg = timm.get_pretrained_cfg("dit_xlarge_patch2.in1k_512")
     assert cfg.url.endswith("DiT-XL-2-512x512.pt") and cfg.input_size == (4, 64, 64)
-    assert timm.get_pretrained_cfg("moh_dit_xlarge_patch2_90").hf_hub_id == "Chat-UniVi/MoH-DiT-XL-90"
+    assert (
+        timm.get_pretrained_cfg("moh_dit_xlarge_patch2_90").hf_hub_id == "Chat-UniVi/MoH-DiT-XL-90"
+    )
 
 
 def diffusers_dit(**sizes):
@@ -159,7 +192,9 @@ def diffusers_dit(**sizes):
 
 @pytest.fixture(scope="module")
 def theirs():
-    return diffusers_dit(in_channels=4, out_channels=8, num_layers=3, num_embeds_ada_norm=CLASSES, norm_num_groups=4)
+    return diffusers_dit(
+        in_channels=4, out_channels=8, num_layers=3, num_embeds_ada_norm=CLASSES, norm_num_groups=4
+    )
 
 
 @pytest.mark.parametrize("folder", ["model", "pipeline", "bin"])
@@ -173,7 +208,9 @@ def test_diffusers_weights_give_diffusers_outputs_if_asked(theirs, tmp_path, fol
         model = timm.create_model("dit_small_patch2", compat=compat, **DENSE)
         outputs[compat] = output(moh_vision.load_checkpoint(model, tmp_path).eval())
     torch.testing.assert_close(outputs["diffusers"], want, atol=1e-5, rtol=1e-5)
-    assert torch.allclose(outputs["official"][0], want[0], atol=1e-3)  # at t = 0 only an epsilon differs
+    assert torch.allclose(
+        outputs["official"][0], want[0], atol=1e-3
+    )  # at t = 0 only an epsilon differs
     assert (outputs["official"] - want)[2].abs().max() > 1e-3
 
 

@@ -22,17 +22,24 @@ IMAGES = torch.linspace(-1, 1, 3 * 64 * 64).sin().view(1, 3, 64, 64)
 def vision(name, options, *inputs):
     def make(router, **kwargs):
         budget = None if router == "mae" else 0.75
-        return timm.create_model(name, **{**options, "router": router, "head_budget": budget, **kwargs}).eval(), inputs
+        return timm.create_model(
+            name, **{**options, "router": router, "head_budget": budget, **kwargs}
+        ).eval(), inputs
 
     return make
 
 
 def text(preset, *inputs):
-    return lambda router, **kwargs: (text_tiny.tiny(preset, router, dtype=torch.float32, **kwargs), inputs)
+    return lambda router, **kwargs: (
+        text_tiny.tiny(preset, router, dtype=torch.float32, **kwargs),
+        inputs,
+    )
 
 
 def llama(router):
-    return moh_vision.convert(llama_tiny.dense(), head_budget="uniform:0.5", router=router), (llama_tiny.words(),)
+    return moh_vision.convert(llama_tiny.dense(), head_budget="uniform:0.5", router=router), (
+        llama_tiny.words(),
+    )
 
 
 WORDS = text_tiny.words(2, 6)
@@ -85,14 +92,22 @@ def test_released_sizes(name):
     with torch.device("meta"):
         model = timm.create_model(name)
     budget = moh_vision.head_budget(model)
-    assert (sum(p.numel() for p in model.parameters()), budget["active"], budget["heads"]) == RELEASED[name]
+    assert (
+        sum(p.numel() for p in model.parameters()),
+        budget["active"],
+        budget["heads"],
+    ) == RELEASED[name]
 
 
 def test_registered():
     transnext = [name for name in RELEASED if "transnext" in name]
-    assert timm.list_models(module="transnext") == timm.list_models("*transnext*") == sorted(transnext)
+    assert (
+        timm.list_models(module="transnext") == timm.list_models("*transnext*") == sorted(transnext)
+    )
     assert len(timm.list_models("*transnext*", pretrained=True)) == 8
-    patches = {f"dit_{size}_patch{p}" for size in ("small", "base", "large", "xlarge") for p in (2, 4, 8)}
+    patches = {
+        f"dit_{size}_patch{p}" for size in ("small", "base", "large", "xlarge") for p in (2, 4, 8)
+    }
     assert timm.list_models(module="dit") == sorted(patches | RELEASED.keys() - set(transnext))
 
 
@@ -127,7 +142,9 @@ def test_buffers_that_no_checkpoint_has_are_remade(family, router):
         assert torch.equal(tensors(filled(*inputs)), tensors(model(*inputs)))
 
 
-@pytest.mark.parametrize("family, router", [case for case in CASES if case[0] in ("vit", "transnext")])
+@pytest.mark.parametrize(
+    "family, router", [case for case in CASES if case[0] in ("vit", "transnext")]
+)
 def test_init_weights_of_an_empty_model(family, router):
     model, inputs = FAMILIES[family](router)
     model = emptied(model)
@@ -138,15 +155,24 @@ def test_init_weights_of_an_empty_model(family, router):
 @pytest.mark.parametrize("family", VISION)
 def test_routed_exported_and_saved(family, tmp_path):
     """`forward_routed` is the model's forward; a lowered budget comes back from what timm or diffusers save."""
-    model, inputs = FAMILIES[family]("moh", **(dict(depths=(1, 1, 1, 1)) if family == "transnext" else {}))
+    model, inputs = FAMILIES[family](
+        "moh", **(dict(depths=(1, 1, 1, 1)) if family == "transnext" else {})
+    )
     awake(model)
     with torch.no_grad():
         want = tensors(model(*inputs))
         output, stats = model.forward_routed(*inputs)
         assert torch.equal(output, want)
-        assert [s.counts.shape for s in stats] == [(1, layer.num_heads) for layer in attention_layers(model)]
-        two, batch = tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs), torch.export.Dim("batch")
-        program = torch.export.export(model, two, dynamic_shapes=tuple({0: batch} for _ in two)).module()
+        assert [s.counts.shape for s in stats] == [
+            (1, layer.num_heads) for layer in attention_layers(model)
+        ]
+        two, batch = (
+            tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs),
+            torch.export.Dim("batch"),
+        )
+        program = torch.export.export(
+            model, two, dynamic_shapes=tuple({0: batch} for _ in two)
+        ).module()
         three = program(*(x[[0, 1, 0]] for x in two))
         torch.testing.assert_close(tensors(three), want.expand(3, *want.shape[1:]))
         layers = moh_vision.head_budget(model)["layers"]
@@ -159,7 +185,9 @@ def test_routed_exported_and_saved(family, tmp_path):
             timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
             again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
         budget = moh_vision.head_budget(again)
-        assert budget == moh_vision.head_budget(model) and budget["active"] < sum(b["active"] for b in layers)
+        assert budget == moh_vision.head_budget(model) and budget["active"] < sum(
+            b["active"] for b in layers
+        )
         assert torch.equal(tensors(again(*inputs)), want)
 
 
@@ -185,9 +213,14 @@ def test_offloaded_weights(family, router, tmp_path):
         want = tensors(model(*inputs))
         if family == "causal":
             offloaded = cpu_offload(copy.deepcopy(model), torch.device("cpu"))
-            with pytest.raises(RuntimeError, match="keep the module `vocabulary` on a device"):  # and not wrong numbers
+            with pytest.raises(
+                RuntimeError, match="keep the module `vocabulary` on a device"
+            ):  # and not wrong numbers
                 offloaded(*inputs)
-            places = {name: "cpu" if name == "vocabulary" else "disk" for name, _ in model.named_children()}
+            places = {
+                name: "cpu" if name == "vocabulary" else "disk"
+                for name, _ in model.named_children()
+            }
             dispatch_model(model, places, main_device="cpu", offload_dir=tmp_path)
         else:
             cpu_offload(model, torch.device("cpu"))

@@ -27,14 +27,20 @@ def awake(model):
 
 
 def inputs(batch=3):
-    return torch.randn(batch, 3, 8, 8), torch.tensor([0, 500, 999])[:batch], torch.tensor([0, 4, 5])[:batch]
+    return (
+        torch.randn(batch, 3, 8, 8),
+        torch.tensor([0, 500, 999])[:batch],
+        torch.tensor([0, 4, 5])[:batch],
+    )
 
 
 def test_forward_contract():
     x, t, y = inputs()
     model, tokens = tiny(), torch.randn(2, 16, 32)
     assert not model(x, t, y).sample.any()
-    assert torch.equal(model.blocks[0](tokens, torch.randn(2, 32)), tokens)  # a new block is the identity
+    assert torch.equal(
+        model.blocks[0](tokens, torch.randn(2, 32)), tokens
+    )  # a new block is the identity
     sample = awake(model)(x, t, y).sample
     assert sample.shape == (3, 6, 8, 8)
     assert torch.equal(model(x, t, y, return_dict=False)[0], sample)
@@ -45,10 +51,17 @@ def test_forward_contract():
 
 
 def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
-    ours, plain = awake(tiny(learn_sigma=False, patch_bottleneck=5, predict="x")), tiny(learn_sigma=False)
+    ours, plain = (
+        awake(tiny(learn_sigma=False, patch_bottleneck=5, predict="x")),
+        tiny(learn_sigma=False),
+    )
     weights = ours.state_dict()
     narrow, wide = weights["x_embedder.proj.weight"], weights.pop("x_widen.weight")
-    assert (narrow.shape, wide.shape, "x_embedder.proj.bias" in weights) == ((5, 3, 2, 2), (32, 5), False)
+    assert (narrow.shape, wide.shape, "x_embedder.proj.bias" in weights) == (
+        (5, 3, 2, 2),
+        (32, 5),
+        False,
+    )
     weights["x_embedder.proj.weight"] = torch.einsum("ck,kipq->cipq", wide, narrow)
     weights["x_embedder.proj.bias"] = weights.pop("x_widen.bias")
     plain.load_state_dict(weights)
@@ -61,7 +74,10 @@ def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
 
 test_impossible_arguments = each_refused(
     lambda kwargs: timm.create_model(**{"model_name": "dit_small_patch2", **kwargs}),
-    (dict(model_name=MOH, depth=3), f"{MOH} has its own heads per layer: with depth also give head_budget"),
+    (
+        dict(model_name=MOH, depth=3),
+        f"{MOH} has its own heads per layer: with depth also give head_budget",
+    ),
     (
         dict(model_name="moh_dit_xlarge_patch2_90", num_heads=4, depth=2),
         "with depth and num_heads also give head_budget",
@@ -72,14 +88,19 @@ test_impossible_arguments = each_refused(
     (dict(TINY, predict="x"), "predict 'x' needs learn_sigma False"),
     (dict(TINY, predict="image"), "predict 'image' is not one of velocity, x, noise"),
     (dict(TINY, compat="kohya"), "compat 'kohya' is not one of official, diffusers"),
-    (dict(SMALL, model_name=MOH, scope="sample", route_by="class"), "route_by 'class' is not one of condition"),
+    (
+        dict(SMALL, model_name=MOH, scope="sample", route_by="class"),
+        "route_by 'class' is not one of condition",
+    ),
     (dict(SMALL, model_name=MOH, route_by="timestep"), "route_by 'timestep' needs scope 'sample'"),
 )
 
 
 def test_budgets_and_routers_by_name():
     with torch.device("meta"):
-        budget = moh_vision.head_budget(timm.create_model("moh_dit_xlarge_patch2_90", head_budget=0.5))
+        budget = moh_vision.head_budget(
+            timm.create_model("moh_dit_xlarge_patch2_90", head_budget=0.5)
+        )
     assert budget["share"] == 0.5 and {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
     assert moh_vision.head_budget(tiny("dit_small_patch2", router="moh"))["share"] == 0.75
     assert moh_vision.head_budget(tiny(router="dense", head_budget=None))["share"] == 1.0
@@ -119,17 +140,33 @@ def test_sample_scope_runs_what_it_chose(route_by, timesteps):
     for result in results[1:]:
         torch.testing.assert_close(result[0], results[0][0], atol=1e-5, rtol=1e-5)
         for got, want in zip(result[1:], results[0][1:], strict=True):
-            torch.testing.assert_close(got, want, atol=1e-6 + 1e-5 * want.abs().max().item(), rtol=1e-4)
+            torch.testing.assert_close(
+                got, want, atol=1e-6 + 1e-5 * want.abs().max().item(), rtol=1e-4
+            )
     assert all(g.norm() > 0 for g in results[0][1:])
 
 
 def test_inputs_out_of_range():
     model, (x, t, labels) = tiny(), inputs()
-    refuse(r"hidden_states \(3, 3, 6, 6\): expected \[batch, 3, 8, 8\]", model, x[..., :6, :6], t, labels)
-    refuse("class_labels 0 to 6: expected 0 to 5, where 5 is no class", model, x, t, torch.tensor([0, 6, 0]))
+    refuse(
+        r"hidden_states \(3, 3, 6, 6\): expected \[batch, 3, 8, 8\]",
+        model,
+        x[..., :6, :6],
+        t,
+        labels,
+    )
+    refuse(
+        "class_labels 0 to 6: expected 0 to 5, where 5 is no class",
+        model,
+        x,
+        t,
+        torch.tensor([0, 6, 0]),
+    )
     tokens, condition = torch.zeros(1, 4, 32), torch.zeros(1, 32)
     refuse("it needs scope 'sample'", model.blocks[0].attn, tokens, condition=condition)
-    with pytest.warns(UserWarning, match="timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"):
+    with pytest.warns(
+        UserWarning, match="timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"
+    ):
         model(x, torch.tensor(0.5), labels)
     with warnings.catch_warnings(action="error"):
         for fine in (0.0, 1.0, 978.6):
@@ -143,6 +180,8 @@ def test_floating_timesteps_without_values():
     def sample(x, t, label):
         return model(x[None], t[None], label[None]).sample[0]
 
-    torch.testing.assert_close(torch.func.vmap(sample)(x, t.float(), labels), model(x, t, labels).sample)
+    torch.testing.assert_close(
+        torch.func.vmap(sample)(x, t.float(), labels), model(x, t, labels).sample
+    )
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert model(*map(fake.from_tensor, (x, t.float(), labels))).sample.shape == (3, 6, 8, 8)

@@ -11,13 +11,21 @@ from moh_vision.attention.routing import Call
 from moh_vision.models.foveal_attention import position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
 
-SMALL = dict(img_size=64, embed_dims=(12, 24, 24, 48), num_heads=(2, 4, 4, 8), depths=(1, 2, 1, 2), num_classes=5)
+SMALL = dict(
+    img_size=64,
+    embed_dims=(12, 24, 24, 48),
+    num_heads=(2, 4, 4, 8),
+    depths=(1, 2, 1, 2),
+    num_classes=5,
+)
 # Every case of the released gates: all shared; none shared; one shared; several, all routed.
 MIXED = [[2, 0], [0, 2], [1, 2], [4, 2]]
 
 
 def small(name="moh_transnext_base_50", **kwargs):
-    return timm.create_model(name, **{**SMALL, "head_budget": MIXED if name.startswith("moh") else None, **kwargs})
+    return timm.create_model(
+        name, **{**SMALL, "head_budget": MIXED if name.startswith("moh") else None, **kwargs}
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,13 +46,18 @@ def official_names(model):
         part = name.split(".")
         if part[0] == "stages":
             i, rest = int(part[1]) + 1, ".".join(part[3:])
-            name = {"downsample": f"patch_embed{i}.", "blocks": f"block{i}.", "norm": f"norm{i}."}[part[2]] + rest
+            name = {"downsample": f"patch_embed{i}.", "blocks": f"block{i}.", "norm": f"norm{i}."}[
+                part[2]
+            ] + rest
         name = name.replace("mlp.dwconv.", "mlp.dwconv.dwconv.")
         for ours, theirs in (("routed", "wg"), ("balance", "wg_0"), ("shared", "wg_1")):
             name = name.replace(f"attn.router.{ours}.", f"attn.{theirs}.")
         if ".attn.qkv." in name and not name.startswith("block4"):
             C = tensor.shape[0] // 3
-            result[name.replace("qkv", "q")], result[name.replace("qkv", "kv")] = tensor[:C], tensor[C:]
+            result[name.replace("qkv", "q")], result[name.replace("qkv", "kv")] = (
+                tensor[:C],
+                tensor[C:],
+            )
         else:
             result[name] = tensor
     return result
@@ -54,7 +67,13 @@ class Official:
     """The published model as plain formulas on a state dict with the published names; slow and direct."""
 
     def __init__(self, state, heads, pools, budgets, pretrain):
-        self.s, self.heads, self.pools, self.budgets, self.pretrain = state, heads, pools, budgets, pretrain
+        self.s, self.heads, self.pools, self.budgets, self.pretrain = (
+            state,
+            heads,
+            pools,
+            budgets,
+            pretrain,
+        )
 
     def linear(self, x, name):
         return F.linear(x, self.s[name + ".weight"], self.s.get(name + ".bias"))
@@ -64,14 +83,22 @@ class Official:
 
     def bias(self, p, H, W, ph, pw, unit):
         """Position bias [h, H*W, ph*pw], pair by pair."""
-        centre = lambda n, k: F.adaptive_avg_pool1d(torch.arange(n, dtype=torch.float32)[None], k)[0]  # noqa: E731
+
+        def centre(n, k):
+            return F.adaptive_avg_pool1d(torch.arange(n, dtype=torch.float32)[None], k)[0]
+
         dy = (torch.arange(H)[:, None] - centre(H, ph)[None]) / (unit[0] - 1) * 8  # [H, ph]
         dx = (torch.arange(W)[:, None] - centre(W, pw)[None]) / (unit[1] - 1) * 8
         pairs = torch.stack(
-            [dy[:, None, :, None].expand(H, W, ph, pw), dx[None, :, None, :].expand(H, W, ph, pw)], -1
+            [dy[:, None, :, None].expand(H, W, ph, pw), dx[None, :, None, :].expand(H, W, ph, pw)],
+            -1,
         ).reshape(-1, 2)
         pairs = pairs.sign() * (pairs.abs() + 1).log2() / 3
-        return self.linear(self.linear(pairs, p + "cpb_fc1").relu(), p + "cpb_fc2").t().reshape(-1, H * W, ph * pw)
+        return (
+            self.linear(self.linear(pairs, p + "cpb_fc1").relu(), p + "cpb_fc2")
+            .t()
+            .reshape(-1, H * W, ph * pw)
+        )
 
     def attention(self, x, p, stage, H, W, budget):
         B, N, C = x.shape
@@ -81,8 +108,14 @@ class Official:
         temperature = F.softplus(self.s[p + "temperature"])
         if pool == 1:
             q, k, v = split(self.linear(x, p + "qkv"), 3)
-            q = (F.normalize(q, dim=-1) + self.s[p + "query_embedding"]) * temperature * torch.tensor(float(N)).log()
-            a = (q @ F.normalize(k, dim=-1).transpose(-2, -1) + self.bias(p, H, W, H, W, unit)).softmax(-1)
+            q = (
+                (F.normalize(q, dim=-1) + self.s[p + "query_embedding"])
+                * temperature
+                * torch.tensor(float(N)).log()
+            )
+            a = (
+                q @ F.normalize(k, dim=-1).transpose(-2, -1) + self.bias(p, H, W, H, W, unit)
+            ).softmax(-1)
             o = a @ v
         else:
             ph, pw = H // pool, W // pool
@@ -97,12 +130,20 @@ class Official:
             inside = F.unfold(torch.ones(1, 1, H, W), 3, padding=1)[0].t() > 0  # [N, 9]
             length = (inside.sum(-1) + ph * pw).float().log()[:, None]
             scaled = (q + self.s[p + "query_embedding"]) * temperature * length
-            near = (window(k) @ scaled.unsqueeze(-1)).squeeze(-1) + self.s[p + "relative_pos_bias_local"][:, None]
+            near = (window(k) @ scaled.unsqueeze(-1)).squeeze(-1) + self.s[
+                p + "relative_pos_bias_local"
+            ][:, None]
             near = near.masked_fill(~inside, float("-inf"))
-            m = F.conv2d(x.transpose(1, 2).reshape(B, C, H, W), self.s[p + "sr.weight"], self.s[p + "sr.bias"])
+            m = F.conv2d(
+                x.transpose(1, 2).reshape(B, C, H, W),
+                self.s[p + "sr.weight"],
+                self.s[p + "sr.bias"],
+            )
             m = F.adaptive_avg_pool2d(F.gelu(m), (ph, pw)).flatten(2).transpose(1, 2)
             kp, vp = split(self.linear(self.norm(m, p + "norm", 1e-5), p + "kv"), 2)
-            far = scaled @ F.normalize(kp, dim=-1).transpose(-2, -1) + self.bias(p, H, W, ph, pw, unit)
+            far = scaled @ F.normalize(kp, dim=-1).transpose(-2, -1) + self.bias(
+                p, H, W, ph, pw, unit
+            )
             near, far = torch.cat([near, far], -1).softmax(-1).split([9, ph * pw], -1)
             near = near + q @ self.s[p + "learnable_tokens"] + self.s[p + "learnable_bias"]
             o = (near.unsqueeze(-2) @ window(v)).squeeze(-2) + far @ vp
@@ -116,7 +157,11 @@ class Official:
         a, v = self.linear(x, p + "fc1").chunk(2, -1)
         a = a.transpose(1, 2).reshape(B, -1, H, W)
         a = F.conv2d(
-            a, self.s[p + "dwconv.dwconv.weight"], self.s[p + "dwconv.dwconv.bias"], padding=1, groups=a.shape[1]
+            a,
+            self.s[p + "dwconv.dwconv.weight"],
+            self.s[p + "dwconv.dwconv.bias"],
+            padding=1,
+            groups=a.shape[1],
         )
         return self.linear(F.gelu(a.flatten(2).transpose(1, 2)) * v, p + "fc2")
 
@@ -125,13 +170,17 @@ class Official:
             i = stage + 1
             name, stride = f"patch_embed{i}.", 4 if stage == 0 else 2
             weight = self.s[name + "proj.weight"]
-            x = F.conv2d(x, weight, self.s[name + "proj.bias"], stride, padding=weight.shape[-1] // 2)
+            x = F.conv2d(
+                x, weight, self.s[name + "proj.bias"], stride, padding=weight.shape[-1] // 2
+            )
             B, C, H, W = x.shape
             x = self.norm(x.flatten(2).transpose(1, 2), name + "norm", 1e-5)
             for j in range(sum(f"block{i}.{j}.norm1.weight" in self.s for j in range(99))):
                 p = f"block{i}.{j}."
                 budget = self.budgets[stage] if self.budgets else None
-                x = x + self.attention(self.norm(x, p + "norm1", 1e-6), p + "attn.", stage, H, W, budget)
+                x = x + self.attention(
+                    self.norm(x, p + "norm1", 1e-6), p + "attn.", stage, H, W, budget
+                )
                 x = x + self.mlp(self.norm(x, p + "norm2", 1e-6), p + "mlp.", H, W)
             x = self.norm(x, f"norm{i}", 1e-6)
             if stage < 3:
@@ -147,8 +196,12 @@ def scramble(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("name, budgets", [("moh_transnext_base_50", MIXED), ("transnext_micro", None)])
-@pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"model": {f"module.{k}": v for k, v in s.items()}}])
+@pytest.mark.parametrize(
+    "name, budgets", [("moh_transnext_base_50", MIXED), ("transnext_micro", None)]
+)
+@pytest.mark.parametrize(
+    "wrap", [lambda s: s, lambda s: {"model": {f"module.{k}": v for k, v in s.items()}}]
+)
 def test_official_layout_gives_official_outputs(name, budgets, wrap):
     model = scramble(small(name))
     state = official_names(model)
@@ -183,7 +236,9 @@ def test_position_tables_name_every_pair():
     down, left = coordinates[index.reshape(6, 24)[0, 20]]
     assert down == pytest.approx(torch.tensor(4.5 / 55 * 8 + 1).log2().item() / 3)
     assert left == pytest.approx(-torch.tensor(0.5 / 55 * 8 + 1).log2().item() / 3)
-    assert length[0] == pytest.approx(torch.tensor(4.0 + 6).log().item())  # a corner has 4 of 9 neighbours
+    assert length[0] == pytest.approx(
+        torch.tensor(4.0 + 6).log().item()
+    )  # a corner has 4 of 9 neighbours
     assert outside.sum(1).max() == 5
 
 
@@ -196,7 +251,9 @@ def test_16_bits(dtype):
         got = model.to(dtype)(x.to(dtype))
     assert got.dtype == dtype
     # A token whose two best heads are nearly equal may choose the other one.
-    assert (got.float() - want).abs().mean() < (0.1 if dtype == torch.bfloat16 else 0.02) * want.abs().mean()
+    assert (got.float() - want).abs().mean() < (
+        0.1 if dtype == torch.bfloat16 else 0.02
+    ) * want.abs().mean()
 
 
 def test_long_queries_do_not_overflow_in_float16():
@@ -208,7 +265,11 @@ def test_long_queries_do_not_overflow_in_float16():
 
 def layer_of(stage, dtype=torch.float32, **kwargs):
     """An attention layer of 4 (stage 2) or 8 heads (stage 3) of width 24, its tokens and positions."""
-    sizes = dict(img_size=(96, 128), embed_dims=(12, 24, 96, 192), head_budget=[[2, 0], [0, 2], [1, 2], [2, 3]])
+    sizes = dict(
+        img_size=(96, 128),
+        embed_dims=(12, 24, 96, 192),
+        head_budget=[[2, 0], [0, 2], [1, 2], [2, 3]],
+    )
     stage = scramble(small(**{**sizes, **kwargs}, dtype=dtype)).stages[stage]
     x = torch.randn(3, *stage.size, stage.norm.normalized_shape[0], dtype=dtype)
     return stage.blocks[0].attn, x, stage.positions(x)
@@ -269,13 +330,20 @@ def test_heads_are_skipped_by_cpp_in_inference(path):
 def test_routers_and_temperatures_in_the_recipe():
     model = small()
     spared = model.no_weight_decay()
-    assert {n.split(".")[-1] for n in spared} >= {"temperature", "query_embedding", "relative_pos_bias_local"}
+    assert {n.split(".")[-1] for n in spared} >= {
+        "temperature",
+        "query_embedding",
+        "relative_pos_bias_local",
+    }
     assert not any("router" in n for n in spared)
 
 
 test_impossible_arguments = each_refused(
     lambda kwargs: small(**kwargs),
-    (dict(head_budget=[[2, 0], [0, 5], [1, 2], [4, 2]]), "head_budget, layer 1: shared=0 . routed=5 = 5 of only 4"),
+    (
+        dict(head_budget=[[2, 0], [0, 5], [1, 2], [4, 2]]),
+        "head_budget, layer 1: shared=0 . routed=5 = 5 of only 4",
+    ),
     (dict(num_heads=(2, 4, 4)), "num_heads .* must have 4 entries"),
     (dict(num_heads=(2, 4, 4, 7)), "stage 3: embed_dim 48 is not a multiple of num_heads 7"),
     (dict(global_pool="max"), "global_pool 'max' is not one of"),

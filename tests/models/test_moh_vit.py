@@ -16,7 +16,9 @@ def test_registered_with_three_quarters_of_the_heads():
     assert names == [f"moh_vit_{s}_patch16_224" for s in ("base", "large", "small", "tiny")]
     assert timm.list_models(module="vit") == ["moh_vit", *names]
     for name in names:
-        model, theirs = (timm.create_model(n, device="meta") for n in (name, name.removeprefix("moh_")))
+        model, theirs = (
+            timm.create_model(n, device="meta") for n in (name, name.removeprefix("moh_"))
+        )
         assert moh_vision.head_budget(model)["share"] == 0.75, name
         own = {n: t.shape for n, t in model.state_dict().items() if ".router." not in n}
         assert own == {n: t.shape for n, t in theirs.state_dict().items()}, name

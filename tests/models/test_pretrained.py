@@ -42,7 +42,9 @@ def vit(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dit(tmp_path_factory):
-    model = diffusers_dit(in_channels=1, out_channels=2, num_layers=2, num_embeds_ada_norm=10, norm_num_groups=1)
+    model = diffusers_dit(
+        in_channels=1, out_channels=2, num_layers=2, num_embeds_ada_norm=10, norm_num_groups=1
+    )
     folder = tmp_path_factory.mktemp("dit")
     model.save_pretrained(folder / "transformer")
     return folder, model
@@ -55,28 +57,44 @@ def run(main, output, *argv, steps=2):
 
 def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
     source, dense = vit
-    options = "--model.convert.router moh --model.head_budget uniform:0.5 --calibrate-images 16".split()
+    options = (
+        "--model.convert.router moh --model.head_budget uniform:0.5 --calibrate-images 16".split()
+    )
     run(train_cls.main, tmp_path / "run", "--model.pretrained", source, *options)
     said = capsys.readouterr().out
-    assert "model.pretrained: patch_embed.proj.weight is resized, [32, 3, 8, 8] -> [32, 1, 8, 8]" in said
+    assert (
+        "model.pretrained: patch_embed.proj.weight is resized, [32, 3, 8, 8] -> [32, 1, 8, 8]"
+        in said
+    )
     assert "model.pretrained: pos_embed is resized, [1, 17, 32] -> [1, 2, 32]" in said
     assert "model.pretrained: head.weight is made anew, [5, 32] -> [10, 32]" in said
-    assert "4 of 8 heads active (50.0 %); one routed head in layers [0, 1]: only the balance loss trains" in said
+    assert (
+        "4 of 8 heads active (50.0 %); one routed head in layers [0, 1]: only the balance loss trains"
+        in said
+    )
     model = moh_vision.load_run(tmp_path / "run")
-    assert moh_vision.head_budget(model)["share"] == 0.5 and model(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+    assert moh_vision.head_budget(model)["share"] == 0.5 and model(
+        torch.zeros(1, 1, 8, 8)
+    ).shape == (1, 10)
     # Two small steps from the weights: fc1 is not reordered.
     assert (model.blocks[0].mlp.fc1.weight - dense.blocks[0].mlp.fc1.weight).abs().max() < 0.01
 
     # timm's tag of a folder of one's own is that of its default weights, which these are not.
-    assert read_safetensors(tmp_path / "run" / "model.safetensors")[1]["arguments"]["base"].count(".")
+    assert read_safetensors(tmp_path / "run" / "model.safetensors")[1]["arguments"]["base"].count(
+        "."
+    )
     assert command(["publish", str(tmp_path / "run"), "--output", str(tmp_path / "card")]) == 0
     saved = json.loads((tmp_path / "card" / "config.json").read_text())["model_args"]
     assert saved["base"] == "vit_small_patch16_224"
 
-    at_once = run(train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3)
+    at_once = run(
+        train_cls.main, tmp_path / "whole", "--model.pretrained", source, *options, steps=3
+    )
     source.rename(tmp_path / "moved")  # a resumed run does not need its source
     try:
-        resumed = run(train_cls.main, tmp_path / "run", "--model.pretrained", source, *options, steps=3)
+        resumed = run(
+            train_cls.main, tmp_path / "run", "--model.pretrained", source, *options, steps=3
+        )
     finally:
         (tmp_path / "moved").rename(source)
     assert len(resumed) == 3 and resumed == at_once
@@ -86,14 +104,28 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
 def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
     """By name and in order, of what timm has saved and of a run; weights that name none keep theirs, and it is said."""
     torch.manual_seed(0)
-    data, sizes = write_folder(tmp_path / "d", size=(32, 32), train=4, val=2), {**VIT, "num_classes": 2}
+    data, sizes = (
+        write_folder(tmp_path / "d", size=(32, 32), train=4, val=2),
+        {**VIT, "num_classes": 2},
+    )
     dense = timm.create_model("vit_small_patch16_224", **sizes)
     torch.nn.init.normal_(dense.head.weight)
-    timm.models.save_for_hf(dense, tmp_path / "t", model_config=dict(label_names=names), safe_serialization=True)
+    timm.models.save_for_hf(
+        dense, tmp_path / "t", model_config=dict(label_names=names), safe_serialization=True
+    )
     given = ["--data.root", data, "--data.img_size", 32, "--optim.lr", 1e-9]
-    run(train_cls.main, tmp_path / "run", *given, "--model.pretrained", f"local-dir:{tmp_path}/t", steps=1)
+    run(
+        train_cls.main,
+        tmp_path / "run",
+        *given,
+        "--model.pretrained",
+        f"local-dir:{tmp_path}/t",
+        steps=1,
+    )
     said = capsys.readouterr().out
-    kept = torch.allclose(moh_vision.load_run(tmp_path / "run").head.weight, dense.head.weight, atol=1e-6)
+    kept = torch.allclose(
+        moh_vision.load_run(tmp_path / "run").head.weight, dense.head.weight, atol=1e-6
+    )
     assert kept == (names in (["cat", "dog"], None))
     odd = "the head is made anew: class 'cat' is not in the same place in local-dir:"
     assert (f"model.pretrained: {odd}" in said) != kept
@@ -104,27 +136,47 @@ def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
         other = create("moh_vit", "classifier", **record["arguments"])
         before = other.head.weight.clone()
         init_from(other, str(tmp_path / "w.safetensors"), print, classes=["cat", "dog"])
-        assert torch.equal(other.head.weight, before) and "init_from: the head is made anew" in capsys.readouterr().out
+        assert (
+            torch.equal(other.head.weight, before)
+            and "init_from: the head is made anew" in capsys.readouterr().out
+        )
 
 
 def test_a_label_table_is_kept_only_for_the_same_classes(tmp_path):
     sizes = dict(embed_dim=16, depth=1, num_heads=2, img_size=8, in_chans=1, num_classes=2)
     first, second = (create("dit_small_patch2", "diffusion", **sizes) for _ in range(2))
     names = {0: "cat", 1: "dog"}
-    MoHDiTPipeline(first, make_scheduler("ddim", 5, False, True), None, names, 0.1).save_pretrained(tmp_path)
+    MoHDiTPipeline(first, make_scheduler("ddim", 5, False, True), None, names, 0.1).save_pretrained(
+        tmp_path
+    )
     for classes in (["dog", "cat"], ["cat", "dog"]):
         said = []
         init_from(second, str(tmp_path), said.append, classes=classes)
         kept = same(first.y_embedder.embedding_table, second.y_embedder.embedding_table)
-        assert kept == (classes == ["cat", "dog"]) != any("the label table is made anew" in line for line in said)
+        assert (
+            kept
+            == (classes == ["cat", "dog"])
+            != any("the label table is made anew" in line for line in said)
+        )
 
 
 def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
     """timm leaves the last pixels out, or fails in the first batch where sizes are dynamic."""
     words = "data.img_size 50: not a multiple of 8, the side of a patch"
-    argv = [*RUN.split(), "--model.pretrained", vit[0], "--data.img_size", "50", "--output", tmp_path / "no"]
+    argv = [
+        *RUN.split(),
+        "--model.pretrained",
+        vit[0],
+        "--data.img_size",
+        "50",
+        "--output",
+        tmp_path / "no",
+    ]
     for more in ([], ["--model.kwargs.dynamic_img_size=true"]):
-        assert words in refused(capsys, train_cls.main, *argv, *more) and not (tmp_path / "no").exists()
+        assert (
+            words in refused(capsys, train_cls.main, *argv, *more)
+            and not (tmp_path / "no").exists()
+        )
     saved = ["--checkpoint", vit[0], "--data.root", "digits", "--data.img_size"]
     assert words in refused(capsys, validate.main, *saved, "50")
     small = dict(embed_dim=32, depth=1, num_heads=2)  # of SigLIP, which was trained so
@@ -135,19 +187,27 @@ def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
     assert (command([*argv, "384"]), command([*argv, "385"])) == (0, 2)
 
 
-@pytest.mark.parametrize("name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224", "diffusers"])
+@pytest.mark.parametrize(
+    "name", ["eva02_tiny_patch14_224", "deit_tiny_distilled_patch16_224", "diffusers"]
+)
 def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
     torch.manual_seed(0)
     main, (source, dense), x = train_dit.main, dit, [torch.randn(2, 1, 8, 8)]
     if name == "diffusers":
         x += [torch.tensor([7, 800]), torch.tensor([1, 2])]
     else:
-        main, source, sizes = train_cls.main, tmp_path / "vit", dict(VIT, img_size=8, patch_size=2, num_classes=10)
+        main, source, sizes = (
+            train_cls.main,
+            tmp_path / "vit",
+            dict(VIT, img_size=8, patch_size=2, num_classes=10),
+        )
         dense = timm.create_model(name, **sizes, in_chans=1).eval()
         for p in dense.parameters():  # Eva's head starts near 0
             p.data += 0.1 * torch.randn_like(p)
         timm.models.save_for_hf(dense, source, safe_serialization=True)
-    still = "--optim.lr 1e-12 --optim.weight-decay 0 --balance_weight 0 --calibrate-images 16".split()
+    still = (
+        "--optim.lr 1e-12 --optim.weight-decay 0 --balance_weight 0 --calibrate-images 16".split()
+    )
     convert = "--model.convert", "{router: moh, head_budget: 1.0}"
     run(main, tmp_path / "run", "--model.pretrained", source, *still, *convert, steps=1)
     model = moh_vision.load_run(tmp_path / "run")
@@ -156,7 +216,9 @@ def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
     if name == "diffusers":
         assert model.config.compat == "diffusers" and model.config.router == "moh"
-        moved = model.blocks[0].attn.proj.weight - dense.transformer_blocks[0].attn1.to_out[0].weight
+        moved = (
+            model.blocks[0].attn.proj.weight - dense.transformer_blocks[0].attn1.to_out[0].weight
+        )
         assert moved.abs().max() > 1e-3
     else:
         assert isinstance(model, type(dense)) and hasattr(model, "forward_routed")
@@ -168,7 +230,11 @@ def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
     "main, name, x",
     [
         (train_cls.main, "moh_vit_tiny_patch16_224", [torch.ones(2, 1, 8, 8)]),
-        (train_dit.main, "dit_small_patch2", [torch.ones(2, 1, 8, 8), torch.tensor([7, 800]), torch.tensor([1, 2])]),
+        (
+            train_dit.main,
+            "dit_small_patch2",
+            [torch.ones(2, 1, 8, 8), torch.tensor([7, 800]), torch.tensor([1, 2])],
+        ),
     ],
 )
 def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
@@ -180,15 +246,34 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
     dense = moh_vision.load_run(tmp_path / "dense")
     options = "--model.convert.head_budget 1.0 --model.convert.scope sample --calibrate-images 16 --optim.lr 1e-12 --optim.weight-decay 0"
     for i, source in enumerate(("dense", "dense/model.safetensors", "card")):
-        run(main, tmp_path / str(i), "--model.pretrained", tmp_path / source, *options.split(), steps=1)
+        run(
+            main,
+            tmp_path / str(i),
+            "--model.pretrained",
+            tmp_path / source,
+            *options.split(),
+            steps=1,
+        )
         model = moh_vision.load_run(tmp_path / str(i))
         assert attention_layers(model)[0].scope == "sample" and not is_dense(model)
-        torch.testing.assert_close(model.forward_routed(*x)[0], dense.forward_routed(*x)[0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            model.forward_routed(*x)[0], dense.forward_routed(*x)[0], atol=1e-5, rtol=1e-5
+        )
     run(main, tmp_path / "as it is", "--model.pretrained", f"local-dir:{tmp_path}/dense", steps=1)
     assert is_dense(moh_vision.load_run(tmp_path / "as it is"))
-    run(main, tmp_path / "on", "--model.pretrained", tmp_path / "0", "--model.head_budget", 0.75, steps=1)
+    run(
+        main,
+        tmp_path / "on",
+        "--model.pretrained",
+        tmp_path / "0",
+        "--model.head_budget",
+        0.75,
+        steps=1,
+    )
     assert moh_vision.head_budget(moh_vision.load_run(tmp_path / "on"))["share"] == 0.75
-    argv = f"{RUN} --output {tmp_path}/no --model.pretrained {tmp_path}/0 --model.convert.scope token"
+    argv = (
+        f"{RUN} --output {tmp_path}/no --model.pretrained {tmp_path}/0 --model.convert.scope token"
+    )
     assert "0 has routed heads already; leave it out" in refused(capsys, main, *argv.split())
 
 

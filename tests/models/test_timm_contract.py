@@ -34,7 +34,9 @@ CONTRACT = {
 # The smallest of each family, and what makes them shallow.
 SMALLEST = {
     "moh_vit_tiny_patch16_224": dict(depth=4),
-    "transnext_micro": dict(depths=[1, 1, 3, 1], embed_dims=[12, 24, 48, 96], num_heads=[1, 2, 4, 8]),
+    "transnext_micro": dict(
+        depths=[1, 1, 3, 1], embed_dims=[12, 24, 48, 96], num_heads=[1, 2, 4, 8]
+    ),
     "moh_transnext_small_75": dict(
         depths=[1, 1, 3, 1],
         embed_dims=[12, 24, 48, 96],
@@ -50,9 +52,13 @@ def load():
     """timm's test module; the smallest models are shallow."""
     with tarfile.open(SOURCE[0]) as archive:
         code = archive.extractfile(f"timm-{timm.__version__}/tests/test_models.py").read()
-    module = importlib.util.module_from_spec(importlib.util.spec_from_loader("timm_test_models", loader=None))
+    module = importlib.util.module_from_spec(
+        importlib.util.spec_from_loader("timm_test_models", loader=None)
+    )
     exec(compile(code, f"{SOURCE[0]}:test_models.py", "exec"), module.__dict__)
-    module.create_model = lambda name, **kwargs: timm.create_model(name, **SMALLEST.get(name, {}), **kwargs)
+    module.create_model = lambda name, **kwargs: timm.create_model(
+        name, **SMALLEST.get(name, {}), **kwargs
+    )
     return module
 
 
@@ -64,7 +70,9 @@ def marked(function, models):
             names, values = mark.args
             if names == "model_name":
                 fast = PRUNED if "prune" in function.__name__ else SMALLEST
-                values = [pytest.param(v, marks=[] if v in fast else [pytest.mark.slow]) for v in models]
+                values = [
+                    pytest.param(v, marks=[] if v in fast else [pytest.mark.slow]) for v in models
+                ]
             marks.append(pytest.mark.parametrize(names, values).mark)
     function.pytestmark = marks
     return function
@@ -73,9 +81,13 @@ def marked(function, models):
 if SOURCE:
     _timm = load()
     cfg_device = _timm.cfg_device
-    globals().update({name: marked(getattr(_timm, name), models) for name, models in CONTRACT.items()})
+    globals().update(
+        {name: marked(getattr(_timm, name), models) for name, models in CONTRACT.items()}
+    )
 else:
 
-    @pytest.mark.skip(f"timm {timm.__version__}'s source distribution is not in {sys.prefix}/timm-sdist")
+    @pytest.mark.skip(
+        f"timm {timm.__version__}'s source distribution is not in {sys.prefix}/timm-sdist"
+    )
     def test_models_of_ours():
         """See `CONTRACT`."""

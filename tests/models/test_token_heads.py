@@ -29,7 +29,9 @@ def made(kind):
     """A model whose routers decide, as trained ones do, and two inputs."""
     family, router, options = MODELS[kind]
     model, inputs = FAMILIES[family](router, **options)
-    return awake(model, 0.5), [torch.cat([x, x.flip(-1) if x.is_floating_point() else x + 2]) for x in inputs]
+    return awake(model, 0.5), [
+        torch.cat([x, x.flip(-1) if x.is_floating_point() else x + 2]) for x in inputs
+    ]
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -38,19 +40,30 @@ def test_token_heads_are_those_that_the_routers_chose(kind):
     (model, inputs), asked = made(kind), []
     layers = attention_layers(model)
     # What each router is given, so that it can be asked again.
-    hooks = [layer.router.register_forward_pre_hook(lambda _, args: asked.append(args)) for layer in layers]
+    hooks = [
+        layer.router.register_forward_pre_hook(lambda _, args: asked.append(args))
+        for layer in layers
+    ]
     routings = token_heads(model, *inputs)
     for hook in hooks:
         hook.remove()
     for layer, args, (weights, active, stats, *_) in zip(layers, asked, routings, strict=True):
         own = layer.router(*args)
         B, N = 2, weights.shape[1]
-        assert weights.shape == active.shape == (B, N, layer.num_heads) and active.dtype == torch.bool
-        want = own.active if own.active is not None else torch.ones(1, 1, layer.num_heads, dtype=torch.bool)
+        assert (
+            weights.shape == active.shape == (B, N, layer.num_heads) and active.dtype == torch.bool
+        )
+        want = (
+            own.active
+            if own.active is not None
+            else torch.ones(1, 1, layer.num_heads, dtype=torch.bool)
+        )
         assert torch.equal(active, want.expand_as(active))
         want = own.weights if own.weights is not None else torch.ones(1)
         assert torch.equal(weights, want.expand_as(weights))
-        assert not weights[~active].any() and active[..., : layer.budget.shared].all() == (kind != "mae, argmax")
+        assert not weights[~active].any() and active[..., : layer.budget.shared].all() == (
+            kind != "mae, argmax"
+        )
         counts = active[:, 0] if own.stats.probs.shape[1] == 1 else active.sum(1)
         assert torch.equal(counts.to(stats.counts.dtype), stats.counts)
     assert not any(m._forward_hooks for layer in layers for m in (layer, layer.router))
@@ -67,10 +80,16 @@ def test_token_heads_of_a_translation_model():
 
 
 def test_token_heads_refuses_what_it_cannot_see():
-    refuse("has no HeadMixtureAttention layer", lambda: token_heads(torch.nn.Linear(2, 2), torch.randn(1, 2)))
+    refuse(
+        "has no HeadMixtureAttention layer",
+        lambda: token_heads(torch.nn.Linear(2, 2), torch.randn(1, 2)),
+    )
     model, images = made("moh")
     model.blocks[0].register_forward_pre_hook(lambda block, args: block.attn(args[0]) and None)
-    refuse(r"blocks\.0\.attn routes 2 times in this call, expected once", lambda: token_heads(model, *images))
+    refuse(
+        r"blocks\.0\.attn routes 2 times in this call, expected once",
+        lambda: token_heads(model, *images),
+    )
     assert not any(layer._forward_hooks for layer in attention_layers(model))
 
 
@@ -82,12 +101,17 @@ def test_timms_extractor_sees_every_matrix_and_outputs_stay(kind):
         model, inputs = made(kind)
     finally:
         set_fused_attn(True)
-    layers, call = attention_layers(model.double()), [x.double() if x.is_floating_point() else x for x in inputs]
+    layers, call = (
+        attention_layers(model.double()),
+        [x.double() if x.is_floating_point() else x for x in inputs],
+    )
     assert not any(layer.fused_attn for layer in layers)
     extract = AttentionExtract(model, method="hook")
     step_by_step = model(*call)
     matrices = extract.hooks.get_output(device=torch.device("cpu"))
-    assert len(matrices) == len(layers) and all(name.endswith(".attn.attn_drop") for name in matrices)
+    assert len(matrices) == len(layers) and all(
+        name.endswith(".attn.attn_drop") for name in matrices
+    )
     for layer, matrix in zip(layers, matrices.values()):
         rows = matrix.sum(2 if hasattr(layer, "pool") else 3)  # with a window the queries come last
         assert matrix.shape[:2] == (2, layer.num_heads)

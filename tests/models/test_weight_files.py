@@ -30,7 +30,9 @@ def load(door, name, file, **arguments):
     if door == "checkpoint_path":
         return timm.create_model(name, checkpoint_path=str(file), **arguments).eval()
     overlay = dict(file=str(file), num_classes=arguments["num_classes"])
-    return timm.create_model(name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments).eval()
+    return timm.create_model(
+        name, pretrained=True, pretrained_cfg_overlay=overlay, **arguments
+    ).eval()
 
 
 ARGS = argparse.Namespace(model="DiT-S/2", lr=1e-4)
@@ -47,14 +49,24 @@ def official_dit(case, training):
 def official_transnext():
     model, x = transnext.scramble(transnext.small()), torch.randn(1, 3, 64, 64)
     content = dict(model=transnext.official_names(model), epoch=3, args=ARGS)
-    return "moh_transnext_base_50", dict(transnext.SMALL, head_budget=transnext.MIXED), content, (x,), model(x)
+    return (
+        "moh_transnext_base_50",
+        dict(transnext.SMALL, head_budget=transnext.MIXED),
+        content,
+        (x,),
+        model(x),
+    )
 
 
 def timms_vit(wrapped):
     """All heads run with it and without a budget; the routers come out as zero."""
     model, x = dense(), images()
     state = model.state_dict()
-    content = dict(state_dict={f"module.{k}": v for k, v in state.items()}, args=ARGS) if wrapped else state
+    content = (
+        dict(state_dict={f"module.{k}": v for k, v in state.items()}, args=ARGS)
+        if wrapped
+        else state
+    )
     return VIT, dict(SMALL, head_budget=1.0), content, (x,), model(x)
 
 
@@ -82,7 +94,9 @@ def test_files_of_others_give_their_outputs(layout, door, tmp_path):
         save_file(content, file, metadata={"format": "pt", "note": "not JSON"})
     got = load(door, name, file, **arguments)(*inputs)
     assert want.std() > 0.1
-    torch.testing.assert_close(getattr(got, "sample", got), want, atol=1e-5 * want.abs().max().item(), rtol=0)
+    torch.testing.assert_close(
+        getattr(got, "sample", got), want, atol=1e-5 * want.abs().max().item(), rtol=0
+    )
 
 
 def test_files_that_do_not_fit(tmp_path):
@@ -94,13 +108,20 @@ def test_files_that_do_not_fit(tmp_path):
     weights = dit.official_weights(dit.HEADS, dit.D, dit.BUDGET)
     del weights["final_layer.linear.bias"]
     torch.save(weights, tmp_path / "less.pt")
-    vit, moh_dit = timm.create_model(VIT, **SMALL), timm.create_model(dit.CASES["moh"][0], **dit.MOH)
+    vit, moh_dit = (
+        timm.create_model(VIT, **SMALL),
+        timm.create_model(dit.CASES["moh"][0], **dit.MOH),
+    )
     before = [{k: v.clone() for k, v in model.state_dict().items()} for model in (vit, moh_dit)]
     for model, name, words in (
         (vit, "path.pth", "not a readable file of tensors"),
         (vit, "classes.safetensors", r"head.bias has shape \[7\], the model needs \[5\]"),
         (vit, "depth.safetensors", "tensors are missing"),
-        (moh_dit, "dense.pt", r"blocks.0.attn.qkv.weight has shape \[96, 32\], the model needs \[48"),
+        (
+            moh_dit,
+            "dense.pt",
+            r"blocks.0.attn.qkv.weight has shape \[96, 32\], the model needs \[48",
+        ),
         (moh_dit, "less.pt", "1 tensors are missing .'final_layer.linear.bias'"),
     ):
         with one_line(words) as caught:
@@ -115,7 +136,8 @@ def test_timms_own_models_load_as_before(tmp_path):
     model = timm.create_model("resnet10t", num_classes=3)
     torch.save(dict(state_dict=model.state_dict()), tmp_path / "theirs.pth")
     assert small_runs.same(
-        timm.create_model("resnet10t", num_classes=3, checkpoint_path=str(tmp_path / "theirs.pth")), model
+        timm.create_model("resnet10t", num_classes=3, checkpoint_path=str(tmp_path / "theirs.pth")),
+        model,
     )
 
 
@@ -129,7 +151,9 @@ def test_the_head_of_distillation_follows_the_classes(tmp_path):
 CLASSES = dict(num_classes=3, img_size=16)
 FAMILIES = {
     VIT: dict(CLASSES, patch_size=8, embed_dim=48, num_heads=12, depth=4),
-    "moh_transnext_small_75": dict(CLASSES, img_size=64, depths=(1, 1, 1, 2), embed_dims=(12, 12, 24, 48)),
+    "moh_transnext_small_75": dict(
+        CLASSES, img_size=64, depths=(1, 1, 1, 2), embed_dims=(12, 12, 24, 48)
+    ),
     "moh_dit_small_patch2_75": dict(CLASSES, img_size=8, embed_dim=48, num_heads=12, depth=4),
 }
 TRAINED, LOWER = "uniform:0.75:0.35", "uniform:0.5"
@@ -145,7 +169,12 @@ def trained(name, spec=TRAINED, **kwargs):
 
 def save_run(model, name, file, **arguments):
     """As a run writes its weights."""
-    record = dict(architecture=name, arguments={**FAMILIES[name], **arguments}, classes=["a", "b", "c"], config={})
+    record = dict(
+        architecture=name,
+        arguments={**FAMILIES[name], **arguments},
+        classes=["a", "b", "c"],
+        config={},
+    )
     save_file(model.state_dict(), file, metadata={k: json.dumps(v) for k, v in record.items()})
     return "diffusion" if "dit" in name else "classifier"
 
@@ -156,13 +185,19 @@ def pretrained(name, file, **kwargs):
 
 def same(model, other):
     """Whether their budgets and weights are equal."""
-    return moh_vision.head_budget(model) == moh_vision.head_budget(other) and small_runs.same(model, other)
+    return moh_vision.head_budget(model) == moh_vision.head_budget(other) and small_runs.same(
+        model, other
+    )
 
 
 @family
 def test_a_run_and_a_run_from_it(name, tmp_path):
     """The file of a run, with its budget and a lower one; init_from with a lower share, and what is read of the new run."""
-    model, first, second = trained(name), tmp_path / "ema.safetensors", tmp_path / "second.safetensors"
+    model, first, second = (
+        trained(name),
+        tmp_path / "ema.safetensors",
+        tmp_path / "second.safetensors",
+    )
     kind = save_run(model, name, first, head_budget=TRAINED)
     assert same(pretrained(name, first), model)
     shared = [(b["heads"] - 1, 1) for b in moh_vision.head_budget(model)["layers"]]
@@ -182,11 +217,17 @@ def test_weights_alone(name, kind, tmp_path):
     none, model, file = trained(name, "uniform:0.75:0"), trained(name), tmp_path / f"weights.{kind}"
     (save_file if kind == "safetensors" else torch.save)(model.state_dict(), file)
     moh_vision.set_head_budget(model, LOWER)
-    assert all(same(load(door, name, file, head_budget=LOWER, **FAMILIES[name]), model) for door in DOORS)
+    assert all(
+        same(load(door, name, file, head_budget=LOWER, **FAMILIES[name]), model) for door in DOORS
+    )
     with one_line(f"{file}: head_budget 'uniform:0.5:0.8': the shared heads of a model stay"):
         load("load_checkpoint", name, file, head_budget="uniform:0.5:0.8", **FAMILIES[name])
-    (save_file if kind == "safetensors" else torch.save)(none.state_dict(), file)  # without shared heads
-    assert same(load("load_checkpoint", name, file, head_budget="uniform:0.75", **FAMILIES[name]), none)
+    (save_file if kind == "safetensors" else torch.save)(
+        none.state_dict(), file
+    )  # without shared heads
+    assert same(
+        load("load_checkpoint", name, file, head_budget="uniform:0.75", **FAMILIES[name]), none
+    )
 
 
 @pytest.mark.parametrize("router", ["moh", "query_norm"])
@@ -197,7 +238,9 @@ def test_a_lower_share_of_what_timm_saved(router, tmp_path):
     assert same(lower, moh_vision.set_head_budget(model, LOWER))
     timm.models.save_for_hf(lower, tmp_path / "lower", safe_serialization=True)
     assert same(timm.create_model(f"local-dir:{tmp_path / 'lower'}", pretrained=True), lower)
-    anew = timm.create_model(f"local-dir:{tmp_path}", head_budget=LOWER)  # no weights, so nothing to keep
+    anew = timm.create_model(
+        f"local-dir:{tmp_path}", head_budget=LOWER
+    )  # no weights, so nothing to keep
     assert moh_vision.head_budget(anew)["layers"][0]["shared"] == 2
 
 
@@ -207,8 +250,15 @@ def test_dense_weights_keep_a_given_budget_and_run_all_heads_without(tmp_path):
     save_file(dense.state_dict(), tmp_path / "vit.safetensors")
     all_run = pretrained(name, tmp_path / "vit.safetensors")
     assert moh_vision.head_budget(all_run)["share"] == 1
-    other = timm.create_model(name, head_budget="uniform:0.75:0.2", **FAMILIES[name])  # fewer shared heads
+    other = timm.create_model(
+        name, head_budget="uniform:0.75:0.2", **FAMILIES[name]
+    )  # fewer shared heads
     save_file(other.state_dict(), tmp_path / "moh.safetensors")
-    assert moh_vision.head_budget(moh_vision.load_checkpoint(all_run, tmp_path / "moh.safetensors"))["share"] == 1
+    assert (
+        moh_vision.head_budget(moh_vision.load_checkpoint(all_run, tmp_path / "moh.safetensors"))[
+            "share"
+        ]
+        == 1
+    )
     given = pretrained(name, tmp_path / "vit.safetensors", head_budget=LOWER)
     assert moh_vision.head_budget(given)["share"] == 0.5

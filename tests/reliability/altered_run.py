@@ -35,5 +35,7 @@ def overflow(*args, **kwargs):
 
 module.training_batches = globals()[how]
 if how == "in_float64":
-    scores.evaluate = lambda predict, *more: evaluate(lambda images, labels: predict(images.double(), labels), *more)
+    scores.evaluate = lambda predict, *more: evaluate(
+        lambda images, labels: predict(images.double(), labels), *more
+    )
 module.main(sys.argv[3:])

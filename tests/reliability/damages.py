@@ -16,8 +16,29 @@ def named(header: dict, rng) -> dict:
     return header[rng.choice(sorted(k for k in header if k != "__metadata__"))]
 
 
-DAMAGES = ("bytes", "header bytes", "cut", "other", "length", "insert", "offsets", "dtype", "shape", "name", "metadata")
-OTHERS = (b"", b"5", b"null", b"[]", b"[" * 100_000, b"\xff\xfe", b"PK\3\4" + bytes(40), b"\x93NUMPY\x01\x00")
+DAMAGES = (
+    "bytes",
+    "header bytes",
+    "cut",
+    "other",
+    "length",
+    "insert",
+    "offsets",
+    "dtype",
+    "shape",
+    "name",
+    "metadata",
+)
+OTHERS = (
+    b"",
+    b"5",
+    b"null",
+    b"[]",
+    b"[" * 100_000,
+    b"\xff\xfe",
+    b"PK\3\4" + bytes(40),
+    b"\x93NUMPY\x01\x00",
+)
 
 
 def mutated(data: bytes, rng) -> bytes:
@@ -38,7 +59,9 @@ def mutated(data: bytes, rng) -> bytes:
         if not safetensors:  # the pickle and the directory, where most of the meaning is
             near = min(3000, len(data))
             for _ in range(5):
-                damaged[rng.choice((rng.randrange(near), -1 - rng.randrange(near)))] ^= 1 << rng.randrange(8)
+                damaged[rng.choice((rng.randrange(near), -1 - rng.randrange(near)))] ^= (
+                    1 << rng.randrange(8)
+                )
         return bytes(damaged)
     (length,) = struct.unpack("<Q", data[:8])
     if kind == "header bytes":
@@ -56,17 +79,40 @@ def mutated(data: bytes, rng) -> bytes:
             offsets = ([b, a], [a, 2**62], [-4, b], [a + 4, b], [0, 2**64], [a, b + 4], [0, 0], [])
             entry["data_offsets"] = rng.choice(offsets)
         elif kind == "dtype":
-            entry["dtype"] = rng.choice(("I64", "BOOL", "F8_E4M3", "F4", "U8", "C64", "evil", "", None, 3))
+            entry["dtype"] = rng.choice(
+                ("I64", "BOOL", "F8_E4M3", "F4", "U8", "C64", "evil", "", None, 3)
+            )
         elif kind == "shape":
-            shapes = ([], [2**62], [-1], [2**31, 2**31, 2**31], entry["shape"] + [1], "x", [[1]], [0])
+            shapes = (
+                [],
+                [2**62],
+                [-1],
+                [2**31, 2**31, 2**31],
+                entry["shape"] + [1],
+                "x",
+                [[1]],
+                [0],
+            )
             entry["shape"] = rng.choice(shapes)
         elif kind == "name":
             old = rng.choice(sorted(k for k in header if k != "__metadata__"))
-            header[rng.choice(("../../x", "", "a" * 10_000, "\u0000", "blocks.99.x"))] = header.pop(old)
+            header[rng.choice(("../../x", "", "a" * 10_000, "\u0000", "blocks.99.x"))] = header.pop(
+                old
+            )
         else:
             metadata = header.setdefault("__metadata__", {})
             metadata[rng.choice(sorted(metadata) or ["x"])] = rng.choice(
-                ("null", "[]", "{}", '"x"', "[" * 50_000, "1e999", "-1", '{"depth": 1e9}', '{"embed_dim": 1000000000}')
+                (
+                    "null",
+                    "[]",
+                    "{}",
+                    '"x"',
+                    "[" * 50_000,
+                    "1e999",
+                    "-1",
+                    '{"depth": 1e9}',
+                    '{"embed_dim": 1000000000}',
+                )
             )
         return header
 

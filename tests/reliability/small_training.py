@@ -46,7 +46,9 @@ def watched(at):
         for owner, name in CALLS:
             call = getattr(owner, name)
             patches.enter_context(
-                mock.patch.object(owner, name, lambda *a, c=call, n=name, **m: then_at(c, n, *a, **m))
+                mock.patch.object(
+                    owner, name, lambda *a, c=call, n=name, **m: then_at(c, n, *a, **m)
+                )
             )
         yield
 
@@ -55,10 +57,14 @@ class SmallTraining:
     def __init__(self, width=32):
         self.accelerator = Accelerator(cpu=True)
         torch.manual_seed(0)
-        self.model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 3))
+        self.model = torch.nn.Sequential(
+            torch.nn.Linear(8, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
+        )
         self.ema = ModelEma(self.model, decay=0.9)
         task = Task(self.model)
-        self.task, self.optimizer = self.accelerator.prepare(task, torch.optim.AdamW(task.parameters(), lr=0.1))
+        self.task, self.optimizer = self.accelerator.prepare(
+            task, torch.optim.AdamW(task.parameters(), lr=0.1)
+        )
         self.saved = TrainingState(self.task, [self.optimizer], self.ema)
 
     def step(self, number):
@@ -81,8 +87,16 @@ class SmallTraining:
 
     def state(self):
         """Sum of weights, EMA and optimiser."""
-        moments = [v for _, s in sorted(self.optimizer.state_dict()["state"].items()) for _, v in sorted(s.items())]
-        tensors = [*self.task.state_dict().values(), *self.ema.module.state_dict().values(), *moments]
+        moments = [
+            v
+            for _, s in sorted(self.optimizer.state_dict()["state"].items())
+            for _, v in sorted(s.items())
+        ]
+        tensors = [
+            *self.task.state_dict().values(),
+            *self.ema.module.state_dict().values(),
+            *moments,
+        ]
         return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors)).hexdigest()
 
 

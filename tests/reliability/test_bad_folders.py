@@ -17,7 +17,10 @@ from moh_vision.data.splits import open_source
 def test_class_names_that_are_too_few_or_no_text(tmp_path):
     write_shards(tmp_path, count=5, classes=5)
     for names, words in (
-        (b"a\nb\nc\nd\n", "train-000000.tar, 0004.png at byte .*: label 4, but .*classes.txt has 4 classes"),
+        (
+            b"a\nb\nc\nd\n",
+            "train-000000.tar, 0004.png at byte .*: label 4, but .*classes.txt has 4 classes",
+        ),
         (b"\xff\xfe\n", "classes.txt: not UTF-8"),
     ):
         (tmp_path / "classes.txt").write_bytes(names)
@@ -38,7 +41,10 @@ def test_empty_folders(tmp_path, capsys):
     not_opened(root, f"^{root}/train holds no images")
     (root / "train" / "cat").mkdir()
     not_opened(root, f"{root}/train/cat holds no images .*.jpg")
-    assert convert(root, tmp_path / "out") == 2 and "cat holds no images (.jpg" in capsys.readouterr().err
+    assert (
+        convert(root, tmp_path / "out") == 2
+        and "cat holds no images (.jpg" in capsys.readouterr().err
+    )
     root = write_folder(tmp_path / "one")
     for file in (root / "train" / "dog").iterdir():
         file.unlink()
@@ -54,7 +60,8 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
     os.mkfifo(folder / "train" / "cat" / "9.png")
     os.mkfifo(shards / "train-000009.tar")
     assert (
-        convert(folder, tmp_path / "out") == 2 and "cat/9.png: not a file but a folder, pipe" in capsys.readouterr().err
+        convert(folder, tmp_path / "out") == 2
+        and "cat/9.png: not a file but a folder, pipe" in capsys.readouterr().err
     )
     not_opened(folder, "9.png: not a file")
     not_opened(shards, "9.tar: not a file")
@@ -81,5 +88,11 @@ def test_fewer_images_than_a_batch_and_fewer_shards_than_workers(tmp_path, worke
     images = LabelledImages(source, image_transform("none", 4, 3, [0.5] * 3, [0.5] * 3), 0)
     how = dict(group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3)
     order = StepBatches(source.shard_sizes, **how)
-    seen = np.concatenate([batch["labels"].numpy() for batch in training_batches(images, order, workers)])
-    assert len(seen) == 21 and np.bincount(seen).tolist() == [7, 7, 7]  # epochs follow each other inside a batch
+    seen = np.concatenate(
+        [batch["labels"].numpy() for batch in training_batches(images, order, workers)]
+    )
+    assert len(seen) == 21 and np.bincount(seen).tolist() == [
+        7,
+        7,
+        7,
+    ]  # epochs follow each other inside a batch

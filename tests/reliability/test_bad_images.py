@@ -38,7 +38,9 @@ def png(width, height, depth, color, rows) -> bytes:
     out = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
     for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b"")):
-        out += struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        out += (
+            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        )
     return out
 
 
@@ -51,7 +53,9 @@ PHOTO = encoded(gradient(64, 64), "JPEG", quality=95)
 
 
 def animation(form) -> bytes:
-    return encoded(gradient(), form, save_all=True, append_images=[Image.new("RGB", (12, 8), "blue")] * 2)
+    return encoded(
+        gradient(), form, save_all=True, append_images=[Image.new("RGB", (12, 8), "blue")] * 2
+    )
 
 
 def cut(percent) -> bytes:
@@ -66,16 +70,27 @@ REFUSED = {
     "cut90.jpg": (cut(90), "[Tt]runcated"),
     "bomb.png": (bomb(), "900000000 pixels"),
     "large.png": (bomb(10_000, 9_000), f"10000 x 9000 pixels, at most {MAX_PIXELS} are read"),
-    "float.tiff": (encoded(Image.fromarray(np.ones((8, 12), np.float32)), "TIFF"), "floating-point pixels"),
+    "float.tiff": (
+        encoded(Image.fromarray(np.ones((8, 12), np.float32)), "TIFF"),
+        "floating-point pixels",
+    ),
     "script.jpg": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot identify"),
 }
 # Others: tests/data/test_decode.py.
 READ = {
-    "colour16.png": (png(1, 1, 16, 2, b"\0\xff\xff\x80\x00\x00\x00"), Image.new("RGB", (1, 1), (255, 128, 0)), 1),
+    "colour16.png": (
+        png(1, 1, 16, 2, b"\0\xff\xff\x80\x00\x00\x00"),
+        Image.new("RGB", (1, 1), (255, 128, 0)),
+        1,
+    ),
     "animated.gif.jpg": (animation("GIF"), gradient(), 80),
     "animated.png": (animation("PNG"), gradient(), 0),
     "animated.webp": (animation("WEBP"), gradient(), 40),
-    "one.png": (encoded(Image.new("RGB", (1, 1), (1, 2, 3))), Image.new("RGB", (1, 1), (1, 2, 3)), 0),
+    "one.png": (
+        encoded(Image.new("RGB", (1, 1), (1, 2, 3))),
+        Image.new("RGB", (1, 1), (1, 2, 3)),
+        0,
+    ),
 }
 
 
@@ -90,7 +105,9 @@ def test_what_is_odd_is_read_rightly(name):
     data, expected, tolerance = READ[name]
     image = decode_image(data, name)
     assert (image.size, image.mode) == (expected.size, expected.mode)
-    assert np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int)).max() <= tolerance
+    assert (
+        np.abs(np.asarray(image).astype(int) - np.asarray(expected).astype(int)).max() <= tolerance
+    )
 
 
 def labelled(source, **more):
@@ -99,14 +116,20 @@ def labelled(source, **more):
 
 def trained_on(source, size, steps, counted=None, workers=0):
     """How many images each batch of a training has."""
-    how = dict(group=1, seed=0, batch_size=size, accumulation=1, rank=0, world=1, start=0, stop=steps)
-    batches = training_batches(labelled(source), StepBatches(source.shard_sizes, **how), workers, counted)
+    how = dict(
+        group=1, seed=0, batch_size=size, accumulation=1, rank=0, world=1, start=0, stop=steps
+    )
+    batches = training_batches(
+        labelled(source), StepBatches(source.shard_sizes, **how), workers, counted
+    )
     return [len(batch["images"]) for batch in batches]
 
 
 def evaluated(source, counted):
     """How many of all images an evaluation sees."""
-    batches = evaluation_batches(labelled(source, replace=False), [list(range(len(source)))], 0, counted)
+    batches = evaluation_batches(
+        labelled(source, replace=False), [list(range(len(source)))], 0, counted
+    )
     return sum(len(batch["images"]) for batch in batches)
 
 
@@ -129,7 +152,9 @@ def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
     counted = BadSamples(total, fraction)
     counted.check([(i, f"{i}.png: bad") for i in range(allowed)])
     counted.check([(0, "0.png: bad")])  # the same one again is no other
-    with one_line(rf"new.png: bad \({allowed + 1} unreadable so far, .*{fraction} of {total}", UnreadableImage):
+    with one_line(
+        rf"new.png: bad \({allowed + 1} unreadable so far, .*{fraction} of {total}", UnreadableImage
+    ):
         counted.check([(allowed, "new.png: bad")])
 
 
@@ -138,10 +163,21 @@ def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, place):
     """The message names file, or shard and member, and tells of a larger fraction, which the same command then takes."""
     root, bad = write_folder(tmp_path / "images", train=8, val=1), "dog/3.png"
     if place == "shards":
-        root, bad = write_shards(tmp_path / "shards", count=15), "train-000001.tar, a/long.name/9.png at byte "
+        root, bad = (
+            write_shards(tmp_path / "shards", count=15),
+            "train-000001.tar, a/long.name/9.png at byte ",
+        )
         for end, data in (("png", b"bad"), ("cls", b"0")):
             append(root / "train-000001.tar", f"a/long.name/9.{end}", data)
-    argv = [*SMALL["dit"].split(), "--data.root", root, "--data.img_size", 8, "--output", tmp_path / "run"]
+    argv = [
+        *SMALL["dit"].split(),
+        "--data.root",
+        root,
+        "--data.img_size",
+        8,
+        "--output",
+        tmp_path / "run",
+    ]
     argv = [str(a) for a in (*argv, "--preview.every", 0, "--optim.batch_size", 4, "--max-steps")]
     dit.main([*argv, "1"])
     if place == "folder":
@@ -160,7 +196,14 @@ def cost(work) -> SimpleNamespace:
     reader, writer = os.pipe()
 
     def resident(key):
-        return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(f"{key}:")) / 1024
+        return (
+            next(
+                int(line.split()[1])
+                for line in open("/proc/self/status")
+                if line.startswith(f"{key}:")
+            )
+            / 1024
+        )
 
     def measured():
         before, since = resident("VmRSS"), time.monotonic()
@@ -169,7 +212,9 @@ def cost(work) -> SimpleNamespace:
             result = work()
         except (ValueError, OSError) as error:
             result = str(error)
-        spent = dict(seconds=time.monotonic() - since, mib=resident("VmHWM") - before, result=result)
+        spent = dict(
+            seconds=time.monotonic() - since, mib=resident("VmHWM") - before, result=result
+        )
         os.write(writer, json.dumps(spent).encode())
 
     assert wait(fork(measured), 120) == 0
@@ -200,9 +245,14 @@ def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
 @pytest.mark.parametrize("size", [(1, 60_000), (60_000, 1)])
 def test_a_thread_of_pixels_is_not_enlarged_to_gigabytes(size):
     picture = decode_image(encoded(Image.new("RGB", size, (9, 8, 7))), "thread.png")
-    cfg = dict(mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bicubic", crop_pct=0.875, crop_mode="center")
+    cfg = dict(
+        mean=(0.0,) * 3, std=(1.0,) * 3, interpolation="bicubic", crop_pct=0.875, crop_mode="center"
+    )
     val = validation_transform(dict(cfg, input_size=(3, 256, 256)))
-    for work in (lambda: center_crop(picture, 256).getpixel((128, 128)), lambda: list(val(picture).shape)):
+    for work in (
+        lambda: center_crop(picture, 256).getpixel((128, 128)),
+        lambda: list(val(picture).shape),
+    ):
         spent = cost(work)
         assert spent.result in ([9, 8, 7], [3, 256, 256]) and spent.mib <= 200, spent
 
@@ -217,7 +267,10 @@ def test_files_deleted_while_reading_are_counted(tmp_path):
         (root / "train" / name).unlink()
     for workers in (0, 1):
         counted = BadSamples(20, 0.1)
-        assert trained_on(source, 10, 2, counted, workers) == [10, 10] and set(counted.seen) == {3, 17}
+        assert trained_on(source, 10, 2, counted, workers) == [10, 10] and set(counted.seen) == {
+            3,
+            17,
+        }
     refuse("(3|7).png: No such file", trained_on, source, 10, 2, kind=UnreadableImage)
 
 

@@ -50,7 +50,11 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
         (write_shards(tmp_path / "d", count=12, per_shard=12) / "train-000000.tar").rename(whole)
     else:
         long = "very/long/" * 15  # takes a header of its own
-        members = [(f"{long}{i}.{end}", data) for i in range(12) for end, data in (("png", PNG), ("cls", b"1"))]
+        members = [
+            (f"{long}{i}.{end}", data)
+            for i in range(12)
+            for end, data in (("png", PNG), ("cls", b"1"))
+        ]
         shard(whole, members, form=tarfile.PAX_FORMAT if layout == "pax" else tarfile.GNU_FORMAT)
     data = whole.read_bytes()
     with tarfile.open(whole) as tar:
@@ -67,7 +71,9 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
         try:
             found = Shards(str(folder), "train")
         except ValueError as error:
-            assert str(error).startswith(str(folder / "train-000000.tar")) and "\n" not in str(error), (place, error)
+            assert str(error).startswith(str(folder / "train-000000.tar")) and "\n" not in str(
+                error
+            ), (place, error)
             refused += 1
         else:
             assert place >= end + 512 and len(found) == 12 and found.image(11).size, place
@@ -109,11 +115,17 @@ def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, way):
     else:
         url = f"pipe:cat {path}" if way == "pipe" else str(path)
         with one_line(f"^{url}: {words}"):
-            list(itertools.islice(ShardStream([url], ["a", "b", "c"], 40, "some").names(0, 0, 1), 100))
+            list(
+                itertools.islice(
+                    ShardStream([url], ["a", "b", "c"], 40, "some").names(0, 0, 1), 100
+                )
+            )
 
 
 def with_tarfile(form):
-    return lambda path, size: shard(path, [("0.cls", b"0"), ("0.png", PNG + bytes(size))], form=form)
+    return lambda path, size: shard(
+        path, [("0.cls", b"0"), ("0.png", PNG + bytes(size))], form=form
+    )
 
 
 def with_webdataset(path, size):
@@ -128,7 +140,9 @@ def with_program(name, *options):
         (folder / "0.png").write_bytes(PNG + bytes(size))
         subprocess.run([name, *options, "-cf", path, "0.cls", "0.png"], cwd=folder, check=True)
 
-    return pytest.param(write, marks=pytest.mark.skipif(not shutil.which(name), reason=f"no {name} here"))
+    return pytest.param(
+        write, marks=pytest.mark.skipif(not shutil.which(name), reason=f"no {name} here")
+    )
 
 
 @pytest.mark.parametrize("blocks", ["all", "one"])
@@ -153,7 +167,9 @@ def test_what_tar_writes_at_the_end_is_taken(tmp_path, write, blocks):
     assert len(set(itertools.islice(names, 200))) == 21
 
 
-@pytest.mark.parametrize("prefix", ["../../outside/", "/outside/", "a/../../outside/", "./", "C:\\outside\\", "\n"])
+@pytest.mark.parametrize(
+    "prefix", ["../../outside/", "/outside/", "a/../../outside/", "./", "C:\\outside\\", "\n"]
+)
 def test_names_that_point_elsewhere_are_only_names(tmp_path, prefix):
     folder = tmp_path / "deep" / "d"
     folder.mkdir(parents=True)
@@ -161,7 +177,9 @@ def test_names_that_point_elsewhere_are_only_names(tmp_path, prefix):
     before = tree(tmp_path)
     source = Shards(str(folder), "train")
     assert len(source) == 1 and source.image(0).size == (12, 8)
-    assert tree(tmp_path) - before == {"deep/d/.train-000000.tar.index.npy"} and not os.path.exists("/outside")
+    assert tree(tmp_path) - before == {"deep/d/.train-000000.tar.index.npy"} and not os.path.exists(
+        "/outside"
+    )
 
 
 def tree(folder):
@@ -197,7 +215,11 @@ def test_links_and_devices_are_no_images(tmp_path, kind):
 def of_size(size):
     """A header that says so, and some bytes behind it."""
     header = tarfile.TarInfo("1.png").tobuf(tarfile.GNU_FORMAT)
-    field = (b"\x80" + size.to_bytes(11, "big")) if size > 0 else (b"\xff" + (size + 256**11).to_bytes(11, "big"))
+    field = (
+        (b"\x80" + size.to_bytes(11, "big"))
+        if size > 0
+        else (b"\xff" + (size + 256**11).to_bytes(11, "big"))
+    )
     header = header[:124] + field + header[136:]
     total = sum(header[:148]) + 8 * 32 + sum(header[156:])
     return header[:148] + b"%06o\0 " % total + header[156:] + bytes(2048)
@@ -243,7 +265,14 @@ def test_tars_that_are_refused(tmp_path, case):
 @pytest.fixture
 def written(tmp_path):
     """Shards of four samples, and their record."""
-    assert convert(write_folder(tmp_path / "images", train=6, val=1), tmp_path / "d", "--samples-per-shard 4") == 0
+    assert (
+        convert(
+            write_folder(tmp_path / "images", train=6, val=1),
+            tmp_path / "d",
+            "--samples-per-shard 4",
+        )
+        == 0
+    )
     return tmp_path / "d"
 
 
@@ -266,10 +295,27 @@ def shorten(folder):
 @pytest.mark.parametrize("url", ["{}/train-000001.tar", "pipe:cat {}/train-000001.tar"])
 def test_a_stream_is_what_its_record_says(written, capsys, fault, url):
     words = fault(written).partition(": ")[2]
-    url, size = url.format(written), "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8"
-    argv = [*size.split(), *f"--optim.batch_size 4 --max-steps 9 --output {written}/run --data.root {written}".split()]
-    argv += ["--data.exact_order", "false", "--data.workers", 0, "--data.stream", url, "--model.head_budget", "0.5"]
-    assert f"error: {url}: {words}\n" in refused(capsys, dit.main, "--model.name", "moh_dit_small_patch2_75", *argv)
+    url, size = (
+        url.format(written),
+        "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8",
+    )
+    argv = [
+        *size.split(),
+        *f"--optim.batch_size 4 --max-steps 9 --output {written}/run --data.root {written}".split(),
+    ]
+    argv += [
+        "--data.exact_order",
+        "false",
+        "--data.workers",
+        0,
+        "--data.stream",
+        url,
+        "--model.head_budget",
+        "0.5",
+    ]
+    assert f"error: {url}: {words}\n" in refused(
+        capsys, dit.main, "--model.name", "moh_dit_small_patch2_75", *argv
+    )
 
 
 # ---------------------------------------------------------------- the index beside them

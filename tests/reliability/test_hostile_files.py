@@ -74,7 +74,9 @@ def pickles(canary) -> dict:
     np.save(array, objects, allow_pickle=True)
     np.savez(archive, arr_0=objects, mu=objects, sigma=objects, w=objects, allow_pickle=True)
     namespace = io.BytesIO()
-    torch.save({"model": {"w": torch.zeros(2)}, "args": argparse.Namespace(x=Evil(canary))}, namespace)
+    torch.save(
+        {"model": {"w": torch.zeros(2)}, "args": argparse.Namespace(x=Evil(canary))}, namespace
+    )
     return dict(
         zip=zipped.getvalue(), legacy=legacy.getvalue(), bare=pickle.dumps(Evil(canary)), npy=array.getvalue(),
         npz=archive.getvalue(), namespace=namespace.getvalue(), old=pickle.dumps(Evil(canary), protocol=0),
@@ -90,7 +92,9 @@ def classifier(**more):
 
 
 def dit():
-    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3, head_budget=[(1, 1)])
+    sizes = dict(
+        img_size=4, embed_dim=16, depth=1, num_heads=2, num_classes=3, head_budget=[(1, 1)]
+    )
     return timm.create_model("moh_dit_small_patch2_75", **sizes)
 
 
@@ -98,7 +102,12 @@ def doors(folder) -> dict:
     """Name -> (file, what reads it)."""
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
     module = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Identity())
-    places = {"load_checkpoint of a DiT": (folder / "dit.safetensors", lambda f: moh_vision.load_checkpoint(dit(), f))}
+    places = {
+        "load_checkpoint of a DiT": (
+            folder / "dit.safetensors",
+            lambda f: moh_vision.load_checkpoint(dit(), f),
+        )
+    }
     readers = {
         "load_checkpoint": lambda f: moh_vision.load_checkpoint(classifier(), f),
         "checkpoint_path": lambda f: classifier(checkpoint_path=str(f)),
@@ -110,10 +119,15 @@ def doors(folder) -> dict:
         "from_run": lambda f: from_run(str(f), "classifier"),
     }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
-        places |= {f"{name} {end}": (folder / f"weights{end}", read) for name, read in readers.items()}
+        places |= {
+            f"{name} {end}": (folder / f"weights{end}", read) for name, read in readers.items()
+        }
     run = folder / "run"
     for name in ("model.safetensors", "ema.safetensors", "diffusion_pytorch_model.bin"):
-        places[f"a folder with {name}"] = run / name, lambda f: init_from(classifier(), str(f.parent))
+        places[f"a folder with {name}"] = (
+            run / name,
+            lambda f: init_from(classifier(), str(f.parent)),
+        )
     places["extractor"] = (
         run / "model.safetensors",
         lambda f: ClassifierScores(open_set("--score", "digits", None, "val"), str(f.parent), []),
@@ -129,9 +143,16 @@ def doors(folder) -> dict:
             lambda f, k=kind: parse_config(k, ["--config", str(f)], "t"),
         )
     vae = folder / "vae"
-    for name in ("config.json", "diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin"):
+    for name in (
+        "config.json",
+        "diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.bin",
+    ):
         places[f"vae {name}"] = vae / name, lambda f: load_vae(str(vae))
-    places["pipeline"] = folder / "pipe" / "model_index.json", lambda f: MoHDiTPipeline.from_pretrained(str(f.parent))
+    places["pipeline"] = (
+        folder / "pipe" / "model_index.json",
+        lambda f: MoHDiTPipeline.from_pretrained(str(f.parent)),
+    )
     data = folder / "shards"
     for name in (".train-000000.tar.index.npy", "classes.txt", "train-000000.tar"):
         places[f"shards {name}"] = data / name, lambda f: open_source(str(data), "train").image(0)
@@ -139,9 +160,15 @@ def doors(folder) -> dict:
     places["image"] = image, lambda f: open_source(str(folder / "folder"), "train").image(0)
     latents = folder / "latents"
     for name in ("train.meta.json", "train.labels.npy", "train-000000.npy"):
-        places[f"latents {name}"] = latents / name, lambda f: LatentCache(str(latents), "train").moments(0)
+        places[f"latents {name}"] = (
+            latents / name,
+            lambda f: LatentCache(str(latents), "train").moments(0),
+        )
     places["latents record"] = latents / "train.meta.json", lambda f: convert_latents(folder)
-    places["shards record"] = folder / "written" / "train.shards.json", lambda f: convert_images(folder)
+    places["shards record"] = (
+        folder / "written" / "train.shards.json",
+        lambda f: convert_images(folder),
+    )
     parts = ImageParts(folder, 1, 1, {})
     places["samples"] = parts.folder / "00000000.npy", lambda f: list(parts.batches())
     return places
@@ -165,17 +192,38 @@ def world(tmp_path):
     save_tiny_vae(tmp_path / "vae")
     convert_images(tmp_path)
     convert_latents(tmp_path)
-    MoHDiTPipeline(dit(), make_scheduler("ddim", 5, True, clip=True)).save_pretrained(tmp_path / "pipe")
+    MoHDiTPipeline(dit(), make_scheduler("ddim", 5, True, clip=True)).save_pretrained(
+        tmp_path / "pipe"
+    )
     state = classifier().state_dict()
-    about = dict(architecture=NAME, arguments=SMALL, classes=["a", "b"], step=3, config=dict(kind="classification"))
-    save_file(state, tmp_path / "weights.safetensors", {key: json.dumps(value) for key, value in about.items()})
+    about = dict(
+        architecture=NAME,
+        arguments=SMALL,
+        classes=["a", "b"],
+        step=3,
+        config=dict(kind="classification"),
+    )
+    save_file(
+        state,
+        tmp_path / "weights.safetensors",
+        {key: json.dumps(value) for key, value in about.items()},
+    )
     save_file(dit().state_dict(), tmp_path / "dit.safetensors")
     torch.save({"model": state, "epoch": 3}, tmp_path / "weights.pth")
-    torch.save({"model": state, "epoch": 3}, tmp_path / "weights.pt", _use_new_zipfile_serialization=False)
+    torch.save(
+        {"model": state, "epoch": 3}, tmp_path / "weights.pt", _use_new_zipfile_serialization=False
+    )
     arrays = dict(mu=np.zeros(8), sigma=np.eye(8))
     np.savez_compressed(tmp_path / "a.npz", arr_0=np.zeros((5, 4, 4, 3), np.uint8), **arrays)
-    says = dict(count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4])
-    np.savez(tmp_path / "s.npz", **arrays, features=np.zeros((20, 8), np.float32), record=json.dumps(says))
+    says = dict(
+        count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4]
+    )
+    np.savez(
+        tmp_path / "s.npz",
+        **arrays,
+        features=np.zeros((20, 8), np.float32),
+        record=json.dumps(says),
+    )
     (tmp_path / "c.yaml").write_text("seed: 1\noptim: {batch_size: 8}\noutput: somewhere\n")
     return tmp_path
 
@@ -184,7 +232,9 @@ FORMS = ["zip", "legacy", "bare", "old", "namespace", "npy", "npz"]
 
 
 @pytest.mark.parametrize(
-    "forms", [["zip", "bare", "npz"], pytest.param(FORMS, marks=pytest.mark.reliability)], ids=["some", "all"]
+    "forms",
+    [["zip", "bare", "npz"], pytest.param(FORMS, marks=pytest.mark.reliability)],
+    ids=["some", "all"],
 )
 def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
     """A pickle in every door: none runs, and each is refused or, where it is not looked at, read past."""
@@ -215,7 +265,13 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
 
 
 # What others read, and messages that a command prints.
-OTHERS = ("checkpoint_path", "pretrained_cfg_overlay", "pipeline", "latents record", "shards record")
+OTHERS = (
+    "checkpoint_path",
+    "pretrained_cfg_overlay",
+    "pipeline",
+    "latents record",
+    "shards record",
+)
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.reliability)])
@@ -223,7 +279,11 @@ def test_random_damage(world, count):
     """Each file that is read, damaged in one of many ways: read all the same, or refused in one line that names it."""
     rng, refused, slowest = cases(count, "damaged files"), 0, 0.0
     places = {name: door for name, door in doors(world).items() if not name.startswith(OTHERS)}
-    whole = {name: (file, read, file.read_bytes()) for name, (file, read) in places.items() if file.exists()}
+    whole = {
+        name: (file, read, file.read_bytes())
+        for name, (file, read) in places.items()
+        if file.exists()
+    }
     for name in list(whole):
         file, read, _ = whole[name]
         with contextlib.suppress(ValueError):  # weights without metadata are no run
@@ -241,8 +301,14 @@ def test_random_damage(world, count):
         except (ValueError, FileNotFoundError) as error:
             text = str(error)
             named = str(file) in text or str(file.parent) in text
-            assert named or name.startswith("config "), (number, name, text[:2000])  # a value there is named by its key
-            joined = "\n" not in text or name == "archive"  # it quotes names of members; commands join the lines
+            assert named or name.startswith("config "), (
+                number,
+                name,
+                text[:2000],
+            )  # a value there is named by its key
+            joined = (
+                "\n" not in text or name == "archive"
+            )  # it quotes names of members; commands join the lines
             assert joined and len(text) < 1500, (number, name, text[:2000])
             refused += 1
         # What is read all the same has changed numbers, or metadata that nobody asks for.
@@ -267,7 +333,14 @@ def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
     texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
     for path in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
         texts += [changed(whole, path, value) for value in ("x", [1], {})]
-    wrong = (("shard", 5), ("samples", "x"), ("sha256", None), ("bad", 5), ("bad", [[1]]), ("bad", [["a", 1]]))
+    wrong = (
+        ("shard", 5),
+        ("samples", "x"),
+        ("sha256", None),
+        ("bad", 5),
+        ("bad", [[1]]),
+        ("bad", [["a", 1]]),
+    )
     texts += [changed(whole, ("shards", 0, key), value) for key, value in wrong]
     for text in texts:
         file.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -275,7 +348,9 @@ def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
         with pytest.raises(AssertionError):
             start(file)
         error = capsys.readouterr().err
-        assert error.count("\n") == 1 and (str(file) in error or f"--out {file.parent}" in error), error
+        assert error.count("\n") == 1 and (str(file) in error or f"--out {file.parent}" in error), (
+            error
+        )
         with contextlib.suppress(ValueError):  # training reads of it what it needs
             LatentCache(str(world / "latents"), "train").moments(0)
     file.write_text(whole)
@@ -305,16 +380,28 @@ def test_a_checkpoint_with_right_sums_is_not_unpickled(tmp_path, canary, trainin
         (folder / f"{file}.safetensors").write_bytes(data)
         seal(folder, sha256=listed | {f"{file}.safetensors": hashlib.sha256(data).hexdigest()})
         assert latest_checkpoint(tmp_path) == (3, folder)
-        refuse("step_3, of moh_vision 0.1.0, cannot be loaded into this model", training.saved.restore, folder)
+        refuse(
+            "step_3, of moh_vision 0.1.0, cannot be loaded into this model",
+            training.saved.restore,
+            folder,
+        )
         assert not canary.exists(), (form, file)
 
 
 def test_a_run_neither_pickles_nor_unpickles(tmp_path, monkeypatch):
     """From its start to its end, resumed once: what one process sends another does not count."""
     calls = []
-    for owner, name in ((torch, "save"), (torch, "load"), (pickle, "dump"), (pickle, "load"), (pickle, "Unpickler")):
+    for owner, name in (
+        (torch, "save"),
+        (torch, "load"),
+        (pickle, "dump"),
+        (pickle, "load"),
+        (pickle, "Unpickler"),
+    ):
         call = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a, c=call, n=name, **m: (calls.append(n), c(*a, **m))[1])
+        monkeypatch.setattr(
+            owner, name, lambda *a, c=call, n=name, **m: (calls.append(n), c(*a, **m))[1]
+        )
     for steps in (2, 4):
         script("cls").main(arguments("cls", tmp_path / "run", steps, 2))
     suffixes = {path.suffix for path in (tmp_path / "run").rglob("*.*")}
@@ -344,7 +431,12 @@ def test_only_namespaces_are_let_through(tmp_path, canary):
     state = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(state, tmp_path / "fine.pth")
     moh_vision.load_checkpoint(classifier(), tmp_path / "fine.pth")
-    for kind, thing in (("path", tmp_path), ("class", Image.Image), ("function", os.system), ("module", Evil(canary))):
+    for kind, thing in (
+        ("path", tmp_path),
+        ("class", Image.Image),
+        ("function", os.system),
+        ("module", Evil(canary)),
+    ):
         torch.save({**state, "args": thing}, tmp_path / f"{kind}.pth")
         with pytest.raises(ValueError, match=f"{kind}.pth: not a readable file of tensors"):
             moh_vision.load_checkpoint(classifier(), tmp_path / f"{kind}.pth")
@@ -363,8 +455,14 @@ YAMLS = [
 def test_a_configuration_runs_no_code(tmp_path, canary, text, kind):
     """Of a file, and of a run that is validated."""
     (tmp_path / "config.yaml").write_text(text.format(canary))
-    argv = ["--config", str(tmp_path / "config.yaml")] if kind is ClsConfig else ["--checkpoint", str(tmp_path)]
-    if "kwargs" in text:  # a mapping like any other: nothing of it is imported, and the model refuses the argument
+    argv = (
+        ["--config", str(tmp_path / "config.yaml")]
+        if kind is ClsConfig
+        else ["--checkpoint", str(tmp_path)]
+    )
+    if (
+        "kwargs" in text
+    ):  # a mapping like any other: nothing of it is imported, and the model refuses the argument
         assert "class_path" in str(parse_config(kind, argv, "t").model)
         return
     refuse("not readable as YAML|Expected|unknown key", parse_config, kind, argv, "t")
@@ -373,7 +471,11 @@ def test_a_configuration_runs_no_code(tmp_path, canary, text, kind):
 # ---------------------------------------------------------------- the code itself
 
 
-SOURCES = [*(ROOT / "moh_vision").rglob("*.py"), *ROOT.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+SOURCES = [
+    *(ROOT / "moh_vision").rglob("*.py"),
+    *ROOT.glob("*.py"),
+    *(ROOT / "benchmarks").glob("*.py"),
+]
 # From the name of a call, or the word import, on.
 UNSAFE = re.compile(
     r"""(from|import)\b.*\b(pickle|dill|joblib|marshal|shelve)\b|(pickle|dill|joblib|marshal|shelve)\.
@@ -387,8 +489,14 @@ UNSAFE = re.compile(
 
 
 def calls_that_run_what_they_read(text: str) -> list:
-    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.Call, ast.Import, ast.ImportFrom))]
-    return [f"line {n.lineno}: {ast.unparse(n)[:100]}" for n in nodes if UNSAFE.match(ast.unparse(n))]
+    nodes = [
+        n
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, (ast.Call, ast.Import, ast.ImportFrom))
+    ]
+    return [
+        f"line {n.lineno}: {ast.unparse(n)[:100]}" for n in nodes if UNSAFE.match(ast.unparse(n))
+    ]
 
 
 def test_no_call_runs_what_it_reads():
@@ -398,7 +506,11 @@ def test_no_call_runs_what_it_reads():
         if path.parent.name == "benchmarks":  # it makes a file in the layout of published weights
             found = [line for line in found if "torch.save(network.state_dict(), path)" not in line]
         if path.name == "extractors.py":  # weights for torch-fidelity, in memory
-            found = [line for line in found if ": torch.save(dict(state), (checked := io.BytesIO()))" not in line]
+            found = [
+                line
+                for line in found
+                if ": torch.save(dict(state), (checked := io.BytesIO()))" not in line
+            ]
         assert not found, path
     for line in (
         "pickle.load(f)", "torch.load(f)", "torch.load(f, weights_only=False)", "eval(x)", "exec(x)", "yaml.load(t)",
@@ -406,4 +518,6 @@ def test_no_call_runs_what_it_reads():
         "import pickle", "from dill import load",
     ):  # fmt: skip
         assert calls_that_run_what_they_read(line), line
-    assert not calls_that_run_what_they_read("model.eval(); torch.load(f, weights_only=True); re.compile(x)")
+    assert not calls_that_run_what_they_read(
+        "model.eval(); torch.load(f, weights_only=True); re.compile(x)"
+    )

@@ -23,7 +23,10 @@ from moh_vision.engine.saver import Saver
 def recorded(kind, file, slow_save, argv):
     """The real main(); each step's loss, as a hexadecimal number, is appended by one write, which a kill cannot tear."""
     losses = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    real, exact = SimpleNamespace(average=run.average_over_step, metrics=RunLog.metrics, save=Saver.save), []
+    real, exact = (
+        SimpleNamespace(average=run.average_over_step, metrics=RunLog.metrics, save=Saver.save),
+        [],
+    )
 
     def average(accelerator, values):
         exact[:] = [float(v["loss"].detach()).hex() for v in values]
@@ -59,7 +62,12 @@ def start():
 CODES = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}
 # What draws random numbers in a step, or adds to its state.
 MORE = {
-    "cls": ["--model.kwargs", "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}", "--optim.layer_decay", "0.9"]
+    "cls": [
+        "--model.kwargs",
+        "{drop_rate: 0.1, drop_path_rate: 0.1, pos_embed_std: 0.5}",
+        "--optim.layer_decay",
+        "0.9",
+    ]
     + "--data.augment imagenet --data.auto_augment rand-m9-mstd0.5-inc1 --data.erase_prob 0.25 --data.repeats 3".split()
     + "--mix.mixup 0.8 --mix.cutmix 1 --label_smoothing 0.1".split(),
     "dit": "--optim.accumulation 2 --mixed_precision bf16".split(),
@@ -75,12 +83,18 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
     pace of the machine lets the run end first. Every other start has a loader process.
     """
     steps = 3 * ahead * (len(signals) + 1)
-    whole, folder, random = tmp_path / "whole", tmp_path / "disturbed", cases(len(signals), f"signals to {kind}")
+    whole, folder, random = (
+        tmp_path / "whole",
+        tmp_path / "disturbed",
+        cases(len(signals), f"signals to {kind}"),
+    )
     whole.mkdir(), folder.mkdir()
 
     def begin(folder, save_every, number=0):
         workers = [] if kind == "text" else ["--data.workers", number % 2]
-        return start(kind, arguments(kind, folder / "run", steps, save_every, *MORE[kind], *workers), folder)
+        return start(
+            kind, arguments(kind, folder / "run", steps, save_every, *MORE[kind], *workers), folder
+        )
 
     since = time.monotonic()
     command = begin(whole, 10**6)
@@ -98,7 +112,9 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
         command = begin(folder, save_every, count)
         if number != signal.SIGKILL:
             assert command.until(more), command.said()[-3000:]
-        instant = time.monotonic() + random.uniform(0, beyond + (first - since if number == signal.SIGKILL else 0))
+        instant = time.monotonic() + random.uniform(
+            0, beyond + (first - since if number == signal.SIGKILL else 0)
+        )
         there = command.until(lambda: time.monotonic() >= instant or more() >= 2 * ahead)  # noqa: B023
         assert there, command.said()[-3000:]
         os.kill(command.pid, number)
@@ -106,7 +122,9 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
         assert status == CODES[number], f"signal {count}: {status}\n{command.said()[-3000:]}"
         if before and made:
             # A checkpoint that was being written is lost too; the next one would have waited for it.
-            assert made[0][0] > before[-1][0] + 1 - 2 * save_every, "more steps than two saves apart were lost"
+            assert made[0][0] > before[-1][0] + 1 - 2 * save_every, (
+                "more steps than two saves apart were lost"
+            )
         if number != signal.SIGKILL:
             assert checkpoint_steps(folder / "run")[-1] == made[-1][0], "not the step it was at"
         in_training += bool(made)
@@ -117,15 +135,22 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
     assert len(expected) == steps and all(expected[step] == value for step, value in made)
     assert {step for step, _ in made} == set(expected)
     assert outcome(folder / "run") == outcome(whole / "run")
-    assert [e["step"] for e in logged(folder / "run")] == sorted(expected)  # in metrics.jsonl each step once
+    assert [e["step"] for e in logged(folder / "run")] == sorted(
+        expected
+    )  # in metrics.jsonl each step once
     # The loader of a killed process may tell, last, that nobody takes its batch any more.
     text = re.sub(
-        r"Traceback [^\n]*\n  File [^\n]*resource_sharer.*?\n\w+Error: [^\n]*\n", "", command.said(), flags=re.S
+        r"Traceback [^\n]*\n  File [^\n]*resource_sharer.*?\n\w+Error: [^\n]*\n",
+        "",
+        command.said(),
+        flags=re.S,
     )
     noted = [number for number in signals if number != signal.SIGKILL]
     assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
     twice = len(made) - steps
-    print(f"{kind}: {len(signals)} signals, {in_training} of them after a step; {twice} steps done twice, none lost")
+    print(
+        f"{kind}: {len(signals)} signals, {in_training} of them after a step; {twice} steps done twice, none lost"
+    )
     assert in_training >= len(signals) // 8
     return twice
 
@@ -195,7 +220,9 @@ def test_a_signal_in_the_last_save_still_ends_the_run(tmp_path, monkeypatch, cap
 @pytest.mark.parametrize("kind, workers", [("cls", 0), ("cls", 1), ("dit", 0)])
 def test_two_thousand_steps(start, tmp_path, kind, workers):
     """Memory, open files and files on disk stay bounded."""
-    argv = arguments(kind, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers)
+    argv = arguments(
+        kind, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers
+    )
     command, seen = start(kind, argv, tmp_path), []
     process = psutil.Process(command.pid)
     with contextlib.suppress(psutil.Error, ValueError):  # it has ended
@@ -204,10 +231,14 @@ def test_two_thousand_steps(start, tmp_path, kind, workers):
             seen.append((steps, process.memory_info().rss / 2**20, process.num_fds()))
             time.sleep(0.1)
     assert command.wait() == 0, command.said()[-2000:]
-    steps, mib, files = (np.array(column) for column in zip(*[s for s in seen if 300 <= s[0] < 1990]))
+    steps, mib, files = (
+        np.array(column) for column in zip(*[s for s in seen if 300 <= s[0] < 1990])
+    )
     assert len(steps) > 30, "too few looks at it"
     slope = 1000 * np.polyfit(steps, mib, 1)[0]
-    print(f"{kind}, {workers} workers: {slope:+.2f} MB per 1,000 steps at {mib.mean():.0f} MB, {files.max()} files")
+    print(
+        f"{kind}, {workers} workers: {slope:+.2f} MB per 1,000 steps at {mib.mean():.0f} MB, {files.max()} files"
+    )
     assert slope <= 1.0
     assert np.median(files[-10:]) <= np.median(files[:10])
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2

@@ -21,7 +21,11 @@ from moh_vision.models.weights import create, from_run, init_from, to_validate
 NAME = "moh_vit_small_patch16_224"
 SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)
 ABOUT = dict(
-    architecture=NAME, arguments=SMALL, classes=["a", "b", "c"], step=3, config=dict(kind="diffusion", label_drop=0.1)
+    architecture=NAME,
+    arguments=SMALL,
+    classes=["a", "b", "c"],
+    step=3,
+    config=dict(kind="diffusion", label_drop=0.1),
 )
 
 
@@ -40,13 +44,19 @@ def pickled(state) -> bytes:
     return out.getvalue()
 
 
-STATISTICS = dict(count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4])
+STATISTICS = dict(
+    count=20, extractor="x", weights_sha256="0" * 64, source="s", channels=3, size=[4, 4]
+)
 
 
 def statistics_file(says=STATISTICS, **changes) -> bytes:
     x = np.random.default_rng(0).standard_normal((20, 4))
-    arrays = dict(mu=x.mean(0), sigma=np.cov(x.T), features=x.astype(np.float32), record=json.dumps(says))
-    np.savez(file := io.BytesIO(), **{k: v for k, v in {**arrays, **changes}.items() if v is not None})
+    arrays = dict(
+        mu=x.mean(0), sigma=np.cov(x.T), features=x.astype(np.float32), record=json.dumps(says)
+    )
+    np.savez(
+        file := io.BytesIO(), **{k: v for k, v in {**arrays, **changes}.items() if v is not None}
+    )
     return file.getvalue()
 
 
@@ -142,7 +152,10 @@ ABOUTS = {
 def test_a_run_that_cannot_be(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
-    for read in (lambda: from_run(str(tmp_path), "classifier"), lambda: to_validate(str(file), NAME, SMALL)):
+    for read in (
+        lambda: from_run(str(tmp_path), "classifier"),
+        lambda: to_validate(str(file), NAME, SMALL),
+    ):
         refuse("model.safetensors", read)
 
 
@@ -167,7 +180,9 @@ STATS = {
     "other features": statistics_file(features=np.zeros((20, 7))),
     "whole numbers": statistics_file(mu=np.zeros(4, int)),
     "NaN": statistics_file(mu=np.full(4, np.nan)),
-    "half of the spatial ones of another size": statistics_file(mu_s=np.zeros(4), sigma_s=np.zeros((3, 3))),
+    "half of the spatial ones of another size": statistics_file(
+        mu_s=np.zeros(4), sigma_s=np.zeros((3, 3))
+    ),
     "a list": statistics_file([1]),
     "no count": statistics_file({k: v for k, v in STATISTICS.items() if k != "count"}),
     "a count of text": statistics_file(dict(STATISTICS, count="many")),
@@ -182,12 +197,17 @@ STATS = {
 def test_statistics_that_are_wrong(tmp_path, case):
     file = tmp_path / "s.npz"
     file.write_bytes(STATS[case])
-    with one_line("s.npz: (not a file of statistics|holds no (mu|sigma)|.*expected floats|.*not finite)"):
+    with one_line(
+        "s.npz: (not a file of statistics|holds no (mu|sigma)|.*expected floats|.*not finite)"
+    ):
         load_statistics(file)
 
 
 def raw_npy(shape, dtype="<f8", data=b"") -> bytes:
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    text = (
+        f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117)
+        + b"\n"
+    )
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
 
 
@@ -214,4 +234,6 @@ def test_archives_that_are_wrong(tmp_path, words, arrays):
         for name, data in arrays.items():
             archive.writestr(f"{name}.npy", data)
     images = torch.zeros(4, 3, 4, 4, dtype=torch.uint8)
-    refuse(f"r.npz: .*({words})", score, images, file, extractor=torch.nn.Flatten(), allow_biased=True)
+    refuse(
+        f"r.npz: .*({words})", score, images, file, extractor=torch.nn.Flatten(), allow_biased=True
+    )

@@ -25,11 +25,21 @@ def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(script("dit"), "training_batches", poisoned)
     script("dit").main(arguments("dit", tmp_path, 6, 1, "--keep-checkpoints", 9))
     for name in ("model", "ema", "optimizer"):
-        steps = [load_file(tmp_path / f"checkpoints/step_{step}/{name}.safetensors") for step in (2, 4, 5)]
+        steps = [
+            load_file(tmp_path / f"checkpoints/step_{step}/{name}.safetensors")
+            for step in (2, 4, 5)
+        ]
         assert same(*steps[:2]), name  # after 2 steps, and after two bad ones
         assert not same(*steps[1:]), name
     assert [entry["skipped"] for entry in logged(tmp_path)] == [0, 0, 1, 2, 2, 2]
-    assert [entry["loss"] is None for entry in logged(tmp_path)] == [False, False, True, True, False, False]
+    assert [entry["loss"] is None for entry in logged(tmp_path)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
@@ -38,7 +48,11 @@ def test_a_huge_learning_rate_ends_the_run(tmp_path, capsys):
         script("dit").main(arguments("dit", tmp_path, 100, 1, *more))
     error = capsys.readouterr().err.splitlines()[-1]
     assert stop.value.code == 1
-    assert "10 steps in a row without finite loss and gradient" in error and "lr 1e+20" in error and "norm" in error
+    assert (
+        "10 steps in a row without finite loss and gradient" in error
+        and "lr 1e+20" in error
+        and "norm" in error
+    )
     state = load_file(tmp_path / "model.safetensors")
     assert all(torch.isfinite(value).all() for value in state.values())
 
@@ -59,7 +73,9 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
     assert torch.equal(model.weight, before) and model.weight.grad is None and update.skipped == 9
     assert step(9, 1.0, 1.0) and not torch.equal(model.weight, before)
     assert not any(step(number, loss, gradient) for number in range(10, 19))
-    with one_line("step 19: 10 steps in a row without finite loss and gradient .*lr 0.1", FloatingPointError):
+    with one_line(
+        "step 19: 10 steps in a row without finite loss and gradient .*lr 0.1", FloatingPointError
+    ):
         step(19, loss, gradient)
 
 

@@ -32,12 +32,18 @@ class Launched:
         path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "language")))
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
         with open(self.log, "a") as file:
-            self.process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=env, stdout=file, stderr=file)
+            self.process = subprocess.Popen(
+                list(map(str, command)), cwd=ROOT, env=env, stdout=file, stderr=file
+            )
 
     def ranks(self):
         """Pids of the workers of torchrun, by rank."""
         workers = psutil.Process(self.process.pid).children()
-        return {int(worker.environ()["RANK"]): worker.pid for worker in workers if "RANK" in worker.environ()}
+        return {
+            int(worker.environ()["RANK"]): worker.pid
+            for worker in workers
+            if "RANK" in worker.environ()
+        }
 
     def reach(self, run, steps):
         deadline = time.monotonic() + 120
@@ -84,7 +90,11 @@ def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
 @pytest.mark.parametrize("kind", ["cls", "text"])
 def test_killed_twice(tmp_path, kind):
     """SIGKILL to the launcher and both processes, nothing of the scripts replaced: the bits of an undisturbed run."""
-    run, whole, random = tmp_path / "run", tmp_path / "whole", cases(2, f"kills of two processes, {kind}")
+    run, whole, random = (
+        tmp_path / "run",
+        tmp_path / "whole",
+        cases(2, f"kills of two processes, {kind}"),
+    )
     trained(tmp_path, 2, kind, arguments(kind, whole, 200, 10**6))
     argv = arguments(kind, run, 200, 7)
     for _ in range(2):
@@ -126,12 +136,18 @@ def test_twenty_runs_end_with_0(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, more", [("cls", ""), ("dit", ""), ("cls", "--budget_range 0.5 1 --model.head_budget 0.5")]
+    "kind, more",
+    [("cls", ""), ("dit", ""), ("cls", "--budget_range 0.5 1 --model.head_budget 0.5")],
 )
 def test_one_process_then_two_then_one(tmp_path, kind, more):
     """100 steps in float64: the weights of one process to 1e-10."""
     one, mixed = tmp_path / "one", tmp_path / "mixed"
-    for output, processes, until in ((one, 1, 100), (mixed, 1, 30), (mixed, 2, 70), (mixed, 1, 100)):
+    for output, processes, until in (
+        (one, 1, 100),
+        (mixed, 1, 30),
+        (mixed, 2, 70),
+        (mixed, 1, 100),
+    ):
         argv = arguments(kind, output, until, 10**6, "--optim.schedule", "constant", *more.split())
         trained(tmp_path, processes, kind, argv, "in_float64")
     worst = differ(one, mixed)
@@ -161,7 +177,13 @@ def test_ten_steps_of_text(tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_overflow_of_one_process_is_skipped_by_both(tmp_path, rank):
     run = tmp_path / "run"
-    trained(tmp_path, 2, "dit", arguments("dit", run, 6, 1, "--keep-checkpoints", 9), f"overflow:{rank}:3")
+    trained(
+        tmp_path,
+        2,
+        "dit",
+        arguments("dit", run, 6, 1, "--keep-checkpoints", 9),
+        f"overflow:{rank}:3",
+    )
     assert [entry["skipped"] for entry in logged(run)] == [0, 0, 0, 1, 1, 1]
     steps = [run / "checkpoints" / f"step_{n}" / "model.safetensors" for n in (3, 4, 5)]
     assert same(*steps[:2]) and not same(*steps[1:])
@@ -177,7 +199,9 @@ def test_unreadable_images_are_counted_over_both(tmp_path):
     codes = []
     for allowed in (3, 4):
         run = tmp_path / str(allowed)
-        argv = arguments("cls", run, 6, 6, *more, "--data.max_bad_fraction", f"{allowed / 24 + 1e-9:.9f}")
+        argv = arguments(
+            "cls", run, 6, 6, *more, "--data.max_bad_fraction", f"{allowed / 24 + 1e-9:.9f}"
+        )
         codes.append(Launched(tmp_path, 2, "cls", argv).end())
     log = (tmp_path / "log").read_text()
     assert codes[0] != 0 and codes[1] == 0 and "4 unreadable so far" in log, log[-2000:]

@@ -9,7 +9,13 @@ from small_training import seal
 
 from moh_vision.engine.step_folders import damage, latest_checkpoint, resume_point
 
-FILES = ("model.safetensors", "optimizer.safetensors", "ema.safetensors", "beside.safetensors", "step.json")
+FILES = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "ema.safetensors",
+    "beside.safetensors",
+    "step.json",
+)
 
 
 @pytest.fixture
@@ -27,7 +33,9 @@ def falls_back(run, reason):
     """Whether step 2 is taken and one line says why step 4 is not."""
     said = []
     assert latest_checkpoint(run, said.append) == (2, run / "checkpoints" / "step_2")
-    assert len(said) == 1 and f"{run / 'checkpoints' / 'step_4'} is skipped: {reason}" in said[0], said
+    assert len(said) == 1 and f"{run / 'checkpoints' / 'step_4'} is skipped: {reason}" in said[0], (
+        said
+    )
     return True
 
 
@@ -43,7 +51,11 @@ def test_200_damages(run, kind):
         data = file.read_bytes()
         # The ends first: an empty file, and one without its last byte.
         length = [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 5, 2)]
-        file.write_bytes(data[:length] if kind == "truncated" else flipped(data, numbers.randrange(8 * len(data))))
+        file.write_bytes(
+            data[:length]
+            if kind == "truncated"
+            else flipped(data, numbers.randrange(8 * len(data)))
+        )
         found += falls_back(run, f"{file.name} ")
         file.write_bytes(data)
     assert latest_checkpoint(run)[0] == 4
@@ -77,11 +89,23 @@ def put(folder, **more):
 
 def list_files(folder, changes):
     """A record of other files, with the right sum of itself."""
-    seal(folder, sha256={name: digest for name, digest in {**record(folder)["sha256"], **changes}.items() if digest})
+    seal(
+        folder,
+        sha256={
+            name: digest
+            for name, digest in {**record(folder)["sha256"], **changes}.items()
+            if digest
+        },
+    )
 
 
 def lists_fewer_files(folder):
-    put(folder, sha256={name: digest for name, digest in record(folder)["sha256"].items() if name != FILES[2]})
+    put(
+        folder,
+        sha256={
+            name: digest for name, digest in record(folder)["sha256"].items() if name != FILES[2]
+        },
+    )
 
 
 def outside(folder):
@@ -131,10 +155,18 @@ def test_rubbish_beside_is_no_checkpoint(run):
 def test_where_no_checkpoint_is_whole_the_run_does_not_begin_anew(run, tmp_path):
     for step in (2, 4):
         (run / "checkpoints" / f"step_{step}" / "optimizer.safetensors").write_bytes(b"")
-    with one_line(f"every checkpoint in {run / 'checkpoints'} is damaged, or of another version; --fresh"):
+    with one_line(
+        f"every checkpoint in {run / 'checkpoints'} is damaged, or of another version; --fresh"
+    ):
         resume_point(run, 10, fresh=False)
     assert resume_point(run, 10, fresh=True) is None
     for folder in (run / "checkpoints").iterdir():
         folder.rename(tmp_path / folder.name)
-    refuse("holds model.safetensors, but .*checkpoints no checkpoint; --fresh", resume_point, run, 10, fresh=False)
+    refuse(
+        "holds model.safetensors, but .*checkpoints no checkpoint; --fresh",
+        resume_point,
+        run,
+        10,
+        fresh=False,
+    )
     assert resume_point(run, 10, fresh=True) is None

@@ -47,7 +47,11 @@ def test_disk_full_at_every_point_of_a_save(training, tmp_path):
     assert training.save(run, 1, 2) is None
     training.step(2)
     assert training.save(run, 2, 2, points.append) is None
-    spare = ("unlink", "rmdir", "link")  # a deletion is not needed, and a copy is made where there are no links
+    spare = (
+        "unlink",
+        "rmdir",
+        "link",
+    )  # a deletion is not needed, and a copy is made where there are no links
     points = [point for point in points if point.split()[0] not in spare]
     earlier = sums(run / "checkpoints" / "step_2")
     named = points.index("rename .step_2.tmp")
@@ -76,7 +80,9 @@ def test_files_that_cannot_grow(tmp_path):
         training.step(1)
         assert training.save(tmp_path, 1, 2) is None
         earlier = sums(tmp_path / "checkpoints")
-        sizes = sorted({p.stat().st_size for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()})
+        sizes = sorted(
+            {p.stat().st_size for p in (tmp_path / "checkpoints").rglob("*") if p.is_file()}
+        )
         assert sizes[0] < 1000 and sizes[-1] > 30_000
         # The files of what is beside the model and of the record are the smallest, the optimiser's the largest.
         for limit in (sizes[0] // 2, 5000, sizes[-1] - 10_000):
@@ -172,9 +178,16 @@ def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
     checkpoints.mkdir(parents=True)
     checkpoints.parent.chmod(0o777)
     checkpoints.chmod(0o555)
-    assert unprivileged(lambda: not_writable(readable / "run", "checkpoints: Permission denied")) == 0
+    assert (
+        unprivileged(lambda: not_writable(readable / "run", "checkpoints: Permission denied")) == 0
+    )
     for folder in (readable / "run", readable / "run" / "not yet"):
-        assert unprivileged(lambda place=folder: not_writable(place, ": Permission denied"), readable / "run") == 0
+        assert (
+            unprivileged(
+                lambda place=folder: not_writable(place, ": Permission denied"), readable / "run"
+            )
+            == 0
+        )
     (tmp_path / "file").write_text("")
     not_writable(tmp_path / "file" / "run", "Not a directory")
 
@@ -226,10 +239,16 @@ def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(
         more = "--keep-checkpoints", 9, "--save_in_background", background
         script("cls").main(arguments("cls", tmp_path, 100, 2, *more))
     out, error = capsys.readouterr()
-    assert stop.value.code == 1 and "step 16 could not be saved" in error and "3. failure in a row" in error
+    assert (
+        stop.value.code == 1
+        and "step 16 could not be saved" in error
+        and "3. failure in a row" in error
+    )
     assert "earlier checkpoints are intact" in error
     assert checkpoint_steps(tmp_path) == [6, 10] and out.count("No space left on device: ") == 5
-    assert out.count("; training goes on") == 5 and logged(tmp_path)[-1]["step"] == (18 if background == "true" else 16)
+    assert out.count("; training goes on") == 5 and logged(tmp_path)[-1]["step"] == (
+        18 if background == "true" else 16
+    )
     if background == "false":
         failures = [e["failed_saves"] for e in logged(tmp_path)]
         assert failures == [0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 5, 5]
@@ -259,7 +278,9 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
 
 def test_an_output_that_cannot_be_written_is_refused_by_the_scripts(capsys):
     error = refusals.refused(capsys, script("dit").main, *arguments("dit", "/proc/run", 10, 2))
-    assert error.endswith("error: --output /proc/run cannot be written: /proc: No such file or directory\n")
+    assert error.endswith(
+        "error: --output /proc/run cannot be written: /proc: No such file or directory\n"
+    )
 
 
 def saves_that_fail_on_one(rank, folder):
@@ -267,8 +288,15 @@ def saves_that_fail_on_one(rank, folder):
     assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
     assert training.save(folder, 1, 2) is None
     earlier, linked = sums(folder / "checkpoints"), "rename .model.safetensors.tmp"
-    for place in ("mkdir .step_2.tmp", "save_tensors ema.safetensors", "write_text step.json", linked):
-        problem = training.save(folder, 2, 2, lambda point, place=place: point == place and disk_full("the disk"))
+    for place in (
+        "mkdir .step_2.tmp",
+        "save_tensors ema.safetensors",
+        "write_text step.json",
+        linked,
+    ):
+        problem = training.save(
+            folder, 2, 2, lambda point, place=place: point == place and disk_full("the disk")
+        )
         assert problem and "No space left" in problem and "the disk" in problem, problem
         training.accelerator.wait_for_everyone()  # the main process has tidied up
         if place != linked:

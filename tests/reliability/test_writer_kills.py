@@ -57,7 +57,9 @@ FAST = [only_step_4, step_6_is_there_and_alone]
 OTHERS = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
 
 
-@pytest.mark.parametrize("before", FAST + [pytest.param(case, marks=pytest.mark.reliability) for case in OTHERS])
+@pytest.mark.parametrize(
+    "before", FAST + [pytest.param(case, marks=pytest.mark.reliability) for case in OTHERS]
+)
 def test_killed_at_every_point_of_a_save(training, tmp_path, before):
     """One checkpoint is kept, so that there is never another one to fall back to."""
     base, run, states = tmp_path / "base", tmp_path / "run", {}
@@ -67,7 +69,9 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
             assert training.save(base, step, keep=2) is None
         states[step] = training.state()
         weights = {"model": training.model.state_dict(), "ema": training.ema.module.state_dict()}
-        states[step, "weights"] = {k: {n: t.clone() for n, t in w.items()} for k, w in weights.items()}
+        states[step, "weights"] = {
+            k: {n: t.clone() for n, t in w.items()} for k, w in weights.items()
+        }
     before(base / "checkpoints")
 
     again(base, run)
@@ -81,7 +85,10 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
         again(base, run)
         training.saved.restore(tmp_path / "step_6")
         kill = at_point(last, kill_this_process)
-        assert wait(fork(lambda kill=kill: (kill("before all"), training.save(run, 6, 1, kill)))) == -signal.SIGKILL
+        assert (
+            wait(fork(lambda kill=kill: (kill("before all"), training.save(run, 6, 1, kill))))
+            == -signal.SIGKILL
+        )
         where = "before all" if last == 0 else points[last - 1]
         step, folder = latest_checkpoint(run, lambda text: None)
         training.saved.restore(folder)
@@ -96,17 +103,23 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
                 assert all(torch.equal(file.get_tensor(k), v) for k, v in expected.items()), where
         # A new process goes on from there and leaves nothing of the dead one.
         assert training.save(run, 7, 1) is None, where
-        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_7"] and hidden(run) == [], where
+        assert [p.name for p in (run / "checkpoints").iterdir()] == ["step_7"] and hidden(
+            run
+        ) == [], where
         assert damage(run / "checkpoints" / "step_7", 7) is None
     assert ends[4] > 5 and (ends[6] > 3 or before is step_6_is_there_and_alone)
-    print(f"{before.__name__}: {sum(ends.values())} of {len(points) + 1} kills resumed, at steps {ends}")
+    print(
+        f"{before.__name__}: {sum(ends.values())} of {len(points) + 1} kills resumed, at steps {ends}"
+    )
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, monkeypatch):
     """What a kill cannot show, because the system keeps what a dead process wrote: only a power cut loses it."""
     calls = []
     fsync, rename = os.fsync, os.rename
-    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
+    )
     monkeypatch.setattr(os, "rename", lambda a, b: (calls.append((str(a), str(b))), rename(a, b)))
     checkpoints = tmp_path / "checkpoints"
     assert training.save(tmp_path, 1, 1) is None
@@ -119,7 +132,9 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, m
     deleted = calls.index((str(checkpoints / "step_1"), str(checkpoints / ".step_1.gone")))
     assert str(checkpoints) in calls[named:deleted]
     for name in ("model", "ema"):  # links to what is on the disk
-        linked = calls.index((str(tmp_path / f".{name}.safetensors.tmp"), str(tmp_path / f"{name}.safetensors")))
+        linked = calls.index(
+            (str(tmp_path / f".{name}.safetensors.tmp"), str(tmp_path / f"{name}.safetensors"))
+        )
         assert named < linked and str(tmp_path) in calls[linked:]
         assert (tmp_path / f"{name}.safetensors").samefile(final / f"{name}.safetensors")
 
@@ -149,5 +164,7 @@ def test_a_whole_checkpoint_at_every_instant(training, tmp_path, keep):
         os.kill(child, signal.SIGCONT)
     os.kill(child, signal.SIGKILL)
     assert wait(child) == -signal.SIGKILL
-    print(f"keep {keep}: a whole checkpoint at {n} of {n} stops, {len(seen)} steps, {torn} stops amid a save")
+    print(
+        f"keep {keep}: a whole checkpoint at {n} of {n} stops, {len(seen)} steps, {torn} stops amid a save"
+    )
     assert len(seen) > 50 and torn > 50

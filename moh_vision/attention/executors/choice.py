@@ -46,7 +46,9 @@ def choose(layer: nn.Module, call: Call) -> Masked:
     return way(layer, call)
 
 
-def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> tuple[type[Masked], str]:
+def way_to_skip(
+    layer: nn.Module, call: Call, compiling: bool | None = None
+) -> tuple[type[Masked], str]:
     """The first of `layer.ways` that can skip heads of a call, else the executor of all heads and why the last cannot."""
     reason = ""
     for way, reason in layer.ways(call, compiling):
@@ -55,7 +57,9 @@ def way_to_skip(layer: nn.Module, call: Call, compiling: bool | None = None) -> 
     return layer.all_heads, reason
 
 
-def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tuple[type[Masked], str]]:
+def ways(
+    layer: nn.Module, call: Call, compiling: bool | None = None
+) -> list[tuple[type[Masked], str]]:
     """Return every way to skip heads, in the order of trial, with the reason why a call cannot take it; "": it can.
 
     compiling: as under torch.compile; None: as it is.
@@ -67,11 +71,17 @@ def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tu
         never = "every head may run"
     elif call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
         never = "there are no tokens"
-    elif cache is not None and (call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache)):
+    elif cache is not None and (
+        call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache)
+    ):
         never = "the keys of all heads are cached"
     if never:
         return [(WholeSequences, never), (Sequences, never), (OnGpu, never), (Tokens, never)]
-    hooked = "" if all(map(plain, layer.projections)) else "the projections carry hooks or are not plain linear layers"
+    hooked = (
+        ""
+        if all(map(plain, layer.projections))
+        else "the projections carry hooks or are not plain linear layers"
+    )
     path, none = path_of(layer, call), ""
     if path == "torch":
         why = "dropout" if call.dropout_p else kernels.about(call.x.device.type)
@@ -85,8 +95,14 @@ def ways(layer: nn.Module, call: Call, compiling: bool | None = None) -> list[tu
         whole = "no C++ operator projects such numbers"
     elif not none and (call.q is not None or compiling):
         whole = "compiled, or the router has projected the queries"
-    varies = "compiled, and the number of heads varies" if compiling and routing.count is None else ""
-    listed = "compiled, and the list of pairs has no fixed length" if compiling and routing.pairs is None else ""
+    varies = (
+        "compiled, and the number of heads varies" if compiling and routing.count is None else ""
+    )
+    listed = (
+        "compiled, and the list of pairs has no fixed length"
+        if compiling and routing.pairs is None
+        else ""
+    )
     on_gpu = "" if path == "triton" else "no Triton kernel runs the call"
     return [
         (WholeSequences, once or whole),
@@ -102,7 +118,10 @@ def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked],
     if call.cache is None:
         for tokens, keys, batch, active, picked, _ in rows_of(key_of(layer, call, way)):
             if N == tokens and M == keys and B <= batch and K <= active:
-                return way if picked == way.__name__ else layer.all_heads, "measured on this machine"
+                return (
+                    way if picked == way.__name__ else layer.all_heads,
+                    "measured on this machine",
+                )
     in_cpp = issubclass(way, (Tokens, WholeSequences))
     if way is Sequences and not torch.compiler.is_compiling():
         in_cpp = path_of(layer, call) == "cpp"
@@ -115,7 +134,9 @@ def pays(layer: nn.Module, call: Call, way: type[Masked]) -> tuple[type[Masked],
 
 def path_of(layer: nn.Module, call: Call) -> str:
     """Return the path that runs the attention of a call: "cpp", "triton" or "torch"."""
-    return kernels.attend_path(call.x.device, product_dtype(call.x), layer.head_dim, call.attn_mask, call.dropout_p)
+    return kernels.attend_path(
+        call.x.device, product_dtype(call.x), layer.head_dim, call.attn_mask, call.dropout_p
+    )
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
@@ -125,18 +146,26 @@ def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
     return B, N, M, layer.budget.active if count is None else count
 
 
-def key_of(layer: nn.Module, call: Call, way: type[Masked], compiled: bool | None = None) -> tuple[str, ...]:
+def key_of(
+    layer: nn.Module, call: Call, way: type[Masked], compiled: bool | None = None
+) -> tuple[str, ...]:
     """All that decides the time of a call beside its sizes; compiled: under torch.compile, None: as it is."""
     mask, flags = call.attn_mask, []
     compiled = torch.compiler.is_compiling() if compiled is None else compiled
-    flags += ["compiled"] * compiled + ["causal"] * call.is_causal + ["rotary"] * (call.rotary is not None)
+    flags += (
+        ["compiled"] * compiled
+        + ["causal"] * call.is_causal
+        + ["rotary"] * (call.rotary is not None)
+    )
     flags += ["queries"] * (call.q is not None) + ["context"] * (call.context is not None)
     flags += ["dropout"] * (call.dropout_p > 0) + [layer.variant] * bool(layer.variant)
     if mask is not None:
         flags += [str(mask.dtype), *[axis for axis, size in zip("BHN", mask.shape) if size > 1]]
         flags += ["learned"] * mask.requires_grad
     dtypes = f"{call.x.dtype} in {product_dtype(call.x)}"
-    heads = f"{layer.num_heads} heads of {layer.head_dim}, {layer.kv_heads} of keys, {layer.dim} wide,"
+    heads = (
+        f"{layer.num_heads} heads of {layer.head_dim}, {layer.kv_heads} of keys, {layer.dim} wide,"
+    )
     kind = f"{call.x.device.type} {type(layer).__name__} {type(layer.router).__name__} per {layer.scope}"
     return way.__name__, "training" if trains(layer) else "inference", heads, dtypes, kind, *flags
 

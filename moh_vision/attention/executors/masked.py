@@ -35,7 +35,10 @@ class Unfused(Masked):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return self.layer.attn_drop(attention_matrix(q, k, self.call.attn_mask, self.call.is_causal)) @ v
+        return (
+            self.layer.attn_drop(attention_matrix(q, k, self.call.attn_mask, self.call.is_causal))
+            @ v
+        )
 
 
 class Reference(Masked):
@@ -49,25 +52,48 @@ class Reference(Masked):
         heads = []
         for h in range(H):
             g = h * G // H  # its key-value head
-            matrix = attention_matrix(q[:, h], k[:, g], None if mask is None else mask[:, h], call.is_causal)
+            matrix = attention_matrix(
+                q[:, h], k[:, g], None if mask is None else mask[:, h], call.is_causal
+            )
             heads.append(F.dropout(matrix, call.dropout_p) @ v[:, g])
         return torch.stack(heads, 1)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, dropout_p: float, grouped: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    dropout_p: float,
+    grouped: bool = False,
 ) -> Tensor:
     """q [B, h, N, D], k and v [B, G, M, D] -> [B, h, N, D]. grouped: h / G query heads in a row read one key-value head."""
     # One token: the query heads of a key-value head as rows of one product, which reads that once. On a CPU it takes half
     # the time of enable_gqa in float32, and in bfloat16 an eleventh.
-    if grouped and q.shape[2] == 1 and not is_causal and (attn_mask is None or attn_mask.shape[1] == 1):
+    if (
+        grouped
+        and q.shape[2] == 1
+        and not is_causal
+        and (attn_mask is None or attn_mask.shape[1] == 1)
+    ):
         rows = q.unflatten(1, (k.shape[1], -1)).squeeze(3)  # [B, G, h / G, D]
-        return F.scaled_dot_product_attention(rows, k, v, attn_mask, dropout_p).flatten(1, 2).unsqueeze(2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=grouped)
+        return (
+            F.scaled_dot_product_attention(rows, k, v, attn_mask, dropout_p)
+            .flatten(1, 2)
+            .unsqueeze(2)
+        )
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=grouped
+    )
 
 
 def attention_matrix(
-    q: Tensor, k: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
 ) -> Tensor:
     """Return the matrix that multiplies v [B, h, M, D]: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
 

@@ -27,7 +27,9 @@ def off() -> bool:
     """Return whether measuring is off; earlier measurements are not read either."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
-        raise ValueError(f"{VARIABLE}={wish}: only auto (measure where skipping heads pays) and off (do not)")
+        raise ValueError(
+            f"{VARIABLE}={wish}: only auto (measure where skipping heads pays) and off (do not)"
+        )
     return wish == "off" or torch.are_deterministic_algorithms_enabled()
 
 
@@ -57,8 +59,13 @@ def rows_of(key: tuple) -> tuple[tuple, ...]:
 
 def merged(rows: Rows, new: Rows) -> Rows:
     """Both; of two rows of the same sizes the new one. Those with fewer heads, and then the smaller batch, come first."""
-    both = {key: {tuple(r[:4]): r for r in [*rows.get(key, ()), *new.get(key, ())]} for key in [*rows, *new]}
-    return {key: sorted(kind.values(), key=lambda row: (row[3], row[2])) for key, kind in both.items()}
+    both = {
+        key: {tuple(r[:4]): r for r in [*rows.get(key, ()), *new.get(key, ())]}
+        for key in [*rows, *new]
+    }
+    return {
+        key: sorted(kind.values(), key=lambda row: (row[3], row[2])) for key, kind in both.items()
+    }
 
 
 def checked(rows: object) -> Rows:
@@ -93,13 +100,26 @@ def keep(rows: Rows) -> None:
 def place() -> Path:
     """CACHE/measured/DEVICE-HASH.json, the hash of all that times depend on beside the call."""
     gpu = torch.cuda.is_available()
-    capability = torch.cuda.get_device_capability() if gpu else torch.backends.cpu.get_cpu_capability()
-    conditions = [capability, torch.__version__, path("cuda" if gpu else "cpu"), torch.get_float32_matmul_precision()]
-    conditions += [metadata.version("triton")] if "triton" in conditions else [torch.get_num_threads()]
+    capability = (
+        torch.cuda.get_device_capability() if gpu else torch.backends.cpu.get_cpu_capability()
+    )
+    conditions = [
+        capability,
+        torch.__version__,
+        path("cuda" if gpu else "cpu"),
+        torch.get_float32_matmul_precision(),
+    ]
+    conditions += (
+        [metadata.version("triton")] if "triton" in conditions else [torch.get_num_threads()]
+    )
     digest = hashlib.sha256(repr([device(), *conditions]).encode())
     for file in sorted(Path(__file__).parents[1].rglob("*.[chp]*")):
         digest.update(b"" if "__pycache__" in file.parts else file.read_bytes())
-    return cache_folder() / "measured" / f"{re.sub('[^0-9A-Za-z]+', '-', device())}-{digest.hexdigest()[:12]}.json"
+    return (
+        cache_folder()
+        / "measured"
+        / f"{re.sub('[^0-9A-Za-z]+', '-', device())}-{digest.hexdigest()[:12]}.json"
+    )
 
 
 def device() -> str:
@@ -110,5 +130,7 @@ def device() -> str:
 def processor() -> str:
     """The name of the processor's model."""
     info = Path("/proc/cpuinfo")
-    names = re.findall(r"^model name\s*: (.*)", info.read_text() if info.is_file() else "", re.MULTILINE)
+    names = re.findall(
+        r"^model name\s*: (.*)", info.read_text() if info.is_file() else "", re.MULTILINE
+    )
     return names[0] if names else platform.processor()

@@ -19,7 +19,9 @@ class Tokens(Masked):
         super().__init__(layer, call)
         routing, N = call.routing, call.x.shape[1]
         listed = routing.pairs is not None and routing.active.shape[1] == N
-        self.pairs = routing.pairs if listed else kernels.list_pairs(routing.active.expand(-1, N, -1))
+        self.pairs = (
+            routing.pairs if listed else kernels.list_pairs(routing.active.expand(-1, N, -1))
+        )
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [P, D], k and v [B, G, M, D]."""
@@ -36,7 +38,9 @@ class Tokens(Masked):
             q = kernels.project(call.x.flatten(0, 1), weight, bias, pairs, layer.num_heads)
         else:
             q = kernels.select(call.q.transpose(1, 2), pairs, layer.num_heads)
-        return layer.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, call.x)).squeeze(1)
+        return layer.prepare_queries(q.unsqueeze(1), of_pairs(call.rotary, pairs, call.x)).squeeze(
+            1
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[P, D]"""
@@ -47,7 +51,9 @@ class Tokens(Masked):
     def combine(self, o: Tensor) -> Tensor:
         layer, (B, N, _) = self.layer, self.call.x.shape
         gates = in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
-        y = kernels.combine(o, gates, layer.proj.weight, layer.proj.bias, self.pairs, layer.num_heads)
+        y = kernels.combine(
+            o, gates, layer.proj.weight, layer.proj.bias, self.pairs, layer.num_heads
+        )
         return y.view(B, N, -1)
 
 
@@ -58,15 +64,24 @@ class WholeSequences(Tokens):
         layer, call = self.layer, self.call
         context = call.x if call.context is None else call.context.expand(call.x.shape[0], -1, -1)
         M = context.shape[1]
-        key_pairs = self.pairs if M == call.x.shape[1] else kernels.list_pairs(call.routing.active.expand(-1, M, -1))
+        key_pairs = (
+            self.pairs
+            if M == call.x.shape[1]
+            else kernels.list_pairs(call.routing.active.expand(-1, M, -1))
+        )
         queries, *keys_values = layer.weights()
-        k, v = (kernels.project(context.flatten(0, 1), *rows, key_pairs, layer.num_heads) for rows in keys_values)
+        k, v = (
+            kernels.project(context.flatten(0, 1), *rows, key_pairs, layer.num_heads)
+            for rows in keys_values
+        )
         k = layer.prepare_keys(k.unsqueeze(1), of_pairs(call.rotary, key_pairs, context)).squeeze(1)
         return self.queries(*queries), *(t.view(1, -1, M, layer.head_dim) for t in (k, v))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         call = self.call
-        source = (self.pairs.offsets.diff() > 0).cumsum(0, dtype=torch.int32) - 1  # of every segment
+        source = (self.pairs.offsets.diff() > 0).cumsum(
+            0, dtype=torch.int32
+        ) - 1  # of every segment
         H, N = self.layer.num_heads, call.x.shape[1]
         return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask, source)
 
@@ -78,16 +93,22 @@ class OnGpu(Masked):
         """[B, N, H*D], weighted."""
         B = q.shape[0]
         q, k, v = q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
-        return kernels.attend_on_gpu(q, k, v, self.call.routing, self.call.is_causal, self.call.attn_mask)
+        return kernels.attend_on_gpu(
+            q, k, v, self.call.routing, self.call.is_causal, self.call.attn_mask
+        )
 
     def combine(self, o: Tensor) -> Tensor:
         return self.layer.proj(o)
 
 
-def of_pairs(rotary: tuple[Tensor, Tensor] | None, pairs: Pairs, x: Tensor) -> tuple[Tensor, Tensor] | None:
+def of_pairs(
+    rotary: tuple[Tensor, Tensor] | None, pairs: Pairs, x: Tensor
+) -> tuple[Tensor, Tensor] | None:
     """Cosines and sines of the pairs' tokens, [P, D] each, of those of x [B, N, C]."""
     if rotary is None:
         return None
     B, N, _ = x.shape
-    cos, sin = (t.expand(B, N, t.shape[-1]).flatten(0, 1).index_select(0, pairs.token) for t in rotary)
+    cos, sin = (
+        t.expand(B, N, t.shape[-1]).flatten(0, 1).index_select(0, pairs.token) for t in rotary
+    )
     return cos, sin

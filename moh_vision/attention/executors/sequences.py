@@ -21,24 +21,41 @@ class Sequences(Masked):
         active = call.routing.active.squeeze(1)  # [B, H]
         H = active.shape[1]
         K = call.routing.count or int(active.sum(1).max())
-        rank = active.int() * H - torch.arange(H, device=active.device)  # those that run first, in rising order
+        rank = active.int() * H - torch.arange(
+            H, device=active.device
+        )  # those that run first, in rising order
         self.heads = rank.topk(K).indices  # [B, K]
         self.rows = self.heads[:1] if alike(active) else self.heads  # [S, K], S = 1 or B
-        super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))  # once for all products
+        super().__init__(
+            layer, call._replace(x=call.x.to(product_dtype(call.x)))
+        )  # once for all products
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, K, N, D], k and v [B, K, M, D]."""
         layer, call = self.layer, self.call
-        context = call.x if call.context is None else call.context.to(call.x.dtype).expand(call.x.shape[0], -1, -1)
+        context = (
+            call.x
+            if call.context is None
+            else call.context.to(call.x.dtype).expand(call.x.shape[0], -1, -1)
+        )
         queries, keys, values = layer.weights()
-        q, k, v = self.linear(call.x, *queries), self.linear(context, *keys), self.linear(context, *values)
-        q, k = layer.prepare_queries(q, call.rotary).to(v.dtype), layer.prepare_keys(k, call.rotary).to(v.dtype)
+        q, k, v = (
+            self.linear(call.x, *queries),
+            self.linear(context, *keys),
+            self.linear(context, *values),
+        )
+        q, k = (
+            layer.prepare_queries(q, call.rotary).to(v.dtype),
+            layer.prepare_keys(k, call.rotary).to(v.dtype),
+        )
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [B, M, C] -> [B, M, K, D], with weight [H*D, C] and bias [H*D] of all heads."""
         (B, M, C), (S, K), H = x.shape, self.rows.shape, self.layer.num_heads
-        y = GatheredLinear.apply(x.reshape(S, -1, C), weight.to(x.dtype).view(H, -1, C), self.rows, 0)
+        y = GatheredLinear.apply(
+            x.reshape(S, -1, C), weight.to(x.dtype).view(H, -1, C), self.rows, 0
+        )
         if bias is not None:
             y = y + bias.to(x.dtype).view(H, -1)[self.rows].view(S, 1, -1)
         return y.view(B, M, K, -1)
@@ -59,7 +76,9 @@ class Sequences(Masked):
         gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [B, K]
         o = (o * gates[:, :, None, None].to(o.dtype)).transpose(1, 2)  # [B, N, K, D]
         C, S = weight.shape[0], self.rows.shape[0]
-        y = GatheredLinear.apply(o.reshape(S, -1, K * D), weight.to(o.dtype).view(C, -1, D), self.rows, 1)
+        y = GatheredLinear.apply(
+            o.reshape(S, -1, K * D), weight.to(o.dtype).view(C, -1, D), self.rows, 1
+        )
         y = y.view(B, N, C)
         return y if bias is None else y + bias.to(y.dtype)
 
@@ -87,7 +106,9 @@ class GatheredLinear(torch.autograd.Function):
             which = F.one_hot(rows.flatten(), H).to(parts.dtype).t()  # [H, S * K]
             if ctx.dim == 0:
                 return dx, (which @ parts.reshape(rows.numel(), -1)).view_as(weight), None, None
-            parts = parts.unflatten(2, (-1, D)).transpose(1, 2).reshape(rows.numel(), -1)  # [S * K, C * D]
+            parts = (
+                parts.unflatten(2, (-1, D)).transpose(1, 2).reshape(rows.numel(), -1)
+            )  # [S * K, C * D]
             return dx, (which @ parts).view(H, -1, D).transpose(0, 1), None, None
 
 
@@ -95,11 +116,17 @@ def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
     """The weights of heads `rows` [S, K], as [S, O, I]: see `GatheredLinear`."""
     S = rows.shape[0]
     chosen = weight.index_select(dim, rows.flatten())  # [S * K, D, C] or [C, S * K, D]
-    return chosen.view(S, -1, chosen.shape[2]) if dim == 0 else chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
+    return (
+        chosen.view(S, -1, chosen.shape[2])
+        if dim == 0
+        else chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
+    )
 
 
 def alike(active: Tensor) -> bool:
     """Whether all sequences chose the same heads, active [B, H]; False where the answer would have to be waited for."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
-    return active.shape[0] == 1 or (active.device.type == "cpu" and bool((active == active[:1]).all()))
+    return active.shape[0] == 1 or (
+        active.device.type == "cpu" and bool((active == active[:1]).all())
+    )

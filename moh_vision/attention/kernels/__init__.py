@@ -25,7 +25,9 @@ OPS = torch.ops.moh_vision
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
     """Whether C++ runs `operator` for such tensors; of those in 16 bits only "attend", where the processor has products."""
-    if device.type != "cpu" or path() != "cpp" or torch.compiler.is_exporting():  # exports run where we are not
+    if (
+        device.type != "cpu" or path() != "cpp" or torch.compiler.is_exporting()
+    ):  # exports run where we are not
         return False
     if dtype in (torch.bfloat16, torch.float16):
         return operator == "attend" and _has_products(dtype)
@@ -38,7 +40,11 @@ def _has_products(dtype: torch.dtype) -> bool:
 
 
 def attend_path(
-    device: torch.device, dtype: torch.dtype, head_dim: int, mask: Tensor | None = None, dropout_p: float = 0.0
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    mask: Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> str:
     """Which operator attends for pairs: "cpp", "triton", or "torch" where none does.
 
@@ -60,7 +66,9 @@ def list_pairs(active: Tensor) -> Pairs:
     return eager.pairs(active)
 
 
-def attend_on_gpu(q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None) -> Tensor:
+def attend_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None
+) -> Tensor:
     """Triton's attention of the pairs that run, weighted and put in place: q [B, H, N, D] -> [B, N, H*D]."""
     from moh_vision.attention.kernels import gpu  # imports Triton
 
@@ -114,10 +122,14 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | 
     if mask is not None and mask.shape[:2] != (1, 1):
         mask = mask.expand(B, K, -1, -1).flatten(0, 1).unsqueeze(0)
     k, v = (t.reshape(1, S, -1, D) for t in (k, v))
-    return attend(q.reshape(-1, D), k, v, Pairs(token, offsets), S, N, is_causal, mask).view(q.shape)
+    return attend(q.reshape(-1, D), k, v, Pairs(token, offsets), S, N, is_causal, mask).view(
+        q.shape
+    )
 
 
-def combine(o: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads: int) -> Tensor:
+def combine(
+    o: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads: int
+) -> Tensor:
     """Weigh the outputs of the pairs, send each through its head's part of W_O and add them up for every token.
 
     Args:

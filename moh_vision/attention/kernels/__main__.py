@@ -11,16 +11,22 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         parser = Parser(COMMAND, __doc__)
-        parser.add_argument("--force", action="store_true", help="build again what is built already")
+        parser.add_argument(
+            "--force", action="store_true", help="build again what is built already"
+        )
         force, place = parser.parse(argv).force, library_path()
         if place.is_file() and not force:
             say(f"the C++ operators are built already: {place}")
         else:
             start = time.perf_counter()
             compiler = build()
-            say(f"built the C++ operators with {compiler} in {time.perf_counter() - start:.1f} s: {place}")
+            say(
+                f"built the C++ operators with {compiler} in {time.perf_counter() - start:.1f} s: {place}"
+            )
         if not load():
-            raise ValueError("the library cannot be loaded, see above; attention runs in plain PyTorch")
+            raise ValueError(
+                "the library cannot be loaded, see above; attention runs in plain PyTorch"
+            )
 
     return exit_code("kernels", work)
 

@@ -34,7 +34,10 @@ SOURCES = Path(__file__).with_name("csrc")
 ISA = {"AVX512": "avx512", "AVX2": "avx2"}
 ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "default": []}
 
-PATHS = {"cpu": ("cpp", "torch"), "cuda": ("triton", "torch")}  # by kind of device, the wanted one first
+PATHS = {
+    "cpu": ("cpp", "torch"),
+    "cuda": ("triton", "torch"),
+}  # by kind of device, the wanted one first
 
 _used: str | None = None  # what `use` was given
 _interprets = False  # Triton's interpreter runs, which takes tensors of any device; set by `use`
@@ -54,7 +57,9 @@ def path(device: str = "cpu") -> str:
     """
     if device not in PATHS:
         return "torch"
-    return _used if _used in PATHS[device] or (_used == "triton" and _interprets) else _found(device)
+    return (
+        _used if _used in PATHS[device] or (_used == "triton" and _interprets) else _found(device)
+    )
 
 
 @torch.compiler.assume_constant_result
@@ -73,9 +78,13 @@ def use(path: str | None) -> None:
     if path not in ("cpp", "triton", "torch", None):
         raise ValueError(f"the operators' path is 'cpp', 'triton', 'torch' or None, not {path!r}")
     if path == "cpp" and not load():
-        raise ValueError(f"the C++ operators are not built for this torch and processor; `{COMMAND}` builds them")
+        raise ValueError(
+            f"the C++ operators are not built for this torch and processor; `{COMMAND}` builds them"
+        )
     if path == "triton" and not _runs_triton():
-        raise ValueError("Triton's kernels need a GPU that runs them and the package triton, or TRITON_INTERPRET=1")
+        raise ValueError(
+            "Triton's kernels need a GPU that runs them and the package triton, or TRITON_INTERPRET=1"
+        )
     _used, _interprets = path, os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -86,12 +95,16 @@ def _runs_triton() -> bool:
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
-        from moh_vision.attention.kernels.gpu.check import problem  # imports triton, which comes with torch for GPUs
+        from moh_vision.attention.kernels.gpu.check import (
+            problem,
+        )  # imports triton, which comes with torch for GPUs
     except ImportError:
         return False
     said = problem() if on_gpu else None
     if said:
-        log.warning(f"Triton's kernels do not work on this GPU ({said}): attention computes all heads there")
+        log.warning(
+            f"Triton's kernels do not work on this GPU ({said}): attention computes all heads there"
+        )
     return said is None
 
 
@@ -105,17 +118,28 @@ def _find(device: str, builds: str | None) -> tuple[str, str]:
     """Choose once; returns the path and the line that is logged. builds: the value of BUILD."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
-        raise ValueError(f"{VARIABLE}={wish}: only auto (take the operators that are there) and off (skip them)")
+        raise ValueError(
+            f"{VARIABLE}={wish}: only auto (take the operators that are there) and off (skip them)"
+        )
     if wish == "off":
-        choice = "torch", f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there"
+        choice = (
+            "torch",
+            f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there",
+        )
     elif device == "cuda" and _runs_triton():
         choice = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
     elif device == "cuda":
-        choice = "torch", "in plain PyTorch; the package triton brings kernels for a GPU, where they work"
+        choice = (
+            "torch",
+            "in plain PyTorch; the package triton brings kernels for a GPU, where they work",
+        )
     elif load() or (builds == "auto" and _built() and load()):
         choice = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
     else:
-        choice = "torch", f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
+        choice = (
+            "torch",
+            f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU",
+        )
     path, text = choice
     line = f"attention runs {text}"
     missing = wish == "auto" and device == "cpu" and path == "torch" and builds is None
@@ -136,7 +160,9 @@ def load() -> bool:
             import moh_vision.attention.kernels.library  # noqa: F401  shapes and gradients of the operators
 
             _loaded = True
-        except Exception as error:  # OSError of the loader, or whatever a library throws while it registers
+        except (
+            Exception
+        ) as error:  # OSError of the loader, or whatever a library throws while it registers
             log.warning(f"{place} cannot be loaded ({error}); `{COMMAND} --force` builds it again")
     return _loaded
 
@@ -157,7 +183,9 @@ def build() -> str:
     compiler, place = _compiler(), library_path()
     try:
         with whole_file(place, shared=True) as file, tempfile.TemporaryDirectory() as scratch:
-            file.write(_compile(compiler, Path(scratch), place.with_name("compiler.log")).read_bytes())
+            file.write(
+                _compile(compiler, Path(scratch), place.with_name("compiler.log")).read_bytes()
+            )
     except OSError as error:
         raise ValueError(
             f"{error.filename or place}: {error.strerror}; set MOH_VISION_CACHE to a folder that can be written"
@@ -178,10 +206,16 @@ def _built() -> bool:
         with open(place.with_name(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
             if not (place.is_file() or failed.is_file()):
-                print(f"building the C++ operators, once: about half a minute; {BUILD}=off skips it", flush=True)
+                print(
+                    f"building the C++ operators, once: about half a minute; {BUILD}=off skips it",
+                    flush=True,
+                )
                 start = time.perf_counter()
                 build()
-                print(f"built the C++ operators in {time.perf_counter() - start:.0f} s: {place}", flush=True)
+                print(
+                    f"built the C++ operators in {time.perf_counter() - start:.0f} s: {place}",
+                    flush=True,
+                )
     except (ValueError, OSError) as error:
         print(f"the C++ operators are not built: {error}", flush=True)
     return place.is_file()
@@ -192,7 +226,9 @@ def _compiler() -> list[str]:
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         if not shutil.which(named[0]):
-            raise ValueError(f"CXX={named[0]}: no such compiler; unset CXX or name one that is installed")
+            raise ValueError(
+                f"CXX={named[0]}: no such compiler; unset CXX or name one that is installed"
+            )
         return named
     for name in ("c++", "g++", "clang++"):
         if shutil.which(name):
@@ -209,7 +245,8 @@ def _compile(compiler: list[str], scratch: Path, report: Path) -> Path:
     objects = [scratch / f"{source.stem}.o" for source in sources]
     headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     commands = [
-        [*compiler, *_flags(), *headers, "-c", str(source), "-o", str(made)] for source, made in zip(sources, objects)
+        [*compiler, *_flags(), *headers, "-c", str(source), "-o", str(made)]
+        for source, made in zip(sources, objects)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: _run(command, report), commands))
@@ -223,11 +260,15 @@ def _compile(compiler: list[str], scratch: Path, report: Path) -> Path:
 
 def _run(command: list[str], report: Path) -> None:
     """Run a compiler; if it fails, keep all that it said in the file `report` and raise ValueError with the first error."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     if done.returncode:
         report.write_text(f"{shlex.join(command)}\n{done.stdout}")
         lines = done.stdout.splitlines() or [f"exit code {done.returncode}"]
-        first = next((line for line in lines if "error:" in line or "undefined reference" in line), lines[-1])
+        first = next(
+            (line for line in lines if "error:" in line or "undefined reference" in line), lines[-1]
+        )
         raise ValueError(
             f"{command[0]} cannot compile the operators: {first.strip()[:300]} (all of it: {report}); "
             "another compiler can be named in CXX. All works without, only slower on a CPU"

@@ -18,7 +18,11 @@ WIDEST = 256  # head width of Triton's kernels
 
 
 def differentiate(
-    name: str, oracle: Callable, backward: Callable, kept: tuple[int, ...] = (), constant: tuple[int, ...] = ()
+    name: str,
+    oracle: Callable,
+    backward: Callable,
+    kept: tuple[int, ...] = (),
+    constant: tuple[int, ...] = (),
 ) -> None:
     """Register the gradient of an operator.
 
@@ -36,7 +40,9 @@ def differentiate(
         ctx.set_materialize_grads(False)
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-        ctx.save_for_backward(*(value for value in inputs if isinstance(value, Tensor)), *(outputs[i] for i in kept))
+        ctx.save_for_backward(
+            *(value for value in inputs if isinstance(value, Tensor)), *(outputs[i] for i in kept)
+        )
 
     def gradients(ctx, *grads):
         saved, others = iter(ctx.saved_tensors), iter(ctx.others)
@@ -48,13 +54,17 @@ def differentiate(
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
 
-def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list, _outputs: list) -> list[Tensor | None]:
+def again(
+    oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list, _outputs: list
+) -> list[Tensor | None]:
     """Gradients of the oracle at `inputs`, with a graph of their own."""
     # Views: a tensor that is two inputs at once has two gradients.
     inputs = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in inputs]
     with torch.autocast(inputs[0].device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         outputs = oracle(*inputs)
-    wanted = [i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad]
+    wanted = [
+        i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad
+    ]
     both = [(output, grad) for output, grad in zip(outputs, grads) if grad is not None]
     computed = torch.autograd.grad(
         [output for output, _ in both], [inputs[i] for i in wanted], [grad for _, grad in both],
@@ -72,9 +82,21 @@ def describe_route(library: str) -> None:
     def _(x, weight, candidates, shared, routed, kind, padding):
         B, N, H = x.shape[0], x.shape[1], shared + candidates
         outputs = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
-        weights, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in outputs)
-        token, offsets = (x.new_empty(n, dtype=torch.int32) for n in (B * N * (shared + routed), H * B + 1))
-        return weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts, token, offsets
+        weights, rows, probs, counts = (
+            x.new_empty(shape, dtype=torch.float32) for shape in outputs
+        )
+        token, offsets = (
+            x.new_empty(n, dtype=torch.int32) for n in (B * N * (shared + routed), H * B + 1)
+        )
+        return (
+            weights,
+            x.new_empty((B, N, H), dtype=torch.bool),
+            rows,
+            probs,
+            counts,
+            token,
+            offsets,
+        )
 
     @torch.library.register_fake(f"{library}::route_backward")
     def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, kind, padding):

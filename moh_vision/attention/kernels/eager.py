@@ -27,7 +27,9 @@ def pairs(active: Tensor) -> Pairs:
 def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
     """The head of every pair [P], int64."""
     per_head = offsets[:: (offsets.shape[0] - 1) // heads].diff()
-    return torch.repeat_interleave(torch.arange(heads, device=token.device), per_head, output_size=token.shape[0])
+    return torch.repeat_interleave(
+        torch.arange(heads, device=token.device), per_head, output_size=token.shape[0]
+    )
 
 
 def places(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
@@ -40,7 +42,9 @@ def place(rows: Tensor, where: Tensor, count: int) -> Tensor:
     return rows.new_zeros(count, rows.shape[1]).index_copy(0, where, rows)
 
 
-def project(x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, offsets: Tensor, heads: int) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, offsets: Tensor, heads: int
+) -> Tensor:
     every = F.linear(x, weight, bias).view(x.shape[0] * heads, -1)
     return every.index_select(0, places(token, offsets, heads))
 
@@ -51,15 +55,26 @@ def attend(
 ) -> Tensor:  # fmt: skip
     B = (offsets.shape[0] - 1) // heads
     if source is not None:  # [1, X, M, D] to [B, H, M, D]
-        k, v = (t[0].index_select(0, source.clamp_min(0)).unflatten(0, (heads, B)).transpose(0, 1) for t in (k, v))
+        k, v = (
+            t[0].index_select(0, source.clamp_min(0)).unflatten(0, (heads, B)).transpose(0, 1)
+            for t in (k, v)
+        )
     where = places(token, offsets, heads)
     full = place(q, where, B * tokens * heads).view(B, tokens, heads, -1).transpose(1, 2)
-    o = F.scaled_dot_product_attention(full, k, v, mask, 0.0, is_causal, enable_gqa=k.shape[1] < heads)
+    o = F.scaled_dot_product_attention(
+        full, k, v, mask, 0.0, is_causal, enable_gqa=k.shape[1] < heads
+    )
     return o.transpose(1, 2).reshape(B * tokens * heads, -1).index_select(0, where)
 
 
 def combine(
-    o: Tensor, weights: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, offsets: Tensor, heads: int
+    o: Tensor,
+    weights: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    heads: int,
 ) -> Tensor:
     where = places(token, offsets, heads)
     gates = weights.flatten().index_select(0, where).unsqueeze(1)
@@ -91,14 +106,18 @@ def choose(
     if balanced:
         alpha = rows[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
     else:
-        alpha = torch.full((2, 1, 1), 0.5 if two_groups else 1.0, dtype=probs.dtype, device=rows.device)
+        alpha = torch.full(
+            (2, 1, 1), 0.5 if two_groups else 1.0, dtype=probs.dtype, device=rows.device
+        )
     if two_groups and kind == "released":
         alpha = 2 * alpha
     parts: list[Tensor] = []
     if shared > 0:
         factor = shared * alpha[:1] if kind == "released" else alpha[:1]
         if shared == 1:
-            gate = torch.ones((1, rows.shape[1], rows.shape[2]), dtype=probs.dtype, device=rows.device)
+            gate = torch.ones(
+                (1, rows.shape[1], rows.shape[2]), dtype=probs.dtype, device=rows.device
+            )
         else:
             gate = rows[candidates:][:shared].softmax(0)  # [S, B, N]
         parts.append(gate * factor)
@@ -114,7 +133,9 @@ def choose(
         parts.append(selected * factor)
 
     stats = top_k_stats(probs, chosen, logits, shared, padding_mask)
-    return Routing(heads_last(torch.cat(parts)), active_heads(shared, chosen), stats, shared + routed)
+    return Routing(
+        heads_last(torch.cat(parts)), active_heads(shared, chosen), stats, shared + routed
+    )
 
 
 class FloatLinear(torch.autograd.Function):
@@ -145,7 +166,12 @@ def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if x.is_meta:  # which knows no autocast
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     with torch.autocast(x.device.type, enabled=False):
-        if x.dtype != dtype and bias is None and not torch.compiler.is_compiling() and not torch.jit.is_tracing():
+        if (
+            x.dtype != dtype
+            and bias is None
+            and not torch.compiler.is_compiling()
+            and not torch.jit.is_tracing()
+        ):
             return FloatLinear.apply(x, weight)
         return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
@@ -183,7 +209,9 @@ def select_top_k(scores: Tensor, k: int) -> Tensor:
 
 def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
     """chosen [E, B, N] -> which heads run for which token [B, N, H], the shared ones for all."""
-    always = torch.ones((num_shared, chosen.shape[1], chosen.shape[2]), dtype=torch.bool, device=chosen.device)
+    always = torch.ones(
+        (num_shared, chosen.shape[1], chosen.shape[2]), dtype=torch.bool, device=chosen.device
+    )
     return heads_last(torch.cat([always, chosen]))
 
 

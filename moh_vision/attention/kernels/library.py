@@ -48,7 +48,9 @@ def _(grad, o, weights, weight, token, offsets, heads):
 def _(active):
     B, _, H = active.shape
     count = torch.library.get_ctx().new_dynamic_size()
-    return active.new_empty(count, dtype=torch.int32), active.new_empty(H * B + 1, dtype=torch.int32)
+    return active.new_empty(count, dtype=torch.int32), active.new_empty(
+        H * B + 1, dtype=torch.int32
+    )
 
 
 def _project(grads, inputs, _):
@@ -69,5 +71,11 @@ def _combine(grads, inputs, _):
 
 describe_route("moh_vision")
 differentiate("moh_vision::project", lambda *inputs: (eager.project(*inputs),), _project)
-differentiate("moh_vision::attend", lambda *inputs: (eager.attend(*inputs),), _attend, kept=(0, 1), constant=(1,))
+differentiate(
+    "moh_vision::attend",
+    lambda *inputs: (eager.attend(*inputs),),
+    _attend,
+    kept=(0, 1),
+    constant=(1,),
+)
 differentiate("moh_vision::combine", lambda *inputs: (eager.combine(*inputs),), _combine)

@@ -8,7 +8,9 @@ from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.linear import in_float
 
-torch.fx.wrap("gate_logits")  # a leaf while tracing; fx needs to be told in every module that calls it
+torch.fx.wrap(
+    "gate_logits"
+)  # a leaf while tracing; fx needs to be told in every module that calls it
 
 
 class TopKRouter(nn.Module):

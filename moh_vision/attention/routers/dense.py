@@ -17,7 +17,9 @@ class DenseRouter(nn.Module):
     all_heads = True
     aux_loss = ""
 
-    def __init__(self, dim: int, budget: HeadBudget, device: Device = None, dtype: torch.dtype | None = None):
+    def __init__(
+        self, dim: int, budget: HeadBudget, device: Device = None, dtype: torch.dtype | None = None
+    ):
         super().__init__()
         self.budget = budget
         if budget.shared < budget.heads:
@@ -25,7 +27,9 @@ class DenseRouter(nn.Module):
                 f"router 'dense' runs all {budget.heads} heads, the budget only {budget.active}: leave head_budget out"
             )
 
-    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         none = no_logits(x)
         counts = real_tokens(none.float(), padding_mask).sum(1).expand(-1, self.budget.heads)

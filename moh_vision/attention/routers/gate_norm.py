@@ -30,7 +30,10 @@ class GateNorm(_NormBase):
 
     def __init__(self, dim: int, causal: bool, device=None, dtype=None):
         super().__init__(dim, device=device, dtype=dtype)
-        self.causal, self.of_all = causal, True  # False: statistics of this process, which runs it alone
+        self.causal, self.of_all = (
+            causal,
+            True,
+        )  # False: statistics of this process, which runs it alone
         # What a causal training forward took, for its repetition by activation checkpointing.
         self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
         self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
@@ -38,7 +41,9 @@ class GateNorm(_NormBase):
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """x [B, P, C]; padding_mask [B, P], True at padding. Returns float32 or better."""
         if not self.training:
-            return normalise(x, self.running_mean, self.running_var, self.weight, self.bias, self.eps)
+            return normalise(
+                x, self.running_mean, self.running_var, self.weight, self.bias, self.eps
+            )
         mean, var, n = moments(x.detach() if self.causal else x, padding_mask, self.of_all)
         again = recomputing()
         if self.causal:
@@ -46,7 +51,9 @@ class GateNorm(_NormBase):
                 self.taken_mean.copy_(self.running_mean)
                 self.taken_var.copy_(self.running_var)
             # Copies: the graph keeps what it is given, and the buffers move on.
-            y = normalise(x, self.taken_mean.clone(), self.taken_var.clone(), self.weight, self.bias, self.eps)
+            y = normalise(
+                x, self.taken_mean.clone(), self.taken_var.clone(), self.weight, self.bias, self.eps
+            )
         else:
             mean = torch.where(n > 1, mean, self.running_mean.to(mean.dtype))
             var = torch.where(n > 1, var, self.running_var.to(var.dtype))
@@ -54,20 +61,26 @@ class GateNorm(_NormBase):
         if not again:
             step = self.momentum * (n > 1).to(mean.dtype)
             unbiased = var.detach() * n / (n - 1).clamp_min(1)
-            self.running_mean.add_((step * (mean.detach() - self.running_mean)).to(self.running_mean.dtype))
+            self.running_mean.add_(
+                (step * (mean.detach() - self.running_mean)).to(self.running_mean.dtype)
+            )
             self.running_var.add_((step * (unbiased - self.running_var)).to(self.running_var.dtype))
             self.num_batches_tracked.add_(1)
         return y
 
 
-def normalise(x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+def normalise(
+    x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float
+) -> Tensor:
     """(x - mean) / sqrt(var + eps) * weight + bias, x [B, P, C] and the others [C], in float32 or better."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(dtype) * (var.to(dtype) + eps).rsqrt()
     return (x.to(dtype) - mean.to(dtype)) * scale + bias.to(dtype)
 
 
-def moments(x: Tensor, padding_mask: Tensor | None, of_all: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def moments(
+    x: Tensor, padding_mask: Tensor | None, of_all: bool = True
+) -> tuple[Tensor, Tensor, Tensor]:
     """Mean [C] and biased variance [C] of the unpadded vectors of all processes, x [B, P, C], and their number [].
 
     Two passes: a mean square less a squared mean would lose the digits of a small variance.

@@ -9,7 +9,13 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
-from moh_vision.attention.routers.common import GateLinear, causal_mean, masked_mean, no_logits, real_tokens
+from moh_vision.attention.routers.common import (
+    GateLinear,
+    causal_mean,
+    masked_mean,
+    no_logits,
+    real_tokens,
+)
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.attention.routing import Routing, RoutingStats
 
@@ -109,14 +115,20 @@ class MAERouter(nn.Module):
         if mode not in MODES:
             raise ValueError(f"mode {mode!r} is not one of {', '.join(MODES)}")
         if self.out is None and mode not in UNGATED:
-            raise ValueError(f"mode {mode!r} needs a gate; a router made with mode 'uniform' has none")
+            raise ValueError(
+                f"mode {mode!r} needs a gate; a router made with mode 'uniform' has none"
+            )
         self.mode = mode
 
-    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding. Weights are [B, 1, H], or [B, N, H] for causal pools."""
         if self.pool == "sequence":
             return self._choose(masked_mean(x, padding_mask), None)  # of [B, 1, C]
-        return self._choose(causal_mean(x, self.window, padding_mask, None)[0], padding_mask)  # of [B, N, C]
+        return self._choose(
+            causal_mean(x, self.window, padding_mask, None)[0], padding_mask
+        )  # of [B, N, C]
 
     def resume(
         self, x: Tensor, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
@@ -141,7 +153,9 @@ class MAERouter(nn.Module):
                 else:
                     # The training loop skips a loss that is not finite; multinomial would end the process.
                     odds = torch.nan_to_num(probs, nan=1.0)
-                    expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
+                    expert = torch.multinomial(odds.flatten(0, 1), 1).view(
+                        odds.shape[0], odds.shape[1], 1
+                    )
                 g = torch.zeros_like(probs).scatter(-1, expert, 1.0)
                 active = (g @ members) > 0  # [B, P, H]
             logits, probs = logits.detach(), probs.detach()
@@ -158,4 +172,6 @@ class MAERouter(nn.Module):
         if self.mode not in UNGATED:
             normed = self.norm(pooled, padding_mask)
             return self.out(self.dropout(torch.tanh(self.hidden(normed))))
-        return no_logits(pooled).new_zeros((pooled.shape[0], pooled.shape[1], self.members.shape[0]))
+        return no_logits(pooled).new_zeros(
+            (pooled.shape[0], pooled.shape[1], self.members.shape[0])
+        )

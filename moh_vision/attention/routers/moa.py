@@ -42,7 +42,9 @@ class MoARouter(TopKRouter):
             raise ValueError(f"router 'moa' has no shared heads, the budget has {budget.shared}")
         self.renormalise = renormalise
         self.gate = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
-        self.noise = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
+        self.noise = (
+            GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
+        )
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -51,7 +53,9 @@ class MoARouter(TopKRouter):
         if self.noise is not None:
             nn.init.zeros_(self.noise.weight)
 
-    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
         E, k = self.num_candidates, self.num_routed
         kind = "renormalised" if self.renormalise else "paper"

@@ -58,13 +58,25 @@ class MoHRouter(TopKRouter):
         self.routed = linear(budget.candidates) if budget.candidates > 0 else None  # W_r
         self.balance = linear(2) if self.two_groups and two_stage else None  # W_h
 
-    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         E, S, k = self.num_candidates, self.num_shared, self.num_routed
         kind, balanced = "released" if self.released else "paper", self.balance is not None
-        linears = [linear for linear in (self.routed, self.shared, self.balance) if linear is not None]
+        linears = [
+            linear for linear in (self.routed, self.shared, self.balance) if linear is not None
+        ]
         if not all(plain(linear, GateLinear) for linear in linears):
-            return choose(torch.cat([linear(x) for linear in linears], -1), E, S, k, kind, balanced, padding_mask)
+            return choose(
+                torch.cat([linear(x) for linear in linears], -1),
+                E,
+                S,
+                k,
+                kind,
+                balanced,
+                padding_mask,
+            )
         # W_r, W_s and W_h, as far as they exist, [E + h_s + 2, C]: one product, as they read the same tokens.
         weights = [linear.weight for linear in linears] or [x.new_zeros((0, x.shape[-1]))]
         return route(x, torch.cat(weights), E, S, k, kind, balanced, padding_mask)

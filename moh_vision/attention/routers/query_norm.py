@@ -11,7 +11,9 @@ from moh_vision.attention.linear import in_float
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.attention.routing import Routing, RoutingStats
 
-torch.fx.wrap("select_top_k")  # a leaf while tracing; fx needs to be told in every module that calls it
+torch.fx.wrap(
+    "select_top_k"
+)  # a leaf while tracing; fx needs to be told in every module that calls it
 
 
 class QueryNormRouter(TopKRouter):
@@ -37,13 +39,20 @@ class QueryNormRouter(TopKRouter):
     needs_query = True
 
     def __init__(
-        self, dim: int, budget: HeadBudget, group: int = 1, device: Device = None, dtype: torch.dtype | None = None
+        self,
+        dim: int,
+        budget: HeadBudget,
+        group: int = 1,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__(budget)
         check_groups(budget, group)
         self.group = group
 
-    def forward(self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
+    ) -> Routing:
         """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
         if q is None:
             raise ValueError("router 'query_norm' needs the queries")
@@ -55,19 +64,31 @@ class QueryNormRouter(TopKRouter):
         else:
             logits = norms
         probs = logits.softmax(0)
-        chosen = select_top_k(norms, self.num_routed // self.group)  # as probs, without their rounding
+        chosen = select_top_k(
+            norms, self.num_routed // self.group
+        )  # as probs, without their rounding
         selected = chosen.to(dtype)
         gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
         if self.group > 1:  # and back to E heads
-            probs, logits = probs.repeat_interleave(self.group, 0) / self.group, logits.repeat_interleave(self.group, 0)
+            probs, logits = (
+                probs.repeat_interleave(self.group, 0) / self.group,
+                logits.repeat_interleave(self.group, 0),
+            )
             chosen = chosen.repeat_interleave(self.group, 0)
             gate = gate.repeat_interleave(self.group, 0)
         ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
         stats = top_k_stats(probs, chosen, logits, self.num_shared, padding_mask)
         # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.
-        active = None if self.training or torch.is_grad_enabled() else active_heads(self.num_shared, chosen)
+        active = (
+            None
+            if self.training or torch.is_grad_enabled()
+            else active_heads(self.num_shared, chosen)
+        )
         return Routing(
-            heads_last(torch.cat([ones, gate])), active, stats, None if active is None else self.budget.active
+            heads_last(torch.cat([ones, gate])),
+            active,
+            stats,
+            None if active is None else self.budget.active,
         )
 
     def choose(self, q: Tensor) -> Routing:
@@ -85,7 +106,11 @@ class QueryNormRouter(TopKRouter):
 
     def norms(self, q: Tensor) -> Tensor:
         """What candidates are compared by: q [B, H, N, D] -> [E / group, B, N], in float32 or better."""
-        norms = torch.linalg.vector_norm(in_float(q[:, self.num_shared :]), dim=-1).transpose(0, 1)  # [E, B, N]
+        norms = torch.linalg.vector_norm(in_float(q[:, self.num_shared :]), dim=-1).transpose(
+            0, 1
+        )  # [E, B, N]
         if self.group > 1:  # the norm of what is put together is the norm of the norms
-            norms = torch.linalg.vector_norm(norms.unflatten(0, (self.num_candidates // self.group, self.group)), dim=1)
+            norms = torch.linalg.vector_norm(
+                norms.unflatten(0, (self.num_candidates // self.group, self.group)), dim=1
+            )
         return norms

@@ -53,8 +53,14 @@ class LatentCache:
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
         except Exception as error:  # what is missing or of another kind fails anywhere
-            raise ValueError(f"{file}: not a record of latents ({type(error).__name__}: {error})") from None
-        self.img_size, self.channels, self.name = self.shape[-1], self.space.latent_channels, folder.name
+            raise ValueError(
+                f"{file}: not a record of latents ({type(error).__name__}: {error})"
+            ) from None
+        self.img_size, self.channels, self.name = (
+            self.shape[-1],
+            self.space.latent_channels,
+            folder.name,
+        )
         self.paths = sorted(folder.glob(f"{split}-*.npy"))
         entries = entries_for(file, record, self.paths)
         self.shard_sizes = tuple(entries[path.name]["samples"] for path in self.paths)
@@ -83,7 +89,9 @@ class LatentCache:
         path, dtype = self.paths[shard], DTYPES[self.dtype]
         size = dtype.itemsize * math.prod(self.shape)
         try:
-            file, start = _opened(path, self._stats[shard], (self.shard_sizes[shard], *self.shape), dtype)
+            file, start = _opened(
+                path, self._stats[shard], (self.shard_sizes[shard], *self.shape), dtype
+            )
             # Not by a map of the file: one that is cut off, or a bad disk, would kill the process.
             data = os.pread(file.fileno(), size, start + row * size)
             if len(data) != size:
@@ -99,14 +107,20 @@ class LatentCache:
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _opened(path: Path, status: os.stat_result, shape: tuple, dtype: np.dtype) -> tuple[FileIO, int]:
+def _opened(
+    path: Path, status: os.stat_result, shape: tuple, dtype: np.dtype
+) -> tuple[FileIO, int]:
     """Open a shard; return file and start of its array. Raise ValueError if it has changed, or is another array."""
     file = open(path, "rb", buffering=0)
     now = os.fstat(file.fileno())
     if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise ValueError("the shard has changed since the run began")
     version = np.lib.format.read_magic(file)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    read = (
+        np.lib.format.read_array_header_1_0
+        if version == (1, 0)
+        else np.lib.format.read_array_header_2_0
+    )
     own_shape, _, own_dtype = read(file)
     if (own_shape, own_dtype) != (shape, dtype):
         raise ValueError(f"{own_dtype} of shape {own_shape}, expected {dtype} of {shape}")
@@ -120,18 +134,24 @@ def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
     except Exception as error:  # damaged headers make many kinds
         raise ValueError(f"{path}: labels that cannot be read ({reason_of(error)})") from None
     if labels.dtype != np.int64 or labels.shape != (samples,):
-        raise ValueError(f"{path}: {labels.dtype} of shape {labels.shape}, expected int64 of {(samples,)}")
+        raise ValueError(
+            f"{path}: {labels.dtype} of shape {labels.shape}, expected int64 of {(samples,)}"
+        )
     most = max(classes - 1, 0)  # without classes all are 0
     if labels.min() < 0 or labels.max() > most:
         worst = int(labels.argmax() if labels.max() > most else labels.argmin())
-        raise ValueError(f"{path}: label {labels[worst]} of latents {worst}, but the record names {classes} classes")
+        raise ValueError(
+            f"{path}: label {labels[worst]} of latents {worst}, but the record names {classes} classes"
+        )
     return labels
 
 
 def _refuse_other_kinds(record: dict, shape: tuple) -> None:
     vae, classes = record["vae"], record["classes"]
     if record["dtype"] not in DTYPES or record["shape"] != list(shape):
-        raise ValueError(f"dtype {record['dtype']}, shape {record['shape']} are not those of its VAE and size")
+        raise ValueError(
+            f"dtype {record['dtype']}, shape {record['shape']} are not those of its VAE and size"
+        )
     if not isinstance(vae["name"], str) or not isinstance(vae["sha256"], str):
         raise ValueError("name and sha256 of its VAE are not texts")
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):

@@ -15,8 +15,16 @@ from torch import Tensor
 from moh_vision.engine.commands import reason_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "AutoencoderRAE")  # classes of diffusers
-IGNORED = {"sample_size", "force_upcast"}  # entries of a configuration that change nothing of what is computed here
+VAES = (
+    "AutoencoderKL",
+    "AutoencoderKLFlux2",
+    "AutoencoderDC",
+    "AutoencoderRAE",
+)  # classes of diffusers
+IGNORED = {
+    "sample_size",
+    "force_upcast",
+}  # entries of a configuration that change nothing of what is computed here
 STATISTICS = ("latents_mean", "latents_std")
 
 
@@ -56,7 +64,9 @@ class LatentSpace:
             for number in numbers:
                 _refuse_no_number(key, number, above_zero=key == "latents_std")
         if self.shift_factor:
-            raise ValueError(f"shift_factor {self.shift_factor:g} and latents_mean: expected one of the two")
+            raise ValueError(
+                f"shift_factor {self.shift_factor:g} and latents_mean: expected one of the two"
+            )
 
     @classmethod
     def of(cls, vae, name: str | None = None) -> Self:
@@ -76,7 +86,8 @@ class LatentSpace:
             **known,
             scaling_factor=config.get("scaling_factor", 1.0),
             shift_factor=config.get("shift_factor"),
-            downsampling=patch * 2 ** (len(config.get("block_out_channels") or config.encoder_block_out_channels) - 1),
+            downsampling=patch
+            * 2 ** (len(config.get("block_out_channels") or config.encoder_block_out_channels) - 1),
             latent_channels=patch**2 * config.latent_channels,
             latents_mean=list(mean) if isinstance(mean, tuple) else mean,
             latents_std=list(std) if isinstance(std, tuple) else std,
@@ -107,7 +118,9 @@ class LatentSpace:
     def side(self, img_size: int, key: str = "size") -> int:
         """Return the side of the latents of square images; `key` is for messages."""
         if img_size != (self.img_size or img_size):
-            raise ValueError(f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels")
+            raise ValueError(
+                f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels"
+            )
         if img_size % self.downsampling:
             raise ValueError(
                 f"{key} {img_size}: not a multiple of {self.downsampling}, the downsampling of the VAE {self.name}"
@@ -135,7 +148,11 @@ class LatentSpace:
 
 
 def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+    if (
+        isinstance(number, bool)
+        or not isinstance(number, (int, float))
+        or not math.isfinite(number)
+    ):
         raise ValueError(f"{key} {number!r}: expected a finite number")
     if above_zero and number <= 0:
         raise ValueError(f"{key} {number:g}: expected a number above 0")
@@ -181,7 +198,9 @@ def _load(name: str, local: bool, decodes: bool):
     kind = config.get("_class_name", "AutoencoderKL")
     known = [known for known in VAES if hasattr(diffusers, known)]
     if kind not in known:
-        raise ValueError(f"vae {name}: holds a {kind}, needed is an {', '.join(known[:-1])} or {known[-1]}")
+        raise ValueError(
+            f"vae {name}: holds a {kind}, needed is an {', '.join(known[:-1])} or {known[-1]}"
+        )
     shown = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # missing weights are reported below
     try:
@@ -199,7 +218,9 @@ def _load(name: str, local: bool, decodes: bool):
         vae.decoder = None
         missing = [key for key in missing if not key.startswith("decoder.")]
     if missing:
-        raise ValueError(f"vae {name}: its weights lack {len(missing)} tensors of the model, the first {missing[0]}")
+        raise ValueError(
+            f"vae {name}: its weights lack {len(missing)} tensors of the model, the first {missing[0]}"
+        )
     channels = image_channels(vae)
     if channels not in (1, 3) or vae.config.get("out_channels", channels) != channels:
         raise ValueError(f"vae {name}: encodes {channels} channels; images have 3, or 1 if grey")
@@ -232,8 +253,12 @@ def _find(name: str, local: bool):
                 try:
                     return subfolder, dict(json.loads(file.read_text()))
                 except (ValueError, TypeError, RecursionError) as error:
-                    raise ValueError(f"{file}: not a configuration that can be read ({error})") from None
-        raise FileNotFoundError(f"vae {name}: no config.json in the folder, nor in its subfolder vae")
+                    raise ValueError(
+                        f"{file}: not a configuration that can be read ({error})"
+                    ) from None
+        raise FileNotFoundError(
+            f"vae {name}: no config.json in the folder, nor in its subfolder vae"
+        )
     if folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or folder.exists():
         raise FileNotFoundError(f"vae {name}: no such folder")
     for subfolder in (None, "vae"):
@@ -252,7 +277,9 @@ def _find(name: str, local: bool):
             break
     else:
         if local:
-            raise NotAtHand(f"vae {name}: no folder of that name here, and not in the local cache of the hub")
+            raise NotAtHand(
+                f"vae {name}: no folder of that name here, and not in the local cache of the hub"
+            )
     raise ValueError(f"vae {name}: no folder of that name here, and from the hub: {reason}")
 
 

@@ -37,7 +37,13 @@ from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.splits import latents_path, open_source
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
-from moh_vision.diffusion.latents.vae import DEFAULT_VAE, LatentSpace, encode_moments, image_channels, load_vae
+from moh_vision.diffusion.latents.vae import (
+    DEFAULT_VAE,
+    LatentSpace,
+    encode_moments,
+    image_channels,
+    load_vae,
+)
 from moh_vision.engine.commands import Progress, refuse_unwritable
 from moh_vision.engine.io import only_one, whole_file, write_whole
 from moh_vision.engine.ranks import first, from_first
@@ -46,8 +52,19 @@ KEPT = "shards"  # what an interrupted command finds again
 
 
 def options(add: Callable) -> None:
-    add("--vae", default=DEFAULT_VAE, metavar="NAME|FOLDER", help=f"on the hub, or a local folder ({DEFAULT_VAE})")
-    add("--data", dest="root", required=True, metavar="ROOT", help="what data.root of a training run takes")
+    add(
+        "--vae",
+        default=DEFAULT_VAE,
+        metavar="NAME|FOLDER",
+        help=f"on the hub, or a local folder ({DEFAULT_VAE})",
+    )
+    add(
+        "--data",
+        dest="root",
+        required=True,
+        metavar="ROOT",
+        help="what data.root of a training run takes",
+    )
     add("--out", required=True, metavar="DIR", help="a new folder, or that of the same command")
     add("--split", choices=("train", "val"), default="train", help="(train)")
     add("--size", type=int, default=256, help="pixels of the center-cropped images (256)")
@@ -56,7 +73,12 @@ def options(add: Callable) -> None:
     add("--samples-per-shard", type=int, default=1000, help="at most (1000)")
     add("--seed", type=int, default=0, help="of the shuffle (0)")
     add("--workers", type=int, default=2, help="processes of each rank that read images (2)")
-    add("--max-bad-fraction", type=float, default=0.0, help="share of images that may be unreadable and left out (0)")
+    add(
+        "--max-bad-fraction",
+        type=float,
+        default=0.0,
+        help="share of images that may be unreadable and left out (0)",
+    )
 
 
 def work(options: Namespace) -> None:
@@ -84,17 +106,24 @@ def write_latents(o: Namespace) -> None:
     space, out = LatentSpace.of(model, o.vae), Path(o.out)
     shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])
     plan = plan_shards(o.split, "npy", map(str, range(len(source))), o.samples_per_shard, o.seed)
-    kept = {f"--{name.replace('_', '-')}": getattr(o, name) for name in ("size", "dtype", "samples_per_shard", "seed")}
+    kept = {
+        f"--{name.replace('_', '-')}": getattr(o, name)
+        for name in ("size", "dtype", "samples_per_shard", "seed")
+    }
 
     with contextlib.ExitStack() as stack:
-        said = dict(source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape)
+        said = dict(
+            source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape
+        )
         limit = BadSamples(len(source), o.max_bad_fraction, "--max-bad-fraction")
 
         def begin() -> tuple[ShardWriter, list[str]]:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
             options = {"sha256 of --vae": space.sha256, **kept}
-            writer = ShardWriter(latents_path(out, o.split), plan, source, options, vae=vars(space), **said)
+            writer = ShardWriter(
+                latents_path(out, o.split), plan, source, options, vae=vars(space), **said
+            )
             todo = writer.begin(max(1, o.workers))
             limit.check(writer.bad)
             return writer, todo
@@ -108,7 +137,9 @@ def write_latents(o: Namespace) -> None:
             writer.entries.update({entry["shard"]: entry for entry in written})
             limit.check(writer.bad)
             left_out = {number for number, _ in writer.bad}
-            numbers = np.array([n for samples in plan.values() for n in samples if n not in left_out])
+            numbers = np.array(
+                [n for samples in plan.values() for n in samples if n not in left_out]
+            )
             for place, values in (
                 (labels_path(out, o.split), source.labels[numbers]),
                 (out / f"{o.split}.numbers.npy", numbers),
@@ -119,12 +150,20 @@ def write_latents(o: Namespace) -> None:
             writer.end()
             cache = LatentCache(o.out, o.split)
             images, seconds = sum(entry["samples"] for entry in written), time.monotonic() - since
-            how = f"{images} written at {images / seconds:.1f} img/s" if written else "all there already"
+            how = (
+                f"{images} written at {images / seconds:.1f} img/s"
+                if written
+                else "all there already"
+            )
             writer.report(f"latents {list(cache.shape)} {o.dtype} of {len(cache)} images", how)
 
 
 def _check(o: Namespace) -> None:
-    least = (("size", o.size, 1), ("batch-size", o.batch_size, 1), ("samples-per-shard", o.samples_per_shard, 1))
+    least = (
+        ("size", o.size, 1),
+        ("batch-size", o.batch_size, 1),
+        ("samples-per-shard", o.samples_per_shard, 1),
+    )
     for name, value, lowest in (*least, ("workers", o.workers, 0)):
         if value < lowest:
             raise ValueError(f"--{name} {value}: expected {lowest} or more")
@@ -142,14 +181,19 @@ class Encoder:
     def __init__(self, o: Namespace, source, model, writer: ShardWriter, limit: BadSamples):
         self.o, self.source, self.writer, self.limit = o, source, writer, limit
         gpus, state = torch.cuda.device_count(), PartialState()
-        self.device = torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
+        )
         self.model = model.to(self.device)
 
     def write(self, names: list[str]) -> list[dict]:
         """Write these shards; return their entries. Finished shards survive failures."""
         o, state, plan = self.o, PartialState(), self.writer.plan
         batches = {
-            name: [plan[name][i : i + o.batch_size] for i in range(0, len(plan[name]), o.batch_size)] for name in names
+            name: [
+                plan[name][i : i + o.batch_size] for i in range(0, len(plan[name]), o.batch_size)
+            ]
+            for name in names
         }
         transform = cropped("none", o.size, image_channels(self.model))
         images = LabelledImages(self.source, transform, seed=0, replace=False)
@@ -171,14 +215,18 @@ class Encoder:
                 with whole_file(self.writer.out / name) as file:
                     if arrays:
                         np.save(file, np.concatenate(arrays), allow_pickle=False)
-                    entries.append(self.writer.finish(name, file, sum(map(len, arrays)), bad[before:]))
+                    entries.append(
+                        self.writer.finish(name, file, sum(map(len, arrays)), bad[before:])
+                    )
         return entries
 
     def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:
         """Encode images [B, C, H, W] in -1 .. 1 and their mirror images to what is stored, [B, 2, 2C, h, w]."""
         # One after the other, so that a batch is no larger than it was asked to be.
         try:
-            moments = torch.stack([encode_moments(self.model, x) for x in (images, images.flip(-1))], 1)
+            moments = torch.stack(
+                [encode_moments(self.model, x) for x in (images, images.flip(-1))], 1
+            )
         except torch.OutOfMemoryError:
             raise ValueError(
                 f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
@@ -201,4 +249,6 @@ def _next(stream: Iterator[dict], workers: int) -> dict:
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
-        raise ValueError(f"a reading process of {workers} died, of too little memory perhaps") from None
+        raise ValueError(
+            f"a reading process of {workers} died, of too little memory perhaps"
+        ) from None

@@ -5,7 +5,13 @@ accumulated instead of kept features, several processes, and ADM's conventions (
 and recall on Inception's features).
 """
 
-from moh_vision.evaluation.fidelity.extractors import Extracted, Extractor, Inception, TimmExtractor, make_extractor
+from moh_vision.evaluation.fidelity.extractors import (
+    Extracted,
+    Extractor,
+    Inception,
+    TimmExtractor,
+    make_extractor,
+)
 from moh_vision.evaluation.fidelity.reference import Reference, statistics_of
 from moh_vision.evaluation.fidelity.scoring import score
 from moh_vision.evaluation.fidelity.statistics import Statistics, load_statistics

@@ -24,23 +24,50 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     held = "folder of images, .npz with arr_0 (uint8 NHWC), or a data set as data.root"
     add("generated", metavar="GENERATED", help=held)
-    add("reference", metavar="REFERENCE", nargs="?", help="the same, ADM's .npz of statistics, or saved statistics")
+    add(
+        "reference",
+        metavar="REFERENCE",
+        nargs="?",
+        help="the same, ADM's .npz of statistics, or saved statistics",
+    )
     for name, split in SPLITS.items():
-        add(f"--{name}-split", choices=("train", "val"), help=f"of {name.upper()}, if it is a data set ({split})")
+        add(
+            f"--{name}-split",
+            choices=("train", "val"),
+            help=f"of {name.upper()}, if it is a data set ({split})",
+        )
     size = "a data set is center-cropped to it (to the size of the other images)"
     add("--size", type=int, metavar="PIXELS", help=size)
-    add("--extractor", default="inception", help="inception, timm:NAME, timm:local-dir:FOLDER or a run (inception)")
-    add("--inception-weights", metavar="FILE", help="torch-fidelity's .pth; without it, it is fetched once")
+    add(
+        "--extractor",
+        default="inception",
+        help="inception, timm:NAME, timm:local-dir:FOLDER or a run (inception)",
+    )
+    add(
+        "--inception-weights",
+        metavar="FILE",
+        help="torch-fidelity's .pth; without it, it is fetched once",
+    )
     add("--batch-size", type=int, default=64, help="images at a time (64)")
-    add("--allow-biased", action="store_true", help="also with no more images than features; labelled FID@N")
+    add(
+        "--allow-biased",
+        action="store_true",
+        help="also with no more images than features; labelled FID@N",
+    )
     add("--out", metavar="FILE", help="write the numbers as JSON; must not exist")
-    add("--save-statistics", metavar="FILE", help="instead of REFERENCE: write those of GENERATED, to be one later")
+    add(
+        "--save-statistics",
+        metavar="FILE",
+        help="instead of REFERENCE: write those of GENERATED, to be one later",
+    )
     options = parser.parse(argv)
     if (options.reference is None) == (options.save_statistics is None):
         raise ValueError("give either REFERENCE, or --save-statistics FILE")
     for name in ("out", "allow_biased", "reference_split"):
         if options.save_statistics and getattr(options, name):
-            raise ValueError(f"--{name.replace('_', '-')} has no effect with --save-statistics, which scores nothing")
+            raise ValueError(
+                f"--{name.replace('_', '-')} has no effect with --save-statistics, which scores nothing"
+            )
     for name in ("batch_size", "size"):
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -49,19 +76,30 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     refuse_output("--out", options.out)
     refuse_output("--save-statistics", options.save_statistics)
     if options.save_statistics and not options.save_statistics.endswith(".npz"):
-        raise ValueError(f"--save-statistics {options.save_statistics}: expected a path that ends in .npz")
+        raise ValueError(
+            f"--save-statistics {options.save_statistics}: expected a path that ends in .npz"
+        )
     return options
 
 
 def _open_sets(options: argparse.Namespace) -> list:
     """Open GENERATED and, if given, REFERENCE; data sets get a size."""
-    given = [(name, getattr(options, name)) for name in SPLITS if getattr(options, name) is not None]
-    opened = [open_set(name.upper(), path, getattr(options, f"{name}_split"), SPLITS[name]) for name, path in given]
+    given = [
+        (name, getattr(options, name)) for name in SPLITS if getattr(options, name) is not None
+    ]
+    opened = [
+        open_set(name.upper(), path, getattr(options, f"{name}_split"), SPLITS[name])
+        for name, path in given
+    ]
     data_sets = [one for one in opened if isinstance(one, SourceImages)]
     if options.size and not data_sets:
         raise ValueError(f"--size {options.size} has no effect: there is no data set")
     sets = [open_images(opened[0], "generated"), *map(Reference, opened[1:])]
-    others = [one for one in (sets[0], *(reference.images for reference in sets[1:])) if one not in (None, *data_sets)]
+    others = [
+        one
+        for one in (sets[0], *(reference.images for reference in sets[1:]))
+        if one not in (None, *data_sets)
+    ]
     square = [one.size[0] for one in others if one.size[0] == one.size[1]]
     for one in data_sets:
         one.size = options.size or (square[0] if square else one.size)
@@ -80,9 +118,13 @@ def _work(options: argparse.Namespace) -> None:
         statistics = statistics_of(generated, network, title="images", **how)
         if accelerator.is_main_process:
             statistics.save(Path(options.save_statistics))
-            say(f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}")
+            say(
+                f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}"
+            )
         return finish(accelerator)
-    result = score(generated, *reference, extractor=network, allow_biased=options.allow_biased, **how)
+    result = score(
+        generated, *reference, extractor=network, allow_biased=options.allow_biased, **how
+    )
     if accelerator.is_main_process:
         source = reference[0].source
         names = dict(generated=generated.name, reference=getattr(source, "name", source))

@@ -50,7 +50,9 @@ class Inception(Extractor):
         data = file.read_bytes()  # once: what is hashed, checked and used are the same bytes
         self.weights_sha256 = hashlib.sha256(data).hexdigest()
         try:
-            network = FeatureExtractorInceptionV3("inception", ["2048", "logits_unbiased"], _only_tensors(data))
+            network = FeatureExtractorInceptionV3(
+                "inception", ["2048", "logits_unbiased"], _only_tensors(data)
+            )
         except Exception as error:  # damaged files make many kinds
             raise ValueError(
                 f"{file}: not the weights of Inception in torch-fidelity's layout ({reason_of(error)})"
@@ -58,11 +60,17 @@ class Inception(Extractor):
         # 1.5 times faster on a CPU (docs/guides/sampling.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
-        self.name = "inception-v3-compat" if self.published else f"Inception with unknown weights {file.name}"
+        self.name = (
+            "inception-v3-compat"
+            if self.published
+            else f"Inception with unknown weights {file.name}"
+        )
 
     def forward(self, images: Tensor) -> Extracted:
         maps: list[Tensor] = []
-        with self.network.Mixed_6d.branch1x1.register_forward_hook(lambda *call: maps.append(call[2])):
+        with self.network.Mixed_6d.branch1x1.register_forward_hook(
+            lambda *call: maps.append(call[2])
+        ):
             pooled, logits = self.network(images)
         spatial = maps[0][:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
         return Extracted(pooled, spatial.float(), logits)
@@ -79,7 +87,9 @@ class TimmExtractor(Extractor):
         self.model, self.name = model.eval(), name
         cfg = getattr(model, "pretrained_cfg", None) or {}
         shape = cfg.get("input_size", (3, 224, 224))
-        size = img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
+        size = (
+            img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
+        )
         self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
         self.channels = getattr(model, "in_chans", shape[0])
         self.classifies = bool(getattr(model, "num_classes", 0))
@@ -112,12 +122,18 @@ class ModuleExtractor(Extractor):
     def forward(self, images: Tensor) -> Extracted:
         features = self.module(images)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
-            given = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-            raise ValueError(f"extractor {self.name} gives {given} for {len(images)} images; expected [B, features]")
+            given = (
+                list(features.shape) if isinstance(features, Tensor) else type(features).__name__
+            )
+            raise ValueError(
+                f"extractor {self.name} gives {given} for {len(images)} images; expected [B, features]"
+            )
         return Extracted(features.float())
 
 
-def make_extractor(extractor: str | nn.Module, inception_weights: str | Path | None = None) -> Extractor:
+def make_extractor(
+    extractor: str | nn.Module, inception_weights: str | Path | None = None
+) -> Extractor:
     """Make the extractor of `score`: "inception", a classification run, or any module from uint8 images to features.
 
     Or "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
@@ -135,7 +151,9 @@ def make_extractor(extractor: str | nn.Module, inception_weights: str | Path | N
         name = f"{metadata['architecture']} of {metadata['weights']}"
         return TimmExtractor(model, name, img_size=metadata["arguments"].get("img_size"))
     if not extractor.startswith("timm:"):
-        raise ValueError(f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module")
+        raise ValueError(
+            f"extractor {extractor!r} is not inception, timm:NAME, a classification run, or a module"
+        )
     return _from_timm(extractor.removeprefix("timm:"))
 
 
@@ -170,7 +188,9 @@ def num_features(network: Extractor) -> int:
         if pooled.ndim != 2:
             raise ValueError(f"it gives {list(pooled.shape)} for 2 images; expected [2, features]")
     except Exception as error:  # models fail in many ways
-        raise ValueError(f"extractor {network.name} cannot take images: {reason_of(error)}") from None
+        raise ValueError(
+            f"extractor {network.name} cannot take images: {reason_of(error)}"
+        ) from None
     return pooled.shape[1]
 
 
@@ -185,16 +205,24 @@ def parameters_sha256(module: nn.Module) -> str:
 
 
 def _inception_file(weights: str | Path | None) -> Path:
-    file = Path(weights) if weights is not None else Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
+    file = (
+        Path(weights)
+        if weights is not None
+        else Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
+    )
     if file.is_file():
         return file
     if weights is not None:
-        raise FileNotFoundError(f"inception_weights {file}: no such file ({PUBLISHED} of torch-fidelity's release)")
+        raise FileNotFoundError(
+            f"inception_weights {file}: no such file ({PUBLISHED} of torch-fidelity's release)"
+        )
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.hub.download_url_to_file(URL_INCEPTION_V3, str(file), hash_prefix=PUBLISHED_SHA256, progress=False)
+        torch.hub.download_url_to_file(
+            URL_INCEPTION_V3, str(file), hash_prefix=PUBLISHED_SHA256, progress=False
+        )
     except (OSError, RuntimeError) as error:  # the latter: another sha256
         raise FileNotFoundError(
             f"the weights of Inception, {PUBLISHED}, are neither at {file} nor could they be fetched from "

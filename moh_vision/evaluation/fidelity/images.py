@@ -59,7 +59,10 @@ class ScoredFolder(ImageSet):
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder or .npz file")
-        images = (sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS) for depth in ("*", "*/*"))
+        images = (
+            sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS)
+            for depth in ("*", "*/*")
+        )
         self.files: list[Path] = next(filter(None, images), [])
         if not self.files:
             raise ValueError(
@@ -79,9 +82,13 @@ class ScoredFolder(ImageSet):
         """Raise ValueError unless an image has the first one's mode and upright size."""
         self.mode, self.size = self.mode or mode, self.size or size
         if mode not in ("RGB", "L"):
-            raise ValueError(f"{file}: its mode is {mode}; expected RGB, or grey L, 8 bits a channel")
+            raise ValueError(
+                f"{file}: its mode is {mode}; expected RGB, or grey L, 8 bits a channel"
+            )
         if mode != self.mode:
-            raise ValueError(f"{file}: its mode is {mode}, that of {self.files[0].name} is {self.mode}")
+            raise ValueError(
+                f"{file}: its mode is {mode}, that of {self.files[0].name} is {self.mode}"
+            )
         if size != self.size:
             one, first = ("{} x {}".format(*pixels) for pixels in (size, self.size))
             raise ValueError(
@@ -116,7 +123,9 @@ class SourceImages(ImageSet):
 
     def read(self, first: int, stop: int) -> np.ndarray:
         rgb = v2.RGB()
-        return np.stack([center_crop(rgb(self.source.image(i)), self.size) for i in range(first, stop)])
+        return np.stack(
+            [center_crop(rgb(self.source.image(i)), self.size) for i in range(first, stop)]
+        )
 
 
 class ImageArchive(ImageSet):
@@ -125,7 +134,9 @@ class ImageArchive(ImageSet):
     def __init__(self, path: Path):
         self.file, (shape, order, dtype) = open_array(path, "arr_0")
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3) or order:
-            raise ValueError(f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3 or 1]")
+            raise ValueError(
+                f"{path}: arr_0 is {dtype} {list(shape)}; expected uint8 [N, height, width, 3 or 1]"
+            )
         if shape[0] < 1:
             raise ValueError(f"{path}: arr_0 holds no images")
         if not 0 < math.prod(shape[1:3]) <= MAX_PIXELS:
@@ -143,9 +154,13 @@ class ImageArchive(ImageSet):
             self.file.read((first - self.next) * image)
             data = self.file.read(count * image)
         except Exception as error:  # damaged compression makes many kinds
-            raise ValueError(f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})") from None
+            raise ValueError(
+                f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})"
+            ) from None
         if len(data) != count * image:
-            raise ValueError(f"{self.name}: ends within image {first + len(data) // image} of {self.count}")
+            raise ValueError(
+                f"{self.name}: ends within image {first + len(data) // image} of {self.count}"
+            )
         self.next = stop
         return np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape)
 
@@ -164,9 +179,18 @@ class ImageTensors:
         parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
         for number, batch in enumerate(parts):
             where, shape = f"{self.name}: batch {number}", list(getattr(batch, "shape", ()))
-            if not isinstance(batch, Tensor) or batch.dtype != torch.uint8 or len(shape) != 4 or shape[1] != 3:
-                given = f"{batch.dtype} {shape}" if isinstance(batch, Tensor) else type(batch).__name__
-                raise ValueError(f"{where} is {given}; expected a uint8 tensor [B, 3, height, width]")
+            if (
+                not isinstance(batch, Tensor)
+                or batch.dtype != torch.uint8
+                or len(shape) != 4
+                or shape[1] != 3
+            ):
+                given = (
+                    f"{batch.dtype} {shape}" if isinstance(batch, Tensor) else type(batch).__name__
+                )
+                raise ValueError(
+                    f"{where} is {given}; expected a uint8 tensor [B, 3, height, width]"
+                )
             size = size or shape[2:]
             if shape[2:] != size:
                 raise ValueError(f"{where} has images of {shape[2:]}, the first of {size}")
@@ -189,7 +213,9 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
     `key` is the option that named the path; a `split` of anything but a data set is refused.
     """
     is_set = path == "digits" or path.startswith(PREFIX) or any(Path(path).glob("*.tar"))
-    if not is_set and not any(split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val")):
+    if not is_set and not any(
+        split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val")
+    ):
         refuse_missing(key, path)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
@@ -220,7 +246,11 @@ def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple[tuple, 
     try:
         file = zipfile.ZipFile(path).open(f"{name}.npy")
         version = np.lib.format.read_magic(file)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        read = (
+            np.lib.format.read_array_header_1_0
+            if version == (1, 0)
+            else np.lib.format.read_array_header_2_0
+        )
         return file, read(file)
     except Exception as error:  # encryption, unknown compression, a wrong header
         raise ValueError(f"{path}: {name} is not an array ({reason_of(error)})") from None

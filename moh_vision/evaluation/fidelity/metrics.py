@@ -12,12 +12,17 @@ def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -
     """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
-    sets = [dict(mu=m.double().numpy(), sigma=c.double().numpy()) for m, c in ((mean1, cov1), (mean2, cov2))]
+    sets = [
+        dict(mu=m.double().numpy(), sigma=c.double().numpy())
+        for m, c in ((mean1, cov1), (mean2, cov2))
+    ]
     distances = fid_statistics_to_metric(*sets, verbose=False)
     return float(np.real(distances["frechet_inception_distance"]))
 
 
-def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000) -> tuple[float, float]:
+def precision_recall(
+    generated: Tensor, reference: Tensor, device="cpu", chunk: int = 5000
+) -> tuple[float, float]:
     """Improved precision and recall (Kynkaanniemi 2019) of features [N, F] and [M, F].
 
     A set covers a point inside a ball around one of its points that reaches to that point's 3rd nearest other
@@ -41,7 +46,9 @@ def precision_recall(generated: Tensor, reference: Tensor, device="cpu", chunk: 
             nearest = torch.empty(len(rows), 0, device=device)
             for columns in x.split(chunk):
                 nearest = torch.cat([nearest, distances(rows, columns)], 1)
-                nearest = nearest.topk(min(NEIGHBOURS + 1, nearest.shape[1]), largest=False).values  # with itself
+                nearest = nearest.topk(
+                    min(NEIGHBOURS + 1, nearest.shape[1]), largest=False
+                ).values  # with itself
             result.append(nearest[:, NEIGHBOURS])
         return torch.cat(result)
 
@@ -68,6 +75,9 @@ def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     size = min(KID_SUBSET, len(generated), len(reference))
     rng, distances = np.random.RandomState(2020), []
     for _ in range(KID_SUBSETS):
-        chosen = (x[rng.choice(len(x), size, replace=False)].double().numpy() for x in (generated, reference))
+        chosen = (
+            x[rng.choice(len(x), size, replace=False)].double().numpy()
+            for x in (generated, reference)
+        )
         distances.append(kernel_mmd(*chosen))
     return float(np.mean(distances))

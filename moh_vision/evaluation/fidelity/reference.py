@@ -45,7 +45,12 @@ class Reference:
         return sha256_of(self.path) if self.path and self.path.is_file() else None
 
     def check(
-        self, network: Extractor, dims: int | None, made: int | None, allow_biased: bool, channels: int | None = None
+        self,
+        network: Extractor,
+        dims: int | None,
+        made: int | None,
+        allow_biased: bool,
+        channels: int | None = None,
     ) -> None:
         """Refuse `made` images, of 1 or 3 `channels`, that cannot be compared by `dims` features; None: not known."""
         known, count = self.statistics, self.images and self.images.count
@@ -63,10 +68,14 @@ class Reference:
                 )
             if weights not in (None, network.weights_sha256):
                 own = f"{network.name} (sha256 {(network.weights_sha256 or 'unknown')[:12]})"
-                raise ValueError(f"{where} was made by {known.extractor} (sha256 {weights[:12]}), not by {own}")
+                raise ValueError(
+                    f"{where} was made by {known.extractor} (sha256 {weights[:12]}), not by {own}"
+                )
             count = known.count or count
             if dims not in (None, len(known.pooled[0])):
-                raise ValueError(f"{self.name} has {len(known.pooled[0])} features, {network.name} gives {dims}")
+                raise ValueError(
+                    f"{self.name} has {len(known.pooled[0])} features, {network.name} gives {dims}"
+                )
         if dims is None or made is None or allow_biased:
             return
         fewest = min(made, count or made)
@@ -82,14 +91,21 @@ class Reference:
         if self.images is not None:
             own = statistics_of(self.images, network, batch_size, device, "reference")
             if self.statistics is not None:  # ADM's file: moments of all images, arr_0 of some
-                own = replace(self.statistics, features=own.features, count=own.count, size=own.size)
+                own = replace(
+                    self.statistics, features=own.features, count=own.count, size=own.size
+                )
             self.statistics, self.images = own, None
         return self.statistics
 
 
 @torch.no_grad()
 def statistics_of(
-    images: Any, network: Extractor, batch_size: int, device: Device, title: str, keep_features: bool = True
+    images: Any,
+    network: Extractor,
+    batch_size: int,
+    device: Device,
+    title: str,
+    keep_features: bool = True,
 ) -> Statistics:
     """Return the `Statistics` of images (as `generated` of `score`); every process calls it.
 
@@ -110,7 +126,9 @@ def statistics_of(
     kept, *others = on_all(own_share)
     for other in others:
         kept.merge(other)
-    moments = {name: kept.parts[name].result() for name in ("pooled", "spatial") if name in kept.parts}
+    moments = {
+        name: kept.parts[name].result() for name in ("pooled", "spatial") if name in kept.parts
+    }
     count = kept.parts["pooled"].count if moments else 0
     if count == 0:
         raise ValueError(f"{title}: no images in {images.name}")
@@ -122,7 +140,11 @@ def statistics_of(
 
 def place() -> tuple[int, int]:
     """Return (number of this process, how many there are)."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
+    return (
+        (dist.get_rank(), dist.get_world_size())
+        if dist.is_available() and dist.is_initialized()
+        else (0, 1)
+    )
 
 
 def on_all(work: Callable[[], Any]) -> list:
@@ -133,7 +155,11 @@ def on_all(work: Callable[[], Any]) -> list:
     try:
         own = work()
     except Exception as error:
-        own = error if isinstance(error, (ValueError, OSError)) else RuntimeError(f"{type(error).__name__}: {error}")
+        own = (
+            error
+            if isinstance(error, (ValueError, OSError))
+            else RuntimeError(f"{type(error).__name__}: {error}")
+        )
     results = [None] * world
     dist.all_gather_object(results, own)
     for result in results:

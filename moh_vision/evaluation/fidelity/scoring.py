@@ -9,7 +9,11 @@ from torch.types import Device
 
 from moh_vision.evaluation.fidelity.extractors import Extractor, make_extractor
 from moh_vision.evaluation.fidelity.images import open_images
-from moh_vision.evaluation.fidelity.metrics import frechet_distance, kernel_distance, precision_recall
+from moh_vision.evaluation.fidelity.metrics import (
+    frechet_distance,
+    kernel_distance,
+    precision_recall,
+)
 from moh_vision.evaluation.fidelity.reference import Reference, on_all, place, statistics_of
 from moh_vision.evaluation.fidelity.statistics import Statistics
 
@@ -75,11 +79,17 @@ def score(
 
 
 def _numbers(
-    fake: Statistics, reference: Reference, network: Extractor, device: torch.device, allow_biased: bool
+    fake: Statistics,
+    reference: Reference,
+    network: Extractor,
+    device: torch.device,
+    allow_biased: bool,
 ) -> dict:
     real, dims = reference.statistics, len(fake.pooled[0])
     reference.check(network, dims, fake.count, allow_biased)
-    values = dict.fromkeys(("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall"))
+    values = dict.fromkeys(
+        ("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall")
+    )
     missing, notes = {}, []
     values["fid"] = frechet_distance(*fake.pooled, *real.pooled)
     if fake.spatial is None:
@@ -93,20 +103,26 @@ def _numbers(
     else:
         values["inception_score"], values["inception_score_std"] = fake.classes.result()
         if fake.classes.short:
-            notes.append(f"{'inception' if network.published else 'class'} score: {fake.classes.short}")
+            notes.append(
+                f"{'inception' if network.published else 'class'} score: {fake.classes.short}"
+            )
     if real.features is None:
         why = f"{real.source} holds statistics only, no images (arr_0)"
         missing.update(kid=why, precision=why, recall=why)
     else:
         values["kid"] = kernel_distance(fake.features, real.features)
-        values["precision"], values["recall"] = precision_recall(fake.features, real.features, device)
+        values["precision"], values["recall"] = precision_recall(
+            fake.features, real.features, device
+        )
     if real.size and tuple(real.size) != fake.size:
         one, two = ("{1} x {0}".format(*size) for size in (fake.size, real.size))
         notes.append(f"the generated images have {one} pixels, those of {real.source} {two}")
     label = "FID"
     if not network.published:
         label = f"FD-{network.name}"
-        values, missing = ({OTHER_NAMES.get(k, k): v for k, v in numbers.items()} for numbers in (values, missing))
+        values, missing = (
+            {OTHER_NAMES.get(k, k): v for k, v in numbers.items()} for numbers in (values, missing)
+        )
     fewest = min(fake.count, real.count or fake.count)
     label = label if fewest > dims else f"{label}@{fewest}"
     return dict(

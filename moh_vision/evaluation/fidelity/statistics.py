@@ -27,7 +27,9 @@ RECORDED = dict(
     weights_sha256=lambda value: value is None or isinstance(value, str),
     source=lambda value: isinstance(value, str),
     channels=lambda value: value in (None, 1, 3),
-    size=lambda value: value is None or isinstance(value, list) and list(map(type, value)) == [int] * 2,
+    size=lambda value: (
+        value is None or isinstance(value, list) and list(map(type, value)) == [int] * 2
+    ),
 )
 
 
@@ -83,9 +85,13 @@ class ClassScore:
         """Add the images first, first + 1, ..."""
         log_p = logits.detach().to("cpu", torch.float64).log_softmax(1)
         p = log_p.exp()
-        rows = torch.cat([torch.ones(len(p), 1), (p * log_p).sum(1, keepdim=True), p], 1)  # [B, 2 + classes]
+        rows = torch.cat(
+            [torch.ones(len(p), 1), (p * log_p).sum(1, keepdim=True), p], 1
+        )  # [B, 2 + classes]
         numbers = torch.arange(first, first + len(p)) // SPLIT
-        self.splits.update({number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()})
+        self.splits.update(
+            {number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()}
+        )
 
     def merge(self, other: Self) -> None:
         self.splits.update(other.splits)
@@ -172,7 +178,9 @@ class Statistics:
             arrays.update(zip(names, moments or (None, None)))
         present = {name: tensor.numpy() for name, tensor in arrays.items() if tensor is not None}
         with whole_file(path) as file:
-            np.savez(file, record=json.dumps({name: getattr(self, name) for name in RECORDED}), **present)
+            np.savez(
+                file, record=json.dumps({name: getattr(self, name) for name in RECORDED}), **present
+            )
 
 
 def load_statistics(path: Path) -> Statistics:
@@ -186,7 +194,9 @@ def load_statistics(path: Path) -> Statistics:
     shape = [record.get("count"), len(moments[0][0])]
     features = _floats(path, "features", shape).float() if "features" in members else None
     source = f"{path} ({record.pop('source')})" if record else str(path)
-    return Statistics(moments[0], moments[1] if moments[1:] else None, source, features=features, **record)
+    return Statistics(
+        moments[0], moments[1] if moments[1:] else None, source, features=features, **record
+    )
 
 
 def _record(path: Path) -> dict:
@@ -212,10 +222,17 @@ def _array(path: Path, name: str, kind: str, expected: list[int | None]) -> np.n
     file, (shape, _, dtype) = open_array(path, name)
     with file:  # it can unpack to any size
         fits = [0 < n <= MAX_FEATURES if m is None else n == m for n, m in zip(shape, expected)]
-        if dtype.kind != kind or dtype.itemsize > MAX_FEATURES or len(shape) != len(expected) or not all(fits):
+        if (
+            dtype.kind != kind
+            or dtype.itemsize > MAX_FEATURES
+            or len(shape) != len(expected)
+            or not all(fits)
+        ):
             allowed = str(expected).replace("None", f"1 to {MAX_FEATURES}")
             kinds = dict(f="floats", U="text")
-            raise ValueError(f"{path}: {name} is {dtype} {list(shape)}; expected {kinds[kind]} {allowed}")
+            raise ValueError(
+                f"{path}: {name} is {dtype} {list(shape)}; expected {kinds[kind]} {allowed}"
+            )
         try:
             file.seek(0)
             return np.lib.format.read_array(file, allow_pickle=False)

@@ -34,7 +34,9 @@ def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
     while ends[-1] < len(sizes):
         first = ends[-1]
         candidates = range(first + 1, min(len(sizes), first + max_tokens // int(sizes[first])) + 1)
-        fitting = bisect_right(candidates, max_tokens, key=lambda end: (end - first) * int(sizes[end - 1]))
+        fitting = bisect_right(
+            candidates, max_tokens, key=lambda end: (end - first) * int(sizes[end - 1])
+        )
         ends.append(first + max(1, fitting))
     return ends[1:]
 
@@ -47,7 +49,9 @@ class TokenBatches(StepBatches):
     a step may span two.
     """
 
-    def __init__(self, lengths: np.ndarray, *, max_tokens: int, accumulation: int, world: int, **arguments):
+    def __init__(
+        self, lengths: np.ndarray, *, max_tokens: int, accumulation: int, world: int, **arguments
+    ):
         longest = int(lengths.max(initial=0))
         if longest > max_tokens:
             raise ValueError(
@@ -56,7 +60,9 @@ class TokenBatches(StepBatches):
             )
         self.key = length_key(lengths)
         self.bounds = [0, *batch_ends(np.sort(lengths.max(1)), max_tokens)]
-        steps = dict(group=1, batch_size=accumulation * world, accumulation=accumulation, world=world)
+        steps = dict(
+            group=1, batch_size=accumulation * world, accumulation=accumulation, world=world
+        )
         super().__init__([len(self.bounds) - 1], **steps, **arguments)
         self._drawn = lru_cache(1)(self._draw)
 
@@ -75,7 +81,9 @@ class TokenBatches(StepBatches):
         """Draw the order of the samples and that of the batches."""
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS)))
         shuffled = rng.permutation(len(self.key))
-        order = shuffled[np.argsort(self.key[shuffled], kind="stable")]  # equal lengths stay shuffled
+        order = shuffled[
+            np.argsort(self.key[shuffled], kind="stable")
+        ]  # equal lengths stay shuffled
         return order, rng.permutation(self.total)
 
 
@@ -95,7 +103,9 @@ def padded(rows, filler: int) -> Tensor:
     return torch.from_numpy(batch)
 
 
-def load_batches(dataset: Dataset, batches: Iterable[list], workers: int = 0) -> Iterator[dict[str, Tensor]]:
+def load_batches(
+    dataset: Dataset, batches: Iterable[list], workers: int = 0
+) -> Iterator[dict[str, Tensor]]:
     """Load batches, lists of items of a text data set, in order. Encoded text rarely needs `workers`."""
     loader = DataLoader(
         dataset,

@@ -37,9 +37,13 @@ class MaskedBlocks(Dataset):
     longer than a block. RoBERTa's blocks of 512 hold whole sentences.
     """
 
-    def __init__(self, tokens: Tokens, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15):
+    def __init__(
+        self, tokens: Tokens, block: int, vocabulary: Vocabulary, seed: int, prob: float = 0.15
+    ):
         if vocabulary.specials <= MASK:
-            raise ValueError("a masked language model needs a vocabulary with <mask>; this one was made without")
+            raise ValueError(
+                "a masked language model needs a vocabulary with <mask>; this one was made without"
+            )
         assert block >= 3
         self.tokens, self.stores, self.room = tokens, [tokens], block - 1
         self.seed, self.prob = seed, prob
@@ -74,7 +78,9 @@ class CausalWindows(Dataset):
         self.tokens, self.stores, self.width, self.stride = tokens, [tokens], width, stride
         self.eos, self.vocabulary_size = vocabulary.eos, len(vocabulary)
         if len(tokens.ids) < width:
-            raise ValueError(f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}")
+            raise ValueError(
+                f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}"
+            )
 
     def __len__(self) -> int:
         return 1 - (self.width - len(self.tokens.ids)) // self.stride

@@ -17,7 +17,12 @@ from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
 from moh_vision.language.data.tokens import Tokens, encoded
 from moh_vision.language.data.translation import ParallelTokens
-from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary, find_tokenizer, trained_vocabulary
+from moh_vision.language.data.vocabulary import (
+    TOKENIZER,
+    Vocabulary,
+    find_tokenizer,
+    trained_vocabulary,
+)
 
 TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
 
@@ -32,7 +37,9 @@ class TextInputs:
     first: object  # what the data set calls its first sample
     foreign = False  # whether foreign tokenizers are allowed
 
-    def __init__(self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True):
+    def __init__(
+        self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True
+    ):
         self.data, self.seed = data, seed
         self.cache_dir, self.tokenizer = cache_dir, tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
@@ -61,7 +68,9 @@ class TextInputs:
                         f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
                         "another split, for scores of text that the model has not learnt"
                     )
-            named += [f"{title}: {' and '.join(tokens.name for tokens in stores)}"] if stores else []
+            named += (
+                [f"{title}: {' and '.join(tokens.name for tokens in stores)}"] if stores else []
+            )
         return "; ".join(named)
 
     def record(self, micro_batches: int) -> dict:
@@ -129,7 +138,10 @@ class TranslationInputs(TextInputs):
         if d.target_merges is not None:
             sides = [([pair.source], d.merges), ([pair.target], d.target_merges)]
         how = dict(before=lambda: pair.check(d.allow_empty), lowercase=d.lowercase)
-        made = [trained_vocabulary(texts, self.cache_dir, merges=merges, **how) for texts, merges in sides]
+        made = [
+            trained_vocabulary(texts, self.cache_dir, merges=merges, **how)
+            for texts, merges in sides
+        ]
         return made[0], made[-1]
 
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
@@ -140,7 +152,9 @@ class TranslationInputs(TextInputs):
             pair.check(d.allow_empty)
         if not training:
             return ParallelTokens(source, target)
-        pairs = ParallelTokens(source, target, max_length=d.max_length, max_ratio=d.max_ratio, share=d.share)
+        pairs = ParallelTokens(
+            source, target, max_length=d.max_length, max_ratio=d.max_ratio, share=d.share
+        )
         say(f"{d.train}: {pairs.summary()}")
         return pairs
 
@@ -151,7 +165,9 @@ class TranslationInputs(TextInputs):
 
     def batches(self, batch_size: int, **arguments) -> TokenBatches:
         """See `TokenBatches`; data.max_tokens limits sentences."""
-        return TokenBatches(self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments)
+        return TokenBatches(
+            self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments
+        )
 
     def slices(self, dataset: ParallelTokens, rank: int, world: int) -> list[list]:
         return length_slices(dataset.lengths, self.data.max_tokens, rank, world)
@@ -176,17 +192,25 @@ class BlockInputs(TextInputs):
     def roots(self) -> list[str]:
         """Where the training text is: of each source."""
         d = self.data
-        return [d.root] if not d.mixture else [d.source_root(source["root"]) for source in d.mixture]
+        return (
+            [d.root] if not d.mixture else [d.source_root(source["root"]) for source in d.mixture]
+        )
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         d = self.data
         lines = [find_lines(root, d.train) for root in self.roots()]
         size = dict(merges=d.merges) if d.words is None else dict(words=d.words or None)
-        return (trained_vocabulary(lines, self.cache_dir, mask=self.mask, lowercase=d.lowercase, **size),) * 2
+        return (
+            trained_vocabulary(
+                lines, self.cache_dir, mask=self.mask, lowercase=d.lowercase, **size
+            ),
+        ) * 2
 
     def batches(self, batch_size: int, **arguments) -> StepBatches:
         """See `StepBatches`; `batch_size` blocks a step."""
-        return StepBatches([len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments)
+        return StepBatches(
+            [len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments
+        )
 
     def slices(self, dataset, rank: int, world: int) -> list[list]:
         batches = rank_slice(len(dataset), rank, world, self.data.eval_batch_size)
@@ -200,7 +224,11 @@ class MaskedInputs(BlockInputs):
     mask = True
 
     def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
-        d, seed, vocabulary = self.data, self.seed if training else EVALUATION_SEED, self.vocabularies[0]
+        d, seed, vocabulary = (
+            self.data,
+            self.seed if training else EVALUATION_SEED,
+            self.vocabularies[0],
+        )
         tokens = encoded(find_lines(d.root, split), vocabulary, self.cache_dir, skip_empty=True)
         return MaskedBlocks(tokens, d.block, vocabulary, seed, d.mask_prob)
 
@@ -225,7 +253,9 @@ class CausalInputs(BlockInputs):
         """See `TextInputs`; data.vocab_size may ask for rows to spare."""
         asked, vocabulary = self.data.vocab_size, self.vocabularies[0]
         if asked and asked < len(vocabulary):
-            raise ValueError(f"data.vocab_size {asked}: {vocabulary.where} has {len(vocabulary)} tokens")
+            raise ValueError(
+                f"data.vocab_size {asked}: {vocabulary.where} has {len(vocabulary)} tokens"
+            )
         return dict(vocab_size=asked or len(vocabulary))
 
     def tokens(self, root: str, split: str) -> Tokens:
@@ -243,7 +273,9 @@ class CausalInputs(BlockInputs):
         return tokens
 
     def windows(self, root: str, split: str, stride: int) -> CausalWindows:
-        return CausalWindows(self.tokens(root, split), self.data.block, stride, self.vocabularies[0])
+        return CausalWindows(
+            self.tokens(root, split), self.data.block, stride, self.vocabularies[0]
+        )
 
     def dataset(self, split: str, training: bool = False):
         d = self.data
@@ -252,7 +284,9 @@ class CausalInputs(BlockInputs):
         if not d.mixture:
             return self.windows(d.root, split, d.block)
         names, weights = zip(*((source["name"], source["weight"]) for source in d.mixture))
-        return MixedWindows([self.windows(root, split, d.block) for root in self.roots()], names, weights)
+        return MixedWindows(
+            [self.windows(root, split, d.block) for root in self.roots()], names, weights
+        )
 
     def batches(self, batch_size: int, **arguments):
         """See `BlockInputs`; with data.mixture a `MixedBatches`."""
@@ -261,7 +295,9 @@ class CausalInputs(BlockInputs):
             return super().batches(batch_size, **arguments)
         mixture = Mixture(train.weights, [len(text) for text in train.datasets], self.seed)
         made = MixedBatches(mixture, batch_size=batch_size, **arguments)
-        for name, text, share, epochs in zip(train.names, train.datasets, mixture.shares, made.epochs()):
+        for name, text, share, epochs in zip(
+            train.names, train.datasets, mixture.shares, made.epochs()
+        ):
             say(
                 f"source {name}: {100 * float(share):.2f} %, {len(text.tokens.ids):,} tokens, {len(text):,} blocks; "
                 f"{epochs:.2f} times in this run"
@@ -273,14 +309,20 @@ class CausalInputs(BlockInputs):
         named = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):
-                first = SimpleNamespace(name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)])
-                named.append((name, CausalWindows(first, text.width, text.stride, self.vocabularies[0])))
+                first = SimpleNamespace(
+                    name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)]
+                )
+                named.append(
+                    (name, CausalWindows(first, text.width, text.stride, self.vocabularies[0]))
+                )
         return named
 
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""
         vocabulary = self.vocabularies[0]
-        known = dict(bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad)
+        known = dict(
+            bos_token_id=vocabulary.bos, eos_token_id=vocabulary.eos, pad_token_id=vocabulary.pad
+        )
         return {name: number for name, number in known.items() if number is not None}
 
 

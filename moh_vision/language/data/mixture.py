@@ -45,7 +45,9 @@ class Mixture:
         self.blocks, self.seed = list(blocks), seed
         self._round = lru_cache(4)(self._make_round)
         # Each source keeps the order of its present epoch: they alternate, and `epoch_order` keeps the last two.
-        self._orders = [lru_cache(1)(partial(self._make_order, source)) for source in range(len(blocks))]
+        self._orders = [
+            lru_cache(1)(partial(self._make_order, source)) for source in range(len(blocks))
+        ]
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return (source, its block) at a position of the run."""
@@ -59,7 +61,9 @@ class Mixture:
         """Blocks of each source before a position."""
         number, place = divmod(position, self.length)
         which, _, before = self._round(number)
-        return [n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))]
+        return [
+            n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))
+        ]
 
     def _before(self, number: int) -> list[int]:
         """Count blocks of each source before a round: differences of rounded shares."""
@@ -78,7 +82,9 @@ class Mixture:
         return which, nth, before
 
     def _make_order(self, source: int, epoch: int) -> np.ndarray:
-        return epoch_order(derive_seed(self.seed, source, Stream.BLOCKS), epoch, (self.blocks[source],), group=1)
+        return epoch_order(
+            derive_seed(self.seed, source, Stream.BLOCKS), epoch, (self.blocks[source],), group=1
+        )
 
 
 class MixedBatches(StepBatches):
@@ -109,7 +115,9 @@ class MixedWindows(ConcatDataset):
 
     collate = staticmethod(CausalWindows.collate)
 
-    def __init__(self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]):
+    def __init__(
+        self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]
+    ):
         super().__init__(texts)
         self.names, self.weights = list(names), list(weights)
         self.stores = [text.tokens for text in texts]
@@ -117,4 +125,6 @@ class MixedWindows(ConcatDataset):
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         position, number = item
         source = bisect_right(self.cumulative_sizes, number)
-        return self.datasets[source][position, number - self.cumulative_sizes[source] + len(self.datasets[source])]
+        return self.datasets[source][
+            position, number - self.cumulative_sizes[source] + len(self.datasets[source])
+        ]

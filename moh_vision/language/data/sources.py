@@ -32,12 +32,17 @@ class TextFile:
 
     def read(self, progress: Progress | None = None) -> Iterator[str]:
         """Yield the lines, without what is blank at either end, or the texts of objects; `progress` counts bytes."""
-        with open(self.path, "rb") as raw, gzip.open(raw, "rb") if self.path.suffix == ".gz" else raw as file:
+        with (
+            open(self.path, "rb") as raw,
+            gzip.open(raw, "rb") if self.path.suffix == ".gz" else raw as file,
+        ):
             for number in itertools.count(1):
                 try:
                     line = file.readline(MAX_LINE + 1)
                 except (gzip.BadGzipFile, zlib.error, EOFError) as error:
-                    raise ValueError(f"{self.name}: damaged gzip file behind line {number - 1} ({error})") from None
+                    raise ValueError(
+                        f"{self.name}: damaged gzip file behind line {number - 1} ({error})"
+                    ) from None
                 if not line:
                     break
                 try:
@@ -66,7 +71,9 @@ class HubText:
         column = "translation" if language else "text"
         self.table, name = hub_split(root, SPLIT_NAMES.get(split, (split,)))
         if column not in self.table.column_names:
-            raise ValueError(f"data.root {name}: no column {column}; it has {', '.join(self.table.column_names)}")
+            raise ValueError(
+                f"data.root {name}: no column {column}; it has {', '.join(self.table.column_names)}"
+            )
         languages = getattr(self.table.features[column], "languages", None) or (language,)
         if language not in languages and language:
             raise ValueError(f"{name}: no language {language}; it has {', '.join(languages)}")
@@ -78,7 +85,9 @@ class HubText:
         for row, cell in enumerate(self.table, 1):
             text = cell["translation"].get(self.language) if self.language else cell["text"]
             if not isinstance(text, str) or "\0" in text:
-                raise ValueError(f"{self.name}, row {row}: {'a NUL character' if text else 'no text'}")
+                raise ValueError(
+                    f"{self.name}, row {row}: {'a NUL character' if text else 'no text'}"
+                )
             yield " ".join(text.splitlines()).strip()
         if not row:
             raise ValueError(f"{self.name}: no rows")
@@ -148,7 +157,9 @@ def find_tokens(root: str, split: str) -> list[Path]:
         texts = _there(folder, name, TEXTS)
         there = [files for files in (*stores, texts) if files]
         if len(there) > 1:
-            raise ValueError(f"data.root {root}: both {there[0][0].name} and {there[1][0].name}; remove one")
+            raise ValueError(
+                f"data.root {root}: both {there[0][0].name} and {there[1][0].name}; remove one"
+            )
         if there:
             return [] if texts else there[0]
     return []
@@ -170,17 +181,25 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
     folder, names = Path(root), SPLIT_NAMES.get(split, (split,))
     if not folder.is_dir():
         wanted = " and ".join(split + endings[0] for endings in sides)
-        raise FileNotFoundError(f"data.root {root}: no such folder (give a folder with {wanted}, or hfds/NAME)")
+        raise FileNotFoundError(
+            f"data.root {root}: no such folder (give a folder with {wanted}, or hfds/NAME)"
+        )
     files = {name: [_there(folder, name, endings) for endings in sides] for name in names}
     best = max(names, key=lambda name: sum(map(bool, files[name])))
     for endings, paths in zip(sides, files[best]):
         if not paths:
             held = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
-            listed = ", ".join(held[:12]) + (f" and {len(held) - 12} more" if len(held) > 12 else "")
+            listed = ", ".join(held[:12]) + (
+                f" and {len(held) - 12} more" if len(held) > 12 else ""
+            )
             wanted = " or ".join(name + ending for name in names for ending in endings)
-            raise FileNotFoundError(f"data.root {folder}: no {wanted} (or .gz); it holds {listed or 'nothing'}")
+            raise FileNotFoundError(
+                f"data.root {folder}: no {wanted} (or .gz); it holds {listed or 'nothing'}"
+            )
         if len(paths) > 1:
-            raise ValueError(f"data.root {folder}: both {paths[0].name} and {paths[1].name}; remove one")
+            raise ValueError(
+                f"data.root {folder}: both {paths[0].name} and {paths[1].name}; remove one"
+            )
         if not paths[0].is_file():
             raise ValueError(f"{paths[0]}: not a file but a folder, pipe, socket or device")
     return [paths[0] for paths in files[best]]
@@ -195,7 +214,9 @@ def _decoded(line: bytes, first: bool) -> str:
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})") from None
+        raise ValueError(
+            f"not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})"
+        ) from None
     return (text.removeprefix(BYTE_ORDER_MARK) if first else text).strip()
 
 
@@ -203,7 +224,9 @@ def _under(key: str, line: str) -> str:
     """Return the text under a key of a JSON object."""
     content = json.loads(line)
     if not isinstance(content, dict) or not isinstance(content.get(key), str):
-        raise ValueError(f"no text under the key {key!r}; expected an object a line that has it (tokenise: --key)")
+        raise ValueError(
+            f"no text under the key {key!r}; expected an object a line that has it (tokenise: --key)"
+        )
     if "\0" in content[key]:
         raise ValueError("a NUL character; expected text")
     return content[key]

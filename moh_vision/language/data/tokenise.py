@@ -23,7 +23,9 @@ KEPT = "stores"
 FORMS = (".txt", ".jsonl", ".json")
 
 
-def tokenise(files: list[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text") -> list[Path]:
+def tokenise(
+    files: list[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text"
+) -> list[Path]:
     """Write missing stores of token ids to `out`, and return all paths.
     `tokenizer` is any tokenizer.json or its folder; `key` has the text in a .jsonl.
     """
@@ -61,7 +63,9 @@ def is_finished(store: Path, made_from: dict) -> bool:
     meta = read_meta(store)
     for name, value in made_from.items():
         if meta.get(name) != value:
-            raise ValueError(f"{side}: made with {name} {meta.get(name)}, now it is {value}; take another --out")
+            raise ValueError(
+                f"{side}: made with {name} {meta.get(name)}, now it is {value}; take another --out"
+            )
     with contextlib.suppress(ValueError, OSError, EOFError):
         return bool(Tokens([store]))
     return False
@@ -70,7 +74,9 @@ def is_finished(store: Path, made_from: dict) -> bool:
 def options(add: Callable) -> None:
     add("files", nargs="+", type=Path, metavar="FILE", help=".txt, .jsonl, or these with .gz")
     add("--tokenizer", type=Path, required=True, help="a tokenizer.json, or a folder with one")
-    add("--out", type=Path, required=True, metavar="FOLDER", help="new, or that of the same command")
+    add(
+        "--out", type=Path, required=True, metavar="FOLDER", help="new, or that of the same command"
+    )
     add("--split", default="train", help="name of the split (train)")
     add("--key", default="text", help="of the text in a .jsonl (text)")
 

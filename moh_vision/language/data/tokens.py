@@ -42,7 +42,9 @@ class Tokens:
         self.metas = [read_meta(path) for path in paths]
         parts = [_mapped(path / IDS, meta) for path, meta in zip(paths, self.metas)]
         self.ids = parts[0] if len(parts) == 1 else Joined(parts)
-        self.name = name or str(paths[0]) + (f" and {len(paths) - 1} more" if len(paths) > 1 else "")
+        self.name = name or str(paths[0]) + (
+            f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+        )
         self.words = sum(meta["words"] for meta in self.metas)
 
     def __reduce__(self):
@@ -116,7 +118,9 @@ def encoded(lines, vocabulary: Vocabulary, cache_dir: str, skip_empty: bool = Fa
     return cached(cache_dir, name, made_from, load, make)
 
 
-def write_store(place: Path, texts: Iterable[str], vocabulary: Vocabulary, name: str, **made_from: str) -> dict:
+def write_store(
+    place: Path, texts: Iterable[str], vocabulary: Vocabulary, name: str, **made_from: str
+) -> dict:
     """Encode texts, each with eos, into a folder, which several processes may do at once; return its meta.json, with
     `made_from`. Memory grows by 8 bytes a text."""
     kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
@@ -161,7 +165,9 @@ def read_meta(store: Path) -> dict:
                 raise ValueError(f"{name} is {meta[name]!r}")
         DTYPES[meta["dtype"]]
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ValueError(f"{side}: not the record of a store of token ids ({reason_of(error)})") from None
+        raise ValueError(
+            f"{side}: not the record of a store of token ids ({reason_of(error)})"
+        ) from None
     return meta
 
 
@@ -169,7 +175,9 @@ def _mapped(file: Path, meta: dict) -> np.ndarray:
     """Map the ids of a store."""
     dtype, size = DTYPES[meta["dtype"]], file.stat().st_size
     if size != meta["tokens"] * dtype.itemsize:
-        raise ValueError(f"{file}: {size} bytes, but {META} says {meta['tokens']} tokens of {meta['dtype']}")
+        raise ValueError(
+            f"{file}: {size} bytes, but {META} says {meta['tokens']} tokens of {meta['dtype']}"
+        )
     return np.memmap(file, dtype, "r")
 
 

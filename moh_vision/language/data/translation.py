@@ -60,7 +60,9 @@ class ParallelTokens(Dataset):
     def summary(self) -> str:
         """One line: how many pairs are used, and why others are left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-        return f"{len(self.numbers)} of {len(self.source)} pairs" + (f" (left out: {reasons})" if reasons else "")
+        return f"{len(self.numbers)} of {len(self.source)} pairs" + (
+            f" (left out: {reasons})" if reasons else ""
+        )
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         line = self.numbers[number]

@@ -24,7 +24,10 @@ SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked mo
 UNKNOWN = SPECIALS[UNK]
 MAX_BYTES, MAX_TOKENS = 1 << 28, 1 << 24  # of a tokenizer.json
 FORMAT = "2"  # of caches
-KINDS = {models.BPE: ("bpe", pre_tokenizers.ByteLevel), models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit)}
+KINDS = {
+    models.BPE: ("bpe", pre_tokenizers.ByteLevel),
+    models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit),
+}
 TOKENIZER, COMPANION = "tokenizer.json", "tokenizer_config.json"
 # Our texts have no bos: eos stands before the first token too.
 OWN_ROLES = dict(eos_token=SPECIALS[EOS], bos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
@@ -47,7 +50,9 @@ class Vocabulary:
         fingerprint: sha256 of tokenizer.json, kept in checkpoints.
     """
 
-    def __init__(self, data: bytes, where: str, roles: dict[str, str] | None = None, foreign: bool = False):
+    def __init__(
+        self, data: bytes, where: str, roles: dict[str, str] | None = None, foreign: bool = False
+    ):
         self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
@@ -58,7 +63,9 @@ class Vocabulary:
             raise ValueError(f"{where}: not a tokenizer.json ({reason_of(error)})") from None
         self._size = max(numbers.values(), default=-1) + 1
         if self._size > MAX_TOKENS:
-            raise ValueError(f"{where}: a token has the number {self._size - 1}; allowed are {MAX_TOKENS} tokens")
+            raise ValueError(
+                f"{where}: a token has the number {self._size - 1}; allowed are {MAX_TOKENS} tokens"
+            )
         reason = _why_foreign(self._tokenizer, numbers)
         if reason and not foreign:
             raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})")
@@ -111,7 +118,11 @@ class Vocabulary:
 
 
 def train_vocabulary(
-    texts: Iterable[str], merges: int | None = None, words: int | None = None, lowercase=False, mask=False
+    texts: Iterable[str],
+    merges: int | None = None,
+    words: int | None = None,
+    lowercase=False,
+    mask=False,
 ) -> Vocabulary:
     """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair comes twice.
 
@@ -123,19 +134,27 @@ def train_vocabulary(
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
         # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
-        steps = [decoders.Replace(UNKNOWN, f" {UNKNOWN}"), decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+        steps = [
+            decoders.Replace(UNKNOWN, f" {UNKNOWN}"),
+            decoders.ByteLevel(),
+            decoders.Strip(" ", 1, 0),
+        ]
         tokenizer.decoder = decoders.Sequence(steps)
         texts = (text.replace(UNKNOWN, " ") for text in texts)
         options = dict(min_frequency=2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
         size, shown = len(specials) + 256 + merges, sys.stderr.isatty()
-        trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=specials, show_progress=shown, **options)
+        trainer = trainers.BpeTrainer(
+            vocab_size=size, special_tokens=specials, show_progress=shown, **options
+        )
     else:
         tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         lines = (text.lower() if lowercase else text for text in texts)
         texts = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
         size = MAX_TOKENS if words is None else len(specials) + words
-        trainer = trainers.WordLevelTrainer(vocab_size=size, special_tokens=specials, show_progress=False)
+        trainer = trainers.WordLevelTrainer(
+            vocab_size=size, special_tokens=specials, show_progress=False
+        )
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.train_from_iterator(texts, trainer)
@@ -148,7 +167,9 @@ def train_vocabulary(
     return Vocabulary(data.encode(), "the new vocabulary")
 
 
-def trained_vocabulary(texts: Sequence, cache_dir: str, before: Callable = lambda: None, **options) -> Vocabulary:
+def trained_vocabulary(
+    texts: Sequence, cache_dir: str, before: Callable = lambda: None, **options
+) -> Vocabulary:
     """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and train it.
     `options`: see `train_vocabulary`.
     """
@@ -160,7 +181,9 @@ def trained_vocabulary(texts: Sequence, cache_dir: str, before: Callable = lambd
 
     kind = "word" if options.get("merges") is None else "bpe"
     made_from = [FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]]
-    return cached(cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make)
+    return cached(
+        cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make
+    )
 
 
 def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Callable):
@@ -218,7 +241,10 @@ def _companion(path: Path) -> dict[str, str]:
         values = {role: content.get(role) for role in USUAL_ROLES}
     except (ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{file}: not a tokenizer_config.json ({reason_of(error)})") from None
-    texts = {role: value.get("content") if isinstance(value, dict) else value for role, value in values.items()}
+    texts = {
+        role: value.get("content") if isinstance(value, dict) else value
+        for role, value in values.items()
+    }
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
@@ -226,14 +252,24 @@ def _roles(named: dict[str, str], numbers: dict[str, int], where: str) -> dict[s
     """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
     roles = {}
     for role, usual in USUAL_ROLES.items():
-        there = [named[role]] if role in named else [] if named else [name for name in usual if name in numbers]
+        there = (
+            [named[role]]
+            if role in named
+            else []
+            if named
+            else [name for name in usual if name in numbers]
+        )
         if len(there) > 1:
             raise ValueError(
                 f"{where}: {role} may be {' or '.join(there)}; put a {COMPANION} beside it that says which"
             )
         if there and there[0] not in numbers:
-            raise ValueError(f"{where}: it has no token {there[0]!r}, which its {COMPANION} names as {role}")
+            raise ValueError(
+                f"{where}: it has no token {there[0]!r}, which its {COMPANION} names as {role}"
+            )
         roles.update((role, name) for name in there)
     if "eos_token" not in roles:
-        raise ValueError(f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it")
+        raise ValueError(
+            f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it"
+        )
     return roles

@@ -32,18 +32,28 @@ class GateStatistics:
         self.experts, self.attributed = zip(*gates)
         self.entropies = torch.zeros(len(gates), dtype=torch.float64)  # [layers], sums in nats
         self.gates = torch.zeros(len(gates), dtype=torch.float64)  # their counts
-        self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]  # attributions to each expert
+        self.loads = [
+            torch.zeros(E, dtype=torch.float64) for E in self.experts
+        ]  # attributions to each expert
         # Attributions of tokens to the first layer's experts, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
-    def update(self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None) -> None:
+    def update(
+        self, stats: Sequence[RoutingStats], tokens: Tensor, padding_mask: Tensor | None = None
+    ) -> None:
         """Add a batch: statistics of those layers, ids [B, N], and a mask, True at padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
-        real = torch.ones_like(tokens, dtype=torch.bool) if padding_mask is None else ~padding_mask.cpu()  # [B, N]
+        real = (
+            torch.ones_like(tokens, dtype=torch.bool)
+            if padding_mask is None
+            else ~padding_mask.cpu()
+        )  # [B, N]
         for layer, (s, k) in enumerate(zip(stats, self.attributed)):
             probs = s.probs.detach().cpu().double()  # [B, N or 1, E]
-            there = real if probs.shape[1] == real.shape[1] else real.any(1, keepdim=True)  # [B, N or 1]
+            there = (
+                real if probs.shape[1] == real.shape[1] else real.any(1, keepdim=True)
+            )  # [B, N or 1]
             gates = probs[there]  # [gates, E]
             chosen = select_top_k(probs.permute(2, 0, 1), k).permute(1, 2, 0)  # [B, N or 1, E]
             self.entropies[layer] -= torch.xlogy(gates, gates).sum()
@@ -104,7 +114,10 @@ class GateReading(NamedTuple):
 
 @torch.no_grad()
 def read_gates(
-    model: nn.Module, batches: Iterable[dict[str, Tensor]], vocabularies: Sequence[Vocabulary], accelerator
+    model: nn.Module,
+    batches: Iterable[dict[str, Tensor]],
+    vocabularies: Sequence[Vocabulary],
+    accelerator,
 ) -> dict:
     """Read the gates on this process's share of a data set; return RUN/gates.json but its split, of all processes.
 
@@ -113,7 +126,9 @@ def read_gates(
     """
     readings = gated_layers(model, vocabularies)
     model.eval()
-    for batch in Progress.over(batches, "gates", enabled=accelerator.is_main_process) if readings else ():
+    for batch in (
+        Progress.over(batches, "gates", enabled=accelerator.is_main_process) if readings else ()
+    ):
         batch = {name: value.to(accelerator.device) for name, value in batch.items()}
         with accelerator.autocast():
             stats = model.routed_loss(**batch)[2]
@@ -129,10 +144,23 @@ def read_gates(
         r.statistics.reduce(total)
         entropies = r.statistics.entropy()
         parts.setdefault(r.stack, []).extend(entropies)
-        for name, E, entropy, load in zip(r.layers.values(), r.statistics.experts, entropies, r.statistics.load()):
-            layers.append(dict(name=name, part=r.stack, reads=r.text, experts=E, entropy=entropy, load=load.tolist()))
+        for name, E, entropy, load in zip(
+            r.layers.values(), r.statistics.experts, entropies, r.statistics.load()
+        ):
+            layers.append(
+                dict(
+                    name=name,
+                    part=r.stack,
+                    reads=r.text,
+                    experts=E,
+                    entropy=entropy,
+                    load=load.tolist(),
+                )
+            )
     tokens = {
-        next(iter(r.layers.values())): [[readable(r.vocabulary, id) for id in top] for top in r.statistics.top_tokens()]
+        next(iter(r.layers.values())): [
+            [readable(r.vocabulary, id) for id in top] for top in r.statistics.top_tokens()
+        ]
         for r in readings
     }
     columns = {f"{r.stack}, {r.text}": r.columns for r in readings}
@@ -143,7 +171,9 @@ def read_gates(
 def gate_text(record: dict, title: str) -> str:
     """Return Markdown of a result of `read_gates`: entropy, load and tokens."""
     paragraphs = [title]
-    for (stack, text), group in itertools.groupby(record["layers"], lambda layer: (layer["part"], layer["reads"])):
+    for (stack, text), group in itertools.groupby(
+        record["layers"], lambda layer: (layer["part"], layer["reads"])
+    ):
         layers = list(group)
         first = layers[0]["name"]
         paragraphs += [
@@ -160,13 +190,21 @@ def gate_table(layers: Sequence[dict]) -> str:
     """Return Markdown: entropy and load of every layer, by its name, and the mean entropy."""
     most = max(layer["experts"] for layer in layers)
     lines = [
-        "| layer | entropy, nats | uniform | " + " | ".join(f"E{i + 1}, %" for i in range(most)) + " |",
+        "| layer | entropy, nats | uniform | "
+        + " | ".join(f"E{i + 1}, %" for i in range(most))
+        + " |",
         "|---|" + "---:|" * (most + 2),
     ]
     for layer in layers:
-        shares = [f"{100 * share:.1f}" for share in layer["load"]] + [""] * (most - layer["experts"])
+        shares = [f"{100 * share:.1f}" for share in layer["load"]] + [""] * (
+            most - layer["experts"]
+        )
         uniform = math.log(layer["experts"])
-        lines.append(f"| {layer['name']} | {layer['entropy']:.2f} | {uniform:.2f} | " + " | ".join(shares) + " |")
+        lines.append(
+            f"| {layer['name']} | {layer['entropy']:.2f} | {uniform:.2f} | "
+            + " | ".join(shares)
+            + " |"
+        )
     mean = sum(layer["entropy"] for layer in layers) / len(layers)
     uniform = sum(math.log(layer["experts"]) for layer in layers) / len(layers)
     lines.append(f"| mean | {mean:.2f} | {uniform:.2f} |" + " |" * most)
@@ -207,7 +245,9 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
         sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
         counted = GateStatistics([gate_of(layer) for layer in layers], len(vocabulary))
-        readings.append(GateReading(stack, text, dict(zip(places, names)), counted, vocabulary, columns))
+        readings.append(
+            GateReading(stack, text, dict(zip(places, names)), counted, vocabulary, columns)
+        )
     return readings
 
 
@@ -218,7 +258,9 @@ def gate_of(layer: HeadMixtureAttention) -> tuple[int, int]:
     return layer.budget.candidates, layer.budget.routed
 
 
-def columns_of(layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttention], sequence: str) -> str:
+def columns_of(
+    layer: HeadMixtureAttention, layers: Sequence[HeadMixtureAttention], sequence: str
+) -> str:
     """Return a sentence on the columns E1, E2, ... of a layer's gate.
 
     `layers` are those beside it, and `sequence` is what a row of the model's input is called.

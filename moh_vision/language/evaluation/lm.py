@@ -29,23 +29,45 @@ from moh_vision.models.head_load import HeadLoad
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # The harness' own.
-SEEDS = dict(random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234)
+SEEDS = dict(
+    random_seed=0, numpy_random_seed=1234, torch_random_seed=1234, fewshot_random_seed=1234
+)
 
 
 def options(add: Callable) -> None:
     model = "folder that AutoModelForCausalLM reads: a run of train_text.py or a saved model"
     add("--model", metavar="RUN", help=model)
     add("--tokenizer", metavar="FOLDER", help="where its tokenizer is (the model's folder)")
-    add("--moh-llama3", action="store_true", help="RUN is the released MoH-LLaMA3-8B, or laid out as it")
-    add("--tasks", metavar="A,B", help="suites (see --list), or tasks, groups and tags of the harness")
+    add(
+        "--moh-llama3",
+        action="store_true",
+        help="RUN is the released MoH-LLaMA3-8B, or laid out as it",
+    )
+    add(
+        "--tasks",
+        metavar="A,B",
+        help="suites (see --list), or tasks, groups and tags of the harness",
+    )
     add("--list", action="store_true", help="print the suites with the paper's numbers, and stop")
     add("--num-fewshot", type=int, help="examples before each question (each task's own number)")
-    add("--include-path", metavar="FOLDER", help="with task files (YAML), which come before the harness' own")
-    add("--limit", type=float, help="only the first so many questions of each task; below 1: a share of them")
+    add(
+        "--include-path",
+        metavar="FOLDER",
+        help="with task files (YAML), which come before the harness' own",
+    )
+    add(
+        "--limit",
+        type=float,
+        help="only the first so many questions of each task; below 1: a share of them",
+    )
     add("--batch-size", default="1", help="questions at a time on each process, or auto (1)")
     add("--dtype", default="auto", choices=DTYPES, help="of the weights (auto: as they were saved)")
     add("--out", metavar="FILE", help="write numbers and circumstances as JSON; must not exist")
-    add("--head-load", metavar="FILE", help="write as JSON which heads the tokens of each task ran; must not exist")
+    add(
+        "--head-load",
+        metavar="FILE",
+        help="write as JSON which heads the tokens of each task ran; must not exist",
+    )
 
 
 def check(options: Namespace) -> None:
@@ -58,8 +80,12 @@ def check(options: Namespace) -> None:
         if not options.batch_size.isdecimal() or int(options.batch_size) < 1:
             raise ValueError(f"--batch-size {options.batch_size}: expected 1 or more, or auto")
         options.batch_size = int(options.batch_size)
-    if options.limit is not None and not (0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0):
-        raise ValueError(f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1")
+    if options.limit is not None and not (
+        0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0
+    ):
+        raise ValueError(
+            f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1"
+        )
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ValueError(f"--num-fewshot {options.num_fewshot}: expected 0 or more")
     if options.include_path and not Path(options.include_path).is_dir():
@@ -85,7 +111,9 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     if 1 <= (options.limit or math.inf) < accelerator.num_processes:
         processes = f"fewer questions than processes ({accelerator.num_processes})"
         raise ValueError(f"--limit {options.limit:g}: {processes}")
-    model, circumstances = load_model(options.model, options.dtype, accelerator.device, tokenizer, options.moh_llama3)
+    model, circumstances = load_model(
+        options.model, options.dtype, accelerator.device, tokenizer, options.moh_llama3
+    )
     load, counting = None, lambda row: contextlib.nullcontext()
     if options.head_load:
         load = HeadLoad(head_budget(model)["layers"], {"task": [row.title for row in rows]})
@@ -97,7 +125,9 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     scored = evaluate_rows(tasks, harness, counting, **ways)
     if load:
         load.reduce(total)
-        load.of = dict(model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit)
+        load.of = dict(
+            model=options.model, data="lm-eval", split=", ".join(items), limit=options.limit
+        )
         if accelerator.is_main_process:
             load.save(Path(options.head_load))
     lines = [f"head load: {options.head_load}"] if load else []
@@ -115,9 +145,13 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
             lines.append(utils.make_table(result, "groups" if result.get("groups") else "results"))
     named = ("num_fewshot", "include_path", "limit")
     how = dict({name: getattr(options, name) for name in named}, seeds=SEEDS)
-    versions = {task: version for _, result in scored for task, version in result["versions"].items()}
+    versions = {
+        task: version for _, result in scored for task, version in result["versions"].items()
+    }
     circumstances["versions"].update(lm_eval=metadata.version("lm_eval"), tasks=versions)
-    return dict(suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **circumstances), lines
+    return dict(
+        suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **circumstances
+    ), lines
 
 
 def score(options: Namespace, accelerator) -> None:
@@ -148,11 +182,19 @@ def plan(items: Sequence[str], shots: int | None) -> list[Row]:
         if item.startswith("moh-") and item not in SUITES:
             raise ValueError(unknown_name(item, list(SUITES)))
         if item in SUITES and shots is not None:
-            raise ValueError(f"--num-fewshot {shots}: the suite {item} has its own shots; name its tasks instead")
-        own = SUITES[item].rows if item in SUITES else [Row(item, -1 if shots is None else shots, "", (item,))]
+            raise ValueError(
+                f"--num-fewshot {shots}: the suite {item} has its own shots; name its tasks instead"
+            )
+        own = (
+            SUITES[item].rows
+            if item in SUITES
+            else [Row(item, -1 if shots is None else shots, "", (item,))]
+        )
         rows += [row for row in own if row not in rows]
     if not rows:
-        raise ValueError(f"--tasks: expected suites ({', '.join(SUITES)}) or the harness' tasks, with commas between")
+        raise ValueError(
+            f"--tasks: expected suites ({', '.join(SUITES)}) or the harness' tasks, with commas between"
+        )
     return rows
 
 
@@ -163,7 +205,9 @@ def unknown_name(name: str, known: Sequence[str]) -> str:
     return f"--tasks: no suite or task is named {name}; {hint}"
 
 
-def load_tasks(rows: Sequence[Row], include_path: str | None = None) -> tuple[dict[Row, list], object]:
+def load_tasks(
+    rows: Sequence[Row], include_path: str | None = None
+) -> tuple[dict[Row, list], object]:
     """Return (row -> the harness' tasks and groups, its TaskManager), and fetch all data.
 
     Task files (YAML) in `include_path` come before the harness' own.
@@ -171,7 +215,11 @@ def load_tasks(rows: Sequence[Row], include_path: str | None = None) -> tuple[di
     from lm_eval import tasks
 
     names = [(row, task) for row in rows for task in row.tasks]
-    manager = tasks.TaskManager(include_path=include_path, include_defaults=False) if include_path else None
+    manager = (
+        tasks.TaskManager(include_path=include_path, include_defaults=False)
+        if include_path
+        else None
+    )
     if manager is None or not {task for _, task in names} <= {*manager.all_subtasks}:
         manager = tasks.TaskManager(include_path=include_path)  # reads 14,000 files
     for _, task in names:
@@ -183,7 +231,9 @@ def load_tasks(rows: Sequence[Row], include_path: str | None = None) -> tuple[di
             loaded = manager.load([task])  # per row: it keeps its shots
         except Exception as error:  # of the hub's client, a data builder or a task's own code
             data = (manager.task_index[task].cfg or {}).get("dataset_path", "one of several")
-            raise ValueError(f"task {task}: its data set ({data}) cannot be loaded: {reason_of(error)}") from None
+            raise ValueError(
+                f"task {task}: its data set ({data}) cannot be loaded: {reason_of(error)}"
+            ) from None
         groups = loaded.get("groups", {})
         opened[row] += [groups[task]] if task in groups else loaded["tasks"].values()
     return opened, manager
@@ -198,14 +248,19 @@ def harness_model(model: nn.Module, tokenizer, batch_size: int | str, accelerato
     logger.setLevel(logging.ERROR)  # it warns of a model that is loaded already
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     logger.setLevel(level)
-    if accelerator.num_processes > 1:  # HFLM does so itself only when it loads the model, and only on GPUs
+    if (
+        accelerator.num_processes > 1
+    ):  # HFLM does so itself only when it loads the model, and only on GPUs
         wrapped.accelerator = accelerator
         wrapped._rank, wrapped._world_size = accelerator.process_index, accelerator.num_processes
     return wrapped
 
 
 def evaluate_rows(
-    tasks: dict[Row, list], harness, counting: Callable[[int], contextlib.AbstractContextManager], **options
+    tasks: dict[Row, list],
+    harness,
+    counting: Callable[[int], contextlib.AbstractContextManager],
+    **options,
 ) -> list[tuple[dict, dict]]:
     """Score a model of `harness_model`; every process calls it. `options` are those of `lm_eval.simple_evaluate`.
 

@@ -22,7 +22,13 @@ from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3
 from moh_vision.models.head_load import HeadLoad
 
-TOKENIZERS = ("tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+TOKENIZERS = (
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 MOST_HASHED = 4 << 30  # bytes of weights; the sums of more take as long as a small evaluation
 UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, SafetensorError)
 
@@ -33,17 +39,23 @@ def load_tokenizer(folder: str):
     if not place.is_dir():
         raise ValueError(f"--model or --tokenizer {folder}: no such folder")
     if not any((place / name).is_file() for name in TOKENIZERS):
-        raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer")
+        raise ValueError(
+            f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer"
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # tokenizers raises Exception itself
         raise ValueError(f"{folder}: its tokenizer cannot be read: {reason_of(error)}") from None
     if tokenizer.eos_token_id is None and tokenizer.bos_token_id is None:
-        raise ValueError(f"{folder}: its tokenizer names neither an eos_token nor a bos_token; a text begins with one")
+        raise ValueError(
+            f"{folder}: its tokenizer names neither an eos_token nor a bos_token; a text begins with one"
+        )
     return tokenizer
 
 
-def load_model(folder: str, dtype: str, device: torch.device, tokenizer, released=False) -> tuple[nn.Module, dict]:
+def load_model(
+    folder: str, dtype: str, device: torch.device, tokenizer, released=False
+) -> tuple[nn.Module, dict]:
     """Load a causal language model in eval mode, and the facts needed to repeat its scores.
 
     It must have the tokens of `tokenizer`. `released`: laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
@@ -62,7 +74,9 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         load = load_moh_llama3 if released else AutoModelForCausalLM.from_pretrained
         model = load(folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
     except UNREADABLE as error:
-        raise ValueError(f"--model {folder}: not read as a causal language model: {reason_of(error)}") from None
+        raise ValueError(
+            f"--model {folder}: not read as a causal language model: {reason_of(error)}"
+        ) from None
     size = model.config.get_text_config().vocab_size
     if len(tokenizer) > size:
         sizes = f"{size} tokens, its tokenizer has {len(tokenizer)}"
@@ -73,7 +87,10 @@ def load_model(folder: str, dtype: str, device: torch.device, tokenizer, release
         model=str(place.resolve()),
         model_type=model.config.model_type,
         moh=getattr(model.config, "moh", None),
-        weights={f.name: dict(bytes=f.stat().st_size, sha256=sha256_of(f) if cheap else None) for f in weights},
+        weights={
+            f.name: dict(bytes=f.stat().st_size, sha256=sha256_of(f) if cheap else None)
+            for f in weights
+        },
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
         versions=versions(),
@@ -87,7 +104,11 @@ def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
 
     def ask(layer: nn.Module, args: tuple, kwargs: dict):
         # It appends its statistics where as many entries are as layers before it.
-        return (args, dict(kwargs, stats=[None] * layer.layer_idx)) if isinstance(layer, RoutedAttention) else None
+        return (
+            (args, dict(kwargs, stats=[None] * layer.layer_idx))
+            if isinstance(layer, RoutedAttention)
+            else None
+        )
 
     def add(number: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         stats = kwargs["stats"][-1] if isinstance(layer, RoutedAttention) else output[1]

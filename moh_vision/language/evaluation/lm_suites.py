@@ -38,7 +38,9 @@ class Suite(NamedTuple):
     @property
     def averages(self) -> dict[str, float]:
         """Name of a model -> the average that the paper prints, which rounds halves up."""
-        return {name: round(sum(values) / len(values) + 1e-9, 1) for name, values in self.paper.items()}
+        return {
+            name: round(sum(values) / len(values) + 1e-9, 1) for name, values in self.paper.items()
+        }
 
 
 SCIQ = Row("SciQ", 0, "acc_norm,none", ("sciq",))
@@ -106,11 +108,23 @@ def suite_table(name: str, values: Sequence[float | None] | None = None) -> str:
     suite = SUITES[name]
     lines = [["task", "shots", "metric", *(["here"] if values else []), *suite.paper]]
     for i, row in enumerate(suite.rows):
-        metric = row.metric.removesuffix(",none") + (" of mc1 and mc2" if len(row.tasks) > 1 else "")
+        metric = row.metric.removesuffix(",none") + (
+            " of mc1 and mc2" if len(row.tasks) > 1 else ""
+        )
         here = [_number(values[i], 2)] if values else []
-        lines.append([row.title, str(row.shots), metric, *here, *(_number(v[i], 1) for v in suite.paper.values())])
+        lines.append(
+            [
+                row.title,
+                str(row.shots),
+                metric,
+                *here,
+                *(_number(v[i], 1) for v in suite.paper.values()),
+            ]
+        )
     here = [_number(average(values), 2)] if values else []
-    lines.append(["average", "", "", *here, *(_number(mean, 1) for mean in suite.averages.values())])
+    lines.append(
+        ["average", "", "", *here, *(_number(mean, 1) for mean in suite.averages.values())]
+    )
     return "\n".join([f"{name} ({suite.source})", *aligned(lines)])
 
 

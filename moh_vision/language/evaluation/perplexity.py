@@ -11,7 +11,10 @@ from moh_vision.attention import RoutingStats
 
 @torch.no_grad()
 def perplexity(
-    losses: Callable[[dict], Tensor], batches: Iterable[dict], device, reduce: Callable[[Tensor], Tensor]
+    losses: Callable[[dict], Tensor],
+    batches: Iterable[dict],
+    device,
+    reduce: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
     """Return dict(perplexity (inf if it overflows), loss in nats per token, tokens) of all processes' labelled tokens.
 
@@ -26,7 +29,9 @@ def perplexity(
         total += torch.stack([nll[finite].sum(), finite.sum(), (~finite).sum()])
     loss, tokens, broken = reduce(total).tolist()
     if broken:
-        raise ValueError(f"the loss of {int(broken)} of {int(tokens + broken)} tokens is not finite")
+        raise ValueError(
+            f"the loss of {int(broken)} of {int(tokens + broken)} tokens is not finite"
+        )
     if not tokens:
         raise ValueError("there are no tokens to score")
     loss /= tokens

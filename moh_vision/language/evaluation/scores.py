@@ -20,7 +20,13 @@ from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, routed_losses, summary
-from moh_vision.language.evaluation.translation import bleu, bleu_summary, gate_mode, tokenised_bleu, translate
+from moh_vision.language.evaluation.translation import (
+    bleu,
+    bleu_summary,
+    gate_mode,
+    tokenised_bleu,
+    translate,
+)
 from moh_vision.models.head_load import FILE, HeadLoad
 
 AVERAGED = "averaged.safetensors"
@@ -32,7 +38,9 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
     """Return a function (data set, title, on_routing) -> loss and perplexity of the present weights over all processes.
     on_routing: see `routed_losses`."""
 
-    def evaluate(dataset, title: str, on_routing: Callable[[list[RoutingStats]], None] | None = None) -> dict:
+    def evaluate(
+        dataset, title: str, on_routing: Callable[[list[RoutingStats]], None] | None = None
+    ) -> dict:
         # Unwrapped: what wraps the model would wait for processes with fewer batches.
         losses = routed_losses(accelerator.unwrap_model(task).model, accelerator, on_routing)
         own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
@@ -65,7 +73,9 @@ def final_weights(run: Run) -> dict:
     return dict(weights="model.safetensors")
 
 
-def average_checkpoints(run: Path, count: int, every: int = 1) -> tuple[dict[str, Tensor], list[int]]:
+def average_checkpoints(
+    run: Path, count: int, every: int = 1
+) -> tuple[dict[str, Tensor], list[int]]:
     """Average a run's newest `count` whole checkpoints (Vaswani 2017, section 6.1) in float64; return state and steps.
 
     Older ones count only at multiples of `every` steps, so a run that was stopped between two saves gives the same
@@ -104,25 +114,40 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
         if dataset is None:
             continue
         counts = texts and dataset is text.val
-        results[title] = scores = evaluate(dataset, title, (lambda stats: load.add(stats, 0)) if counts else None)
+        results[title] = scores = evaluate(
+            dataset, title, (lambda stats: load.add(stats, 0)) if counts else None
+        )
         if isinstance(text, CausalInputs):  # to compare byte-pair vocabularies
-            scores["word_perplexity"] = exp(scores["loss"] * scores["tokens"] / dataset.tokens.words)
+            scores["word_perplexity"] = exp(
+                scores["loss"] * scores["tokens"] / dataset.tokens.words
+            )
         log.say(f"{title}: {summary(scores)}")
     for number, (name, dataset) in enumerate(texts[1:], 1):
-        evaluate(dataset, f"head load, {name}", lambda stats, number=number: load.add(stats, number))
+        evaluate(
+            dataset, f"head load, {name}", lambda stats, number=number: load.add(stats, number)
+        )
     if texts:
         load.reduce(total)
         load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
         if run.accelerator.is_main_process:
             load.save(run.folder / FILE)
-    batches = text.eval_batches(text.val, run.accelerator.process_index, run.accelerator.num_processes)
+    batches = text.eval_batches(
+        text.val, run.accelerator.process_index, run.accelerator.num_processes
+    )
     gates = read_gates(run.model, batches, text.vocabularies, run.accelerator)
     if gates["layers"]:
         if run.accelerator.is_main_process:
             write_json(run.folder / "gates.json", dict(split=config.data.val, **gates))
-            write_whole(run.folder / "gates.md", gate_text(gates, f"# What the gates do with {config.data.val}"))
-        results["gate_entropy"] = {layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]}
-        results["mean_gate_entropy"] = {stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()}
+            write_whole(
+                run.folder / "gates.md",
+                gate_text(gates, f"# What the gates do with {config.data.val}"),
+            )
+        results["gate_entropy"] = {
+            layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]
+        }
+        results["mean_gate_entropy"] = {
+            stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()
+        }
         for stack, mean in results["mean_gate_entropy"].items():
             log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
     return results | (_translations(run, text) if isinstance(text, TranslationInputs) else {})
@@ -134,7 +159,9 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
     Writes OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
     """
     config, log = run.config, run.log
-    pairs, split = (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
+    pairs, split = (
+        (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
+    )
     references = text.references(split, pairs)
     lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
     scores: dict[str, dict] = {}
@@ -147,21 +174,32 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
                 log.say(f"{title}: translating {len(references)} sentences{number}")
                 how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
                 lines = translate(run.model, pairs, *how)
-            papers = tokenised_bleu(lines, references, config.generate.tokenizer, config.generate.compound_split)
+            papers = tokenised_bleu(
+                lines, references, config.generate.tokenizer, config.generate.compound_split
+            )
             draws.append(dict(bleu=bleu(lines, references), tokenised_bleu=papers))
             if run.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in lines))
-        scores[mode] = draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        scores[mode] = (
+            draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
+        )
         for name, form in scores[mode].items():
             case = ", lower-cased data" if lowercase else ""
             spread = f", mean of {count} draws, std {form['std']:.2f}" if count > 1 else ""
             log.say(f"{title}, {FORMS[name]}{case}: {bleu_summary(form)}{spread}")
-    of = dict(bleu_split=split, bleu_pairs=len(references), bleu_lowercase=lowercase, left_out=pairs.left_out)
+    of = dict(
+        bleu_split=split,
+        bleu_pairs=len(references),
+        bleu_lowercase=lowercase,
+        left_out=pairs.left_out,
+    )
     return dict(bleu=scores, **of)
 
 
 def over_draws(draws: list[dict], form: str) -> dict:
     """Merge a form of BLEU over draws: the first entry with mean, deviation and all values."""
     values = [draw[form]["bleu"] for draw in draws]
-    return dict(draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values)
+    return dict(
+        draws[0][form], bleu=statistics.mean(values), std=statistics.stdev(values), draws=values
+    )

@@ -37,13 +37,17 @@ def translate(
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")
-    groups = [order[i : i + options.batch_size].tolist() for i in range(0, len(order), options.batch_size)]
+    groups = [
+        order[i : i + options.batch_size].tolist() for i in range(0, len(order), options.batch_size)
+    ]
     own = groups[accelerator.process_index :: accelerator.num_processes]
     texts = []
     for group in progress(own, "translating"):
         torch.manual_seed(derive_seed(draw, group[0]))
         batch = pairs.collate([pairs[number] for number in group])
-        source = {name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")}
+        source = {
+            name: batch[name].to(accelerator.device) for name in ("input_ids", "attention_mask")
+        }
         with accelerator.autocast():
             ids = model.generate(
                 **source,
@@ -62,9 +66,13 @@ def check_gate_modes(model: nn.Module, modes: list[str]) -> None:
     routers = mae_routers(model.encoder) if hasattr(model, "encoder") else []
     for mode in modes:
         if mode != "soft" and not routers:
-            raise ValueError(f"generate.gate_modes {mode}: the model's encoder has no gates of MAE; use [soft]")
+            raise ValueError(
+                f"generate.gate_modes {mode}: the model's encoder has no gates of MAE; use [soft]"
+            )
         if mode == "argmax" and any(router.out is None for router in routers):
-            raise ValueError(f"generate.gate_modes {mode}: UNI-MAE has no gate that prefers an expert; take random")
+            raise ValueError(
+                f"generate.gate_modes {mode}: UNI-MAE has no gate that prefers an expert; take random"
+            )
 
 
 @contextlib.contextmanager
@@ -90,7 +98,10 @@ def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
 
 
 def tokenised_bleu(
-    hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = "13a", compound_split: bool = False
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    tokenizer: str = "13a",
+    compound_split: bool = False,
 ) -> dict:
     """Return BLEU of tokenised text without smoothing, as in multi-bleu.perl and the papers (Zhang 2022, 5.1).
 
@@ -107,7 +118,9 @@ def tokenised_bleu(
     metric = BLEU(tokenize="none", force=True, smooth_method="none")
     result = _score(metric, tokens(hypotheses), tokens(references))
     compounds = "split" if compound_split else "whole"
-    return dict(result, signature=f"{result['signature']}|tokenised:{tokenizer}|compounds:{compounds}")
+    return dict(
+        result, signature=f"{result['signature']}|tokenised:{tokenizer}|compounds:{compounds}"
+    )
 
 
 def split_compounds(line: str) -> str:

@@ -34,15 +34,25 @@ class AdaptiveVocabulary(nn.Module):
     clusters.weight [bands - 1, C].
     """
 
-    def __init__(self, vocab_size: int, dim: int, cutoffs: Sequence[int] = (), factor: int = 4, dropout: float = 0.0):
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        cutoffs: Sequence[int] = (),
+        factor: int = 4,
+        dropout: float = 0.0,
+    ):
         super().__init__()
         self.edges = [0, *cutoffs, vocab_size]
         self.dim = dim
         widths = [dim // factor**band for band in range(len(self.edges) - 1)]
         self.embeddings = nn.ModuleList(
-            nn.Embedding(end - start, width) for start, end, width in zip(self.edges, self.edges[1:], widths)
+            nn.Embedding(end - start, width)
+            for start, end, width in zip(self.edges, self.edges[1:], widths)
         )
-        self.projections = nn.ModuleList(Projection(width, dim, bias=False) for width in widths if cutoffs)
+        self.projections = nn.ModuleList(
+            Projection(width, dim, bias=False) for width in widths if cutoffs
+        )
         self.clusters = nn.Linear(dim, len(cutoffs), bias=False) if cutoffs else None
         self.dropout = nn.Dropout(dropout)
 

@@ -71,7 +71,9 @@ class TextModel(RoutedLoss, PreTrainedModel):
         stats: list[RoutingStats] = []
         return self.hidden_states(stats=stats, **inputs), stats
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    def token_losses(
+        self, hidden: Tensor, labels: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T]."""
         log_probs = self.log_probs(hidden)  # [T, V]
         nll = -log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
@@ -89,7 +91,11 @@ class TextModel(RoutedLoss, PreTrainedModel):
     @property
     def checkpointer(self):
         """Checkpoint function for `run_block`, or None to keep activations."""
-        return self._gradient_checkpointing_func if self.gradient_checkpointing and self.training else None
+        return (
+            self._gradient_checkpointing_func
+            if self.gradient_checkpointing and self.training
+            else None
+        )
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """Initialise every module: transformers skips those without weights of their own. `init` leaves loaded ones alone."""
@@ -136,24 +142,35 @@ class TextModel(RoutedLoss, PreTrainedModel):
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
         init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
         if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
-            q, kv = attention.qkv.weight.split([attention.q_dim, attention.qkv.out_features - attention.q_dim])
+            q, kv = attention.qkv.weight.split(
+                [attention.q_dim, attention.qkv.out_features - attention.q_dim]
+            )
             init.uniform_(q, -(q_bound**0.5), q_bound**0.5)
             init.uniform_(kv, -(kv_bound**0.5), kv_bound**0.5)
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path, *args, output_loading_info=False, ignore_mismatched_sizes=False, **kwargs
+        cls,
+        pretrained_model_name_or_path,
+        *args,
+        output_loading_info=False,
+        ignore_mismatched_sizes=False,
+        **kwargs,
     ):
         """Load a saved model as transformers does; refuse other shapes than the config's, in one line."""
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
         source = pretrained_model_name_or_path
-        for name, saved, wanted in () if ignore_mismatched_sizes else sorted(info["mismatched_keys"]):
+        for name, saved, wanted in (
+            () if ignore_mismatched_sizes else sorted(info["mismatched_keys"])
+        ):
             saved, wanted = list(saved), list(wanted)
             if "embedding" in name and saved[0] != wanted[0]:
                 raise ValueError(
                     f"{source}: the checkpoint has {saved[0]} words in {name}, the model is to have {wanted[0]}: "
                     "use the tokenizer it was trained with"
                 )
-            raise ValueError(f"{source}: {name} has shape {saved} in the checkpoint, {wanted} in the model")
+            raise ValueError(
+                f"{source}: {name} has shape {saved} in the checkpoint, {wanted} in the model"
+            )
         return (model, info) if output_loading_info else model

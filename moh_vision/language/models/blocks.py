@@ -7,7 +7,13 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, resolve_budget, run_block
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    RoutingStats,
+    resolve_budget,
+    run_block,
+)
 from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
 from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
@@ -56,7 +62,9 @@ def build_attention(
         kwargs["pool"] = pool
         layer_kwargs["route_by"] = route_by
     return [
-        kind(dim, budget, router, qkv_bias=bias, proj_bias=bias, router_kwargs=kwargs, **layer_kwargs)
+        kind(
+            dim, budget, router, qkv_bias=bias, proj_bias=bias, router_kwargs=kwargs, **layer_kwargs
+        )
         for budget in budgets
     ]
 
@@ -136,11 +144,15 @@ class TextLayer(nn.Module):
         x = self.around(x, self.self_norm, self.self_attn, stats, **inputs)
         if self.cross_attn is not None:
             padding = None if padding_mask is None else padding_mask[:, -x.shape[1] :]
-            inputs = dict(context=context, context_padding=context_padding, padding_mask=padding, cache=kept)
+            inputs = dict(
+                context=context, context_padding=context_padding, padding_mask=padding, cache=kept
+            )
             x = self.around(x, self.cross_norm, self.cross_attn, stats, **inputs)
         return self.around(x, self.ffn_norm, self.ffn)
 
-    def around(self, x: Tensor, norm: nn.Module, layer: nn.Module, stats: list | None = None, **inputs) -> Tensor:
+    def around(
+        self, x: Tensor, norm: nn.Module, layer: nn.Module, stats: list | None = None, **inputs
+    ) -> Tensor:
         """The residual sum of a part, normalised; the part is attention, which also returns statistics, or feed-forward."""
         y = layer(norm(x) if self.pre_norm else x, **inputs)
         if isinstance(y, tuple):
@@ -155,17 +167,43 @@ class TextLayers(nn.ModuleList):
     """A stack of `TextLayer`, with attention from the attention dict `spec` and, for cross-attention, `cross`. `pool`: see
     `build_attention`; options are those of `TextLayer`."""
 
-    def __init__(self, config: TextConfig, spec: dict, depth: int, pool: str, cross: dict | None = None, **options):
+    def __init__(
+        self,
+        config: TextConfig,
+        spec: dict,
+        depth: int,
+        pool: str,
+        cross: dict | None = None,
+        **options,
+    ):
         attention = [build_attention(spec, config, depth, pool)]
         if cross is not None:
-            attention.append(build_attention(cross, config, depth, pool="sequence", route_by="context"))
+            attention.append(
+                build_attention(cross, config, depth, pool="sequence", route_by="context")
+            )
         super().__init__(TextLayer(config, *layer, **options) for layer in zip(*attention))
 
     def forward(
-        self, x: Tensor, padding=None, context=None, context_padding=None, cache=None, stats=None, checkpoint=None
+        self,
+        x: Tensor,
+        padding=None,
+        context=None,
+        context_padding=None,
+        cache=None,
+        stats=None,
+        checkpoint=None,
     ) -> Tensor:
         """As `TextLayer`; cache: a TextCache. checkpoint: see `run_block`."""
         for index, layer in enumerate(self):
             kept = None if cache is None else cache.layers[index]
-            x = run_block(layer, x, padding, context, context_padding, kept, stats=stats, checkpoint=checkpoint)
+            x = run_block(
+                layer,
+                x,
+                padding,
+                context,
+                context_padding,
+                kept,
+                stats=stats,
+                checkpoint=checkpoint,
+            )
         return x

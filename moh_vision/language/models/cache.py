@@ -63,9 +63,13 @@ class CachedGeneration:
         """An empty cache, for forward."""
         return TextCache(getattr(self.config, self.config.depths[-1]))
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, *args, **kwargs
+    ) -> None:
         kind = generation_config.cache_implementation
         if kind not in (None, "dynamic"):
-            raise ValueError(f"cache_implementation={kind!r}: this model has its own cache, leave it out")
+            raise ValueError(
+                f"cache_implementation={kind!r}: this model has its own cache, leave it out"
+            )
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = self.new_cache()

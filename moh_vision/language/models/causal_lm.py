@@ -8,7 +8,12 @@ from transformers.utils import can_return_tuple
 from moh_vision.attention import RoutingStats
 from moh_vision.language.models.adaptive import AdaptiveVocabulary
 from moh_vision.language.models.base import TextModel
-from moh_vision.language.models.blocks import TextLayers, padding_of, token_positions, with_positions
+from moh_vision.language.models.blocks import (
+    TextLayers,
+    padding_of,
+    token_positions,
+    with_positions,
+)
 from moh_vision.language.models.cache import CACHE, CachedGeneration, TextCache
 from moh_vision.language.models.configs import CausalLMConfig
 
@@ -25,7 +30,9 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         self.vocabulary = AdaptiveVocabulary(config.vocab_size, config.hidden_size, *bands)
         self.dropout = nn.Dropout(config.dropout)
         options = dict(is_causal=True, pre_norm=True)
-        self.layers = TextLayers(config, config.attention, config.num_hidden_layers, pool="window", **options)
+        self.layers = TextLayers(
+            config, config.attention, config.num_hidden_layers, pool="window", **options
+        )
         self.post_init()
 
     @can_return_tuple
@@ -68,14 +75,20 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     ) -> Tensor:
         """The last layer's output [B, N, C], see `forward`."""
         past = 0 if cache is None else cache.get_seq_length()
-        x = with_positions(self.vocabulary(input_ids), token_positions(input_ids, attention_mask, past))
+        x = with_positions(
+            self.vocabulary(input_ids), token_positions(input_ids, attention_mask, past)
+        )
         padding = padding_of(attention_mask)
-        return self.layers(self.dropout(x), padding, cache=cache, stats=stats, checkpoint=self.checkpointer)
+        return self.layers(
+            self.dropout(x), padding, cache=cache, stats=stats, checkpoint=self.checkpointer
+        )
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return self.vocabulary.log_probs(hidden)
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    def token_losses(
+        self, hidden: Tensor, labels: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
         """See `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)

@@ -17,10 +17,20 @@ ROUTER_KEYS = {
     "moh": ("gate_scale", "two_stage"),
     "query_norm": (),
 }
-LAYER_KEYS = {"moa": ("top_k", "experts", "head_dim"), "moh": ("head_budget",), "query_norm": ("head_budget",)}
+LAYER_KEYS = {
+    "moa": ("top_k", "experts", "head_dim"),
+    "moh": ("head_budget",),
+    "query_norm": ("head_budget",),
+}
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
-MOH_FIELDS = {"router": "query_norm", "head_budget": None, "executor": "auto", "group": False, "router_kwargs": None}
+MOH_FIELDS = {
+    "router": "query_norm",
+    "head_budget": None,
+    "executor": "auto",
+    "group": False,
+    "router_kwargs": None,
+}
 CAUSAL_ROUTERS = ("query_norm", "moh")
 SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")  # of every model
 
@@ -28,7 +38,9 @@ SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"
 def check_attention(spec: dict, where: str) -> None:
     """Check an attention dict, such as dict(router="moa", top_k=8, experts=32, head_dim=128)."""
     if not isinstance(spec, dict) or spec.get("router") not in ROUTER_KEYS:
-        raise ValueError(f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}")
+        raise ValueError(
+            f"{where}: {spec!r} is not a dict with a router out of {', '.join(ROUTER_KEYS)}"
+        )
     router = spec["router"]
     allowed = ("bias", "executor", *LAYER_KEYS.get(router, ()), *ROUTER_KEYS[router])
     for key in spec:
@@ -177,7 +189,9 @@ class CausalLMConfig(TextConfig):
         super().__post_init__(**kwargs)
 
 
-def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig) -> list[list[int]]:
+def budget_pairs(
+    spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig
+) -> list[list[int]]:
     """One [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads active.
 
     With a share, each layer's shared heads are min(half of all, half of the active), rounded down, for "query_norm",
@@ -186,7 +200,9 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
     heads = config.num_attention_heads
     size = heads // config.num_key_value_heads if group else 1
     if spec is None:
-        spec = [[s * size, r * size] for s, r in all_heads([heads // size] * config.num_hidden_layers)]
+        spec = [
+            [s * size, r * size] for s, r in all_heads([heads // size] * config.num_hidden_layers)
+        ]
     budgets = resolve_budget(spec, config.num_hidden_layers, heads, config.head_dim, size)
     if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec)[2] is not None:
         return [[b.shared, b.routed] for b in budgets]
@@ -197,14 +213,18 @@ def budget_pairs(spec: BudgetSpec | None, router: str, group: bool, config: PreT
 def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
     """The field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs."""
     if not isinstance(moh, dict):
-        raise ValueError(f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model")
+        raise ValueError(
+            f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model"
+        )
     for key in moh:
         if key not in MOH_FIELDS:
             raise ValueError(f"moh: there is no {key!r}, {closest(key, MOH_FIELDS)}")
     moh = {**MOH_FIELDS, **moh}
     router, kwargs = moh["router"], moh["router_kwargs"]
     if router not in CAUSAL_ROUTERS:
-        raise ValueError(f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}")
+        raise ValueError(
+            f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}"
+        )
     if not isinstance(moh["group"], bool):
         raise ValueError(f"group={moh['group']!r} is not True or False")
     if moh["group"] and router != "query_norm":
@@ -222,7 +242,9 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
 def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
     """What the config says of each layer; of a dense model that all its heads are shared."""
     heads, width = config.num_attention_heads, config.head_dim
-    pairs = [[heads, 0]] * config.num_hidden_layers if config.moh is None else config.moh["head_budget"]
+    pairs = (
+        [[heads, 0]] * config.num_hidden_layers if config.moh is None else config.moh["head_budget"]
+    )
     return [HeadBudget(heads, width, *pair) for pair in pairs]
 
 
@@ -243,7 +265,9 @@ class RoutedConfig:
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        check_whole(self, (*SIZES, "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"))
+        check_whole(
+            self, (*SIZES, "num_hidden_layers", "num_key_value_heads", "max_position_embeddings")
+        )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_key_value_heads={self.num_key_value_heads} does not divide "

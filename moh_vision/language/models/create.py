@@ -28,7 +28,13 @@ from moh_vision.language.models.configs import (
 from moh_vision.language.models.masked_lm import MaskedLMModel
 from moh_vision.language.models.translation import TranslationModel
 
-__all__ = ["CausalLMModel", "MaskedLMModel", "TranslationModel", "create_text_model", "list_text_presets"]
+__all__ = [
+    "CausalLMModel",
+    "MaskedLMModel",
+    "TranslationModel",
+    "create_text_model",
+    "list_text_presets",
+]
 
 register(AutoModelForSeq2SeqLM, TranslationModel)
 register(AutoModelForMaskedLM, MaskedLMModel)
@@ -44,7 +50,16 @@ MAE = {
 }
 MOH = {f"moh_{percent}": {"router": "moh", "head_budget": percent / 100} for percent in (75, 50)}
 # The rows of Zhang 2022, tables 1 to 3. Other xKyEzD are understood too.
-MOA_TRANSLATION = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E64D", "8K32E128D", "8K32E256D", "4K32E256D", "16K32E256D")
+MOA_TRANSLATION = (
+    "8K8E128D",
+    "8K8E256D",
+    "8K16E256D",
+    "8K32E64D",
+    "8K32E128D",
+    "8K32E256D",
+    "4K32E256D",
+    "16K32E256D",
+)
 MOA_MASKED = ("8K8E128D", "8K8E256D", "8K16E256D", "8K32E256D", "8K64E256D")
 MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 
@@ -52,7 +67,9 @@ MOA_NAME = re.compile(r"(\d+)K(\d+)E(\d+)D")
 MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_dropout=0.1)
 BASE = dict(vocab_size=32_768, dropout=0.1)
 BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
-WT103 = dict(vocab_size=267_744, hidden_size=1024, intermediate_size=4096, adaptive_cutoffs=[20_000, 60_000])
+WT103 = dict(
+    vocab_size=267_744, hidden_size=1024, intermediate_size=4096, adaptive_cutoffs=[20_000, 60_000]
+)
 WT103.update(dropout=0.3, attention_dropout=0.1, activation_dropout=0.1)
 # Jin 2024, appendix B.1: LLaMA's architecture, untied output. The paper omits the norms' epsilon (here LLaMA 2's)
 # and the initialisation (here transformers' normal distribution of deviation 0.02).
@@ -134,10 +151,14 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
     else:
         raise ValueError(f"there is no text model {preset!r}: {closest(preset, named)}")
     if config_class is MoHLlamaConfig:
-        allowed = [name for name in (*LlamaConfig.__annotations__, *MOH_FIELDS) if not name.startswith("_")]
+        allowed = [
+            name for name in (*LlamaConfig.__annotations__, *MOH_FIELDS) if not name.startswith("_")
+        ]
     else:
         ours = [base for base in config_class.__mro__ if issubclass(base, TextConfig)]
-        allowed = [name for base in ours for name in base.__annotations__ if name != "tie_word_embeddings"]
+        allowed = [
+            name for base in ours for name in base.__annotations__ if name != "tie_word_embeddings"
+        ]
         if "head_budget" in overrides:
             attention = overrides.get("attention") or fields.get("attention") or {"router": "dense"}
             overrides["attention"] = dict(attention, head_budget=overrides.pop("head_budget"))

@@ -27,7 +27,9 @@ class MaskedLMModel(TextModel):
         self.positions = nn.Embedding(config.max_position_embeddings, dim)
         self.embedding_norm = nn.LayerNorm(dim)
         self.dropout = nn.Dropout(config.dropout)
-        self.layers = TextLayers(config, config.attention, config.num_hidden_layers, pool="sequence", activation="gelu")
+        self.layers = TextLayers(
+            config, config.attention, config.num_hidden_layers, pool="sequence", activation="gelu"
+        )
         self.head = nn.Linear(dim, dim)
         self.head_norm = nn.LayerNorm(dim)
         self.output = nn.Linear(dim, config.vocab_size)

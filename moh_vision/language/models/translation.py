@@ -12,7 +12,12 @@ from transformers.utils import can_return_tuple
 from moh_vision.attention import RoutingStats
 from moh_vision.language.models.adaptive import log_softmax
 from moh_vision.language.models.base import TextModel
-from moh_vision.language.models.blocks import TextLayers, padding_of, token_positions, with_positions
+from moh_vision.language.models.blocks import (
+    TextLayers,
+    padding_of,
+    token_positions,
+    with_positions,
+)
 from moh_vision.language.models.cache import CACHE, CachedGeneration, TextCache
 from moh_vision.language.models.configs import TranslationConfig
 
@@ -20,7 +25,9 @@ from moh_vision.language.models.configs import TranslationConfig
 class Stack(nn.Module):
     """Embedded words and layers: the decoder. `options`: of `TextLayers`."""
 
-    def __init__(self, config: TranslationConfig, words: int, attention: dict | None, depth: int, **options):
+    def __init__(
+        self, config: TranslationConfig, words: int, attention: dict | None, depth: int, **options
+    ):
         super().__init__()
         self.embedding = nn.Embedding(words, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -39,14 +46,21 @@ class Stack(nn.Module):
         """ids [B, N], mask [B, past + N], context [B, M, C], context_mask [B, M] -> [B, N, C]."""
         past = 0 if cache is None else cache.get_seq_length()
         x = self.dropout(with_positions(self.embedding(ids), token_positions(ids, mask, past)))
-        return self.layers(x, padding_of(mask), context, padding_of(context_mask), cache, stats, checkpoint)
+        return self.layers(
+            x, padding_of(mask), context, padding_of(context_mask), cache, stats, checkpoint
+        )
 
 
 class Encoder(Stack):
     main_input_name = "input_ids"  # `generate` asks, and passes more than is used
 
     def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, stats=None, checkpoint=None, **_: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        stats=None,
+        checkpoint=None,
+        **_: Any,
     ) -> BaseModelOutput:
         """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]."""
         x = super().forward(input_ids, attention_mask, stats=stats, checkpoint=checkpoint)
@@ -68,7 +82,9 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         self.encoder = Encoder(config, *source, pool="sequence")
         self.decoder = Stack(config, *target, pool="running", cross=cross, is_causal=True)
         self.output = nn.Linear(config.hidden_size, words, bias=False)
-        first = "decoder.embedding.weight" if config.target_vocab_size else "encoder.embedding.weight"
+        first = (
+            "decoder.embedding.weight" if config.target_vocab_size else "encoder.embedding.weight"
+        )
         self._tied_weights_keys = {"output.weight": first}
         if not config.target_vocab_size:
             self._tied_weights_keys["decoder.embedding.weight"] = first
@@ -79,7 +95,9 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
         """labels y1 .. yn eos [B, N], -100 or padding after -> bos y1 .. yn."""
-        return shift_tokens_right(labels, self.config.pad_token_id, self.config.decoder_start_token_id)
+        return shift_tokens_right(
+            labels, self.config.pad_token_id, self.config.decoder_start_token_id
+        )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
         """Without a cache too, every token that was generated is a real one."""

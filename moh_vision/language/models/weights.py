@@ -53,7 +53,9 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
                 setattr(each, name, number)
     if config.checkpointing:
         # Not reentrant: reentrant checkpointing loses routing statistics.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable(dict(use_reentrant=False))
     return model, arguments
 
@@ -77,7 +79,9 @@ def configs_of(model: nn.Module) -> list:
     return [c for c in (model.config, getattr(model, "generation_config", None)) if c is not None]
 
 
-def pretrained_model(source: str | Path, convert: dict | None = None, vocab_size: int | None = None) -> PreTrainedModel:
+def pretrained_model(
+    source: str | Path, convert: dict | None = None, vocab_size: int | None = None
+) -> PreTrainedModel:
     """Load a folder, or name on the hub, of a transformers LLaMA, Qwen2 or Qwen3 model or one of ours, in float32.
 
     A model of less than `vocab_size` tokens grows: transformers draws new rows of embedding and output from the normal
@@ -90,7 +94,11 @@ def pretrained_model(source: str | Path, convert: dict | None = None, vocab_size
     try:
         with quiet():
             model, loading = ours.from_pretrained(
-                source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+                source,
+                config=config,
+                dtype=torch.float32,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
@@ -102,7 +110,9 @@ def pretrained_model(source: str | Path, convert: dict | None = None, vocab_size
         )
     if convert is not None:
         if config.moh is not None:
-            raise ValueError(f"model.convert: model.pretrained {source} has routed heads already; leave it out")
+            raise ValueError(
+                f"model.convert: model.pretrained {source} has routed heads already; leave it out"
+            )
         try:
             convert_llama(model, **convert)
         except (ValueError, TypeError) as error:
@@ -133,7 +143,9 @@ def as_saved(run: Path) -> PreTrainedModel:
     """Build a run's model with new weights, to load its own into."""
     config = AutoConfig.from_pretrained(run, trust_remote_code=False)
     if type(config) not in MODELS:
-        raise ValueError(f"{run / 'config.json'}: its model_type {config.model_type!r} is none of a run")
+        raise ValueError(
+            f"{run / 'config.json'}: its model_type {config.model_type!r} is none of a run"
+        )
     return MODELS[type(config)](config)
 
 
@@ -156,7 +168,9 @@ def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[st
         )
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}
-    refuse_other_shapes(f"init_from {source}", state, model, lambda name: ".router." in name or name in tied)
+    refuse_other_shapes(
+        f"init_from {source}", state, model, lambda name: ".router." in name or name in tied
+    )
     model.load_state_dict(state, strict=False)
     return [name for name in model.state_dict() if name not in state and name not in tied]
 
@@ -168,9 +182,13 @@ def _config(source: str | Path):
         raise ValueError(
             f"model.pretrained {source} is a file: give its folder; --init-from takes weights of a run alone"
         )
-    if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):  # on the hub: NAME or OWNER/NAME
+    if not os.path.isdir(name) and (
+        name[:1] in "./~" or name.count("/") > 1
+    ):  # on the hub: NAME or OWNER/NAME
         raise ValueError(f"model.pretrained {source}: no such folder")
-    classes = {c.config_class.model_type: ours for theirs, ours in FAMILIES.items() for c in (theirs, ours)}
+    classes = {
+        c.config_class.model_type: ours for theirs, ours in FAMILIES.items() for c in (theirs, ours)
+    }
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -181,7 +199,12 @@ def _config(source: str | Path):
             f"model.pretrained {source}: its model_type is {config.model_type!r}, allowed are {', '.join(classes)}"
         )
     if not isinstance(config, ours.config_class):
-        dropped = ("model_type", "auto_map", "architectures", "transformers_version")  # auto_map: of code, not needed
+        dropped = (
+            "model_type",
+            "auto_map",
+            "architectures",
+            "transformers_version",
+        )  # auto_map: of code, not needed
         fields = {name: value for name, value in config.to_dict().items() if name not in dropped}
         config = ours.config_class(**fields)
     return config, ours

@@ -18,7 +18,9 @@ WORDS = [f"w{i}" for i in range(50)]
 
 def running_text(folder, lines, mask, skip_empty):
     vocabulary = train_vocabulary([" ".join(WORDS)], mask=mask)
-    write_store(folder / "tokens", filter(None, lines) if skip_empty else lines, vocabulary, "lines")
+    write_store(
+        folder / "tokens", filter(None, lines) if skip_empty else lines, vocabulary, "lines"
+    )
     return vocabulary, Tokens([folder / "tokens"])
 
 
@@ -36,16 +38,27 @@ def test_masking_rates():
     for position in range(blocks):
         inputs, labels = mask_tokens(ids, 7, position, size)
         at = labels != -100
-        assert not at[0] and not at[-1] and (labels[at] == ids[at]).all() and (inputs[~at] == ids[~at]).all()
+        assert (
+            not at[0]
+            and not at[-1]
+            and (labels[at] == ids[at]).all()
+            and (inputs[~at] == ids[~at]).all()
+        )
         chosen += at.sum()
         masked += (inputs[at] == MASK).sum()
         kept += (inputs[at] == ids[at]).sum()
         anything.update(inputs[at & (inputs != MASK) & (inputs != ids)].tolist())
     total = blocks * 126
     assert within(chosen, total, 0.15)
-    assert within(masked, chosen, 0.8) and within(kept, chosen, 0.1) and within(anything.total(), chosen, 0.1)
+    assert (
+        within(masked, chosen, 0.8)
+        and within(kept, chosen, 0.1)
+        and within(anything.total(), chosen, 0.1)
+    )
     assert min(anything) >= 5 and max(anything) < size and len(anything) > 0.4 * anything.total()
-    assert (mask_tokens(ids, 8, 0, size)[1] != mask_tokens(ids, 7, 0, size)[1]).any()  # of another seed
+    assert (
+        mask_tokens(ids, 8, 0, size)[1] != mask_tokens(ids, 7, 0, size)[1]
+    ).any()  # of another seed
     assert max(anything) > 0.95 * size and min(anything) < 0.05 * size
 
 
@@ -55,7 +68,9 @@ def within(count, total, prob):
 
 def test_something_is_always_predicted_and_never_a_special_token():
     for position in range(200):
-        inputs, labels = mask_tokens(np.array([BOS, 9, EOS, UNK, EOS, PAD]), 0, position, 50, prob=0.02)
+        inputs, labels = mask_tokens(
+            np.array([BOS, 9, EOS, UNK, EOS, PAD]), 0, position, 50, prob=0.02
+        )
         at = np.flatnonzero(labels != -100)
         assert len(at) >= 1 and set(at) <= {1, 3}
     assert (mask_tokens(np.array([BOS, EOS]), 0, 0, 50)[1] == -100).all()
@@ -74,17 +89,28 @@ def test_blocks_hold_the_whole_text_once(tmp_path):
     assert found == stream[: len(found)] and stream[len(found) :] in ([], [EOS])
     last = len(blocks) - 1
     batch, real = blocks.collate([blocks[0, 0], blocks[1, last]]), len(blocks[0, last][0])
-    assert real < 16 and batch["attention_mask"].tolist() == [[1] * 16, [1] * real + [0] * (16 - real)]
+    assert real < 16 and batch["attention_mask"].tolist() == [
+        [1] * 16,
+        [1] * real + [0] * (16 - real),
+    ]
     assert (batch["input_ids"][1, real:] == PAD).all() and (batch["labels"][1, real:] == -100).all()
-    assert all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values()) and len(batch) == 3
+    assert (
+        all(v.dtype == torch.int64 and v.shape == (2, 16) for v in batch.values())
+        and len(batch) == 3
+    )
 
 
 def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
-    vocabulary, tokens = running_text(tmp_path, ["w1 w2 w3 w4 w5 w6"], mask=True, skip_empty=True)  # 7 with eos
+    vocabulary, tokens = running_text(
+        tmp_path, ["w1 w2 w3 w4 w5 w6"], mask=True, skip_empty=True
+    )  # 7 with eos
     assert len(MaskedBlocks(tokens, 4, vocabulary, 0)) == 2  # 3 + 3, and the eos left out
     assert len(MaskedBlocks(tokens, 5, vocabulary, 0)) == 2  # 4 + 3
     assert len(MaskedBlocks(tokens, 128, vocabulary, 0)) == 1
-    refuse("needs a vocabulary with <mask>", lambda: MaskedBlocks(tokens, 16, train_vocabulary(["a"]), 0))
+    refuse(
+        "needs a vocabulary with <mask>",
+        lambda: MaskedBlocks(tokens, 16, train_vocabulary(["a"]), 0),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +136,9 @@ def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
     def stream(workers=0, world=1, accumulation=1, start=0, **rank):
         """Rows of each micro-batch; a step of a translation is as many whole ones as there are."""
         stop = 60 // (world * accumulation if kind == "mt" else 1)
-        place = dict(rank=0, batch_size=4, world=world, accumulation=accumulation, start=start, stop=stop)
+        place = dict(
+            rank=0, batch_size=4, world=world, accumulation=accumulation, start=start, stop=stop
+        )
         batches = load_batches(text.train, text.batches(**{**place, **rank}), workers)
         return [list(zip(*(rows.tolist() for rows in batch.values()))) for batch in batches]
 
@@ -122,15 +150,21 @@ def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
     assert [row for micro in stream(accumulation=2) for row in micro] == rows
 
     def scored(world):
-        batches = [batch for rank in range(world) for batch in text.eval_batches(text.val, rank, world)]
-        return sorted([i for i in row if i != -100] for batch in batches for row in batch["labels"].tolist())
+        batches = [
+            batch for rank in range(world) for batch in text.eval_batches(text.val, rank, world)
+        ]
+        return sorted(
+            [i for i in row if i != -100] for batch in batches for row in batch["labels"].tolist()
+        )
 
     assert scored(1) == scored(3) and len(scored(1)) == len(text.val)  # with the same masks
 
 
 @pytest.mark.parametrize("extra", [0, 1, 2, 3, 5])
 @pytest.mark.parametrize("width, stride", [(16, 4), (16, 16), (5, 2), (7, 1), (16, 15)])
-def test_windows_predict_each_token_once_with_the_context_they_promise(tmp_path, width, stride, extra):
+def test_windows_predict_each_token_once_with_the_context_they_promise(
+    tmp_path, width, stride, extra
+):
     lines = [*some_lines(8), "w1 " * extra]
     vocabulary, tokens = running_text(tmp_path, lines, mask=False, skip_empty=False)
     stream = [i for line in lines for i in [*(vocabulary.encode([line])[0]), EOS]]

@@ -45,7 +45,9 @@ def test_a_source_is_gone_through_before_it_repeats():
         source, block = mixture[position]
         seen[source].append(block)
     for source, count in enumerate(blocks):
-        whole = [seen[source][i : i + count] for i in range(0, len(seen[source]) - count + 1, count)]
+        whole = [
+            seen[source][i : i + count] for i in range(0, len(seen[source]) - count + 1, count)
+        ]
         assert whole and all(sorted(epoch) == list(range(count)) for epoch in whole)
         assert len(whole) < 2 or whole[0] != whole[1]
     assert len(seen[0]) > 10 * blocks[0]
@@ -53,7 +55,9 @@ def test_a_source_is_gone_through_before_it_repeats():
     assert [other[p][0] for p in range(50)] != [mixture[p][0] for p in range(50)]
     drawn = [block for source, block in map(other.__getitem__, range(50)) if source == 0]
     assert drawn[:13] != seen[0][:13]
-    assert again[10**12] == mixture[10**12] and again[300] == mixture[300]  # found without those before
+    assert (
+        again[10**12] == mixture[10**12] and again[300] == mixture[300]
+    )  # found without those before
 
 
 NUMBERS = train_vocabulary([" ".join(map(str, range(996)))])  # 1,000 tokens
@@ -68,7 +72,9 @@ def source(folder, name, count, first):
 def inputs(folder, sources):
     NUMBERS.save(folder / "tokenizer.json")
     write_ids(folder / "train", range(40), NUMBERS)
-    data = TextDataConfig(root=str(folder), mixture=sources, block=8, val="train", tokenizer=str(folder))
+    data = TextDataConfig(
+        root=str(folder), mixture=sources, block=8, val="train", tokenizer=str(folder)
+    )
     return CausalInputs(data, str(folder / "cache"), 3, data.tokenizer)
 
 
@@ -88,14 +94,21 @@ def test_a_run_on_sources(tmp_path, capsys):
     of = Counter(next(i for i in row if i != -100) // 100 for row in rows)
     assert of == {0: 60, 1: 36, 2: 24}
     assert (
-        capsys.readouterr().out.splitlines()[-3] == "source s0: 50.00 %, 40 tokens, 5 blocks; 12.00 times in this run"
+        capsys.readouterr().out.splitlines()[-3]
+        == "source s0: 50.00 %, 40 tokens, 5 blocks; 12.00 times in this run"
     )
     # A window is a piece of its own source, whatever stands beside it.
     for row in rows:
         real = [i for i in row if i != -100]
-        assert real == list(range(real[0], real[0] + len(real))) and real[-1] // 100 == real[0] // 100
-    later = text.batches(4, accumulation=2, rank=1, world=2, start=20, stop=30)  # resumed, as one of two processes
-    assert [item for batch in later for item in batch] == [list(batches)[n][m] for n in range(20, 30) for m in (1, 3)]
+        assert (
+            real == list(range(real[0], real[0] + len(real))) and real[-1] // 100 == real[0] // 100
+        )
+    later = text.batches(
+        4, accumulation=2, rank=1, world=2, start=20, stop=30
+    )  # resumed, as one of two processes
+    assert [item for batch in later for item in batch] == [
+        list(batches)[n][m] for n in range(20, 30) for m in (1, 3)
+    ]
     assert batches.epoch(0) == 0 and batches.epoch(29) == 11
     assert batches.epochs() == [12.0, 4.0, 8.0]
 
@@ -111,7 +124,9 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     (tmp_path / "val.txt").write_text("a b\n" * 9)
 
     def opened():
-        data = TextDataConfig(root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), val="val")
+        data = TextDataConfig(
+            root=str(tmp_path), mixture=sources, block=8, tokenizer=str(tmp_path), val="val"
+        )
         return CausalInputs(data, str(tmp_path / "cache"), 3, data.tokenizer)
 
     text = opened()
@@ -120,7 +135,10 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     before = text.record(1)["train"]
     write_ids(tmp_path / "ids" / "train", [7, 6, 5, 4] * 16, vocabulary)
     (tmp_path / "lines" / "train.txt").write_text("a c b\n" * 20)
-    assert [one == other for one, other in zip(before, opened().record(1)["train"])] == [False, False]
+    assert [one == other for one, other in zip(before, opened().record(1)["train"])] == [
+        False,
+        False,
+    ]
 
 
 test_mistakes = each_refused(
@@ -131,13 +149,27 @@ test_mistakes = each_refused(
     ([dict(root="a", weight="much")], "data.mixture 0: weight 'much'"),
     ([dict(root="a", weight=True)], "data.mixture 0: weight True"),
     ([dict(root="a", weight=float("inf"))], "data.mixture 0: weight inf"),
-    ([dict(root="a", weight=1, wait=2)], "data.mixture 0: unknown key 'wait'; allowed are root, weight and name"),
+    (
+        [dict(root="a", weight=1, wait=2)],
+        "data.mixture 0: unknown key 'wait'; allowed are root, weight and name",
+    ),
     ([dict(root="a", weight=1), dict(root="b/a/", weight=1)], "data.mixture 1: name 'a'"),
 )
 
 
 def test_a_source_that_is_not_there(tmp_path):
-    refuse("no such folder", lambda: inputs(tmp_path, [dict(root="nowhere", weight=1)]), kind=FileNotFoundError)
+    refuse(
+        "no such folder",
+        lambda: inputs(tmp_path, [dict(root="nowhere", weight=1)]),
+        kind=FileNotFoundError,
+    )
     (tmp_path / "empty").mkdir()
-    refuse("no train.txt", lambda: inputs(tmp_path, [dict(root="empty", weight=1)]), kind=FileNotFoundError)
-    refuse("4 tokens, fewer than a block of 8", lambda: inputs(tmp_path, [source(tmp_path, "short", 4, 0)]))
+    refuse(
+        "no train.txt",
+        lambda: inputs(tmp_path, [dict(root="empty", weight=1)]),
+        kind=FileNotFoundError,
+    )
+    refuse(
+        "4 tokens, fewer than a block of 8",
+        lambda: inputs(tmp_path, [source(tmp_path, "short", 4, 0)]),
+    )

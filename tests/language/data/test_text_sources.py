@@ -21,7 +21,9 @@ def write(folder, **files):
     """name with _ for . -> lines; names that end in _gz are compressed."""
     folder.mkdir(exist_ok=True)
     for name, lines in files.items():
-        data = lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        data = (
+            lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
+        )
         path = folder / name.replace("_", ".")
         path.write_bytes(gzip.compress(data) if name.endswith("_gz") else data)
     return str(folder)
@@ -35,17 +37,25 @@ def message(call):
 
 def test_pairs_stand_line_by_line_whatever_the_form(tmp_path):
     crlf = "\ufeff" + "".join(f"  {line} \r\n" for line in EN)
-    files = dict(train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN)
+    files = dict(
+        train_de_gz=DE, train_en=crlf.encode()[:-2], dev_de=DE, dev_en=EN, odd_de=DE, odd_en=EN
+    )
     root = write(tmp_path / "d", **files)
     assert list(zip(*find_pairs(root, "train", "de", "en"))) == list(zip(DE, EN))
-    assert list(zip(*find_pairs(root, "val", "en", "de"))) == list(zip(EN, DE))  # val is called dev here
+    assert list(zip(*find_pairs(root, "val", "en", "de"))) == list(
+        zip(EN, DE)
+    )  # val is called dev here
     assert find_pairs(root, "odd", "de", "en").check() == 3
 
 
 def test_what_is_inside_a_line_or_document_stays(tmp_path):
     line = "a\u2028b\x0bc\x85d  e\tf"
     documents = [json.dumps(dict(text=text)) for text in (line, "", " two\nlines ")]
-    root = write(tmp_path / "d", train_txt=[line, "", " = T = "], val_jsonl_gz=[documents[0], "", *documents[1:]])
+    root = write(
+        tmp_path / "d",
+        train_txt=[line, "", " = T = "],
+        val_jsonl_gz=[documents[0], "", *documents[1:]],
+    )
     assert list(find_lines(root, "train")) == [line, "", "= T ="]
     assert list(find_lines(root, "val")) == [line, " two\nlines "]
 
@@ -57,14 +67,21 @@ def test_unequal_lengths_name_both_counts(tmp_path, longer):
     root = write(tmp_path / "d", train_de=files["de"], train_en=files["en"])
     text = message(find_pairs(root, "train", "de", "en").check)
     counts = dict(de=3, en=3) | {longer: 5}
-    assert f"train.de has {counts['de']} lines, " in text and f"train.en has {counts['en']}; " in text
+    assert (
+        f"train.de has {counts['de']} lines, " in text and f"train.en has {counts['en']}; " in text
+    )
 
 
 def test_empty_sides_are_refused_named_and_counted(tmp_path):
-    root = write(tmp_path / "d", train_de=["a", "b", "", "", "e"], train_en=["a", " \t", "c", "", "e"])
+    root = write(
+        tmp_path / "d", train_de=["a", "b", "", "", "e"], train_en=["a", " \t", "c", "", "e"]
+    )
     pair = find_pairs(root, "train", "de", "en")
     text = message(pair.check)
-    assert f"{root}/train.en, line 2: empty (pairs with an empty side: 3 of 5)" in text and "data.allow_empty" in text
+    assert (
+        f"{root}/train.en, line 2: empty (pairs with an empty side: 3 of 5)" in text
+        and "data.allow_empty" in text
+    )
     assert pair.check(allow_empty=True) == 5
 
 
@@ -79,18 +96,23 @@ def test_empty_sides_are_refused_named_and_counted(tmp_path):
     ],
 )
 def test_bad_bytes_are_named_by_line(tmp_path, data, expected):
-    root = write(tmp_path / "d", **{expected.partition(":")[0].partition(",")[0].replace(".", "_"): data})
+    root = write(
+        tmp_path / "d", **{expected.partition(":")[0].partition(",")[0].replace(".", "_"): data}
+    )
     assert expected in message(lambda: list(find_lines(root, "train")))
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda d: d[: len(d) // 2], lambda d: b"no gzip", lambda d: d[:30] + b"\xff" * 9 + d[39:]]
+    "damage",
+    [lambda d: d[: len(d) // 2], lambda d: b"no gzip", lambda d: d[:30] + b"\xff" * 9 + d[39:]],
 )
 def test_damaged_gzip(tmp_path, damage):
     root = write(tmp_path / "d", train_txt_gz=[f"line {i * i}" for i in range(300)])
     path = tmp_path / "d" / "train.txt.gz"
     path.write_bytes(damage(path.read_bytes()))
-    assert "train.txt.gz: damaged gzip file behind line" in message(lambda: list(find_lines(root, "train")))
+    assert "train.txt.gz: damaged gzip file behind line" in message(
+        lambda: list(find_lines(root, "train"))
+    )
 
 
 def test_a_file_without_line_breaks_is_not_read_as_a_whole(tmp_path, monkeypatch):
@@ -126,7 +148,9 @@ def hub(monkeypatch):
     languages = types.SimpleNamespace(languages=("de", "en"))
     sets = {
         ("org/wmt", "de-en"): dict(train=Table(rows, dict(translation=languages))),
-        ("org/wiki", None): dict(validation=Table([{"text": t} for t in ("", " = A =\n", "b\nc")], dict(text=None))),
+        ("org/wiki", None): dict(
+            validation=Table([{"text": t} for t in ("", " = A =\n", "b\nc")], dict(text=None))
+        ),
         ("org/holes", None): dict(train=Table([{"text": "a"}, {"text": None}], dict(text=None))),
     }
 
@@ -153,8 +177,14 @@ def test_hugging_face_data_sets(hub):
         (lambda: find_lines("hfds/org/other", "train"), "data.root hfds/org/other: no org/other"),
         (lambda: find_lines("hfds/org/wiki", "train"), "no split train; it has validation"),
         (lambda: find_lines("hfds/org/wmt:de-en", "train"), "no column text; it has translation"),
-        (lambda: find_pairs("hfds/org/wmt:de-en", "train", "de", "fr"), "no language fr; it has de, en"),
-        (lambda: list(find_lines("hfds/org/holes", "train")), "hfds/org/holes, split train, row 2: no text"),
+        (
+            lambda: find_pairs("hfds/org/wmt:de-en", "train", "de", "fr"),
+            "no language fr; it has de, en",
+        ),
+        (
+            lambda: list(find_lines("hfds/org/holes", "train")),
+            "hfds/org/holes, split train, row 2: no text",
+        ),
     ],
 )
 def test_hugging_face_mistakes(hub, call, expected):
@@ -165,7 +195,9 @@ def test_without_datasets_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit), user_errors("train_text.py"):
         find_lines("hfds/some/name", "train")
-    assert "the package datasets is missing: pip install 'moh_vision[hub]'" in capsys.readouterr().err
+    assert (
+        "the package datasets is missing: pip install 'moh_vision[hub]'" in capsys.readouterr().err
+    )
 
 
 def test_multi30k():

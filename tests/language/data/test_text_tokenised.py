@@ -27,10 +27,14 @@ def llama_like(folder, bos="<s>", eos="</s>", **extra):
     """A small tokenizer.json in the manner of LLaMA's: bos before every text, words for tokens."""
     folder.mkdir(exist_ok=True)
     names = [bos, eos, "<unk>", *"abcdefgh", "zwei"]
-    tokenizer = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([bos, eos])
-    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 0)]
+    )
     tokenizer.save(str(folder / "tokenizer.json"))
     if extra:
         (folder / "tokenizer_config.json").write_text(json.dumps(extra))
@@ -68,7 +72,11 @@ def test_one_or_several_stores_give_the_same_windows(tmp_path, parts):
         ("train: not a finished store of token ids; it has no meta.json", None, b"abcd"),
         ("ids.bin: 3 bytes, but meta.json says 2 tokens of uint16", RECORD, b"abc"),
         ("ids.bin: 6 bytes", RECORD, b"abcdef"),
-        ("meta.json: not the record of a store of token ids .'int8'.", dict(RECORD, dtype="int8"), b"abcd"),
+        (
+            "meta.json: not the record of a store of token ids .'int8'.",
+            dict(RECORD, dtype="int8"),
+            b"abcd",
+        ),
         ("meta.json: not the record .*tokens is 0", dict(RECORD, tokens=0), b""),
         ("meta.json: not the record .*words is '1'", dict(RECORD, words="1"), b"abcd"),
         ("meta.json: not the record", dict(tokens=2), b"abcd"),
@@ -119,10 +127,14 @@ def test_a_foreign_tokenizer(tmp_path):
 
 @pytest.mark.parametrize("template", ["$A", "$A </s>"])
 def test_special_tokens_in_a_text_are_text(tmp_path, template):
-    tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    tokenizer = Tokenizer(
+        models.BPE({token: n for n, token in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(["</s>"])
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("</s>", 256)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=template, special_tokens=[("</s>", 256)]
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     vocabulary = load_vocabulary(tmp_path / "tokenizer.json")
     assert len(vocabulary) == 257 and vocabulary.eos == 256
@@ -131,13 +143,19 @@ def test_special_tokens_in_a_text_are_text(tmp_path, template):
 
 
 def test_which_token_ends_a_text(tmp_path):
-    named = llama_like(tmp_path / "a", "<x>", "<y>", eos_token=dict(content="<y>"), bos_token="<x>", pad_token=None)
+    named = llama_like(
+        tmp_path / "a", "<x>", "<y>", eos_token=dict(content="<y>"), bos_token="<x>", pad_token=None
+    )
     assert load_vocabulary(named / "tokenizer.json").eos == 1
-    with pytest.raises(ValueError, match="which token ends a text is not known; put a tokenizer_config.json"):
+    with pytest.raises(
+        ValueError, match="which token ends a text is not known; put a tokenizer_config.json"
+    ):
         load_vocabulary(llama_like(tmp_path / "b", "<x>", "<y>") / "tokenizer.json")
     with pytest.raises(ValueError, match="eos_token may be </s> or <eos>"):
         load_vocabulary(llama_like(tmp_path / "c", "<eos>", "</s>") / "tokenizer.json")
-    with pytest.raises(ValueError, match="no token '<z>', which its tokenizer_config.json names as eos_token"):
+    with pytest.raises(
+        ValueError, match="no token '<z>', which its tokenizer_config.json names as eos_token"
+    ):
         load_vocabulary(llama_like(tmp_path / "d", eos_token="<z>") / "tokenizer.json")
 
 
@@ -151,12 +169,21 @@ def test_tokenise(tmp_path, capsys, monkeypatch):
     (tmp_path / "a.txt").write_text("a b\n\n  c \n")
     lines = [json.dumps(dict(text="d\ne f", meta=1)), "", json.dumps(dict(text=""))]
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    argv = (tmp_path / "a.txt", tmp_path / "b.jsonl.gz", "--tokenizer", tokenizer, "--out", tmp_path / "o")
+    argv = (
+        tmp_path / "a.txt",
+        tmp_path / "b.jsonl.gz",
+        "--tokenizer",
+        tokenizer,
+        "--out",
+        tmp_path / "o",
+    )
     assert run(*argv) == 0
     assert "a.txt: 10 of 10 bytes, 00:00 left\n" in capsys.readouterr().out
     tokens = read(tmp_path / "o")
     assert np.asarray(tokens.ids[0:99]).tolist() == [0, 3, 4, 1, 0, 5, 1, 0, 6, 7, 8, 1]
-    assert tokens.words == 9 and tokens.metas[1]["texts"] == 1 and tokens.metas[1]["dtype"] == "uint16"
+    assert (
+        tokens.words == 9 and tokens.metas[1]["texts"] == 1 and tokens.metas[1]["dtype"] == "uint16"
+    )
     fingerprint = load_vocabulary(tokenizer / "tokenizer.json").fingerprint
     assert all(meta["tokenizer"] == fingerprint and meta["eos"] == 1 for meta in tokens.metas)
     # What is finished stays; what a kill has cut off, which has no meta.json yet, is made again.
@@ -183,7 +210,9 @@ def test_tokenise(tmp_path, capsys, monkeypatch):
 def test_tokenise_names_what_is_wrong(tmp_path, refused, name, data, words):
     (tmp_path / name).write_bytes(data)
     tokenizer = llama_like(tmp_path / "t")
-    assert words in refused("tokenise", tmp_path / name, "--tokenizer", tokenizer, "--out", tmp_path / "o")
+    assert words in refused(
+        "tokenise", tmp_path / name, "--tokenizer", tokenizer, "--out", tmp_path / "o"
+    )
     assert not list(tmp_path.glob("o/*"))
 
 
@@ -197,7 +226,9 @@ def test_tokenise_does_not_mix_runs(tmp_path, refused):
     assert "train-00001: not of these files" in refused("tokenise", *argv)
     assert "b.txt: no such file" in refused("tokenise", tmp_path / "b.txt", *argv[1:])
     no_tokenizer = (*argv[:2], tmp_path / "no", *argv[3:])
-    assert "no: no such file, or a folder without tokenizer.json" in refused("tokenise", *no_tokenizer)
+    assert "no: no such file, or a folder without tokenizer.json" in refused(
+        "tokenise", *no_tokenizer
+    )
 
 
 def inputs(folder, **more):
@@ -214,11 +245,21 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
     assert text.train[0, 0][0][:4].tolist() == [1, 0, 3, 4]
     refuse("made with another tokenizer.json", lambda: inputs(tmp_path / "o", tokenizer=str(other)))
     refuse(
-        "data.vocab_size 11: .*tokenizer.json has 12 tokens", inputs, tmp_path / "o", tokenizer=str(one), vocab_size=11
+        "data.vocab_size 11: .*tokenizer.json has 12 tokens",
+        inputs,
+        tmp_path / "o",
+        tokenizer=str(one),
+        vocab_size=11,
     )
-    assert inputs(tmp_path / "o", tokenizer=str(one), vocab_size=64).model_arguments() == dict(vocab_size=64)
+    assert inputs(tmp_path / "o", tokenizer=str(one), vocab_size=64).model_arguments() == dict(
+        vocab_size=64
+    )
     # Ids are looked at where they are read: before, that would read all of them.
-    write_ids(tmp_path / "o" / "train-00000", [4] * 20 + [77] + [4] * 20, load_vocabulary(one / "tokenizer.json"))
+    write_ids(
+        tmp_path / "o" / "train-00000",
+        [4] * 20 + [77] + [4] * 20,
+        load_vocabulary(one / "tokenizer.json"),
+    )
     train = inputs(tmp_path / "o", tokenizer=str(one)).train
     refuse(
         "train-00000, token 16: token id 77, but the vocabulary has 12 tokens",

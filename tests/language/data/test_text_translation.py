@@ -67,7 +67,10 @@ def test_sentences_of_equal_length_are_mixed_anew_and_batches_too():
 
 
 def test_mistakes():
-    refuse("data.max_tokens 30 is less than the 39 tokens of the longest", lambda: batches(max_tokens=30))
+    refuse(
+        "data.max_tokens 30 is less than the 39 tokens of the longest",
+        lambda: batches(max_tokens=30),
+    )
     refuse("no training samples", lambda: batches(LENGTHS[:0]))
 
 
@@ -98,7 +101,11 @@ def lines_of(pairs):
 
 def test_filters_are_those_of_the_papers(caches):
     every = ParallelTokens(*caches)
-    assert lines_of(every) == [0, 1, 3, 4, 5] and every.left_out == {"empty": 1, "too long": 0, "ratio": 0}
+    assert lines_of(every) == [0, 1, 3, 4, 5] and every.left_out == {
+        "empty": 1,
+        "too long": 0,
+        "ratio": 0,
+    }
     assert every.lengths.tolist() == [[4, 3], [2, 2], [7, 3], [3, 6], [5, 8]]  # with eos
     assert every.lengths.tolist() == [[len(source), len(target)] for source, target in every]
     short = ParallelTokens(*caches, max_length=5)
@@ -111,13 +118,21 @@ def test_filters_are_those_of_the_papers(caches):
 
 def test_shares_are_nested(caches):
     shares = [set(lines_of(ParallelTokens(*caches, share=s))) for s in (0.2, 0.4, 0.8, 1.0)]
-    assert [len(s) for s in shares] == [1, 2, 4, 5] and all(a < b for a, b in zip(shares, shares[1:]))
+    assert [len(s) for s in shares] == [1, 2, 4, 5] and all(
+        a < b for a, b in zip(shares, shares[1:])
+    )
 
 
 def test_a_batch(caches):
     pairs = ParallelTokens(*caches)
     batch = pairs.collate([pairs[0], pairs[3]])  # a b c -> x y; a a -> z z z z z
-    (a, b, c, x, y, z) = (caches[0][0][0], caches[0][0][1], caches[0][0][2], *caches[1][0][:2], caches[1][4][0])
+    (a, b, c, x, y, z) = (
+        caches[0][0][0],
+        caches[0][0][1],
+        caches[0][0][2],
+        *caches[1][0][:2],
+        caches[1][4][0],
+    )
     assert {k: v.tolist() for k, v in batch.items()} == dict(
         input_ids=[[a, b, c, EOS], [a, a, EOS, PAD]],
         attention_mask=[[1, 1, 1, 1], [1, 1, 1, 0]],

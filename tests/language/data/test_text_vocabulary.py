@@ -14,9 +14,18 @@ from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.inputs import TranslationInputs
 from moh_vision.language.data.sources import TextFile, find_lines, find_pairs
 from moh_vision.language.data.tokens import encoded
-from moh_vision.language.data.vocabulary import EOS, MASK, UNK, Vocabulary, train_vocabulary, trained_vocabulary
+from moh_vision.language.data.vocabulary import (
+    EOS,
+    MASK,
+    UNK,
+    Vocabulary,
+    train_vocabulary,
+    trained_vocabulary,
+)
 
-WIKITEXT2 = Path(os.environ.get("MOH_VISION_WIKITEXT2", ROOT.parent / "shared" / "data" / "wikitext2"))
+WIKITEXT2 = Path(
+    os.environ.get("MOH_VISION_WIKITEXT2", ROOT.parent / "shared" / "data" / "wikitext2")
+)
 GERMAN = [
     "Zwei junge weiße Männer sind im Freien in der Nähe vieler Büsche.",
     "Ein Junge übt „Fußball“ – für 3,50 € pro Stunde!",
@@ -43,7 +52,10 @@ def test_decoding_gives_the_text_back(bpe):
         [ids] = bpe.encode([text])
         assert min(ids) >= bpe.specials and max(ids) < len(bpe)
         assert bpe.decode([1, *ids, EOS, 0, 0]) == text
-    assert "\n" not in bpe.decode([i for text in "a\nb" for i in bpe.encode([text])[0]]) and bpe.decode([]) == ""
+    assert (
+        "\n" not in bpe.decode([i for text in "a\nb" for i in bpe.encode([text])[0]])
+        and bpe.decode([]) == ""
+    )
     assert len(bpe) == 5 + 256 + 150 and bpe.specials == 5
     assert [bpe.token(i) for i in range(5)] == ["<pad>", "<s>", "</s>", "<unk>", "<mask>"]
     small = train_vocabulary(["ab ab ab"], 1000)  # Ġa, Ġab: no pair comes twice in another word
@@ -64,7 +76,12 @@ def test_lowercase():
 
 def test_words_by_frequency():
     words = train_vocabulary(["b a c a </s>", "b a <unk> d"], mask=False)
-    assert [words.token(i) for i in range(4, len(words))] == ["a", "b", "c", "d"]  # ties by alphabet
+    assert [words.token(i) for i in range(4, len(words))] == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]  # ties by alphabet
     assert words.encode(["a x </s> <unk> b"]) == [[4, UNK, UNK, UNK, 5]]
     assert words.decode([1, 4, UNK, 5, 2]) == "a <unk> b"
     assert len(train_vocabulary(["b a c"], words=1)) == 5
@@ -75,7 +92,11 @@ def test_saved_and_loaded(bpe, tmp_path):
     again = Vocabulary.load(tmp_path / "run" / "tokenizer.json")
     assert (again.fingerprint, len(again), again.kind) == (bpe.fingerprint, len(bpe), "bpe")
     ids = bpe.encode(GERMAN + STRANGE)
-    assert again.encode(GERMAN + STRANGE) == ids == pickle.loads(pickle.dumps(bpe)).encode(GERMAN + STRANGE)
+    assert (
+        again.encode(GERMAN + STRANGE)
+        == ids
+        == pickle.loads(pickle.dumps(bpe)).encode(GERMAN + STRANGE)
+    )
     # transformers reads the folder, and encodes alike where no special token stands in the text.
     other = AutoTokenizer.from_pretrained(tmp_path / "run")
     assert other(GERMAN)["input_ids"] == bpe.encode(GERMAN)
@@ -103,8 +124,12 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
         "a list": b"[1]",
         "no model": b"{}",
         "unigram": changed(bpe.data, model__type="Unigram"),
-        "a costly pattern": changed(bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}}),
-        "a normalizer": changed(bpe.data, normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}),
+        "a costly pattern": changed(
+            bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "(a+)+$"}}
+        ),
+        "a normalizer": changed(
+            bpe.data, normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": "b"}
+        ),
         "a gap": changed(bpe.data, model__vocab={**vocab, "more": len(vocab) + 7}),
         "twice": changed(bpe.data, model__vocab={**vocab, "more": 9}),
         "huge": changed(bpe.data, model__vocab={**vocab, "more": 2**70}),
@@ -112,16 +137,23 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
         "truth": changed(bpe.data, model__vocab={k: bool(v) for k, v in list(vocab.items())[:2]}),
         "no bytes": changed(bpe.data, model__vocab=dict(list(vocab.items())[:100])),
         "other specials": bpe.data.replace(b'"<s>"', b'"<x>"'),
-        "a merge to no token": changed(bpe.data, model__merges=[["a", "]"]]),  # which aborts tokenizers itself
+        "a merge to no token": changed(
+            bpe.data, model__merges=[["a", "]"]]
+        ),  # which aborts tokenizers itself
         "a merge of one": changed(bpe.data, model__merges=[["a"]]),
         "no merges": changed(bpe.data, model__merges=None),
         "a number below 0": changed(bpe.data, model__vocab={**vocab, "more": -1}),
         "another model": changed(bpe.data, model__type="Strange"),
-        "a pattern": changed(bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "invert": False}),
+        "a pattern": changed(
+            bpe.data, pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}, "invert": False}
+        ),
     }
     path = tmp_path / "tokenizer.json"
     path.write_bytes(changed(bpe.data, model__vocab={**vocab, "more": 1 << 30}))
-    refuse("a token has the number 1073741824; allowed are 16777216", lambda: Vocabulary.load(path, foreign=True))
+    refuse(
+        "a token has the number 1073741824; allowed are 16777216",
+        lambda: Vocabulary.load(path, foreign=True),
+    )
     for what, data in bad.items():
         path.write_bytes(data)
         if what not in OTHERS:
@@ -129,7 +161,10 @@ def test_damaged_and_foreign_files_are_one_line(bpe, tmp_path):
         with pytest.raises(ValueError) as error:
             Vocabulary.load(path)
         text = str(error.value)
-        assert re.match(f"{path}: not a tokenizer.json( that this package wrote)? [(]", text) and "\n" not in text, what
+        assert (
+            re.match(f"{path}: not a tokenizer.json( that this package wrote)? [(]", text)
+            and "\n" not in text
+        ), what
         assert len(text) < 600
 
 
@@ -173,14 +208,18 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
     vocabulary = trained_vocabulary(pair, cache, merges=80)
     first = encoded(pair.source, vocabulary, cache)
     assert [row.tolist() for row in first] == [ids + [EOS] for ids in vocabulary.encode(GERMAN * 3)]
-    assert isinstance(first.ids, np.memmap) and first.words == sum(len(line.split()) + 1 for line in GERMAN * 3)
+    assert isinstance(first.ids, np.memmap) and first.words == sum(
+        len(line.split()) + 1 for line in GERMAN * 3
+    )
     (place,) = first.paths
     files, damages = {path: path.read_bytes() for path in place.iterdir()}, 0
     times = [path.stat().st_mtime_ns for path in files]
     assert encoded(pair.source, vocabulary, cache).paths == first.paths and len(files) == 3
     assert [path.stat().st_mtime_ns for path in files] == times
     for path, whole in files.items():
-        flipped = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (3, len(whole) - 2)]
+        flipped = [
+            whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in (3, len(whole) - 2)
+        ]
         for damaged in (whole[:-9], whole[:40], b"", whole + b"x" * 8, *flipped):
             path.unlink()
             path.write_bytes(damaged)
@@ -212,7 +251,9 @@ def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
     bpe.save(tmp_path / "bpe" / "tokenizer.json")
 
     def inputs(**options):
-        data = TextDataConfig(root=str(tmp_path / "d"), source="de", target="en", val="train", **options)
+        data = TextDataConfig(
+            root=str(tmp_path / "d"), source="de", target="en", val="train", **options
+        )
         return TranslationInputs(data, str(tmp_path / "c"), 0, str(tmp_path / "bpe"))
 
     Path(pair.target.path).write_text("\n".join([*ENGLISH * 2, "", *ENGLISH]))
@@ -221,7 +262,11 @@ def test_wrong_pairs_are_found_when_they_are_encoded(pair, tmp_path, bpe):
     for _ in range(2):  # also from the caches
         refuse("train.en, line 1: empty", inputs)
     text = inputs(allow_empty=True)
-    assert len(text.train) == 11 and len(text.train.target) == 12 and text.train.target[0].tolist() == [EOS]
+    assert (
+        len(text.train) == 11
+        and len(text.train.target) == 12
+        and text.train.target[0].tolist() == [EOS]
+    )
     refuse("line 1: empty", lambda: vocabularies(tmp_path / "d", tmp_path / "c2", merges=10))
     assert not (tmp_path / "c2").exists()
 

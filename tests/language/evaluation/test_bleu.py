@@ -4,7 +4,12 @@ from collections import Counter
 
 import pytest
 
-from moh_vision.language.evaluation.translation import bleu, bleu_summary, split_compounds, tokenised_bleu
+from moh_vision.language.evaluation.translation import (
+    bleu,
+    bleu_summary,
+    split_compounds,
+    tokenised_bleu,
+)
 
 
 def by_definition(hypotheses, references):
@@ -32,7 +37,11 @@ def corpus(seed, sentences=40, share=0.8):
     words = [f"w{i}" for i in range(12)]
     references = [" ".join(draw.choices(words, k=draw.randint(4, 15))) for _ in range(sentences)]
     hypotheses = [
-        " ".join(w if draw.random() < share else draw.choice(words) for w in line.split() if draw.random() < 0.97)
+        " ".join(
+            w if draw.random() < share else draw.choice(words)
+            for w in line.split()
+            if draw.random() < 0.97
+        )
         for line in references
     ]
     return hypotheses, references
@@ -54,7 +63,11 @@ def test_tokenised_bleu_is_the_definition(seed, swap):
 def test_no_smoothing_in_the_papers_form():
     """No four tokens in a row are right: 0 by the definition, and sacrebleu's default smooths it."""
     hypotheses, references = ["a b c x d e f"], ["a b c y d e f"]
-    assert tokenised_bleu(hypotheses, references, "given")["bleu"] == by_definition(hypotheses, references) == 0
+    assert (
+        tokenised_bleu(hypotheses, references, "given")["bleu"]
+        == by_definition(hypotheses, references)
+        == 0
+    )
     assert bleu(hypotheses, references)["bleu"] > 20
 
 
@@ -68,12 +81,18 @@ def test_13a_is_applied_to_both_sides():
     assert bleu(hypotheses, references)["bleu"] == pytest.approx(want)
     assert tokenised_bleu(hypotheses, references)["bleu"] == pytest.approx(want)
     given = tokenised_bleu(hypotheses, references, "given")["bleu"]
-    assert given == pytest.approx(by_definition(hypotheses, references)) and given != pytest.approx(want)
+    assert given == pytest.approx(by_definition(hypotheses, references)) and given != pytest.approx(
+        want
+    )
 
 
 def test_compound_split():
-    assert split_compounds("text-to-speech - ein Film-") == ("text ##AT##-##AT## to ##AT##-##AT## speech - ein Film-")
-    assert split_compounds("3-D-Film") == "3 ##AT##-##AT## D-Film"  # perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'
+    assert split_compounds("text-to-speech - ein Film-") == (
+        "text ##AT##-##AT## to ##AT##-##AT## speech - ein Film-"
+    )
+    assert (
+        split_compounds("3-D-Film") == "3 ##AT##-##AT## D-Film"
+    )  # perl -ple 's{(\S)-(\S)}{$1 ##AT##-##AT## $2}g'
     hypotheses = ["ein rich-text Format in der CD-ROM Datei"]
     references = ["das plain-text Format in der CD-ROM Datei"]
     whole = tokenised_bleu(hypotheses, references)
@@ -90,4 +109,7 @@ def test_signatures_tell_the_forms_apart():
     for part in ("tok:none", "smooth:none", "tokenised:13a", "compounds:split"):
         assert part in papers["signature"]
     assert "tokenised:given|compounds:whole" in tokenised_bleu(lines, lines, "given")["signature"]
-    assert bleu_summary(papers) == f"BLEU 100.00 (100.0/100.0/100.0/100.0, 5 of 5 tokens) {papers['signature']}"
+    assert (
+        bleu_summary(papers)
+        == f"BLEU 100.00 (100.0/100.0/100.0/100.0, 5 of 5 tokens) {papers['signature']}"
+    )

@@ -7,7 +7,13 @@ import pytest
 import torch
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats
-from moh_vision.language.evaluation.gates import GateStatistics, columns_of, gate_of, gate_table, token_table
+from moh_vision.language.evaluation.gates import (
+    GateStatistics,
+    columns_of,
+    gate_of,
+    gate_table,
+    token_table,
+)
 
 V = 30
 
@@ -58,14 +64,20 @@ def slowly(layer, k, batches):
                 entropies.append(-math.fsum(q * math.log(q) for q in p))
                 for e in sorted(range(len(p)), key=lambda e: -p[e])[:k]:
                     load[e] += 1
-                    members = [n] if not whole else [m for m in range(tokens.shape[1]) if not padding[b, m]]
+                    members = (
+                        [n]
+                        if not whole
+                        else [m for m in range(tokens.shape[1]) if not padding[b, m]]
+                    )
                     pairs.update((tokens[b, m].item(), e) for m in members)
     total = sum(pairs.values())
     token, expert = Counter(), Counter()
     for (t, e), count in pairs.items():
         token[t] += count
         expert[e] += count
-    pmi = {(t, e): math.log(count * total / (token[t] * expert[e])) for (t, e), count in pairs.items()}
+    pmi = {
+        (t, e): math.log(count * total / (token[t] * expert[e])) for (t, e), count in pairs.items()
+    }
     return math.fsum(entropies) / len(entropies), load, pmi, token
 
 
@@ -78,7 +90,9 @@ def test_against_slow_counting(kind):
     batches = [batch(seed) for seed in range(5)]
     statistics, other = (GateStatistics([gate_of(layer)], V) for _ in range(2))  # of two processes
     for number, (x, tokens, padding) in enumerate(batches):
-        (other if number % 2 else statistics).update([layer(x, padding_mask=padding)[1]], tokens, padding)
+        (other if number % 2 else statistics).update(
+            [layer(x, padding_mask=padding)[1]], tokens, padding
+        )
     sent = []
     other.reduce(lambda t: sent.append(t) or t)
     statistics.reduce(lambda t: t + sent.pop(0))
@@ -105,11 +119,16 @@ def test_against_slow_counting(kind):
 
 
 def test_columns_say_which_heads_are_shared():
-    layers = [HeadMixtureAttention(16, HeadBudget(8, 4, shared, 4 - shared), router="moh") for shared in (1, 2)]
+    layers = [
+        HeadMixtureAttention(16, HeadBudget(8, 4, shared, 4 - shared), router="moh")
+        for shared in (1, 2)
+    ]
     told = "EN is the share of choices that fell on expert N; every token chooses {}."
     shared = " The first {} heads are shared: they always run, and E1 is the next."
     assert columns_of(layers[1], layers[1:], "sentence") == told.format(2) + shared.format(2)
-    assert columns_of(layers[0], layers, "sentence") == told.format("2 to 3") + shared.format("1 to 2")
+    assert columns_of(layers[0], layers, "sentence") == told.format("2 to 3") + shared.format(
+        "1 to 2"
+    )
     assert columns_of(moa(), [moa()], "sentence") == told.format(2)
 
 
@@ -125,7 +144,9 @@ def test_uniform_and_certain_gates():
     assert statistics.entropy() == pytest.approx([math.log(8), 0])
     assert statistics.load()[1].tolist() == pytest.approx([0, 0, 2 / 3, 0, 0, 1 / 3, 0, 0])
     numbers = zip(("encoder 1", "encoder 2"), statistics.entropy(), statistics.load())
-    text = gate_table([dict(name=n, experts=8, entropy=e, load=load.tolist()) for n, e, load in numbers]).splitlines()
+    text = gate_table(
+        [dict(name=n, experts=8, entropy=e, load=load.tolist()) for n, e, load in numbers]
+    ).splitlines()
     assert len(text) == 5 and len({line.count("|") for line in text}) == 1
     assert text[3].startswith("| encoder 2 | 0.00 | 2.08 | 0.0 | 0.0 | 66.7 |")
     assert text[4].startswith("| mean | 1.04 | 2.08 |")
@@ -141,7 +162,10 @@ def test_indicative_tokens():
     assert pmi[1, 0].item() == pytest.approx(math.log((6 / 28) / (6 / 28 * 12 / 28)))
     assert pmi[1, 1] == -math.inf and pmi[7].isnan().all()
     assert statistics.top_tokens(min_count=2) == [[1, 2], [4, 2]]
-    assert statistics.top_tokens(min_count=1) == [[1, 2], [4, 3, 2]]  # 4 and 3 are equal, 4 is more frequent
+    assert statistics.top_tokens(min_count=1) == [
+        [1, 2],
+        [4, 3, 2],
+    ]  # 4 and 3 are equal, 4 is more frequent
     assert statistics.top_tokens(min_count=1, count=1) == [[1], [4]]
     table = token_table([["the", "|"], ["bell"]]).splitlines()
     assert table == ["| expert 1 | expert 2 |", "|---|---|", "| the | bell |", "| \\| |  |"]

@@ -23,7 +23,9 @@ from moh_vision.__main__ import main  # noqa: E402
 from moh_vision.language.evaluation import lm  # noqa: E402
 from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer  # noqa: E402
 
-needs_harness = pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed")
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,9 @@ def run(*arguments):
 def mistake(capsys, *arguments):
     capsys.readouterr()
     assert run(*arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lm: error: ")]
+    lines = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("lm: error: ")
+    ]
     assert len(lines) == 1
     return lines[0].removeprefix("lm: error: ")
 
@@ -69,13 +73,17 @@ def test_averages_and_tables(capsys):
     assert run("--list") == 0  # without a model
     out = capsys.readouterr().out
     assert all(name in out for name in SUITES) and "exact_match,strict-match" in out
-    assert average([50.0, 60.0, 70.0]) == 60 and average([50.0, None]) is None and average([]) is None
+    assert (
+        average([50.0, 60.0, 70.0]) == 60 and average([50.0, None]) is None and average([]) is None
+    )
     lines = suite_table("moh-llm", [10.0, 20.0, 30.0, 40.0, 50.0, 61.0]).splitlines()
     assert lines[0] == "moh-llm (MoH, table 4)" and len(lines) == 9
     assert lines[2].split()[:4] == ["SciQ", "0", "acc_norm", "10.00"]
     assert lines[7].split()[:7] == ["TruthfulQA", "0", "acc", "of", "mc1", "and", "mc2"]
     assert lines[8].split() == ["average", "35.17", *map(str, PRINTED["moh-llm"])]
-    assert suite_table("moh-llm", [10.0, None, 1.0, 1.0, 1.0, 1.0]).splitlines()[8].split()[1] == "-"
+    assert (
+        suite_table("moh-llm", [10.0, None, 1.0, 1.0, 1.0, 1.0]).splitlines()[8].split()[1] == "-"
+    )
 
 
 def test_a_plan_has_every_task_once():
@@ -89,12 +97,12 @@ def test_the_suites_tasks_and_metrics_are_in_the_harness():
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
 
-    where = (
-        "sciq piqa winogrande openbookqa logiqa truthfulqa mmlu/default ceval cmmlu gsm8k hellaswag super_glue/boolq"
-    )
+    where = "sciq piqa winogrande openbookqa logiqa truthfulqa mmlu/default ceval cmmlu gsm8k hellaswag super_glue/boolq"
     where = [*where.split(), "lambada", "nq_open", "arc"]
     root = lm_eval.tasks.__path__[0]
-    manager = TaskManager(include_path=[f"{root}/{folder}" for folder in where], include_defaults=False)
+    manager = TaskManager(
+        include_path=[f"{root}/{folder}" for folder in where], include_defaults=False
+    )
     for row in {row for suite in SUITES.values() for row in suite.rows}:
         metric, _, kind = row.metric.partition(",")
         for task in row.tasks:
@@ -129,7 +137,10 @@ def test_choices_of_a_local_task_are_scored_as_by_hand(model, tmp_path, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     hits = dict(acc=0, acc_norm=0)
     for row in QUESTIONS:
-        scores = [log_likelihood(net, tokenizer, f"Q: {row['q']}\nA:", f" {choice}") for choice in row["a"]]
+        scores = [
+            log_likelihood(net, tokenizer, f"Q: {row['q']}\nA:", f" {choice}")
+            for choice in row["a"]
+        ]
         normed = [score / len(choice) for score, choice in zip(scores, row["a"])]
         hits["acc"] += scores.index(max(scores)) == row["l"]
         hits["acc_norm"] += normed.index(max(normed)) == row["l"]
@@ -139,7 +150,11 @@ def test_choices_of_a_local_task_are_scored_as_by_hand(model, tmp_path, capsys):
     for metric, count in hits.items():
         assert found[f"{metric},none"] == pytest.approx(count / len(QUESTIONS))
     assert row["samples"] == dict(tiny_choice=7) and row["used_shots"] == dict(tiny_choice=0)
-    assert record["versions"]["lm_eval"] and record["model_type"] == "llama" and record["limit"] is None
+    assert (
+        record["versions"]["lm_eval"]
+        and record["model_type"] == "llama"
+        and record["limit"] is None
+    )
     assert len(record["weights"]["model.safetensors"]["sha256"]) == 64
 
     assert "exists" in mistake(capsys, *common, "--out", out)
@@ -151,7 +166,10 @@ def test_choices_of_a_local_task_are_scored_as_by_hand(model, tmp_path, capsys):
 
 def counted_by_hand(net, ids):
     """Of one text: tokens that ran each head, layer by layer, with all tokens last."""
-    return [[*stats.counts[0].int().tolist(), ids.shape[1]] for stats in net.forward_routed(input_ids=ids)[1]]
+    return [
+        [*stats.counts[0].int().tolist(), ids.shape[1]]
+        for stats in net.forward_routed(input_ids=ids)[1]
+    ]
 
 
 @pytest.mark.parametrize("kind", ("routed", "clm_moh_small_50"))
@@ -161,7 +179,9 @@ def test_heads_are_counted_in_every_forward(kind, request):
 
     small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
     if kind == "routed":
-        net = transformers.AutoModelForCausalLM.from_pretrained(request.getfixturevalue(kind)).eval()
+        net = transformers.AutoModelForCausalLM.from_pretrained(
+            request.getfixturevalue(kind)
+        ).eval()
     else:
         net = create_text_model(kind, vocab_size=258, **small).eval()
     load = HeadLoad(moh_vision.head_budget(net)["layers"], {"task": ["a", "b"]})
@@ -170,9 +190,13 @@ def test_heads_are_counted_in_every_forward(kind, request):
         with counted(net, load, 0):
             net(ids)
         with counted(net, load, 1):
-            made = net.generate(ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=1)
+            made = net.generate(
+                ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=1
+            )
         net(ids)  # is not counted
-        for number, want in enumerate(zip(counted_by_hand(net, ids), counted_by_hand(net, made[:, :-1]))):
+        for number, want in enumerate(
+            zip(counted_by_hand(net, ids), counted_by_hand(net, made[:, :-1]))
+        ):
             assert load.runs()[number].tolist() == [*want]
 
 
@@ -189,10 +213,15 @@ def test_head_load_of_tasks(routed, model, tmp_path, capsys):
     for group, rows in enumerate((QUESTIONS, QUESTIONS[:2])):
         texts = [f"Q: {row['q']}\nA: {choice}" for row in rows for choice in row["a"]]
         tokens = sum(len(tokenizer(text)["input_ids"]) - 1 for text in texts)
-        assert all(runs[group, -1] == tokens and runs[group, :-1].sum() == 2 * tokens for runs in load.runs())
+        assert all(
+            runs[group, -1] == tokens and runs[group, :-1].sum() == 2 * tokens
+            for runs in load.runs()
+        )
     assert "exists; give another path" in mistake(capsys, "--model", routed, *common)
     common[-1] = tmp_path / "two.json"
-    assert "--batch-size 8: expected 1" in mistake(capsys, "--model", routed, *common, "--batch-size", 8)
+    assert "--batch-size 8: expected 1" in mistake(
+        capsys, "--model", routed, *common, "--batch-size", 8
+    )
     assert "HeadMixtureAttention" in mistake(capsys, "--model", model, *common)  # a plain LLaMA
 
 
@@ -213,10 +242,15 @@ def test_a_suite_takes_its_metric_and_the_mean_of_two_tasks(model, tmp_path, cap
     record = json.loads(out.read_text())
     two, one = record["rows"]
     assert two["used_shots"] == dict(tiny_a=0, tiny_b=0) and one["used_shots"] == dict(tiny_a=1)
-    assert one["value"] == pytest.approx(100 * one["metrics"]["tiny_a"]["acc_norm,none"]) and one["shots"] == 1
+    assert (
+        one["value"] == pytest.approx(100 * one["metrics"]["tiny_a"]["acc_norm,none"])
+        and one["shots"] == 1
+    )
     pair = [two["metrics"][name]["acc,none"] for name in ("tiny_a", "tiny_b")]
     assert pair[0] != pair[1] and two["value"] == pytest.approx(50 * sum(pair))
-    assert record["suites"]["moh-tiny"]["average"] == pytest.approx((one["value"] + two["value"]) / 2)
+    assert record["suites"]["moh-tiny"]["average"] == pytest.approx(
+        (one["value"] + two["value"]) / 2
+    )
     assert "average" in capsys.readouterr().out
 
 
@@ -227,13 +261,17 @@ def test_generated_text_is_greedy_and_compared(routed, tmp_path):
     rows = []
     for i, row in enumerate(QUESTIONS):
         ids = tokenizer(row["q"], return_tensors="pt")["input_ids"]
-        made = net.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[0, ids.shape[1] :]
+        made = net.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[
+            0, ids.shape[1] :
+        ]
         text = tokenizer.decode(made, skip_special_tokens=True)
         rows.append(dict(q=row["q"], t=text if i < 5 else text + "?"))
     tasks = write_task(tmp_path / "tasks", "tiny_generate", rows, GENERATE)
     out = tmp_path / "scores.json"
     command = ["--model", routed, "--tasks", "tiny_generate", "--include-path", tasks, "--out", out]
-    assert run(*command, "--batch-size", 3) == 0  # questions of different lengths: padded on the left
+    assert (
+        run(*command, "--batch-size", 3) == 0
+    )  # questions of different lengths: padded on the left
     (row,) = json.loads(out.read_text())["rows"]
     assert row["metrics"]["tiny_generate"]["exact_match,none"] == pytest.approx(5 / 7)
 
@@ -242,7 +280,10 @@ def test_generated_text_is_greedy_and_compared(routed, tmp_path):
 def test_data_that_cannot_be_had(model, tmp_path, capsys):
     tasks = write_task(tmp_path / "tasks", "tiny_gone", [], CHOICE, data=tmp_path / "nowhere.jsonl")
     text = mistake(capsys, "--model", model, "--tasks", "tiny_gone", "--include-path", tasks)
-    assert text.startswith("task tiny_gone: its data set (json) cannot be loaded: ") and "nowhere.jsonl" in text
+    assert (
+        text.startswith("task tiny_gone: its data set (json) cannot be loaded: ")
+        and "nowhere.jsonl" in text
+    )
 
 
 @needs_harness
@@ -252,7 +293,10 @@ def test_names_and_data_sets_of_the_harness_itself(model, capsys, monkeypatch):
     import datasets
     import huggingface_hub
 
-    for place, name in ((datasets.config, "HF_HUB_OFFLINE"), (huggingface_hub.constants, "HF_HUB_OFFLINE")):
+    for place, name in (
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (huggingface_hub.constants, "HF_HUB_OFFLINE"),
+    ):
         monkeypatch.setattr(place, name, True)
     text = mistake(capsys, "--model", model, "--tasks", "helaswag")
     assert text == "--tasks: no suite or task is named helaswag; did you mean hellaswag?"
@@ -264,12 +308,32 @@ def test_names_and_data_sets_of_the_harness_itself(model, capsys, monkeypatch):
 @pytest.mark.slow
 def test_processes_share_questions(model, tmp_path):
     tasks = write_task(tmp_path / "tasks", "tiny_choice", QUESTIONS, CHOICE)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m"]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node",
+        "2",
+        "-m",
+    ]
     environment = dict(os.environ, ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
-    command = ["--model", model, "--tasks", "tiny_choice", "--include-path", tasks, "--num-fewshot", "1", "--out"]
+    command = [
+        "--model",
+        model,
+        "--tasks",
+        "tiny_choice",
+        "--include-path",
+        tasks,
+        "--num-fewshot",
+        "1",
+        "--out",
+    ]
     outs = [str(tmp_path / f"{processes}.json") for processes in (1, 2)]
     assert run(*command, outs[0]) == 0
-    subprocess.run([*launch, "moh_vision", "lm", *command, outs[1]], check=True, cwd=ROOT, env=environment)
+    subprocess.run(
+        [*launch, "moh_vision", "lm", *command, outs[1]], check=True, cwd=ROOT, env=environment
+    )
     records = [json.loads(Path(out).read_text()) for out in outs]
     assert [record["processes"] for record in records] == [1, 2]
     rows = [record["rows"][0] for record in records]
@@ -280,7 +344,9 @@ def test_processes_share_questions(model, tmp_path):
 
 
 def opened(folder, released=False):
-    return load_model(str(folder), "auto", torch.device("cpu"), load_tokenizer(str(folder)), released)
+    return load_model(
+        str(folder), "auto", torch.device("cpu"), load_tokenizer(str(folder)), released
+    )
 
 
 def test_the_released_layout_is_read_with_its_routing_or_not_at_all(model, tmp_path):
@@ -316,7 +382,10 @@ def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
 
 
 def test_models_that_do_not_fit(tmp_path):
-    silent, small = write_model(tmp_path / "silent", eos=False), write_model(tmp_path / "small", vocab=100)
+    silent, small = (
+        write_model(tmp_path / "silent", eos=False),
+        write_model(tmp_path / "small", vocab=100),
+    )
     refuse("names neither an eos_token nor a bos_token", opened, silent)
     refuse("100 tokens, its tokenizer has 258", opened, small)
     (tmp_path / "small" / "model.safetensors").write_bytes(b"nothing")

@@ -13,7 +13,9 @@ def alone(total):
 
 def batches_of(nll, labels, size):
     """The nll travels in the batch, so that `losses` only has to hand it on."""
-    return [dict(nll=nll[i : i + size], labels=labels[i : i + size]) for i in range(0, len(nll), size)]
+    return [
+        dict(nll=nll[i : i + size], labels=labels[i : i + size]) for i in range(0, len(nll), size)
+    ]
 
 
 @pytest.fixture
@@ -27,17 +29,29 @@ def random_tokens():
 
 def test_mean_over_labelled_tokens(random_tokens):
     nll, labels = random_tokens
-    kept = [x for row, names in zip(nll.tolist(), labels.tolist()) for x, name in zip(row, names) if name != -100]
+    kept = [
+        x
+        for row, names in zip(nll.tolist(), labels.tolist())
+        for x, name in zip(row, names)
+        if name != -100
+    ]
     want = math.fsum(kept) / len(kept)
     for size in (23, 4):  # the last batch is smaller, and rows have different numbers of labels
         scores = perplexity(lambda batch: batch["nll"], batches_of(nll, labels, size), "cpu", alone)
         assert scores["tokens"] == len(kept)
         assert scores["loss"] == pytest.approx(want, rel=1e-12)
         assert scores["perplexity"] == pytest.approx(math.exp(want), rel=1e-12)
-    assert summary(scores) == f"perplexity {math.exp(want):.2f}, loss {want:.4f}, {len(kept)} tokens"
+    assert (
+        summary(scores) == f"perplexity {math.exp(want):.2f}, loss {want:.4f}, {len(kept)} tokens"
+    )
     sums = []
     for part in (slice(0, 3), slice(3, 23)):  # shares of two processes, of different size
-        perplexity(lambda b: b["nll"], batches_of(nll[part], labels[part], 4), "cpu", lambda t: sums.append(t) or t)
+        perplexity(
+            lambda b: b["nll"],
+            batches_of(nll[part], labels[part], 4),
+            "cpu",
+            lambda t: sums.append(t) or t,
+        )
     both = perplexity(lambda b: b["nll"], [], "cpu", lambda t: sums[0] + sums[1])
     assert both["loss"] == pytest.approx(want, rel=1e-12) and both["tokens"] == len(kept)
 
@@ -55,9 +69,13 @@ def test_what_is_not_finite_is_named(random_tokens):
     nll, labels = random_tokens
     nll[labels == -100] = math.nan  # does not count, so it does no harm
     tokens = int((labels != -100).sum())
-    assert perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)["tokens"] == tokens
+    assert (
+        perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)["tokens"] == tokens
+    )
     where = (labels != -100).nonzero()
     nll[tuple(where[3])], nll[tuple(where[-1])] = math.nan, math.inf
     with pytest.raises(ValueError, match=f"^the loss of 2 of {tokens} tokens is not finite$"):
         perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)
-    refuse("^there are no tokens to score$", lambda: perplexity(lambda b: b["nll"], [], "cpu", alone))
+    refuse(
+        "^there are no tokens to score$", lambda: perplexity(lambda b: b["nll"], [], "cpu", alone)
+    )

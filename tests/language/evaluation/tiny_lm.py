@@ -8,14 +8,20 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import moh_vision
 
-QUESTIONS = [dict(q=f"what is {i} and {i * i}?", a=["one", "two or so", "three hundred"], l=i % 3) for i in range(7)]
+QUESTIONS = [
+    dict(q=f"what is {i} and {i * i}?", a=["one", "two or so", "three hundred"], l=i % 3)
+    for i in range(7)
+]
 
 
 def write_model(folder, eos=True, vocab=258, budget=None):
     """`budget`: converted to MoH with that share of heads."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     names = dict(bos_token="<s>", eos_token="</s>") if eos else {}
     PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
     torch.manual_seed(0)

@@ -2,7 +2,14 @@
 
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 WORDS, DEPTH, HEADS, GROUPS = 40, 2, 8, 4
 SIZES = dict(vocab_size=WORDS, hidden_size=32, intermediate_size=24, num_hidden_layers=DEPTH)
@@ -73,19 +80,26 @@ def slow(model, ids, gates):
         k, v = (linear(y, f"self_attn.{p}_proj").view(-1, G, D) for p in "kv")
         q = raw
         if at + "self_attn.q_norm.weight" in w:
-            q, k = (norm_of(t, w[f"{at}self_attn.{n}_norm.weight"], c.rms_norm_eps) for t, n in ((q, "q"), (k, "k")))
+            q, k = (
+                norm_of(t, w[f"{at}self_attn.{n}_norm.weight"], c.rms_norm_eps)
+                for t, n in ((q, "q"), (k, "k"))
+            )
         rows = []
         for n in range(len(ids)):
             weights, heads = gates(i, raw[n]), []
             for h in range(H):
                 g = h // (H // G)
                 query = turned(q[n, h], n, theta)
-                scores = torch.stack([query @ turned(k[m, g], m, theta) for m in range(n + 1)]) / D**0.5
+                scores = (
+                    torch.stack([query @ turned(k[m, g], m, theta) for m in range(n + 1)]) / D**0.5
+                )
                 heads.append(weights[h] * (scores.softmax(0) @ v[: n + 1, g]))
             rows.append(torch.cat(heads))
         x = x + linear(torch.stack(rows), "self_attn.o_proj")
         y = norm_of(x, w[at + "post_attention_layernorm.weight"], c.rms_norm_eps)
-        x = x + linear(F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj")
+        x = x + linear(
+            F.silu(linear(y, "mlp.gate_proj")) * linear(y, "mlp.up_proj"), "mlp.down_proj"
+        )
     return F.linear(norm_of(x, w["model.norm.weight"], c.rms_norm_eps), w["lm_head.weight"])
 
 
@@ -98,6 +112,8 @@ def by_norm(pairs, straight_through=False):
         p = (norms / norms.std()).softmax(0)
         hard = torch.zeros_like(p)
         hard[norms.detach().topk(routed).indices] = 1
-        return torch.cat([torch.ones(shared, dtype=p.dtype), hard + (p - p.detach() if straight_through else 0)])
+        return torch.cat(
+            [torch.ones(shared, dtype=p.dtype), hard + (p - p.detach() if straight_through else 0)]
+        )
 
     return gates

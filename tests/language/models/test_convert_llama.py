@@ -21,7 +21,9 @@ from moh_vision.models.head_order import head_lengths
 
 
 def head_contributions(model, batches):
-    return head_lengths(model.model, [layer.self_attn for layer in model.model.layers], batches, use_cache=False)
+    return head_lengths(
+        model.model, [layer.self_attn for layer in model.model.layers], batches, use_cache=False
+    )
 
 
 def pairs_of(model):
@@ -31,18 +33,30 @@ def pairs_of(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_place_without_new_parameters(family):
     model = dense(family)
-    config, parameters, modules = model.config, dict(model.named_parameters()), set(map(id, model.modules()))
+    config, parameters, modules = (
+        model.config,
+        dict(model.named_parameters()),
+        set(map(id, model.modules())),
+    )
     before = [layer.self_attn for layer in model.model.layers]
     assert moh_vision.convert(model, head_budget=0.75) is model
     assert type(model).__name__ == f"MoH{FAMILIES[family][1].__name__}"
     assert model.config.model_type == f"moh_{family}" and model.config.moh["router"] == "query_norm"
-    assert config.model_type == family and not hasattr(config, "moh")  # which another model may have too
+    assert config.model_type == family and not hasattr(
+        config, "moh"
+    )  # which another model may have too
     assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == {id(model.config)}
     after = dict(model.named_parameters())
-    assert list(after) == list(parameters) and all(after[name] is p for name, p in parameters.items())
+    assert list(after) == list(parameters) and all(
+        after[name] is p for name, p in parameters.items()
+    )
     new = [m for m in model.modules() if id(m) not in modules]
-    assert {type(m).__name__ for m in new if any(True for _ in m.parameters(recurse=False))} == set()
-    assert all(isinstance(layer.self_attn, type(old)) for layer, old in zip(model.model.layers, before))
+    assert {
+        type(m).__name__ for m in new if any(True for _ in m.parameters(recurse=False))
+    } == set()
+    assert all(
+        isinstance(layer.self_attn, type(old)) for layer, old in zip(model.model.layers, before)
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,21 +78,27 @@ def test_in_place_without_new_parameters(family):
 )
 def test_which_heads_are_shared(spec, options, pairs):
     model = moh_vision.convert(dense(), head_budget=spec, **options)
-    assert pairs_of(model) == pairs and model.config.moh["head_budget"] == [list(pair) for pair in pairs]
+    assert pairs_of(model) == pairs and model.config.moh["head_budget"] == [
+        list(pair) for pair in pairs
+    ]
 
 
 def test_a_new_moh_router_is_the_dense_model_while_all_heads_run():
     plain = dense()
     model = moh_vision.convert(copy.deepcopy(plain), router="moh")
     assert torch.equal(model(words()).logits, plain(words()).logits)
-    added = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
+    added = {name for name, _ in model.named_parameters()} - {
+        name for name, _ in plain.named_parameters()
+    }
     assert len(added) == 2 * DEPTH  # one shared head has no gate
     assert all(".self_attn.router." in name for name in added)
     moh_vision.set_head_budget(model, 0.75)
     assert not torch.equal(model(words()).logits, plain(words()).logits)
     _, _, stats = model.routed_loss(words(), input_ids=words())
     load_balance_loss(stats).backward()
-    assert all(dict(model.named_parameters())[name].grad is not None for name in added if "routed" in name)
+    assert all(
+        dict(model.named_parameters())[name].grad is not None for name in added if "routed" in name
+    )
 
 
 @pytest.mark.parametrize("options", [{}, dict(router="moh"), dict(group=True, executor="packed")])
@@ -93,12 +113,17 @@ def test_saved_and_loaded(family, options, tmp_path):
             moh_vision.set_head_budget(model, budget)
             assert not torch.equal(model(words()).logits, before)
         model.save_pretrained(tmp_path)
-        assert not list(tmp_path.glob("*.py")) and "auto_map" not in (tmp_path / "config.json").read_text()
+        assert (
+            not list(tmp_path.glob("*.py"))
+            and "auto_map" not in (tmp_path / "config.json").read_text()
+        )
         for kind in (type(model), AutoModelForCausalLM):
             loaded = kind.from_pretrained(tmp_path)
             assert type(loaded) is type(model) and loaded.config.moh == model.config.moh
             assert pairs_of(loaded) == pairs_of(model) == (budget or [(2, 4), (2, 2)])
-            assert [layer.executor for layer in attention_layers(loaded)] == [options.get("executor", "auto")] * DEPTH
+            assert [layer.executor for layer in attention_layers(loaded)] == [
+                options.get("executor", "auto")
+            ] * DEPTH
             assert torch.equal(loaded(words()).logits, model(words()).logits)
 
 
@@ -120,7 +145,9 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
     batches[1]["attention_mask"][0, 4:] = 0
     strength = head_contributions(plain, batches)
     first, second = words(2, 6, seed=3).split(1)  # padding does not count
-    torch.testing.assert_close(strength, head_contributions(plain, [words(2, 7), first[:, :4], second]))
+    torch.testing.assert_close(
+        strength, head_contributions(plain, [words(2, 7), first[:, :4], second])
+    )
     model = moh_vision.convert(copy.deepcopy(plain), head_budget=1.0, calibrate=batches)
     torch.testing.assert_close(model(words()).logits, plain(words()).logits)
     for before, after in zip(strength, head_contributions(model, batches)):
@@ -128,7 +155,10 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
         assert (groups.sum(1).diff() <= 1e-6).all() and (groups.diff(dim=1) <= 1e-6).all()
         torch.testing.assert_close(after.sort().values, before.sort().values)
         assert not torch.equal(before, after)
-    one, listed = (moh_vision.convert(dense(family), head_budget=0.5, calibrate=b) for b in (batches[1], batches[1:]))
+    one, listed = (
+        moh_vision.convert(dense(family), head_budget=0.5, calibrate=b)
+        for b in (batches[1], batches[1:])
+    )
     assert torch.equal(one(words()).logits, listed(words()).logits)
 
 
@@ -139,15 +169,21 @@ def test_the_released_layout(tmp_path):
     torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
     config = json.loads((tmp_path / "config.json").read_text())
     theta, code = config.pop("rope_parameters")["rope_theta"], "modeling_llama.LlamaForCausalLM"
-    config.update(rope_theta=theta, architectures=["LlamaForCausalLM"], transformers_version="4.33.1")
-    (tmp_path / "config.json").write_text(json.dumps(dict(config, auto_map={"AutoModelForCausalLM": code})))
+    config.update(
+        rope_theta=theta, architectures=["LlamaForCausalLM"], transformers_version="4.33.1"
+    )
+    (tmp_path / "config.json").write_text(
+        json.dumps(dict(config, auto_map={"AutoModelForCausalLM": code}))
+    )
     (tmp_path / "modeling_llama.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     model = load_moh_llama3(tmp_path)
     assert pairs_of(model) == [(4, 2)] * DEPTH and moh_vision.head_budget(model)["share"] == 0.75
     assert not (tmp_path / "ran").exists()
     ids = words(2, 6)
     with torch.no_grad():
-        want = torch.stack([slow(plain.double(), row, by_norm([(4, 2)] * DEPTH)) for row in ids]).float()
+        want = torch.stack(
+            [slow(plain.double(), row, by_norm([(4, 2)] * DEPTH)) for row in ids]
+        ).float()
         torch.testing.assert_close(model(ids).logits, want, rtol=1e-3, atol=1e-3)
         assert (plain.float()(ids).logits - want).abs().max() > 0.1
     model.save_pretrained(tmp_path / "ours")
@@ -156,7 +192,9 @@ def test_the_released_layout(tmp_path):
     assert set(load_file(tmp_path / "ours" / "model.safetensors")) == set(plain.state_dict())
     with one_line("ours: config.json has model_type 'moh_llama' .*use from_pretrained"):
         load_moh_llama3(tmp_path / "ours")
-    assert load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed").dtype == torch.bfloat16
+    assert (
+        load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed").dtype == torch.bfloat16
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,19 +202,36 @@ def test_the_released_layout(tmp_path):
     [
         ("llama", dict(router="moh", router_kwargs=dict(gate_scale="x")), "gate_scale 'x'"),
         ("llama", dict(calibrate=[]), "calibrate holds no batch"),
-        ("llama", dict(router="mae"), "router 'mae' is not for a causal model: give query_norm or moh"),
+        (
+            "llama",
+            dict(router="mae"),
+            "router 'mae' is not for a causal model: give query_norm or moh",
+        ),
         ("llama", dict(scope="sample"), "scope 'sample': .* scope is 'token'"),
         ("llama", dict(head_budget=[(4, 2)]), "lists 1 layers, the model has 2"),
-        ("llama", dict(head_budget=[(4, 2), (7, 2)]), r"layer 1: shared=7 \+ routed=2 = 9 of only 8 heads"),
+        (
+            "llama",
+            dict(head_budget=[(4, 2), (7, 2)]),
+            r"layer 1: shared=7 \+ routed=2 = 9 of only 8 heads",
+        ),
         ("llama", dict(head_budget=[(4, 2), (3, 2)], group=True), "layer 1: .*group"),
         ("llama", dict(group=True, router="moh"), "needs 'query_norm', not 'moh'"),
         ("qwen2", dict(executor="fast"), "executor 'fast' is not one of"),
-        ("qwen3", dict(router_kwargs=dict(group=2)), "router 'query_norm' has no 'group', it takes nothing"),
+        (
+            "qwen3",
+            dict(router_kwargs=dict(group=2)),
+            "router 'query_norm' has no 'group', it takes nothing",
+        ),
     ],
 )
 def test_refused_options_leave_the_model_as_it_was(family, options, message):
     model = dense(family)
-    kind, config, want, modules = type(model), model.config, model(words()).logits, list(model.modules())
+    kind, config, want, modules = (
+        type(model),
+        model.config,
+        model(words()).logits,
+        list(model.modules()),
+    )
     refuse(message, lambda: moh_vision.convert(model, **options))
     assert type(model) is kind and model.config is config and not hasattr(config, "moh")
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
@@ -207,16 +262,26 @@ def test_offloaded_weights():
     for each in (model, plain):
         cpu_offload(each, torch.device("cpu"))
     assert torch.equal(model(words()).logits, want)
-    refuse("convert before offloading", lambda: moh_vision.convert(plain, head_budget=HALF, calibrate=[words()]))
+    refuse(
+        "convert before offloading",
+        lambda: moh_vision.convert(plain, head_budget=HALF, calibrate=[words()]),
+    )
 
 
 @torch.no_grad()
 def test_what_is_left_to_transformers():
     """Pages of continuous batching, which come as `cache`; but one token beside a cache reads its groups once, by ours."""
-    attn = moh_vision.convert(dense(), head_budget=HALF, executor="reference").model.layers[0].self_attn
+    attn = (
+        moh_vision.convert(dense(), head_budget=HALF, executor="reference")
+        .model.layers[0]
+        .self_attn
+    )
 
     def executor(tokens, past=None, **kwargs):
-        x, rotary = torch.randn(1, tokens, 32), (torch.ones(1, tokens, 4), torch.zeros(1, tokens, 4))
+        x, rotary = (
+            torch.randn(1, tokens, 32),
+            (torch.ones(1, tokens, 4), torch.zeros(1, tokens, 4)),
+        )
         routing, q = attn.route(x)
         return attn.executor_of(Call(x, routing, q=q, rotary=rotary), None, past, **kwargs)
 
@@ -241,7 +306,9 @@ def test_gradients_under_left_padding_with_eager_attention(executor):
     inputs, grads = left_padded(), {}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     for each in ("masked", executor):
-        model = moh_vision.convert(dense(attention="eager"), head_budget=HALF, router="moh", executor=each).train()
+        model = moh_vision.convert(
+            dense(attention="eager"), head_budget=HALF, router="moh", executor=each
+        ).train()
         model(**inputs, labels=labels).loss.backward()
         grads[each] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert grads["masked"].keys() == grads[executor].keys()
@@ -253,7 +320,10 @@ def test_hooks_of_the_dense_layers_stay():
     model, seen = dense(), []
     attn = model.model.layers[0].self_attn
     hooks = (attn.register_forward_pre_hook, attn.register_forward_hook)
-    handles = [hook(lambda module, args, kwargs, *out: seen.append(sorted(kwargs)), with_kwargs=True) for hook in hooks]
+    handles = [
+        hook(lambda module, args, kwargs, *out: seen.append(sorted(kwargs)), with_kwargs=True)
+        for hook in hooks
+    ]
     moh_vision.convert(model, head_budget=HALF)
     model(words())
     assert len(seen) == 2 and all("hidden_states" in kwargs for kwargs in seen)
@@ -266,6 +336,9 @@ def test_hooks_of_the_dense_layers_stay():
 def test_routing_given_to_from_pretrained_is_checked(tmp_path):
     dense().save_pretrained(tmp_path)
     model = MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(head_budget=HALF))
-    assert model.config.moh["head_budget"] == [[2, 2]] * 2 and model.config.moh["router"] == "query_norm"
+    assert (
+        model.config.moh["head_budget"] == [[2, 2]] * 2
+        and model.config.moh["router"] == "query_norm"
+    )
     with pytest.raises(ValueError, match="router 'mae' is not for a causal model"):
         MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(router="mae"))

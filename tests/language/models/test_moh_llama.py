@@ -22,7 +22,9 @@ ATTENTION = ("sdpa", "eager")
 
 
 def routed(family="llama", pairs=PAIRS, executor="auto", dtype=torch.float64, **options):
-    model = moh_vision.convert(dense(family, dtype, **options), head_budget=pairs, executor=executor)
+    model = moh_vision.convert(
+        dense(family, dtype, **options), head_budget=pairs, executor=executor
+    )
     return model.eval()
 
 
@@ -58,7 +60,9 @@ def test_all_heads_are_the_dense_model_bit_for_bit(family, attention):
     for inputs in (dict(input_ids=words()), left_padded()):
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
         for options in ({}, dict(cache_implementation="static")):
-            for got, want in zip(generated(model, inputs, **options), generated(plain, inputs, **options)):
+            for got, want in zip(
+                generated(model, inputs, **options), generated(plain, inputs, **options)
+            ):
                 assert torch.equal(got, want)
     labels = words()
     for each in (model, plain):
@@ -75,8 +79,12 @@ def test_equal_to_a_slow_rewrite(family, executor):
         model = routed(family, executor=executor, attention=attention)
         with torch.no_grad():
             want = torch.stack([slow(model, row, by_norm(PAIRS)) for row in ids])
-            torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=3e-5)  # rotation is in float32
-            everything = torch.stack([slow(model, row, lambda i, q: torch.ones(HEADS)) for row in ids])
+            torch.testing.assert_close(
+                model(ids).logits, want, rtol=1e-4, atol=3e-5
+            )  # rotation is in float32
+            everything = torch.stack(
+                [slow(model, row, lambda i, q: torch.ones(HEADS)) for row in ids]
+            )
             assert (want - everything).abs().max() > 0.1  # so heads were left out
 
 
@@ -92,14 +100,18 @@ def test_token_by_token_is_the_whole(attention, executor, kind):
     with torch.no_grad():
         want = model(ids, attention_mask=mask, position_ids=positions).logits
         cache = StaticCache(config=model.config, max_cache_len=16) if kind == "static" else None
-        got = in_pieces(model, ids, (4, 6, 7, 8, 9), cache, attention_mask=mask, position_ids=positions)
+        got = in_pieces(
+            model, ids, (4, 6, 7, 8, 9), cache, attention_mask=mask, position_ids=positions
+        )
     torch.testing.assert_close(got[mask.bool()], want[mask.bool()], rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_with_left_padding_and_beams(family):
     model, inputs = routed(family), left_padded()
-    alone = dict(input_ids=inputs["input_ids"][-1:, 3:], attention_mask=inputs["attention_mask"][-1:, 3:])
+    alone = dict(
+        input_ids=inputs["input_ids"][-1:, 3:], attention_mask=inputs["attention_mask"][-1:, 3:]
+    )
     for _ in by_executors(model, "masked", "packed"):
         for options in ({}, dict(cache_implementation="static"), dict(num_beams=3)):
             together, logits = generated(model, inputs, **options)
@@ -112,9 +124,14 @@ def test_generation_with_left_padding_and_beams(family):
 def test_group_routing_runs_whole_key_value_groups():
     model = moh_vision.convert(dense(dtype=torch.float64), head_budget=0.5, group=True)
     size = HEADS // GROUPS
-    assert all(b["shared"] % size == 0 == b["routed"] % size for b in moh_vision.head_budget(model)["layers"])
+    assert all(
+        b["shared"] % size == 0 == b["routed"] % size
+        for b in moh_vision.head_budget(model)["layers"]
+    )
     assert moh_vision.head_budget(model)["share"] == 0.5
-    pairs = [[b["shared"] // size, b["routed"] // size] for b in moh_vision.head_budget(model)["layers"]]
+    pairs = [
+        [b["shared"] // size, b["routed"] // size] for b in moh_vision.head_budget(model)["layers"]
+    ]
 
     def gates(layer, queries):  # [H, D]: a group is one head of twice the width
         return by_norm(pairs)(layer, queries.view(GROUPS, -1)).repeat_interleave(size)
@@ -131,11 +148,18 @@ def test_group_routing_runs_whole_key_value_groups():
 def test_gradients_go_straight_through(family):
     model, ids = routed(family, executor="packed").train(), words(1, 5)
     weight = torch.randn(5, SIZES["vocab_size"], dtype=torch.float64)
-    logits = [model(ids).logits[0], *(slow(model, ids[0], by_norm(PAIRS, through)) for through in (True, False))]
-    got, want, other = (torch.autograd.grad((each * weight).sum(), list(model.parameters())) for each in logits)
+    logits = [
+        model(ids).logits[0],
+        *(slow(model, ids[0], by_norm(PAIRS, through)) for through in (True, False)),
+    ]
+    got, want, other = (
+        torch.autograd.grad((each * weight).sum(), list(model.parameters())) for each in logits
+    )
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    index = [name for name, _ in model.named_parameters()].index("model.layers.0.self_attn.q_proj.weight")
+    index = [name for name, _ in model.named_parameters()].index(
+        "model.layers.0.self_attn.q_proj.weight"
+    )
     assert (other[index] - got[index]).norm() > 0.01 * got[index].norm()
 
 
@@ -155,7 +179,9 @@ def test_losses_per_token_and_statistics_without_padding():
         assert isinstance(entry, RoutingStats) and torch.equal(entry.probs, other.probs)
         assert entry.probs.shape == (2, 9, HEADS - shared)
         assert entry.counts.sum(1).tolist() == [9 * (shared + chosen), 6 * (shared + chosen)]
-        assert (entry.probs[1, :3] == 0).all() and (entry.probs[1, 3:].sum(-1) - 1).abs().max() < 1e-6
+        assert (entry.probs[1, :3] == 0).all() and (
+            entry.probs[1, 3:].sum(-1) - 1
+        ).abs().max() < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
@@ -166,7 +192,9 @@ def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_to
     def gradients(model):
         loss, _, stats = model.routed_loss(labels, input_ids=ids)
         assert len(stats) == 2
-        return torch.autograd.grad(loss.mean() + 0.1 * load_balance_loss(stats), list(model.parameters()))
+        return torch.autograd.grad(
+            loss.mean() + 0.1 * load_balance_loss(stats), list(model.parameters())
+        )
 
     model = create_text_model("clm_moh_small_50", **{**SIZES, "eos_token_id": 2}).train()
     for p in model.parameters():
@@ -187,7 +215,9 @@ def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_to
     model.eval().routed_loss(labels, input_ids=ids)
 
 
-@pytest.mark.parametrize("preset", [p for p in list_text_presets() if p.startswith("clm_") and "wt103" not in p])
+@pytest.mark.parametrize(
+    "preset", [p for p in list_text_presets() if p.startswith("clm_") and "wt103" not in p]
+)
 def test_budgets_of_table_a(preset):
     """tests/models/test_counts.py counts its parameters."""
     model = empty(preset)
@@ -195,7 +225,8 @@ def test_budgets_of_table_a(preset):
     share = {"75": 0.75, "50": 0.5}.get(preset[-2:], 1.0)
     layers = moh_vision.head_budget(model)["layers"]
     assert {(b["active"], b["shared"]) for b in layers} == {
-        (round(share * b["heads"]), round(0.45 * share * b["heads"]) if share < 1 else b["heads"]) for b in layers
+        (round(share * b["heads"]), round(0.45 * share * b["heads"]) if share < 1 else b["heads"])
+        for b in layers
     }
     assert all(b["shared"] > 0.4 * b["active"] for b in layers)  # the advice of section 4.5
     assert model.config.moh is None if share == 1 else model.config.moh["router"] == "moh"
@@ -220,5 +251,7 @@ def test_overrides_are_fields():
     assert [layer.executor for layer in attention_layers(model)] == ["masked"] * 2
     assert model.lm_head.weight.shape == (40, 32)
     for router in ("query_norm", "moh"):  # a budget may say how many heads are shared
-        layers = moh_vision.head_budget(empty("clm_small", router=router, head_budget="uniform:0.75:0.2"))["layers"]
+        layers = moh_vision.head_budget(
+            empty("clm_small", router=router, head_budget="uniform:0.75:0.2")
+        )["layers"]
         assert {(b["shared"], b["active"]) for b in layers} == {(2, 9)}

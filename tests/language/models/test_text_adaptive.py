@@ -31,15 +31,22 @@ def test_nll_equals_the_full_softmax_in_value_and_gradient(vocabulary):
     full = -vocabulary.log_probs(hidden).gather(1, words[:, None])[:, 0]
     short = vocabulary.nll(hidden, words)
     torch.testing.assert_close(short, full)
-    wanted = [hidden, *(p for name, p in vocabulary.named_parameters() if name != "projections.0.weight")]
+    wanted = [
+        hidden,
+        *(p for name, p in vocabulary.named_parameters() if name != "projections.0.weight"),
+    ]
     weight = torch.randn(60, dtype=torch.float64)
-    for a, b in zip(torch.autograd.grad(full @ weight, wanted), torch.autograd.grad(short @ weight, wanted)):
+    for a, b in zip(
+        torch.autograd.grad(full @ weight, wanted), torch.autograd.grad(short @ weight, wanted)
+    ):
         torch.testing.assert_close(a, b)
 
 
 def test_nll_never_computes_words_of_bands_that_do_not_occur(vocabulary, monkeypatch):
     rows, rare = [], vocabulary._rare
-    monkeypatch.setattr(vocabulary, "_rare", lambda h, band: (rows.append((band, len(h))), rare(h, band))[1])
+    monkeypatch.setattr(
+        vocabulary, "_rare", lambda h, band: (rows.append((band, len(h))), rare(h, band))[1]
+    )
     vocabulary.nll(torch.randn(5, DIM, dtype=torch.float64), torch.tensor([0, 9, 3, 10, 1]))
     assert rows == [(1, 2), (2, 0)]
 
@@ -47,7 +54,9 @@ def test_nll_never_computes_words_of_bands_that_do_not_occur(vocabulary, monkeyp
 def test_torchs_adaptive_softmax_with_the_same_weights_agrees(vocabulary):
     oracle = nn.AdaptiveLogSoftmaxWithLoss(DIM, VOCAB, CUTOFFS, div_value=4).double()
     with torch.no_grad():
-        oracle.head.weight.copy_(torch.cat([vocabulary.embeddings[0].weight, vocabulary.clusters.weight]))
+        oracle.head.weight.copy_(
+            torch.cat([vocabulary.embeddings[0].weight, vocabulary.clusters.weight])
+        )
         for band in (1, 2):
             oracle.tail[band - 1][0].weight.copy_(vocabulary.projections[band].weight.T)
             oracle.tail[band - 1][1].weight.copy_(vocabulary.embeddings[band].weight)
@@ -73,7 +82,9 @@ def test_without_cutoffs_it_is_a_tied_embedding():
     assert torch.equal(vocabulary(ids), table[ids])
     torch.testing.assert_close(vocabulary.log_probs(hidden), (hidden @ table.T).log_softmax(-1))
     words = torch.tensor([0, 5, 29, 7])
-    torch.testing.assert_close(vocabulary.nll(hidden, words), -(hidden @ table.T).log_softmax(-1)[range(4), words])
+    torch.testing.assert_close(
+        vocabulary.nll(hidden, words), -(hidden @ table.T).log_softmax(-1)[range(4), words]
+    )
 
 
 def test_autocast_keeps_the_loss_in_float32():

@@ -7,7 +7,9 @@ from text_tiny import ATTENTIONS, VOCAB, tiny, words
 from moh_vision.language.models.cache import DecoderLayerCache
 
 ROUTED = sorted(ATTENTIONS)
-SEARCHED = [name for name in ROUTED if name not in ("uni_mae", "moa_bias")]  # in evaluation as dense, nearly as moa
+SEARCHED = [
+    name for name in ROUTED if name not in ("uni_mae", "moa_bias")
+]  # in evaluation as dense, nearly as moa
 EOS = 2
 
 
@@ -24,7 +26,9 @@ def beam_search(model, source, prefix, steps, beams, length_penalty):
     running, finished = [(0.0, list(prefix))], []
     for step in range(1, steps + 1):
         candidates = []
-        following = next_log_probs(model, source, [hypothesis for _, hypothesis in running]).tolist()
+        following = next_log_probs(
+            model, source, [hypothesis for _, hypothesis in running]
+        ).tolist()
         for (score, hypothesis), log_probs in zip(running, following):
             for word, log_p in enumerate(log_probs):
                 candidates.append((score + log_p, [*hypothesis, word]))
@@ -78,14 +82,19 @@ def likes_to_end(model, bonus=2.0):
 def test_greedy_and_beam_search(preset, attention, monkeypatch):
     model = likes_to_end(tiny(preset, attention))
     inputs, alone = sentences(model)
-    out, slow = (model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=kept) for kept in (True, False))
+    out, slow = (
+        model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=kept)
+        for kept in (True, False)
+    )
     assert torch.equal(out, slow)
     for row, (source, prefix) in zip(out, alone):
         assert trimmed(row) == beam_search(model, source, prefix, 8, 1, 0.0)[1]
     moves, reorder = [], DecoderLayerCache.reorder_cache
     spy = lambda self, rows: (moves.append(rows), reorder(self, rows))[1]  # noqa: E731
     monkeypatch.setattr(DecoderLayerCache, "reorder_cache", spy)
-    settings = dict(max_new_tokens=6, num_beams=3, early_stopping=True, length_penalty=0.6, do_sample=False)
+    settings = dict(
+        max_new_tokens=6, num_beams=3, early_stopping=True, length_penalty=0.6, do_sample=False
+    )
     out = model.generate(**inputs, **settings, return_dict_in_generate=True, output_scores=True)
     assert any(not torch.equal(rows, torch.arange(9)) for rows in moves)  # beams did change places
     assert torch.equal(out.sequences, model.generate(**inputs, **settings, use_cache=False))
@@ -114,7 +123,11 @@ def test_words_one_by_one_equal_the_whole(attention):
     assert cache.get_seq_length() == 9
     model = tiny("mt_transformer_base", attention)
     source, mask = words(2, 6, seed=3), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
-    inputs = dict(encoder_outputs=model.encoder(source, mask), attention_mask=mask, past_key_values=model.new_cache())
+    inputs = dict(
+        encoder_outputs=model.encoder(source, mask),
+        attention_mask=mask,
+        past_key_values=model.new_cache(),
+    )
     parts = [model(**inputs, decoder_input_ids=ids[:, n : n + 1]).logits for n in range(9)]
     whole = model(input_ids=source, attention_mask=mask, decoder_input_ids=ids).logits
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=0, atol=1e-10)
@@ -122,7 +135,9 @@ def test_words_one_by_one_equal_the_whole(attention):
 
 def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
-    for layer in model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True).past_key_values.layers:
+    for layer in model(
+        input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True
+    ).past_key_values.layers:
         own, kept = layer.self_attention, layer.cross_attention
         assert [t[:, :, :5].shape for t in (own.keys, own.values)] == [(2, 1, 5, 6)] * 2
         assert kept.keys.shape == kept.values.shape == (2, 1, 7, 6)
@@ -135,9 +150,13 @@ def test_sampling_and_several_answers():
     torch.manual_seed(3)
     out = model.generate(**inputs, **settings, num_return_sequences=4)
     torch.manual_seed(3)
-    assert torch.equal(out, model.generate(**inputs, **settings, num_return_sequences=4, use_cache=False))
+    assert torch.equal(
+        out, model.generate(**inputs, **settings, num_return_sequences=4, use_cache=False)
+    )
     assert out.shape[0] == 12 and len({tuple(row) for row in out.tolist()}) > 6
-    beams = model.generate(**inputs, max_new_tokens=6, num_beams=4, num_return_sequences=2, do_sample=False)
+    beams = model.generate(
+        **inputs, max_new_tokens=6, num_beams=4, num_return_sequences=2, do_sample=False
+    )
     assert beams.shape[0] == 6 and (beams < VOCAB).all()
 
 
@@ -151,7 +170,9 @@ def test_a_cache_does_what_transformers_asks():
     cache.crop(-2)
     assert cache.get_seq_length() == 4
     cache.batch_select_indices(torch.tensor([0, 3]))
-    torch.testing.assert_close(model(ids[:, 4:], past_key_values=cache).logits, whole[:, 4:], rtol=0, atol=1e-10)
+    torch.testing.assert_close(
+        model(ids[:, 4:], past_key_values=cache).logits, whole[:, 4:], rtol=0, atol=1e-10
+    )
     cache.reset()
     assert cache.get_seq_length() == 0 and len(cache) == 2
     torch.testing.assert_close(model(ids, past_key_values=cache).logits, whole, rtol=0, atol=1e-10)
@@ -162,10 +183,14 @@ def test_rows_of_a_cache_of_translations_change_places_with_their_sources(attent
     model = tiny("mt_transformer_base", attention)
     source, mask = words(3, 6), torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 2 + [0] * 4])
     target, rows = words(3, 5, seed=2), torch.tensor([2, 0])
-    first = model(input_ids=source, attention_mask=mask, decoder_input_ids=target[:, :3], use_cache=True)
+    first = model(
+        input_ids=source, attention_mask=mask, decoder_input_ids=target[:, :3], use_cache=True
+    )
     first.past_key_values.batch_select_indices(rows)
     encoded = (first.encoder_last_hidden_state[rows],)
-    inputs = dict(encoder_outputs=encoded, attention_mask=mask[rows], past_key_values=first.past_key_values)
+    inputs = dict(
+        encoder_outputs=encoded, attention_mask=mask[rows], past_key_values=first.past_key_values
+    )
     rest = model(**inputs, decoder_input_ids=target[rows, 3:])
     whole = model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
     torch.testing.assert_close(rest.logits, whole[rows, 3:], rtol=0, atol=1e-10)
@@ -176,7 +201,11 @@ def test_going_on_from_a_cache():
     start = words(2, 3)
     whole = model.generate(start, max_new_tokens=8, do_sample=False)
     first = model.generate(start, max_new_tokens=4, do_sample=False, return_dict_in_generate=True)
-    on = model.generate(first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False)
+    on = model.generate(
+        first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False
+    )
     assert torch.equal(on, whole)
-    with pytest.raises(ValueError, match="cache_implementation='static': this model has its own cache"):
+    with pytest.raises(
+        ValueError, match="cache_implementation='static': this model has its own cache"
+    ):
         model.generate(start, max_new_tokens=2, cache_implementation="static")

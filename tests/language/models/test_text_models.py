@@ -108,7 +108,11 @@ def test_expert_biases_are_weighed_like_their_experts():
             for e in best:
                 at = slice(6 * e, 6 * e + 6)
                 o = (q[b, n, at] @ k[b].T / math.sqrt(6)).softmax(-1) @ v[b]
-                expected[b, n] += p[b, n, e] / p[b, n, best].sum() * (layer.proj.weight[:, at] @ o + layer.head_bias[e])
+                expected[b, n] += (
+                    p[b, n, e]
+                    / p[b, n, best].sum()
+                    * (layer.proj.weight[:, at] @ o + layer.head_bias[e])
+                )
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
 
 
@@ -141,7 +145,9 @@ def test_decoders_see_no_later_token(attention, train):
     for preset, inputs in (("clm_wt103_base", {}), ("mt_transformer_base", {"input_ids": source})):
         logits = []
         for target in (early, late):
-            model = tiny(preset, attention).train(train)  # anew: in training the gates' batch norms move
+            model = tiny(preset, attention).train(
+                train
+            )  # anew: in training the gates' batch norms move
             for layer in attention_layers(model):
                 if getattr(layer.router, "out", None) is not None:
                     layer.router.set_mode("soft")  # drawn experts would differ by chance
@@ -179,7 +185,9 @@ def test_padding_changes_nothing(attention):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("preset", ["mt_transformer_base", "mlm_base", "clm_wt103_base"])
 def test_losses_per_token(preset, smoothing):
-    model = tiny(preset, "moa", dtype=torch.float32, **({"adaptive_cutoffs": []} if "clm" in preset else {}))
+    model = tiny(
+        preset, "moa", dtype=torch.float32, **({"adaptive_cutoffs": []} if "clm" in preset else {})
+    )
     labels = words(3, 6, seed=4)
     labels[0, 2:] = -100
     inputs = {"input_ids": words(3, 6), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
@@ -187,10 +195,18 @@ def test_losses_per_token(preset, smoothing):
         inputs["decoder_input_ids"] = words(3, 6, seed=5)
     loss, nll, stats = model.routed_loss(labels, label_smoothing=smoothing, **inputs)
     logits, again = model.forward_routed(**inputs)
-    expected = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none", label_smoothing=smoothing)
+    expected = F.cross_entropy(
+        logits.transpose(1, 2), labels, reduction="none", label_smoothing=smoothing
+    )
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(nll, F.cross_entropy(logits.transpose(1, 2), labels, reduction="none"))
-    assert loss.dtype == nll.dtype == torch.float32 and (loss[0, 2:] == 0).all() and (nll[0, 2:] == 0).all()
+    torch.testing.assert_close(
+        nll, F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    )
+    assert (
+        loss.dtype == nll.dtype == torch.float32
+        and (loss[0, 2:] == 0).all()
+        and (nll[0, 2:] == 0).all()
+    )
     assert len(stats) == len(again) == len(attention_layers(model))
 
 
@@ -200,8 +216,12 @@ def test_statistics_come_in_the_order_of_the_modules_and_leave_padding_out():
     model = tiny("mt_transformer_base", **dict(zip(names, kinds)))
     source, target = words(2, 7), words(2, 6, seed=2)
     source[1, 4:], target[0, 2:] = 0, 0
-    _, stats = model.forward_routed(input_ids=source, attention_mask=source != 0, decoder_input_ids=target)
-    assert [s.probs.shape[-1] for s in stats] == [layer.budget.heads for layer in attention_layers(model)]
+    _, stats = model.forward_routed(
+        input_ids=source, attention_mask=source != 0, decoder_input_ids=target
+    )
+    assert [s.probs.shape[-1] for s in stats] == [
+        layer.budget.heads for layer in attention_layers(model)
+    ]
     assert [s.probs.shape[-1] for s in stats] == [2, 2, 3, 5, 3, 5]
     assert [s.counts.sum(1).tolist() for s in stats] == [[7, 4]] * 2 + [[2, 6]] * 4
 
@@ -246,6 +266,9 @@ def test_activation_checkpointing_leaves_gradients_equal(preset, attention, reen
 def test_loss_of_separate_vocabularies():
     model = tiny("mt_transformer_base", target_vocab_size=12)
     assert model.encoder.embedding.weight.shape == (VOCAB, 32)
-    assert model.output.weight is model.decoder.embedding.weight and model.output.weight.shape == (12, 32)
+    assert model.output.weight is model.decoder.embedding.weight and model.output.weight.shape == (
+        12,
+        32,
+    )
     target = torch.randint(5, 12, (2, 4))
     assert model(input_ids=words(2, 5), decoder_input_ids=target).logits.shape == (2, 4, 12)

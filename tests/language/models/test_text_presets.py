@@ -27,7 +27,9 @@ def test_where_gates_of_mae_pool():
     assert {layer.self_attn.router.pool for layer in translation.encoder.layers} == {"sequence"}
     assert {layer.self_attn.router.pool for layer in translation.decoder.layers} == {"running"}
     assert all(layer.cross_attn.by_context for layer in translation.decoder.layers)
-    assert {(layer.router.pool, layer.router.window) for layer in attention_layers(language)} == {("window", 100)}
+    assert {(layer.router.pool, layer.router.window) for layer in attention_layers(language)} == {
+        ("window", 100)
+    }
 
 
 test_refusals_are_one_line = each_refused(
@@ -42,19 +44,47 @@ test_refusals_are_one_line = each_refused(
     ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
     ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
     ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
-    ("mt_mae_7", {"attention": {"router": "mae", "leave": 1}}, "has no 'leave', did you mean leave_out"),
-    ("mt_mae_7", {"cross_attention": {"router": "moe"}}, "cross_attention: .*not a dict with a router out of"),
-    ("mt_moh_75", {"attention": {"router": "moh", "head_budget": 2}}, "head_budget 2 is not understood"),
-    ("clm_wt103_base", {"adaptive_cutoffs": [9, 5]}, r"adaptive_cutoffs=\[9, 5\] are not increasing"),
+    (
+        "mt_mae_7",
+        {"attention": {"router": "mae", "leave": 1}},
+        "has no 'leave', did you mean leave_out",
+    ),
+    (
+        "mt_mae_7",
+        {"cross_attention": {"router": "moe"}},
+        "cross_attention: .*not a dict with a router out of",
+    ),
+    (
+        "mt_moh_75",
+        {"attention": {"router": "moh", "head_budget": 2}},
+        "head_budget 2 is not understood",
+    ),
+    (
+        "clm_wt103_base",
+        {"adaptive_cutoffs": [9, 5]},
+        r"adaptive_cutoffs=\[9, 5\] are not increasing",
+    ),
     ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
     ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
     ("clm_small", {"hidden_sise": 8}, "clm_small has no 'hidden_sise': did you mean hidden_size"),
     ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
     ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
     ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
-    ("clm_small", {"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number of at least 1"),
-    ("clm_small", {"num_key_value_heads": 5}, "num_key_value_heads=5 does not divide num_attention_heads=12"),
-    ("clm_moh_small_75", {"router_kwargs": {"twostage": 1}}, "router 'moh' has no 'twostage', it takes gate_scale"),
+    (
+        "clm_small",
+        {"num_hidden_layers": 0},
+        "num_hidden_layers=0 is not a whole number of at least 1",
+    ),
+    (
+        "clm_small",
+        {"num_key_value_heads": 5},
+        "num_key_value_heads=5 does not divide num_attention_heads=12",
+    ),
+    (
+        "clm_moh_small_75",
+        {"router_kwargs": {"twostage": 1}},
+        "router 'moh' has no 'twostage', it takes gate_scale",
+    ),
 )
 
 
@@ -66,5 +96,7 @@ def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():
         assert {layer["active"] for layer in moh_vision.head_budget(model)["layers"]} == {2}
     spelt = LanguageConfig(model=TextModelConfig(name="mt_moh_75", head_budget=[(1, 2)]))
     assert spelt.model_arguments({}) == dict(head_budget=[[1, 2]])
-    with pytest.raises(ValueError, match="model.head_budget and model.kwargs.head_budget are the same thing"):
+    with pytest.raises(
+        ValueError, match="model.head_budget and model.kwargs.head_budget are the same thing"
+    ):
         TextModelConfig(name="mt_moh_75", head_budget=0.5, kwargs=dict(head_budget=0.5))

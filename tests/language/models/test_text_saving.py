@@ -11,7 +11,12 @@ from text_tiny import ATTENTIONS, TINY, tiny, words
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import moh_vision
-from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel, create_text_model
+from moh_vision.language.models.create import (
+    CausalLMModel,
+    MaskedLMModel,
+    TranslationModel,
+    create_text_model,
+)
 
 MT, MLM = "mt_transformer_base", "mlm_base"
 CLASSES = {
@@ -35,7 +40,11 @@ def test_a_loaded_model_is_the_saved_one(preset, attention, tmp_path):
         loaded = kind.from_pretrained(tmp_path)
         assert type(loaded) is type(model)
         fields, others = model.config.to_dict(), ("_name_or_path", "dtype", "architectures")
-        assert all(getattr(loaded.config, name) == value for name, value in fields.items() if name not in others)
+        assert all(
+            getattr(loaded.config, name) == value
+            for name, value in fields.items()
+            if name not in others
+        )
         assert same(loaded, model)
         buffers = dict(loaded.named_buffers())
         for name, value in model.named_buffers():
@@ -55,7 +64,10 @@ def test_a_changed_head_budget_is_saved(preset, attention, tmp_path):
 
 
 def test_tied_weights_are_saved_once_and_stay_one(tmp_path):
-    for preset, names in ((MT, ("encoder.embedding", "decoder.embedding", "output")), (MLM, ("embedding", "output"))):
+    for preset, names in (
+        (MT, ("encoder.embedding", "decoder.embedding", "output")),
+        (MLM, ("embedding", "output")),
+    ):
         model = tiny(preset, dtype=torch.float32)
         model.save_pretrained(tmp_path / preset)
         saved = load_file(tmp_path / preset / "model.safetensors")
@@ -83,8 +95,18 @@ def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
 @pytest.mark.parametrize(
     "preset, given, changed, message",
     [
-        (MT, dict(vocab_size=50), {}, "has 40 words in .*embedding.weight, the model is to have 50: use the token"),
-        (MT, {}, dict(intermediate_size=64), r"ffn.inner.bias has shape \[48\] in the checkpoint, \[64\] in the model"),
+        (
+            MT,
+            dict(vocab_size=50),
+            {},
+            "has 40 words in .*embedding.weight, the model is to have 50: use the token",
+        ),
+        (
+            MT,
+            {},
+            dict(intermediate_size=64),
+            r"ffn.inner.bias has shape \[48\] in the checkpoint, \[64\] in the model",
+        ),
         (
             MLM,
             {},
@@ -110,7 +132,11 @@ def test_first_weights():
     attention = dense.encoder.layers[0].self_attn
     # Zhang 2022's code: experts by Xavier on (d, D) each, the shared key and value with gain 1 / sqrt(2).
     bounds = [(q, 6 / 192), (moa.proj.weight, 6 / 192), (kv, 3 / 192)]
-    for weight, bound in [*bounds, (attention.qkv.weight, 3 / 256), (attention.proj.weight, 6 / 256)]:
+    for weight, bound in [
+        *bounds,
+        (attention.qkv.weight, 3 / 256),
+        (attention.proj.weight, 6 / 256),
+    ]:
         assert weight.abs().max().item() == pytest.approx(bound**0.5, rel=0.01)
     assert dense.encoder.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.05)
     masked = create_text_model("mlm_moa_2K4E64D", **fields)

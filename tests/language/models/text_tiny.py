@@ -16,12 +16,16 @@ ATTENTIONS = {
     "moh": {"router": "moh", "head_budget": 0.5},
     "query_norm": {"router": "query_norm", "head_budget": 0.5},
 }
-TINY = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, dropout=0.0)
+TINY = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_attention_heads=4, dropout=0.0
+)
 TINY.update(attention_dropout=0.0, activation_dropout=0.0)
 DEPTH = {
     "mt_transformer_base": dict(encoder_layers=2, decoder_layers=2),
     "mlm_base": dict(num_hidden_layers=2, max_position_embeddings=20),
-    "clm_wt103_base": dict(num_hidden_layers=2, adaptive_cutoffs=[10, 25], adaptive_factor=2, adaptive_dropout=0.0),
+    "clm_wt103_base": dict(
+        num_hidden_layers=2, adaptive_cutoffs=[10, 25], adaptive_factor=2, adaptive_dropout=0.0
+    ),
 }
 
 

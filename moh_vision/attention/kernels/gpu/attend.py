@@ -66,25 +66,41 @@ def blocks(
             block = dict(forward=(16, 32, 8, 1), queries=(16, 16, 8, 1), keys=(16, 16, 8, 1))
     elif dtype == torch.float32:
         if D <= 80:
-            block = dict(forward=(64, 32, 4, 2), queries=(32 if masked else 64, 32, 4, 2), keys=(16, 32, 4, 3))
+            block = dict(
+                forward=(64, 32, 4, 2),
+                queries=(32 if masked else 64, 32, 4, 2),
+                keys=(16, 32, 4, 3),
+            )
         elif D <= 128:
             block = dict(forward=(32, 32, 8, 1), queries=(32, 32, 8, 1), keys=(16, 32, 8, 3))
         else:
             block = dict(forward=(32, 32, 8, 1), queries=(16, 32, 8, 1), keys=(16, 16, 8, 1))
     elif memory < 160 * 1024:
         rows, stages = (64, 3) if D <= 128 else (32, 2)
-        block = dict(forward=(rows, 32, 4, 2), queries=(rows, 32, warps, 2), keys=(32, 32, warps, stages))
+        block = dict(
+            forward=(rows, 32, 4, 2), queries=(rows, 32, warps, 2), keys=(32, 32, warps, stages)
+        )
         if masked:
             block.update(queries=(rows, 32, 8, 2), keys=(16, 32, warps, stages))
     elif D > 128:
-        block = dict(forward=(64, 32 if masked else 64, 8, 2), queries=(32, 32, 8, 2), keys=(32, 32, 8, 3))
+        block = dict(
+            forward=(64, 32 if masked else 64, 8, 2), queries=(32, 32, 8, 2), keys=(32, 32, 8, 3)
+        )
     elif masked:
-        block = dict(forward=(64, 64 if D <= 80 else 32, warps, 2), queries=(64, 32, 8, 2), keys=(16, 64, warps, 3))
+        block = dict(
+            forward=(64, 64 if D <= 80 else 32, warps, 2),
+            queries=(64, 32, 8, 2),
+            keys=(16, 64, warps, 3),
+        )
     elif tokens <= 512:
         block = dict(forward=(64, 64, 4, 3), queries=(64, 64, warps, 2), keys=(64, 64, warps, 3))
     else:
         rows = 128 if D <= 64 or memory > 200 * 1024 else 64  # an A100 has not the registers
-        block = dict(forward=(128, 128 if D <= 64 else 64, 8, 3), queries=(rows, 64, 8, 2), keys=(64, 64, warps, 3))
+        block = dict(
+            forward=(128, 128 if D <= 64 else 64, 8, 3),
+            queries=(rows, 64, 8, 2),
+            keys=(64, 64, warps, 3),
+        )
     return dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), block[kernel]))
 
 
@@ -120,7 +136,15 @@ SIZES = ["B", "N", "M", "H", "G"]
 
 
 @triton.jit
-def load_part(pointer, rows, real, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, ALL: tl.constexpr):
+def load_part(
+    pointer,
+    rows,
+    real,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    ALL: tl.constexpr,
+):
     column = FIRST + tl.arange(0, WIDTH)
     pointers = pointer + rows[:, None] + column[None, :]
     if FIRST + WIDTH <= D:
@@ -312,7 +336,23 @@ def count_below(token, begin, end, limit):
 
 
 @triton.jit
-def attend_keys(sums, q, n, mask, k, v, k_by, v_by, M, low, high, scale, root, EDGE: tl.constexpr, how: tl.constexpr):
+def attend_keys(
+    sums,
+    q,
+    n,
+    mask,
+    k,
+    v,
+    k_by,
+    v_by,
+    M,
+    low,
+    high,
+    scale,
+    root,
+    EDGE: tl.constexpr,
+    how: tl.constexpr,
+):
     """Keys low .. high - 1 into the running sums (the values, the largest score before scaling, the exponentials)."""
     acc, top, total = sums
     rows = tl.arange(0, how.BLOCK_N)
@@ -321,13 +361,17 @@ def attend_keys(sums, q, n, mask, k, v, k_by, v_by, M, low, high, scale, root, E
         real = key < M
         k_block = load(k + tl.cast(start, tl.int64) * k_by, rows * k_by, real, how, not EDGE)
         scores = product(q, k_block, how)  # [BLOCK_M, BLOCK_N]
-        scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, how)
+        scores = see(
+            scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, how
+        )
 
         new = tl.maximum(top, tl.max(scores, 1))
         base = new
         if how.MASK > 0:  # nothing seen so far: -inf minus -inf would be NaN
             base = tl.where(new == -float("inf"), 0.0, new)
-        if how.MASK == 2:  # where a bias of -1e9 hides all keys, a rounded product would miss a fused one by up to 2^64
+        if (
+            how.MASK == 2
+        ):  # where a bias of -1e9 hides all keys, a rounded product would miss a fused one by up to 2^64
             p = tl.exp2((scores - base[:, None]) * scale)
             shrink = tl.exp2((top - base) * scale)
         else:
@@ -350,9 +394,16 @@ def forward_kernel(
         return
     pair = first + tl.arange(0, how.BLOCK_M)
     real = pair < stop
-    n64, b64, h64, g64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64), (h // (H // G)).to(tl.int64)
+    n64, b64, h64, g64 = (
+        n.to(tl.int64),
+        b.to(tl.int64),
+        h.to(tl.int64),
+        (h // (H // G)).to(tl.int64),
+    )
 
-    q_rows = load(q + (b64 * q_by[0] + h64 * q_by[1]) * how.UNIT, n64 * (q_by[2] * how.UNIT), real, how)
+    q_rows = load(
+        q + (b64 * q_by[0] + h64 * q_by[1]) * how.UNIT, n64 * (q_by[2] * how.UNIT), real, how
+    )
     k += (b64 * k_by[0] + g64 * k_by[1]) * how.UNIT
     v += (b64 * v_by[0] + g64 * v_by[1]) * how.UNIT
     mask_rows = n64
@@ -373,7 +424,11 @@ def forward_kernel(
     tl.store(lse + pair, (top * scale + tl.log2(total)) / LOG2E, mask=real)
     factor = 1.0 / total
     if how.GATED:
-        gate = tl.load(weights + b64 * gates_by[0] + n64 * gates_by[1] + h64 * gates_by[2], mask=real, other=0.0)
+        gate = tl.load(
+            weights + b64 * gates_by[0] + n64 * gates_by[1] + h64 * gates_by[2],
+            mask=real,
+            other=0.0,
+        )
         factor *= gate.to(tl.float32)
     o += (b64 * N * H + h64) * how.D
     store(o, n64 * H * how.D, times(acc, factor[:, None], how), real, how)
@@ -392,7 +447,9 @@ def forward_kernel(
 def probabilities(scores, scale, lse, how: tl.constexpr):
     """lse: to base 2."""
     power = scores * scale - lse
-    if how.MASK == 2:  # at most 1, also where a bias of -1e9 hides all keys: `lse` has no digits left for its sum then
+    if (
+        how.MASK == 2
+    ):  # at most 1, also where a bias of -1e9 hides all keys: `lse` has no digits left for its sum then
         power = tl.minimum(power, 0.0)
     return tl.exp2(power)
 
@@ -418,7 +475,9 @@ def queries_keys(
         k_block = load(k + tl.cast(start, tl.int64) * k_by, rows * k_by, real, how, not EDGE)
         v_block = load(v + tl.cast(start, tl.int64) * v_by, rows * v_by, real, how, not EDGE)
         scores = product(q, k_block, how)
-        scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, how)
+        scores = see(
+            scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, how
+        )
         p = probabilities(scores, scale, lse[:, None], how)
         dp = product(do, v_block, how)
         dgate += tl.sum(p * dp, 1)
@@ -436,16 +495,29 @@ def queries_kernel(
         return
     pair = first + tl.arange(0, how.BLOCK_M)
     real = pair < stop
-    n64, b64, h64, g64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64), (h // (H // G)).to(tl.int64)
+    n64, b64, h64, g64 = (
+        n.to(tl.int64),
+        b.to(tl.int64),
+        h.to(tl.int64),
+        (h // (H // G)).to(tl.int64),
+    )
     place = (b64 * N * H + h64) * how.D
 
-    q_rows = load(q + (b64 * q_by[0] + h64 * q_by[1]) * how.UNIT, n64 * (q_by[2] * how.UNIT), real, how)
-    do_rows = load(do + b64 * do_by[0] * how.UNIT + h64 * how.D, n64 * (do_by[1] * how.UNIT), real, how)
+    q_rows = load(
+        q + (b64 * q_by[0] + h64 * q_by[1]) * how.UNIT, n64 * (q_by[2] * how.UNIT), real, how
+    )
+    do_rows = load(
+        do + b64 * do_by[0] * how.UNIT + h64 * how.D, n64 * (do_by[1] * how.UNIT), real, how
+    )
     row_delta = row_products(do_rows, load(o + place, n64 * H * how.D, real, how), how)
     tl.store(delta + pair, row_delta, mask=real)
     gate = tl.zeros(n.shape, tl.float32) + 1.0
     if how.GATED:
-        gate = tl.load(weights + b64 * gates_by[0] + n64 * gates_by[1] + h64 * gates_by[2], mask=real, other=0.0)
+        gate = tl.load(
+            weights + b64 * gates_by[0] + n64 * gates_by[1] + h64 * gates_by[2],
+            mask=real,
+            other=0.0,
+        )
         gate = gate.to(tl.float32)
     row_lse = load_lse(lse, pair, real)
     k += (b64 * k_by[0] + g64 * k_by[1]) * how.UNIT
@@ -500,7 +572,16 @@ def keys_queries(
         if how.MASK > 0:
             mask_rows = mask + n64 * mask_by
         scores = product(k, q_rows, how)  # [BLOCK_N, BLOCK_M]
-        scores = see(scores, mask_rows[None, :] + key[:, None], n[None, :], key[:, None], M, root, how.CAUSAL, how)
+        scores = see(
+            scores,
+            mask_rows[None, :] + key[:, None],
+            n[None, :],
+            key[:, None],
+            M,
+            root,
+            how.CAUSAL,
+            how,
+        )
         p = probabilities(scores, scale, row_lse[None, :], how)
         dp = product(v, do_rows, how)
         if how.GATED:
@@ -529,8 +610,12 @@ def keys_kernel(
     real = key < M
     key64, b64, g64 = key.to(tl.int64), b.to(tl.int64), g.to(tl.int64)
 
-    k_rows = load(k + (b64 * k_by[0] + g64 * k_by[1]) * how.UNIT, key64 * (k_by[2] * how.UNIT), real, how)
-    v_rows = load(v + (b64 * v_by[0] + g64 * v_by[1]) * how.UNIT, key64 * (v_by[2] * how.UNIT), real, how)
+    k_rows = load(
+        k + (b64 * k_by[0] + g64 * k_by[1]) * how.UNIT, key64 * (k_by[2] * how.UNIT), real, how
+    )
+    v_rows = load(
+        v + (b64 * v_by[0] + g64 * v_by[1]) * how.UNIT, key64 * (v_by[2] * how.UNIT), real, how
+    )
 
     scale = LOG2E / root
     sums = (zeros(how.BLOCK_N, how), zeros(how.BLOCK_N, how))
@@ -597,9 +682,13 @@ def compile_for(
     """What the kernel is compiled for, and its warps and stages."""
     dtype, D = q.dtype, v.shape[3]
     exact = dtype != torch.float32 or not uses_tf32()
-    block = dict(blocks(kernel, D, dtype, exact, mask != NO_MASK, q.shape[2], shared_memory(q.device)))
+    block = dict(
+        blocks(kernel, D, dtype, exact, mask != NO_MASK, q.shape[2], shared_memory(q.device))
+    )
     sizes = block.pop("BLOCK_M"), block.pop("BLOCK_N")
-    return How(D, *widths(D), unit, gated, mask, is_causal, "ieee" if exact else "tf32", *sizes), block
+    return How(
+        D, *widths(D), unit, gated, mask, is_causal, "ieee" if exact else "tf32", *sizes
+    ), block
 
 
 def forward(
@@ -624,7 +713,9 @@ def forward(
     if programs:
         others = weights, mask, token, offsets, o, lse
         sizes = B, N, M, H, G, math.sqrt(D)
-        forward_kernel[(programs,)](*rows, *others, *strides, *others_by, *sizes, how=how, **options)
+        forward_kernel[(programs,)](
+            *rows, *others, *strides, *others_by, *sizes, how=how, **options
+        )
     return o, lse
 
 
@@ -662,7 +753,9 @@ def backward(
     programs = triton.cdiv(N, how.BLOCK_M) * B * H
     if programs:
         others = o.contiguous(), weights, mask, lse, token, offsets, dq, dgates, delta
-        queries_kernel[(programs,)](*rows, *others, *strides, *others_by, *sizes, how=how, **options)
+        queries_kernel[(programs,)](
+            *rows, *others, *strides, *others_by, *sizes, how=how, **options
+        )
 
     how, options = compile_for("keys", q, v, unit, gated, kind, is_causal)
     programs = triton.cdiv(M, how.BLOCK_N) * B * G

@@ -12,7 +12,9 @@ from moh_vision.attention.kernels.gpu.route import KINDS
 
 CANDIDATES, ROUTED = 6, 3
 FLOAT, SHORT = torch.float32, torch.bfloat16
-CASES = [(kind, dtype, dtype) for kind in KINDS for dtype in (FLOAT, SHORT)] + [("released", SHORT, FLOAT)]
+CASES = [(kind, dtype, dtype) for kind in KINDS for dtype in (FLOAT, SHORT)] + [
+    ("released", SHORT, FLOAT)
+]
 
 
 def problem(device: str = "cuda") -> str | None:
@@ -20,7 +22,11 @@ def problem(device: str = "cuda") -> str | None:
 
     Triton compiles at its first call, for which it needs a C compiler and a driver that fits.
     """
-    place = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    place = (
+        torch.device(device, torch.cuda.current_device())
+        if device == "cuda"
+        else torch.device(device)
+    )
     try:
         # Autocast, inference mode, hooks of saved tensors and tracing of the first call end at its thread.
         with ThreadPoolExecutor(1) as thread:
@@ -34,7 +40,9 @@ def _compare(device: torch.device) -> str | None:
         shared = 0 if kind == "renormalised" else 2
         router = CANDIDATES, shared, ROUTED, kind
         x = numbers((2, 45, 64), device).to(dtype).requires_grad_()
-        weight = (numbers((CANDIDATES + 2 * shared, 64), device) / 8).to(weight_dtype).requires_grad_()
+        weight = (
+            (numbers((CANDIDATES + 2 * shared, 64), device) / 8).to(weight_dtype).requires_grad_()
+        )
         exact = [t.detach().double().requires_grad_() for t in (x, weight)]
         gates, active, logits, probs, _, *pairs = OPS.route(x, weight, *router, None)
         want = eager.choose(eager.gate_logits(*exact), *router, balanced=shared > 0)
@@ -51,7 +59,9 @@ def _compare(device: torch.device) -> str | None:
     return None
 
 
-def _with_gradients(gates: Tensor, probs: Tensor, logits: Tensor, x: Tensor, weight: Tensor) -> list[Tensor]:
+def _with_gradients(
+    gates: Tensor, probs: Tensor, logits: Tensor, x: Tensor, weight: Tensor
+) -> list[Tensor]:
     loss = gates.square().sum() + probs.square().sum() + logits[..., :CANDIDATES].square().mean()
     return [gates, probs, *torch.autograd.grad(loss, (x, weight))]
 

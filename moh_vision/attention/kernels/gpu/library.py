@@ -73,13 +73,23 @@ def attend(
     """
     (B, H, N, D), (_, G, M, _) = q.shape, k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; not one of {DTYPES}")
+        raise ValueError(
+            f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; not one of {DTYPES}"
+        )
     if D > WIDEST or k.shape != (B, G, M, D) or v.shape != k.shape or H % G:
-        raise ValueError(f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}")
-    if weights is not None and (weights.dtype != torch.float32 or weights.shape not in ((B, N, H), (B, 1, H))):
-        raise ValueError(f"weights are {weights.dtype} {tuple(weights.shape)}, not float32 {(B, N, H)}")
+        raise ValueError(
+            f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
+        )
+    if weights is not None and (
+        weights.dtype != torch.float32 or weights.shape not in ((B, N, H), (B, 1, H))
+    ):
+        raise ValueError(
+            f"weights are {weights.dtype} {tuple(weights.shape)}, not float32 {(B, N, H)}"
+        )
     if offsets.shape != (H * B + 1,) or token.dtype != torch.int32 or offsets.dtype != torch.int32:
-        raise ValueError(f"token {token.dtype}, offsets {offsets.dtype} {tuple(offsets.shape)}, not int32 {H * B + 1}")
+        raise ValueError(
+            f"token {token.dtype}, offsets {offsets.dtype} {tuple(offsets.shape)}, not int32 {H * B + 1}"
+        )
     if mask is not None and (mask.dim() != 4 or mask.shape[3] != M):
         raise ValueError(f"mask {tuple(mask.shape)}, not [{B} or 1, {H} or 1, {N} or 1, {M}]")
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
@@ -116,7 +126,11 @@ def _attend_oracle(q, k, v, weights, token, offsets, is_causal, mask):
 
 
 _LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
-define(f"attend(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)", attend_forward, _fake_attend)
+define(
+    f"attend(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)",
+    attend_forward,
+    _fake_attend,
+)
 define(
     f"attend_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_LISTS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",

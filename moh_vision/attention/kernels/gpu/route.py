@@ -39,13 +39,22 @@ def router_of(candidates: int, shared: int, routed: int, kind: str, rows: int) -
     """Raises ValueError for a router that does not exist."""
     if kind not in KINDS:
         raise ValueError(f"route: no kind {kind!r}")
-    exists = 0 <= routed <= candidates and shared >= 0 and shared + candidates > 0 and (routed > 0 or candidates == 0)
+    exists = (
+        0 <= routed <= candidates
+        and shared >= 0
+        and shared + candidates > 0
+        and (routed > 0 or candidates == 0)
+    )
     if not exists or (shared > 0 and kind == "renormalised"):
-        raise ValueError(f"route: {candidates} candidates, {shared} shared and {routed} routed heads, kind {kind!r}")
+        raise ValueError(
+            f"route: {candidates} candidates, {shared} shared and {routed} routed heads, kind {kind!r}"
+        )
     plain = candidates + (shared if shared > 1 else 0)
     balanced = shared > 0 and candidates > 0 and rows == plain + 2
     if rows != plain and not balanced:
-        raise ValueError(f"route: a weight of {rows} rows for {candidates} candidates and {shared} shared heads")
+        raise ValueError(
+            f"route: a weight of {rows} rows for {candidates} candidates and {shared} shared heads"
+        )
     return Router(candidates, shared, kind == "released", kind == "renormalised", balanced, rows)
 
 
@@ -64,7 +73,9 @@ def _softmax(logits, member):
     logits = tl.where(member, logits, -float("inf"))
     powers = tl.exp(logits - tl.max(logits, 1)[:, None])
     # div_rn because the usual division is approximate: gates of equal logits must be exactly 1 where all heads run.
-    return tl.where(member, tl.div_rn(powers, tl.broadcast_to(tl.sum(powers, 1)[:, None], logits.shape)), 0.0)
+    return tl.where(
+        member, tl.div_rn(powers, tl.broadcast_to(tl.sum(powers, 1)[:, None], logits.shape)), 0.0
+    )
 
 
 @triton.jit
@@ -101,11 +112,15 @@ def _gates(logits, routed, router: tl.constexpr):
             chosen = _chosen(logits, candidate, routed)
     selected_sum = tl.sum(tl.where(chosen, probs, 0.0), 1)
     if router.SHARED > 1:
-        probs += _softmax(logits, (column >= router.CANDIDATES) & (column < router.CANDIDATES + router.SHARED))
+        probs += _softmax(
+            logits, (column >= router.CANDIDATES) & (column < router.CANDIDATES + router.SHARED)
+        )
 
     TWO_GROUPS: tl.constexpr = router.SHARED > 0 and router.CANDIDATES > 0
     if router.BALANCED:
-        alpha = _softmax(logits, (column >= router.ROWS - 2) & (column < router.ROWS))  # Jin 2024, eq. 6
+        alpha = _softmax(
+            logits, (column >= router.ROWS - 2) & (column < router.ROWS)
+        )  # Jin 2024, eq. 6
         shared_alpha = tl.sum(tl.where(column == router.ROWS - 2, alpha, 0.0), 1)
         routed_alpha = tl.sum(tl.where(column == router.ROWS - 1, alpha, 0.0), 1)
     else:
@@ -117,7 +132,9 @@ def _gates(logits, routed, router: tl.constexpr):
         shared_factor = router.SHARED * (GROUPS * shared_alpha)
         routed_factor = routed * (GROUPS * routed_alpha)
         # Where all candidates run the sum is 1, and rounding would spoil the identity.
-        routed_factor = tl.div_rn(routed_factor, tl.where(routed < router.CANDIDATES, selected_sum, 1.0))
+        routed_factor = tl.div_rn(
+            routed_factor, tl.where(routed < router.CANDIDATES, selected_sum, 1.0)
+        )
     if router.RENORMALISED:
         routed_factor = tl.div_rn(routed_factor, selected_sum)
     return probs, chosen, shared_alpha, routed_alpha, shared_factor, routed_factor, selected_sum
@@ -143,18 +160,26 @@ def _route_kernel(
         weight_columns = weight + column.to(tl.int64)[None, :] * weight_row
         for start in range(0, C, BLOCK_C):
             c = start + tl.arange(0, BLOCK_C)
-            x_tile = tl.load(x_rows + c[None, :], mask=exists[:, None] & (c < C)[None, :], other=0.0)
+            x_tile = tl.load(
+                x_rows + c[None, :], mask=exists[:, None] & (c < C)[None, :], other=0.0
+            )
             w_tile = tl.load(
-                weight_columns + c[:, None], mask=(c < C)[:, None] & (column < router.ROWS)[None, :], other=0.0
+                weight_columns + c[:, None],
+                mask=(c < C)[:, None] & (column < router.ROWS)[None, :],
+                other=0.0,
             )
             if WIDEN:
                 x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
             # Never tf32: rounding must not decide which head wins. Products of 16-bit numbers are exact.
             logits = tl.dot(x_tile, w_tile, logits, input_precision="ieee")
 
-    probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(logits, routed, router)
+    probabilities, chosen, _, _, shared_factor, routed_factor, selected_sum = _gates(
+        logits, routed, router
+    )
     if router.RENORMALISED:  # p / p is exactly 1
-        routed_gates = tl.div_rn(probabilities, tl.broadcast_to(selected_sum[:, None], probabilities.shape))
+        routed_gates = tl.div_rn(
+            probabilities, tl.broadcast_to(selected_sum[:, None], probabilities.shape)
+        )
     else:
         routed_gates = probabilities * routed_factor[:, None]
     candidate = (column < router.CANDIDATES)[None, :]
@@ -219,19 +244,27 @@ def _route_backward_kernel(
         if padding is not None:
             seen = exists & (tl.load(padding + token, mask=exists, other=1) == 0)
         dprob = tl.load(
-            dprobs + token[:, None] * router.CANDIDATES + column[None, :], mask=seen[:, None] & candidate, other=0.0
+            dprobs + token[:, None] * router.CANDIDATES + column[None, :],
+            mask=seen[:, None] & candidate,
+            other=0.0,
         )
 
     if dweights is not None:
-        head = tl.where(column < router.CANDIDATES, column + router.SHARED, column - router.CANDIDATES)
+        head = tl.where(
+            column < router.CANDIDATES, column + router.SHARED, column - router.CANDIDATES
+        )
         is_head = column < (HEADS if router.SHARED != 1 else router.CANDIDATES)
         dgate = tl.load(
-            dweights + token[:, None] * HEADS + head[None, :], mask=exists[:, None] & is_head[None, :], other=0.0
+            dweights + token[:, None] * HEADS + head[None, :],
+            mask=exists[:, None] & is_head[None, :],
+            other=0.0,
         )
         routed_product = tl.sum(tl.where(chosen, dgate * probs, 0.0), 1)
         dchosen = dgate
         if router.RELEASED:  # through the sum of the chosen probabilities too; MoA's is detached
-            through_sum = tl.where(routed < router.CANDIDATES, tl.div_rn(routed_product, selected_sum), 0.0)
+            through_sum = tl.where(
+                routed < router.CANDIDATES, tl.div_rn(routed_product, selected_sum), 0.0
+            )
             dchosen = dgate - through_sum[:, None]
         dprob += tl.where(chosen, routed_factor[:, None] * dchosen, 0.0)
 
@@ -245,8 +278,16 @@ def _route_backward_kernel(
         if router.BALANCED:
             of_shared, of_routed = shared_factor * shared_product, routed_factor * routed_product
             both = of_shared + of_routed
-            grad += tl.where((column == router.ROWS - 2)[None, :], (of_shared - shared_alpha * both)[:, None], 0.0)
-            grad += tl.where((column == router.ROWS - 1)[None, :], (of_routed - routed_alpha * both)[:, None], 0.0)
+            grad += tl.where(
+                (column == router.ROWS - 2)[None, :],
+                (of_shared - shared_alpha * both)[:, None],
+                0.0,
+            )
+            grad += tl.where(
+                (column == router.ROWS - 1)[None, :],
+                (of_routed - routed_alpha * both)[:, None],
+                0.0,
+            )
 
     if router.CANDIDATES > 0:
         mean = tl.sum(tl.where(candidate, probs * dprob, 0.0), 1)
@@ -256,10 +297,16 @@ def _route_backward_kernel(
     weight_rows = weight + column.to(tl.int64)[:, None] * weight_row
     for start in range(0, C, BLOCK_C):
         c = start + tl.arange(0, BLOCK_C)
-        w_tile = tl.load(weight_rows + c[None, :], mask=(column < router.ROWS)[:, None] & (c < C)[None, :], other=0.0)
+        w_tile = tl.load(
+            weight_rows + c[None, :],
+            mask=(column < router.ROWS)[:, None] & (c < C)[None, :],
+            other=0.0,
+        )
         dx_tile = tl.dot(grad, w_tile.to(tl.float32), input_precision=PRECISION)
         dx_mask = exists[:, None] & (c < C)[None, :]
-        tl.store(dx + token[:, None] * C + c[None, :], dx_tile.to(dx.dtype.element_ty), mask=dx_mask)
+        tl.store(
+            dx + token[:, None] * C + c[None, :], dx_tile.to(dx.dtype.element_ty), mask=dx_mask
+        )
 
 
 # ---- the list of pairs
@@ -273,27 +320,41 @@ def _count_kernel(active, counts, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.co
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.arange(0, COLUMNS)
     token = sequence.to(tl.int64) * N + n
-    runs = tl.load(active + token[:, None] * H + head[None, :], mask=(n < N)[:, None] & (head < H)[None, :], other=0)
+    runs = tl.load(
+        active + token[:, None] * H + head[None, :],
+        mask=(n < N)[:, None] & (head < H)[None, :],
+        other=0,
+    )
     count = tl.sum((runs != 0).to(tl.int32), 0)
     tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=head < H)
 
 
 @triton.jit(do_not_specialize=["B", "N"])
-def _list_kernel(active, counts, ends, token_list, offsets, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
+def _list_kernel(
+    active, counts, ends, token_list, offsets, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
+):
     """A program lists the pairs of BLOCK_N tokens of one sequence; counts, ends [H, B, blocks]."""
     blocks = tl.cdiv(N, BLOCK_N)
     block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     head = tl.arange(0, COLUMNS)
     token = sequence.to(tl.int64) * N + n
-    runs = tl.load(active + token[:, None] * H + head[None, :], mask=(n < N)[:, None] & (head < H)[None, :], other=0)
+    runs = tl.load(
+        active + token[:, None] * H + head[None, :],
+        mask=(n < N)[:, None] & (head < H)[None, :],
+        other=0,
+    )
     runs = (runs != 0).to(tl.int32)
 
     segment = head.to(tl.int64) * B + sequence
     end = tl.load(ends + segment * blocks + block, mask=head < H, other=0)
     begin = end - tl.load(counts + segment * blocks + block, mask=head < H, other=0)
     place = begin[None, :] + tl.cumsum(runs, 0) - 1
-    tl.store(token_list + place, tl.broadcast_to(token[:, None].to(tl.int32), [BLOCK_N, COLUMNS]), mask=runs != 0)
+    tl.store(
+        token_list + place,
+        tl.broadcast_to(token[:, None].to(tl.int32), [BLOCK_N, COLUMNS]),
+        mask=runs != 0,
+    )
     if block == 0:
         tl.store(offsets + segment, begin, mask=head < H)
     if tl.program_id(0) == B * blocks - 1:
@@ -428,7 +489,9 @@ def backward(
     C, T = x.shape[2], x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
-    grads = [None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)]
+    grads = [
+        None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)
+    ]
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     # tf32 loses less than the 16 bits of the tokens' gradients.
     fast = x.dtype != torch.float32 or uses_tf32()

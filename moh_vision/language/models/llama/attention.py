@@ -3,7 +3,11 @@
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
@@ -98,29 +102,45 @@ class RoutedAttention(SeparateHeadMixtureAttention):
                 as in activation checkpointing, appends nothing.
             padded: [B, N], True at padding, which is left out of the statistics.
         """
-        x, rotary, cache = hidden_states, position_embeddings, past_key_values if cache is None else cache
+        x, rotary, cache = (
+            hidden_states,
+            position_embeddings,
+            past_key_values if cache is None else cache,
+        )
         collects = stats is not None and len(stats) == self.layer_idx
         queries = routing = heads = None
         # Not only if it collects: recomputation must compute the same tensors.
         if stats is not None or not self.is_dense:
             if self.needs_query:
-                queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+                queries = (
+                    self.project_queries(x)
+                    .unflatten(-1, (self.num_heads, self.head_dim))
+                    .transpose(1, 2)
+                )
             # One token at a time nobody asks for more than the choice.
-            brief = self.needs_query and x.shape[1] == 1 and not (collects or self.training or torch.is_grad_enabled())
+            brief = (
+                self.needs_query
+                and x.shape[1] == 1
+                and not (collects or self.training or torch.is_grad_enabled())
+            )
             routing = self.router.choose(queries) if brief else self.router(x, queries, padded)
             if collects:
                 stats.append(routing.stats)
         if self.is_dense:
             routing = None
         else:
-            heads = self.executor_of(Call(x, routing, q=queries, rotary=rotary), attention_mask, cache, **kwargs)
+            heads = self.executor_of(
+                Call(x, routing, q=queries, rotary=rotary), attention_mask, cache, **kwargs
+            )
         if heads is not None:
             return heads.combine(heads.attend(*heads.project())), None
 
         q, k, v = self.rotated(x, queries, rotary)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         o, matrix = interface(
             self,
             q,
@@ -158,7 +178,9 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             and not (implementation == "eager" and mask is not None and torch.is_grad_enabled())
             and not is_captured(call.x)
             and kwargs.get("cache") is None  # pages of transformers' continuous batching
-            and not (kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False))
+            and not (
+                kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False)
+            )
         )
         if not taken:
             return None
@@ -169,13 +191,21 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         kept = None
         if past is not None:
             # A mask has as many columns as there are keys; without one a cache holds what it was given.
-            before = int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
+            before = (
+                int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
+            )
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept)
         heads = self.choose(call)
         # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
-        rows = N == 1 and past is not None and mask is None and self.grouped and implementation == "sdpa"
+        rows = (
+            N == 1
+            and past is not None
+            and mask is None
+            and self.grouped
+            and implementation == "sdpa"
+        )
         return None if type(heads) is Masked and not rows else heads
 
 

@@ -8,7 +8,13 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedConfig, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
 from moh_vision.attention import BudgetSpec, RoutingStats
 from moh_vision.attention.budget import converted_budget
@@ -61,7 +67,9 @@ class RoutedCausalLM(RoutedLoss):
         if config.moh is not None:  # from_pretrained(..., moh=...) sets it unseen
             config.moh = checked_moh(config.moh, config)
         super().__init__(config)
-        for layer, attention in zip(self.model.layers, self.routed_attentions(self, config), strict=True):
+        for layer, attention in zip(
+            self.model.layers, self.routed_attentions(self, config), strict=True
+        ):
             layer.self_attn = attention
 
     @classmethod
@@ -76,15 +84,21 @@ class RoutedCausalLM(RoutedLoss):
         """Logits, as transformers has them."""
         return self.lm_head(hidden)
 
-    def token_losses(self, hidden: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    def token_losses(
+        self, hidden: Tensor, labels: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
         """hidden [T, C], labels [T] -> smoothed and plain losses [T], in float32."""
         logits = self.lm_head(hidden).float()  # [T, V]
         nll = F.cross_entropy(logits, labels, reduction="none")
         if not label_smoothing:
             return nll, nll
-        return F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing), nll
+        return F.cross_entropy(
+            logits, labels, reduction="none", label_smoothing=label_smoothing
+        ), nll
 
-    def states_and_stats(self, attention_mask: Tensor | None = None, **inputs) -> tuple[Tensor, list[RoutingStats]]:
+    def states_and_stats(
+        self, attention_mask: Tensor | None = None, **inputs
+    ) -> tuple[Tensor, list[RoutingStats]]:
         """Return the last layer's normed output [B, N, C], and every layer's statistics, without what a mask
         [B, past + N] hides. Arguments are those of forward, without labels."""
         self.refuse_reentrant()
@@ -93,9 +107,13 @@ class RoutedCausalLM(RoutedLoss):
             given = inputs.get("input_ids")
             tokens = (inputs["inputs_embeds"] if given is None else given).shape[1]
             padded = attention_mask[:, -tokens:] == 0
-        inputs.setdefault("use_cache", any(inputs.get(name) is not None for name in ("cache", "past_key_values")))
+        inputs.setdefault(
+            "use_cache", any(inputs.get(name) is not None for name in ("cache", "past_key_values"))
+        )
         stats = Collected()
-        hidden = self.model(attention_mask=attention_mask, stats=stats, padded=padded, **inputs).last_hidden_state
+        hidden = self.model(
+            attention_mask=attention_mask, stats=stats, padded=padded, **inputs
+        ).last_hidden_state
         return hidden, stats.take()
 
     def refuse_reentrant(self) -> None:
@@ -127,7 +145,10 @@ class MoHQwen3ForCausalLM(RoutedCausalLM, Qwen3ForCausalLM):
 
 
 # transformers' class -> ours.
-FAMILIES = {ours.__bases__[1]: ours for ours in (MoHLlamaForCausalLM, MoHQwen2ForCausalLM, MoHQwen3ForCausalLM)}
+FAMILIES = {
+    ours.__bases__[1]: ours
+    for ours in (MoHLlamaForCausalLM, MoHQwen2ForCausalLM, MoHQwen3ForCausalLM)
+}
 
 register(AutoModelForCausalLM, *FAMILIES.values())
 
@@ -163,10 +184,14 @@ def convert_llama(
             dense output stays, up to the order of its sums.
     """
     if scope != "token":
-        raise ValueError(f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'")
+        raise ValueError(
+            f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'"
+        )
     router = "query_norm" if router is None else router
     ours = family_of(model)
-    moh = dict(router=router, head_budget=converted_budget(head_budget), executor=executor, group=group)
+    moh = dict(
+        router=router, head_budget=converted_budget(head_budget), executor=executor, group=group
+    )
     moh["router_kwargs"] = router_kwargs or None
     config = model.config
     # A new one, for other models may have the old one too. Making it checks the options.
@@ -179,7 +204,12 @@ def convert_llama(
             raise ValueError(
                 "calibrate orders the heads of weights that are loaded: convert before offloading the model"
             )
-        order_heads(model.model, [layer.self_attn for layer in model.model.layers], calibrate, use_cache=False)
+        order_heads(
+            model.model,
+            [layer.self_attn for layer in model.model.layers],
+            calibrate,
+            use_cache=False,
+        )
     for layer, attention in zip(model.model.layers, attentions, strict=True):
         layer.self_attn = attention
         zero_router(attention.router)
@@ -202,7 +232,9 @@ def family_of(model: nn.Module) -> type:
     for i, layer in enumerate(model.model.layers):
         attn = layer.self_attn
         if type(attn) not in (ours.attention_class, ours.attention_class.__bases__[1]):
-            raise ValueError(f"model.layers.{i}.self_attn is a {type(attn).__name__}, whose heads are not known")
+            raise ValueError(
+                f"model.layers.{i}.self_attn is a {type(attn).__name__}, whose heads are not known"
+            )
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             linear = getattr(attn, name)
             if type(linear) is not nn.Linear:
@@ -213,7 +245,9 @@ def family_of(model: nn.Module) -> type:
     return ours
 
 
-def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -> MoHLlamaForCausalLM:
+def load_moh_llama3(
+    path: str | os.PathLike, executor: str = "auto", **kwargs
+) -> MoHLlamaForCausalLM:
     """Load a folder laid out as the released MoH-LLaMA3-8B (Jin 2024, section 4.4), without running its code.
 
     Its config.json is LLaMA's, without routing, which its code fixes: the first half of the heads are shared; of the
@@ -228,7 +262,9 @@ def load_moh_llama3(path: str | os.PathLike, executor: str = "auto", **kwargs) -
     kind, routed = described.get("model_type"), described.get("moh") is not None
     if kind != "llama" or routed:
         how = " and says itself how heads are routed: use from_pretrained" if routed else ""
-        raise ValueError(f"{path}: config.json has model_type {kind!r}{how}, expected 'llama' without a field 'moh'")
+        raise ValueError(
+            f"{path}: config.json has model_type {kind!r}{how}, expected 'llama' without a field 'moh'"
+        )
     kwargs["trust_remote_code"] = False
     model = LlamaForCausalLM.from_pretrained(path, **kwargs)
     if hasattr(model.config, "auto_map"):
