@@ -12,10 +12,11 @@ from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors import EXECUTORS, Masked, choose
 from moh_vision.attention.executors.choice import way_to_skip, ways
-from moh_vision.attention.linear import is_traced, plain
+from moh_vision.attention.kernels.route import project_and_route
+from moh_vision.attention.linear import is_traced, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
-from moh_vision.attention.routers.common import masked_mean
+from moh_vision.attention.routers.common import TopKRouter, masked_mean
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 torch.fx.wrap("visible")  # a leaf while tracing, where masks may be proxies that stand for None
@@ -193,18 +194,13 @@ class HeadMixtureAttention(nn.Module):
             attn_mask, is_causal, hidden, crosses, x.shape[1], keys, past, x.device
         )
 
-        routing, q = self.route(x, padded, condition, context, context_padding, cache)
-        call = Call(
-            x,
-            routing,
-            context,
-            q,
-            mask,
-            causal,
-            self.attn_drop.p if self.training else 0.0,
-            rotary,
-            cache,
-        )
+        routing, q, product = None, None, None
+        if not crosses and cache is None:
+            routing, product = self.route_and_project(x, padded)
+        if product is None:
+            routing, q = self.route(x, padded, condition, context, context_padding, cache)
+        dropout_p = self.attn_drop.p if self.training else 0.0
+        call = Call(x, routing, context, q, mask, causal, dropout_p, rotary, cache, product)
         heads = self.choose(call)
         q, k, v = heads.project()
         o = heads.attend(q, k, v)
@@ -277,7 +273,30 @@ class HeadMixtureAttention(nn.Module):
         read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
         return self.router(read, mean_q), q
 
+    def route_and_project(
+        self, x: Tensor, padded: Tensor | None
+    ) -> tuple[Routing | None, Tensor | None]:
+        """Routing and product of tokens x [B, N, C] by one operator, where both are linear; None and None elsewhere.
+
+        The router must be one linear layer for every token, and nothing may be hooked to it or to `qkv`. Layers that
+        choose heads for whole sequences leave out projections, and those in float64 have no operator.
+        """
+        router = self.router
+        linear = isinstance(router, TopKRouter) and unhooked(router)
+        if self.scope != "token" or not linear or not self.fused_attn:
+            return None, None
+        if not self.projects_at_once() or is_traced(x):
+            return None, None
+        gates = router.as_linear(x)
+        if gates is None:
+            return None, None
+        return project_and_route(x, self.qkv.weight, self.qkv.bias, gates, padded) or (None, None)
+
     # ---- projections. `SeparateHeadMixtureAttention` has others.
+
+    def projects_at_once(self) -> bool:
+        """Whether queries, keys and values are one product with a weight that may be read."""
+        return plain(self.qkv)
 
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
         """Weight and bias of queries, of keys and of values; of one `split`, whose backward is one pass over the weight."""
@@ -319,7 +338,10 @@ class HeadMixtureAttention(nn.Module):
         if call.q is not None:
             q = call.q.transpose(1, 2)  # [B, N, H, D]
         elif call.context is None and not isinstance(call.cache, ContextCache):
-            q, k, v = self.project_all(call.x)  # no *: fx could not trace it
+            if call.product is None:
+                q, k, v = self.project_all(call.x)  # no *: fx could not trace it
+            else:
+                q, k, v = call.product.split(self.rows, -1)
             q, kv = q.unflatten(-1, (self.num_heads, self.head_dim)), (k, v)
         else:
             q = self.project_queries(call.x).unflatten(-1, (self.num_heads, self.head_dim))
@@ -340,6 +362,10 @@ class HeadMixtureAttention(nn.Module):
         k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))  # [B, M, G, D]
         k, v = self.prepare_keys(k, call.rotary).transpose(1, 2), v.transpose(1, 2)
         return (k, v) if call.cache is None else call.cache.update(k, v)
+
+    def attends_product(self, call: Call) -> bool:
+        """Whether queries and keys are used as they were projected, without norms and rotation."""
+        return not self.qk_norm and call.rotary is None
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Norm and rotation of any heads [B, N, h, D]."""

@@ -33,6 +33,9 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
         return [(linear.weight, linear.bias) for linear in (self.q_proj, self.k_proj, self.v_proj)]
 
+    def projects_at_once(self) -> bool:
+        return False
+
     def project_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 

@@ -216,10 +216,13 @@ def slope_of(given):
 
 @pytest.fixture
 def small_blocks(monkeypatch):
+    """Few tokens fill several tiles; head widths of one part are read through descriptors."""
     if backends.gpu is not None:
         module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
-        block = dict(BLOCK_M=16, BLOCK_N=16, num_warps=4, num_stages=1)
-        monkeypatch.setattr(module, "blocks", lambda *shape: block)
+        blocks = importlib.import_module("moh_vision.attention.kernels.gpu.blocks")
+        block = blocks.Block(queries=16, keys=16, warps=4, stages=1, tma=True)
+        row = blocks.TABLE[0]._replace(forward=block, queries=block, keys=block)
+        monkeypatch.setattr(module, "row_of", lambda *call: row)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from moh_vision.attention import kernels
 from moh_vision.attention.routing import Call
 
 torch.fx.wrap("attend")  # a leaf while tracing, where masks may be proxies that stand for None
@@ -27,7 +28,9 @@ class Masked:
 
     def combine(self, o: Tensor) -> Tensor:
         """o [B, H, N, D] -> y [B, N, C]."""
-        return self.layer.proj(weighted(o, self.call.routing.weights))
+        weights = self.call.routing.weights
+        y = None if weights is None else kernels.weigh(o, weights)
+        return self.layer.proj(weighted(o, weights) if y is None else y)
 
 
 class Unfused(Masked):

@@ -91,11 +91,20 @@ class OnGpu(Masked):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, N, H*D], weighted."""
+        layer, call = self.layer, self.call
+        if call.product is not None and layer.attends_product(call):
+            # q, k and v are its views. Read as one tensor, it gets one gradient, and nothing is joined afterwards.
+            return kernels.attend_product_on_gpu(
+                call.product,
+                layer.num_heads,
+                layer.kv_heads,
+                call.routing,
+                call.is_causal,
+                call.attn_mask,
+            )
         B = q.shape[0]
         q, k, v = q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
-        return kernels.attend_on_gpu(
-            q, k, v, self.call.routing, self.call.is_causal, self.call.attn_mask
-        )
+        return kernels.attend_on_gpu(q, k, v, call.routing, call.is_causal, call.attn_mask)
 
     def combine(self, o: Tensor) -> Tensor:
         return self.layer.proj(o)

@@ -17,7 +17,7 @@ from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path
 from moh_vision.attention.kernels.build import use as use
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST
-from moh_vision.attention.linear import in_float, product_dtype
+from moh_vision.attention.linear import in_float, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
 
 OPS = torch.ops.moh_vision
@@ -69,13 +69,49 @@ def list_pairs(active: Tensor) -> Pairs:
 def attend_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None
 ) -> Tensor:
-    """Triton's attention of the pairs that run, weighted and put in place: q [B, H, N, D] -> [B, N, H*D]."""
+    """Triton's attention of the pairs that run, weighted and put in place.
+
+    q [B, H, N, D], k and v [B, G, M, D] -> [B, N, H*D].
+    """
     from moh_vision.attention.kernels import gpu  # imports Triton
 
-    pairs, N = routing.pairs, q.shape[2]
-    if pairs is None or routing.active.shape[1] != N:
-        pairs = gpu.pairs(routing.active.expand(-1, N, -1).contiguous())
+    pairs = _list_on_gpu(routing, q.shape[2])
     return gpu.attend(q, k, v, in_float(routing.weights), *pairs, is_causal, mask)[0]
+
+
+def attend_product_on_gpu(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    routing: Routing,
+    is_causal: bool,
+    mask: Tensor | None,
+) -> Tensor:
+    """`attend_on_gpu` of queries, keys and values as one product [B, N, (H + 2 * G) * D]; its gradient is one tensor."""
+    from moh_vision.attention.kernels import gpu  # imports Triton
+
+    pairs = _list_on_gpu(routing, product.shape[1])
+    gates = in_float(routing.weights)
+    return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
+
+
+def _list_on_gpu(routing: Routing, tokens: int) -> Pairs:
+    from moh_vision.attention.kernels import gpu  # imports Triton
+
+    per_token = routing.active.shape[1] == tokens
+    if per_token and routing.pairs is not None:
+        return routing.pairs
+    active = routing.active.expand(-1, tokens, -1)
+    return Pairs(*gpu.pairs(active.contiguous(), routing.count))
+
+
+def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
+    """Outputs of all heads [B, H, N, D] by weights [B, N or 1, H] -> [B, N, H*D]; None where no operator does it."""
+    if is_traced(o) or path(o.device.type) != "triton" or o.dtype not in DTYPES:
+        return None
+    from moh_vision.attention.kernels import gpu  # imports Triton
+
+    return gpu.weigh(o, weights)
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:

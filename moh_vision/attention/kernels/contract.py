@@ -23,6 +23,8 @@ def differentiate(
     backward: Callable,
     kept: tuple[int, ...] = (),
     constant: tuple[int, ...] = (),
+    dropped: tuple[int, ...] = (),
+    reads_outputs: bool = False,
 ) -> None:
     """Register the gradient of an operator.
 
@@ -32,12 +34,19 @@ def differentiate(
         backward: gradients of the outputs, inputs, kept outputs -> gradients of the first inputs, by an operator.
         kept: which outputs `backward` reads.
         constant: which outputs have no gradient.
+        dropped: which inputs are not kept for backward: it gets None for them, and they have no gradient.
+        reads_outputs: the oracle gets the list of kept outputs before the inputs.
     """
+    if reads_outputs:
+        oracle_of = functools.partial(functools.partial, oracle)
+    else:
+        oracle_of = lambda outputs: oracle  # noqa: E731
 
     def keep(ctx, inputs, output):
         outputs = output if isinstance(output, tuple) else (output,)
         ctx.mark_non_differentiable(*(outputs[i] for i in constant))
         ctx.set_materialize_grads(False)
+        inputs = [None if i in dropped else value for i, value in enumerate(inputs)]
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
         ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
         ctx.save_for_backward(
@@ -45,22 +54,25 @@ def differentiate(
         )
 
     def gradients(ctx, *grads):
-        saved, others = iter(ctx.saved_tensors), iter(ctx.others)
+        saved = iter(ctx.saved_tensors)
+        others = iter(ctx.others)
         inputs = [next(saved if tensor else others) for tensor in ctx.is_tensor]
-        compute = functools.partial(again, oracle) if torch.is_grad_enabled() else backward
-        computed = compute(grads, inputs, list(saved))
+        outputs = list(saved)
+        if torch.is_grad_enabled():
+            computed = again(oracle_of(outputs), grads, inputs)
+        else:
+            computed = backward(grads, inputs, outputs)
         return *computed, *[None] * (len(inputs) - len(computed))
 
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
 
-def again(
-    oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list, _outputs: list
-) -> list[Tensor | None]:
+def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> list[Tensor | None]:
     """Gradients of the oracle at `inputs`, with a graph of their own."""
+    device = next(value.device for value in inputs if isinstance(value, Tensor))
     # Views: a tensor that is two inputs at once has two gradients.
     inputs = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in inputs]
-    with torch.autocast(inputs[0].device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
+    with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         outputs = oracle(*inputs)
     wanted = [
         i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad
@@ -74,29 +86,25 @@ def again(
     return [of.get(i) for i in range(len(inputs))]
 
 
-def describe_route(library: str) -> None:
-    """Tell torch the shapes and gradients of a library's `route` and `route_backward`."""
+def describe_route(library: str, lists_pairs: bool) -> None:
+    """Tell torch the shapes and gradients of a library's `route` and `route_backward`.
+
+    Args:
+        library: "moh_vision".
+        lists_pairs: its last two outputs are the list of pairs.
+    """
     operators = getattr(torch.ops, library)
 
     @torch.library.register_fake(f"{library}::route")
     def _(x, weight, candidates, shared, routed, kind, padding):
         B, N, H = x.shape[0], x.shape[1], shared + candidates
-        outputs = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
-        weights, rows, probs, counts = (
-            x.new_empty(shape, dtype=torch.float32) for shape in outputs
-        )
-        token, offsets = (
-            x.new_empty(n, dtype=torch.int32) for n in (B * N * (shared + routed), H * B + 1)
-        )
-        return (
-            weights,
-            x.new_empty((B, N, H), dtype=torch.bool),
-            rows,
-            probs,
-            counts,
-            token,
-            offsets,
-        )
+        shapes = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
+        weights, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        outputs = weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts
+        if not lists_pairs:
+            return outputs
+        token = x.new_empty(B * N * (shared + routed), dtype=torch.int32)
+        return *outputs, token, x.new_empty(H * B + 1, dtype=torch.int32)
 
     @torch.library.register_fake(f"{library}::route_backward")
     def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, kind, padding):
@@ -112,4 +120,5 @@ def describe_route(library: str) -> None:
         dweights, _, drows, dprobs = grads[:4]
         return operators.route_backward(dweights, dprobs, drows, *outputs, *inputs)
 
-    differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=(1, 4, 5, 6))
+    constant = (1, 4, 5, 6) if lists_pairs else (1, 4)
+    differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=constant)

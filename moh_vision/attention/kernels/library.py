@@ -69,7 +69,7 @@ def _combine(grads, inputs, _):
     return *computed, None if bias is None else grads[0].sum(0)
 
 
-describe_route("moh_vision")
+describe_route("moh_vision", lists_pairs=True)
 differentiate("moh_vision::project", lambda *inputs: (eager.project(*inputs),), _project)
 differentiate(
     "moh_vision::attend",

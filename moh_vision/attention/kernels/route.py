@@ -5,6 +5,9 @@ It is one operator on a GPU, in Triton (see `gpu.route`), one C++ operator on a 
 order; equal logits rank the same.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import torch.fx
 from torch import Tensor
@@ -12,7 +15,7 @@ from torch import Tensor
 from moh_vision.attention.kernels.build import path
 from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.eager import choose, gate_logits
-from moh_vision.attention.linear import is_traced
+from moh_vision.attention.linear import is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
@@ -20,20 +23,10 @@ MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
 torch.fx.wrap("gate_logits")  # a leaf while tracing
 
 
-def route(
-    x: Tensor,
-    weight: Tensor,
-    candidates: int,
-    shared: int,
-    routed: int,
-    kind: str,
-    balanced: bool = False,
-    padding_mask: Tensor | None = None,
-) -> Routing:
-    """Choose and weigh the heads of every token.
+class LinearRouter(NamedTuple):
+    """All that the router of one linear layer knows: what `route` needs beside tokens.
 
-    Args:
-        x: tokens [B, N, C].
+    Fields:
         weight: of the router [R, C]. Its rows are the E candidates, then the shared heads if there are several, then 2
             that balance both groups if they are balanced.
         candidates: E.
@@ -42,18 +35,70 @@ def route(
         kind: "released" or "paper": Jin 2024, see MoHRouter, which has the equations. "renormalised": Zhang 2022, the
             probability over the detached sum of the chosen ones; only without shared heads.
         balanced: there are shared heads and candidates, and weights for the balance of both groups.
+    """
+
+    weight: Tensor
+    candidates: int
+    shared: int
+    routed: int
+    kind: str
+    balanced: bool = False
+
+
+def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -> Routing:
+    """Choose and weigh the heads of every token.
+
+    Args:
+        x: tokens [B, N, C].
+        router: see `LinearRouter`.
         padding_mask: [B, N], True at padding, which is left out of the statistics.
 
     Returns:
-        The Routing, in float32 or better. The operators also list the pairs, and write gates below 1e-30 as 0:
-        products with denormal numbers are slow.
+        The Routing, in float32 or better. The operators write gates below 1e-30 as 0, because products with denormal
+        numbers are slow. That in C++ also lists the pairs; on a GPU the executor that reads the list makes it.
     """
-    operator, router = _operator(x, weight), (candidates, shared, routed, kind)
+    operator = _operator(x, router.weight)
     if operator is None:
-        return choose(gate_logits(x, weight), *router, balanced, padding_mask)
-    weights, active, rows, probs, counts, *pairs = operator(x, weight, *router, padding_mask)
-    stats = RoutingStats(probs, counts, rows[..., :candidates])
-    return Routing(weights, active, stats, shared + routed, Pairs(*pairs))
+        logits = gate_logits(x, router.weight)
+        return choose(logits, *router[1:], padding_mask)
+    return _routing(router, operator(x, *router[:5], padding_mask))
+
+
+def project_and_route(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    router: LinearRouter,
+    padding_mask: Tensor | None = None,
+) -> tuple[Routing, Tensor] | None:
+    """The routing of tokens and their product with a weight, as one node of autograd; None where no operator does it.
+
+    Args:
+        x: tokens [B, N, C].
+        weight, bias: of the product [O, C] and [O] or None.
+        router, padding_mask: see `route`.
+
+    Returns:
+        The Routing, and x W^T + b [B, N, O] in the numbers of products.
+    """
+    dtype = product_dtype(x)
+    router_dtype = router.weight.dtype
+    if dtype not in DTYPES or weight.dtype not in DTYPES or router_dtype not in DTYPES:
+        return None
+    if _operator(x, router.weight) is not torch.ops.moh_vision_triton.route:
+        return None
+    bias = None if bias is None else bias.to(dtype)
+    product, *outputs = torch.ops.moh_vision_triton.project_and_route(
+        x.detach(), x.to(dtype), weight.to(dtype), bias, *router[:5], padding_mask
+    )
+    return _routing(router, outputs), product
+
+
+def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
+    weights, active, rows, probs, counts, *pairs = outputs
+    stats = RoutingStats(probs, counts, rows[..., : router.candidates])
+    count = router.shared + router.routed
+    return Routing(weights, active, stats, count, Pairs(*pairs) if pairs else None)
 
 
 def _operator(x: Tensor, weight: Tensor):

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention.budget import SHARED_SHARE, HeadBudget
 from moh_vision.attention.kernels.eager import gate_logits
+from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
 
 torch.fx.wrap(
@@ -25,6 +26,10 @@ class TopKRouter(nn.Module):
     def __init__(self, budget: HeadBudget):
         super().__init__()
         self.budget = budget
+
+    def as_linear(self, x: Tensor) -> LinearRouter | None:
+        """All of the router for tokens x [.., C], or None where it is more than one linear layer, or must be called."""
+        return None
 
     @property
     def num_shared(self) -> int:

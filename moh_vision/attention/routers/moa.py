@@ -7,7 +7,7 @@ from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.eager import choose
-from moh_vision.attention.kernels.route import route
+from moh_vision.attention.kernels.route import LinearRouter, route
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
@@ -57,12 +57,26 @@ class MoARouter(TopKRouter):
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
         """x [B, N, C]; padding_mask [B, N], True at padding."""
-        E, k = self.num_candidates, self.num_routed
+        router = self.as_linear(x)
+        if router is not None:
+            return route(x, router, padding_mask)
+        logits = self.gate(x)  # [B, N, E]
+        if self.is_noisy:
+            noise = torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
+            logits = logits + noise
+        return choose(logits, *self.numbers, padding_mask=padding_mask)
+
+    @property
+    def is_noisy(self) -> bool:
+        return self.noise is not None and self.training
+
+    @property
+    def numbers(self) -> tuple[int, int, int, str]:
+        """What a `LinearRouter` knows beside its weight."""
         kind = "renormalised" if self.renormalise else "paper"
-        if self.noise is not None and self.training:
-            logits = self.gate(x)  # [B, N, E]
-            logits = logits + torch.randn_like(logits) * (F.softplus(self.noise(x)) + 1e-2)
-            return choose(logits, E, 0, k, kind, padding_mask=padding_mask)
-        if not plain(self.gate, GateLinear):
-            return choose(self.gate(x), E, 0, k, kind, padding_mask=padding_mask)
-        return route(x, self.gate.weight, E, 0, k, kind, padding_mask=padding_mask)
+        return self.num_candidates, 0, self.num_routed, kind
+
+    def as_linear(self, x: Tensor) -> LinearRouter | None:
+        if self.is_noisy or not plain(self.gate, GateLinear):
+            return None
+        return LinearRouter(self.gate.weight, *self.numbers)

@@ -6,7 +6,7 @@ from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.kernels.eager import choose
-from moh_vision.attention.kernels.route import route
+from moh_vision.attention.kernels.route import LinearRouter, route
 from moh_vision.attention.linear import plain
 from moh_vision.attention.routers.common import GateLinear, TopKRouter
 from moh_vision.attention.routing import Routing
@@ -62,21 +62,30 @@ class MoHRouter(TopKRouter):
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
         """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
-        E, S, k = self.num_candidates, self.num_shared, self.num_routed
-        kind, balanced = "released" if self.released else "paper", self.balance is not None
-        linears = [
-            linear for linear in (self.routed, self.shared, self.balance) if linear is not None
-        ]
+        router = self.as_linear(x)
+        if router is not None:
+            return route(x, router, padding_mask)
+        logits = torch.cat([linear(x) for linear in self.linears], -1)
+        return choose(logits, *self.numbers, padding_mask)
+
+    @property
+    def linears(self) -> list[nn.Module]:
+        """W_r, W_s and W_h, as far as they exist."""
+        every = (self.routed, self.shared, self.balance)
+        return [linear for linear in every if linear is not None]
+
+    @property
+    def numbers(self) -> tuple[int, int, int, str, bool]:
+        """What a `LinearRouter` knows beside its weight."""
+        kind = "released" if self.released else "paper"
+        balanced = self.balance is not None
+        return self.num_candidates, self.num_shared, self.num_routed, kind, balanced
+
+    def as_linear(self, x: Tensor) -> LinearRouter | None:
+        linears = self.linears
         if not all(plain(linear, GateLinear) for linear in linears):
-            return choose(
-                torch.cat([linear(x) for linear in linears], -1),
-                E,
-                S,
-                k,
-                kind,
-                balanced,
-                padding_mask,
-            )
-        # W_r, W_s and W_h, as far as they exist, [E + h_s + 2, C]: one product, as they read the same tokens.
+            return None
+        # [E + h_s + 2, C]: one product, as they read the same tokens.
         weights = [linear.weight for linear in linears] or [x.new_zeros((0, x.shape[-1]))]
-        return route(x, torch.cat(weights), E, S, k, kind, balanced, padding_mask)
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        return LinearRouter(weight, *self.numbers)

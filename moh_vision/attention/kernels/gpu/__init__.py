@@ -1,7 +1,8 @@
 """The operators in Triton, for GPUs; importing this imports Triton. `moh_vision.attention.kernels` says what they mean."""
 
-from moh_vision.attention.kernels.gpu.library import OPS, attend
+from moh_vision.attention.kernels.gpu.library import OPS, attend, attend_product
 
-pairs = OPS.pairs  # the list of `active`, see `route.pairs`
+pairs = OPS.pairs  # the list of `active`, see `pairs.pairs`
+weigh = OPS.weigh  # see `weigh.forward`
 
-__all__ = ["attend", "pairs"]
+__all__ = ["attend", "attend_product", "pairs", "weigh"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.gpu.attend import uses_tf32
+from moh_vision.attention.kernels.gpu.blocks import uses_tf32
 from moh_vision.attention.kernels.gpu.library import OPS
 from moh_vision.attention.kernels.gpu.route import KINDS
 

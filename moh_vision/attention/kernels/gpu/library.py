@@ -8,12 +8,15 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST, describe_route, differentiate
-from moh_vision.attention.kernels.gpu import route
-from moh_vision.attention.kernels.gpu.attend import backward as attend_backward
+from moh_vision.attention.kernels.gpu import project_route, route, weigh
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
+from moh_vision.attention.kernels.gpu.attend_backward import Gradients
+from moh_vision.attention.kernels.gpu.attend_backward import backward as attend_backward
+from moh_vision.attention.kernels.gpu.pairs import pairs
 
 NAME = "moh_vision_triton"
 LIBRARY = torch.library.Library(NAME, "DEF")
@@ -71,6 +74,11 @@ def attend(
         o [B, N, H*D], 0 where a head is off or a query sees no key; and the log of the sum of exponentials of every
         pair's scores [P], float32, -inf where it sees no key. The second has no gradient.
     """
+    _check_attend(q, k, v, weights, token, offsets, mask)
+    return OPS.attend(q, k, v, weights, token, offsets, is_causal, mask)
+
+
+def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
     (B, H, N, D), (_, G, M, _) = q.shape, k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
@@ -94,7 +102,63 @@ def attend(
         raise ValueError(f"mask {tuple(mask.shape)}, not [{B} or 1, {H} or 1, {N} or 1, {M}]")
     if mask is not None and mask.requires_grad and torch.is_grad_enabled():
         raise ValueError("the mask requires a gradient, and this operator has none for it")
-    return OPS.attend(q, k, v, weights, token, offsets, is_causal, mask)
+
+
+def attend_product(
+    product: Tensor,
+    heads: int,
+    kv_heads: int,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`attend` of queries, keys and values that are one product, whose gradient is one tensor too.
+
+    Args:
+        product: [B, N, (H + 2 * G) * D], grouped q | k | v and by head inside each.
+        heads, kv_heads: H and G.
+        The others: see `attend`.
+    """
+    q, k, v = split_product(product, heads, kv_heads)
+    _check_attend(q, k, v, weights, token, offsets, mask)
+    return OPS.attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask)
+
+
+def split_product(product: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Views of a product [B, N, (H + 2 * G) * D]: q [B, H, N, D], k and v [B, G, N, D]."""
+    rows = product.unflatten(-1, (heads + 2 * kv_heads, -1))
+    return tuple(x.transpose(1, 2) for x in rows.split([heads, kv_heads, kv_heads], 2))
+
+
+def _run_attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask):
+    q, k, v = split_product(product, heads, kv_heads)
+    return attend_forward(q, k, v, weights, token, offsets, is_causal, mask)
+
+
+def _new_gates(lse: Tensor, q: Tensor, weights: Tensor | None) -> Tensor:
+    """Memory for the gradients of gates, those of every token."""
+    B, H, N, _ = q.shape
+    return lse.new_empty((0,) if weights is None else (B, N, H))
+
+
+def _run_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
+    # In memory [B, N, H, D] and [B, M, G, D], the order of a product's columns.
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    grads = Gradients(dq, dk, dv, _new_gates(lse, q, weights))
+    dgates = attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask, grads)
+    return dq, dk, dv, dgates
+
+
+def _run_attend_product_backward(
+    do, product, o, lse, heads, kv_heads, weights, token, offsets, is_causal, mask
+):
+    q, k, v = split_product(product, heads, kv_heads)
+    dproduct = torch.empty_like(product, memory_format=torch.contiguous_format)
+    grads = Gradients(*split_product(dproduct, heads, kv_heads), _new_gates(lse, q, weights))
+    dgates = attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask, grads)
+    return dproduct, dgates
 
 
 def _fake_attend(q, k, v, weights, token, offsets, is_causal, mask):
@@ -102,16 +166,33 @@ def _fake_attend(q, k, v, weights, token, offsets, is_causal, mask):
     return q.new_empty(B, N, H * D), q.new_empty(token.shape, dtype=torch.float32)
 
 
+def _fake_attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask):
+    return _fake_attend(
+        *split_product(product, heads, kv_heads), weights, token, offsets, is_causal, mask
+    )
+
+
 def _fake_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
-    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
-    dq, dk, dv = q.new_empty(B, N, H, D), k.new_empty(B, M, G, D), v.new_empty(B, M, G, D)
-    dgates = q.new_empty((0,) if weights is None else weights.shape, dtype=torch.float32)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), dgates
+    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+    dgates = lse.new_empty((0,) if weights is None else weights.shape)
+    return dq, dk, dv, dgates
+
+
+def _fake_attend_product_backward(
+    do, product, o, lse, heads, kv_heads, weights, token, offsets, is_causal, mask
+):
+    dgates = lse.new_empty((0,) if weights is None else weights.shape)
+    return torch.empty_like(product, memory_format=torch.contiguous_format), dgates
 
 
 def _attend(grads, inputs, outputs):
     *computed, dgates = OPS.attend_backward(grads[0], *inputs[:3], *outputs, *inputs[3:])
     return *computed, None if inputs[3] is None else dgates
+
+
+def _attend_product(grads, inputs, outputs):
+    dproduct, dgates = OPS.attend_product_backward(grads[0], inputs[0], *outputs, *inputs[1:])
+    return dproduct, None, None, None if inputs[3] is None else dgates
 
 
 def _attend_oracle(q, k, v, weights, token, offsets, is_causal, mask):
@@ -121,11 +202,17 @@ def _attend_oracle(q, k, v, weights, token, offsets, is_causal, mask):
     rows = q.transpose(1, 2).reshape(-1, D).index_select(0, where)
     o = eager.attend(rows, k, v, *pairs, H, N, None, is_causal, mask)
     if weights is not None:
-        o = (o * weights.expand(B, N, H).flatten().index_select(0, where).unsqueeze(1)).to(q.dtype)
+        gates = weights.expand(B, N, H).flatten().index_select(0, where)
+        o = (o * gates.unsqueeze(1)).to(q.dtype)
     return (eager.place(o, where, B * N * H).view(B, N, H * D),)
 
 
+def _attend_product_oracle(product, heads, kv_heads, *others):
+    return _attend_oracle(*split_product(product, heads, kv_heads), *others)
+
+
 _LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
+_PRODUCT = f"int heads, int kv_heads, {_LISTS}"
 define(
     f"attend(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)",
     attend_forward,
@@ -134,29 +221,141 @@ define(
 define(
     f"attend_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_LISTS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    attend_backward,
+    _run_attend_backward,
     _fake_attend_backward,
 )
+define(
+    f"attend_product(Tensor product, {_PRODUCT}) -> (Tensor, Tensor)",
+    _run_attend_product,
+    _fake_attend_product,
+)
+define(
+    f"attend_product_backward(Tensor do, Tensor product, Tensor o, Tensor lse, {_PRODUCT})"
+    " -> (Tensor, Tensor)",
+    _run_attend_product_backward,
+    _fake_attend_product_backward,
+)
 differentiate(f"{NAME}::attend", _attend_oracle, _attend, kept=(0, 1), constant=(1,))
+differentiate(
+    f"{NAME}::attend_product", _attend_product_oracle, _attend_product, kept=(0, 1), constant=(1,)
+)
 
 
 # ---- route
 
 
-def _fake_pairs(active):
+def _fake_pairs(active, count):
     B, N, H = active.shape
-    return tuple(active.new_empty(n, dtype=torch.int32) for n in (B * N * H, H * B + 1))
+    sizes = B * N * (H if count is None else count), H * B + 1
+    return tuple(active.new_empty(size, dtype=torch.int32) for size in sizes)
 
 
+_ROUTER = "int candidates, int shared, int routed, str kind, Tensor? padding"
 define(
-    "route(Tensor x, Tensor weight, int candidates, int shared, int routed, str kind, Tensor? padding) -> "
-    "(Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts, Tensor token, Tensor offsets)",
+    f"route(Tensor x, Tensor weight, {_ROUTER}) -> "
+    "(Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts)",
     route.forward,
 )
 define(
     "route_backward(Tensor? dweights, Tensor? dprobs, Tensor? drows, Tensor rows, Tensor x, Tensor weight, "
-    "int candidates, int shared, int routed, str kind, Tensor? padding) -> (Tensor dx, Tensor dweight)",
+    f"{_ROUTER}) -> (Tensor dx, Tensor dweight)",
     route.backward,
 )
-define("pairs(Tensor active) -> (Tensor token, Tensor offsets)", route.pairs, _fake_pairs)
-describe_route(NAME)
+define("pairs(Tensor active, int? count) -> (Tensor token, Tensor offsets)", pairs, _fake_pairs)
+describe_route(NAME, lists_pairs=False)
+
+
+# ---- product and router
+
+
+def _fake_project_and_route(exact, x, weight, bias, router_weight, *router):
+    routed = OPS.route(exact, router_weight, *router)
+    return x.new_empty(*x.shape[:2], weight.shape[0]), *routed
+
+
+def _fake_project_and_route_backward(
+    dproduct, dweights, dprobs, drows, rows, x, weight, bias, router_weight, *router
+):
+    dbias = weight.new_empty(0 if bias is None else bias.shape)
+    return (
+        torch.empty_like(x, memory_format=torch.contiguous_format),
+        torch.empty_like(weight),
+        dbias,
+        torch.empty_like(router_weight),
+    )
+
+
+def _project_and_route(grads, inputs, outputs):
+    dproduct, dweights, _, drows, dprobs = grads[:5]
+    dx, dweight, dbias, drouter = OPS.project_and_route_backward(
+        dproduct, dweights, dprobs, drows, *outputs, *inputs[1:]
+    )
+    return None, dx, dweight, None if inputs[3] is None else dbias, drouter
+
+
+def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *router):
+    """In PyTorch, at the logits that were kept: those of rounded tokens might choose other heads."""
+    (rows,) = outputs
+    rounded = eager.gate_logits(x, router_weight)
+    exact = rounded + (rows - rounded).detach()
+    candidates, shared, *_ = router
+    balanced = router_weight.shape[0] > candidates + (shared if shared > 1 else 0)
+    *numbers, padding = router
+    routing = eager.choose(exact, *numbers, balanced, padding)
+    product = F.linear(x, weight, bias)
+    return product, routing.weights, routing.active, exact, routing.stats.probs
+
+
+_PROJECTION = f"Tensor x, Tensor weight, Tensor? bias, Tensor router_weight, {_ROUTER}"
+define(
+    f"project_and_route(Tensor exact, {_PROJECTION}) -> (Tensor product, "
+    "Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts)",
+    project_route.forward,
+    _fake_project_and_route,
+)
+define(
+    "project_and_route_backward(Tensor? dproduct, Tensor? dweights, Tensor? dprobs, Tensor? drows, "
+    f"Tensor rows, {_PROJECTION}) -> (Tensor, Tensor, Tensor, Tensor)",
+    project_route.backward,
+    _fake_project_and_route_backward,
+)
+differentiate(
+    f"{NAME}::project_and_route",
+    _project_and_route_oracle,
+    _project_and_route,
+    kept=(3,),
+    constant=(2, 5),
+    dropped=(0,),
+    reads_outputs=True,
+)
+
+
+# ---- outputs times gates
+
+
+def _fake_weigh(o, weights):
+    B, H, N, D = o.shape
+    return o.new_empty(B, N, H * D)
+
+
+def _fake_weigh_backward(dy, o, weights):
+    B, H, N, D = o.shape
+    return o.new_empty(B, N, H, D).transpose(1, 2), weights.new_empty(weights.shape)
+
+
+def _weigh(grads, inputs, _):
+    return OPS.weigh_backward(grads[0], *inputs)
+
+
+def _weigh_oracle(o, weights):
+    y = o.transpose(1, 2) * weights.unsqueeze(-1)
+    return (y.to(o.dtype).flatten(2),)
+
+
+define("weigh(Tensor o, Tensor weights) -> Tensor", weigh.forward, _fake_weigh)
+define(
+    "weigh_backward(Tensor dy, Tensor o, Tensor weights) -> (Tensor, Tensor)",
+    weigh.backward,
+    _fake_weigh_backward,
+)
+differentiate(f"{NAME}::weigh", _weigh_oracle, _weigh)

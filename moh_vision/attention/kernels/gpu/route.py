@@ -1,13 +1,12 @@
-"""`route` and the list of pairs in Triton: two kernels and a cumulative sum, and nothing waits for the device.
+"""`route` in Triton, and its backward.
 
-The first kernel reads a block of tokens once. It multiplies them by the router's weight, computes the gates and counts
-the pairs of every head. The cumulative sum of these counts says where the pairs of every head and block begin in the
-list, and the second kernel writes them there.
+The kernel reads a block of tokens once. It multiplies them by the router's weight, computes the gates and counts which
+heads run. Backward computes the gates again, from the logits that were kept.
 
 The router has a kernel of its own, although its rows could be further columns of the product for queries, keys and
 values. That product rounds its results to 16 bits: heads would change, and equal logits would become common.
 
-Arguments, results and gradients are those of the C++ operator, see `kernels.route`.
+Arguments, results and gradients are those of the C++ operator, see `kernels.route`, which also lists the pairs.
 """
 
 from typing import NamedTuple
@@ -18,10 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from moh_vision.attention.kernels.contract import DTYPES
-from moh_vision.attention.kernels.gpu.attend import uses_tf32
+from moh_vision.attention.kernels.gpu.blocks import uses_tf32
 
 KINDS = ("released", "paper", "renormalised")
 SMALLEST_GATE = tl.constexpr(1e-30)
+WEIGHT_TOKENS = 64  # of a step of the product that is the weight's gradient
 
 
 class Router(NamedTuple):
@@ -146,10 +146,11 @@ def _route_kernel(
     x, weight, padding, weights, active, rows, probs, counts, B, N, C, x_by, weight_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A program routes BLOCK_N tokens of one sequence; its counts [H, B, blocks] are those of its pairs."""
+    """A program routes BLOCK_N tokens of one sequence; counts [B, H, blocks] are of tokens that are no padding."""
     HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
     blocks = tl.cdiv(N, BLOCK_N)
-    block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    sequence = tl.program_id(0) // blocks
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     exists = n < N
     column = tl.arange(0, COLUMNS)
@@ -196,9 +197,11 @@ def _route_kernel(
         mask=exists[:, None] & (column < router.ROWS)[None, :],
     )
     shown = probabilities
+    counted = exists
     if padding is not None:
-        is_padding = tl.load(padding + token, mask=exists, other=0) != 0
-        shown = tl.where(is_padding[:, None], 0.0, probabilities)
+        is_real = tl.load(padding + token, mask=exists, other=1) == 0
+        shown = tl.where(is_real[:, None], probabilities, 0.0)
+        counted = exists & is_real
     tl.store(probs + token[:, None] * router.CANDIDATES + column[None, :], shown, mask=here)
 
     # Rows of the weight begin with the candidates, heads with the shared ones.
@@ -207,13 +210,14 @@ def _route_kernel(
     to = token[:, None] * HEADS + head[None, :]
     tl.store(weights + to, gates, mask=exists[:, None] & is_head[None, :])
     tl.store(active + to, runs.to(tl.uint8), mask=exists[:, None] & is_head[None, :])
-    count = tl.sum((runs & exists[:, None]).to(tl.int32), 0)
-    tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=is_head)
+    counts += sequence.to(tl.int64) * HEADS * blocks + block
+    count = tl.sum((runs & counted[:, None]).to(tl.int32), 0)
+    tl.store(counts + head * blocks, count, mask=is_head)
     if router.SHARED == 1:  # it has no row
         gate = tl.where(shared_factor < SMALLEST_GATE, 0.0, shared_factor)
         tl.store(weights + token * HEADS, gate, mask=exists)
         tl.store(active + token * HEADS, tl.full([BLOCK_N], 1, tl.uint8), mask=exists)
-        tl.store(counts + sequence * blocks + block, tl.sum(exists.to(tl.int32), 0))
+        tl.store(counts, tl.sum(counted.to(tl.int32), 0))
 
 
 @triton.jit(do_not_specialize=["T", "routed"])
@@ -309,100 +313,32 @@ def _route_backward_kernel(
         )
 
 
-# ---- the list of pairs
-
-
-@triton.jit(do_not_specialize=["B", "N"])
-def _count_kernel(active, counts, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr):
-    """A program counts the pairs of BLOCK_N tokens of one sequence for every head: counts [H, B, blocks]."""
-    blocks = tl.cdiv(N, BLOCK_N)
-    block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    head = tl.arange(0, COLUMNS)
-    token = sequence.to(tl.int64) * N + n
-    runs = tl.load(
-        active + token[:, None] * H + head[None, :],
-        mask=(n < N)[:, None] & (head < H)[None, :],
-        other=0,
-    )
-    count = tl.sum((runs != 0).to(tl.int32), 0)
-    tl.store(counts + (head.to(tl.int64) * B + sequence) * blocks + block, count, mask=head < H)
-
-
-@triton.jit(do_not_specialize=["B", "N"])
-def _list_kernel(
-    active, counts, ends, token_list, offsets, B, N, H, BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """A program lists the pairs of BLOCK_N tokens of one sequence; counts, ends [H, B, blocks]."""
-    blocks = tl.cdiv(N, BLOCK_N)
-    block, sequence = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    head = tl.arange(0, COLUMNS)
-    token = sequence.to(tl.int64) * N + n
-    runs = tl.load(
-        active + token[:, None] * H + head[None, :],
-        mask=(n < N)[:, None] & (head < H)[None, :],
-        other=0,
-    )
-    runs = (runs != 0).to(tl.int32)
-
-    segment = head.to(tl.int64) * B + sequence
-    end = tl.load(ends + segment * blocks + block, mask=head < H, other=0)
-    begin = end - tl.load(counts + segment * blocks + block, mask=head < H, other=0)
-    place = begin[None, :] + tl.cumsum(runs, 0) - 1
-    tl.store(
-        token_list + place,
-        tl.broadcast_to(token[:, None].to(tl.int32), [BLOCK_N, COLUMNS]),
-        mask=runs != 0,
-    )
-    if block == 0:
-        tl.store(offsets + segment, begin, mask=head < H)
-    if tl.program_id(0) == B * blocks - 1:
-        tl.store(offsets + segment + 1, end, mask=head == H - 1)
-
-
-def _list(active: Tensor, counts: Tensor, block: int, token: Tensor) -> Tensor:
-    """Fill the list `token` and return its offsets. active [B, N, H]; counts [H, B, blocks] of blocks of tokens."""
-    B, N, H = active.shape
-    offsets = torch.empty(H * B + 1, dtype=torch.int32, device=active.device)
-    _, columns, warps = tile(H)
-    ends = counts.flatten().cumsum(0, dtype=torch.int32)
-    _list_kernel[(counts[0].numel(),)](
-        active.view(torch.uint8), counts, ends, token, offsets, B, N, H,
-        BLOCK_N=block, COLUMNS=columns, num_warps=warps,
-    )  # fmt: skip
-    return offsets
-
-
-def pairs(active: Tensor) -> tuple[Tensor, Tensor]:
-    """The list of what runs, sorted by head, then sequence, then token.
-
-    Args:
-        active: bool [B, N, H].
-
-    Returns:
-        token: int32 [B * N * H], b * N + n of every pair. What lies beyond the last pair is undefined.
-        offsets: int32 [H * B + 1], where segment h * B + b begins. The last is the number of pairs.
-    """
-    if active.dim() != 3 or active.dtype != torch.bool:
-        raise ValueError("pairs: active must be bool [B, N, H]")
-    B, N, H = active.shape
-    token = torch.empty(_length(B * N * H), dtype=torch.int32, device=active.device)
-    if token.numel() == 0:
-        return token, token.new_zeros(H * B + 1)
-    active = active.contiguous()
-    block, columns, warps = tile(H)
-    counts = torch.empty((H, B, triton.cdiv(N, block)), dtype=torch.int32, device=active.device)
-    _count_kernel[(counts[0].numel(),)](
-        active.view(torch.uint8), counts, B, N, H, BLOCK_N=block, COLUMNS=columns, num_warps=warps
-    )
-    return token, _list(active, counts, block, token)
-
-
-def _length(pairs: int) -> int:
-    if pairs >= 2**31:
-        raise ValueError(f"pairs: {pairs} pairs are too many for int32")
-    return pairs
+@triton.jit(do_not_specialize=["T", "parts"])
+def _weight_gradient_kernel(
+    dlogits, x, sums, T, R, C, x_row, parts,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program adds up one of `parts` parts of the tokens, for BLOCK_C channels: sums [parts, R, C]."""
+    tiles = tl.cdiv(C, BLOCK_C)
+    c = (tl.program_id(0) % tiles) * BLOCK_C + tl.arange(0, BLOCK_C)
+    part = tl.program_id(0) // tiles
+    steps = tl.cdiv(T, BLOCK_T)
+    first = steps * part // parts * BLOCK_T
+    last = steps * (part + 1) // parts * BLOCK_T
+    column = tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS, BLOCK_C], tl.float32)
+    for start in range(first, last, BLOCK_T):
+        t = start + tl.arange(0, BLOCK_T)
+        real = t < T
+        t64 = t.to(tl.int64)
+        grad_mask = real[None, :] & (column < R)[:, None]
+        grad = tl.load(dlogits + t64[None, :] * R + column[:, None], mask=grad_mask, other=0.0)
+        x_mask = real[:, None] & (c < C)[None, :]
+        x_tile = tl.load(x + t64[:, None] * x_row + c[None, :], mask=x_mask, other=0.0)
+        total = tl.dot(grad, x_tile.to(tl.float32), total, input_precision=PRECISION)
+    sums += part.to(tl.int64) * R * C
+    out_mask = (column < R)[:, None] & (c < C)[None, :]
+    tl.store(sums + column[:, None] * C + c[None, :], total, mask=out_mask)
 
 
 # ---- the operators
@@ -430,7 +366,7 @@ def forward(
     routed: int,
     kind: str,
     padding: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Route tokens.
 
     Args:
@@ -440,34 +376,32 @@ def forward(
         padding: bool [B, N], True at padding, which probs and counts leave out.
 
     Returns:
-        weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (the logits), probs [B, N, E], counts [B, H], and
-        the list of pairs: token (int32) [B * N * (shared + routed)], offsets (int32) [H * B + 1].
+        weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (the logits), probs [B, N, E], counts [B, H].
     """
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, kind, weight.shape[0])
-    (B, N, C), H = x.shape, shared + candidates
+    B, N, C = x.shape
+    H = shared + candidates
     shapes = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
     weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
     active = x.new_empty((B, N, H), dtype=torch.bool)
-    token = x.new_empty(_length(B * N * (shared + routed)), dtype=torch.int32)
     if B * N == 0:
         counts = x.new_zeros((B, H), dtype=torch.float32)
-        return weights, active, rows, probs, counts, token, token.new_zeros(H * B + 1)
+        return weights, active, rows, probs, counts
 
     x = x if x.stride(2) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     block, columns, warps = tile(max(router.ROWS, H))
-    counts = torch.empty((H, B, triton.cdiv(N, block)), dtype=torch.int32, device=x.device)
-    outputs = weights, active.view(torch.uint8), rows, probs, counts
-    _route_kernel[(counts[0].numel(),)](
-        x, weight, as_bytes(padding), *outputs, B, N, C, x.stride()[:2], weight.stride(0), routed,
+    blocks = triton.cdiv(N, block)
+    counts = torch.empty((B, H, blocks), dtype=torch.int32, device=x.device)
+    _route_kernel[(B * blocks,)](
+        x, weight, as_bytes(padding), weights, active.view(torch.uint8), rows, probs, counts,
+        B, N, C, x.stride()[:2], weight.stride(0), routed,
         router=router, BLOCK_N=block, BLOCK_C=64 if x.dtype == weight.dtype != torch.float32 else 32, COLUMNS=columns,
         WIDEN=x.dtype != weight.dtype or not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as integers
         num_warps=warps,
     )  # fmt: skip
-    offsets = _list(active, counts, block, token)
-    shown = active if padding is None else active & ~padding.unsqueeze(-1)
-    return weights, active, rows, probs, shown.sum(1, dtype=torch.float32), token, offsets
+    return weights, active, rows, probs, counts.sum(-1, dtype=torch.float32)
 
 
 def backward(
@@ -486,7 +420,8 @@ def backward(
     """The gradients of tokens and weight, from those of the first, fourth and third output of `forward`."""
     check(x, weight, padding)
     router = router_of(candidates, shared, routed, kind, weight.shape[0])
-    C, T = x.shape[2], x.shape[0] * x.shape[1]
+    C = x.shape[2]
+    T = x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
     grads = [
@@ -494,15 +429,29 @@ def backward(
     ]
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     # tf32 loses less than the 16 bits of the tokens' gradients.
-    fast = x.dtype != torch.float32 or uses_tf32()
+    precision = "tf32" if x.dtype != torch.float32 or uses_tf32() else "ieee"
     block, columns, warps = tile(router.ROWS)
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _route_backward_kernel[(triton.cdiv(T, block),)](
         *grads, rows.contiguous(), as_bytes(padding), weight, dlogits, dx, T, C, weight.stride(0), routed,
-        router=router, BLOCK_N=block, BLOCK_C=64, COLUMNS=columns, PRECISION="tf32" if fast else "ieee",
-        num_warps=warps,
+        router=router, BLOCK_N=block, BLOCK_C=64, COLUMNS=columns, PRECISION=precision, num_warps=warps,
     )  # fmt: skip
-    with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
-        dweight = dlogits.t() @ x.reshape(T, C).float()
-    return dx, dweight.to(weight.dtype)
+    return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)
+
+
+def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
+    """dlogits^T x in float32: dlogits [T, R] float32, x [T, C] -> [R, C]. x is read once, as it is."""
+    T, R = dlogits.shape
+    C = x.shape[1]
+    x = x if x.stride(1) == 1 else x.contiguous()
+    _, columns, warps = tile(R)
+    columns_of_x = 128 if columns <= 64 else 64
+    # About four programs for each multiprocessor of a large card; their sums are added up in a fixed order.
+    parts = min(triton.cdiv(T, WEIGHT_TOKENS), max(1, 528 // triton.cdiv(C, columns_of_x)))
+    sums = x.new_empty((parts, R, C), dtype=torch.float32)
+    _weight_gradient_kernel[(triton.cdiv(C, columns_of_x) * parts,)](
+        dlogits, x, sums, T, R, C, x.stride(0), parts,
+        BLOCK_T=WEIGHT_TOKENS, BLOCK_C=columns_of_x, COLUMNS=columns, PRECISION=precision, num_warps=warps,
+    )  # fmt: skip
+    return sums.sum(0)

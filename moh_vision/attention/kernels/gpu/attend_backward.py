@@ -1,0 +1,408 @@
+"""Backward of the attention of pairs in Triton: three kernels, none of which needs atomics.
+
+    pack      one program a tile: queries and output gradients side by side in the order of the list, with their gates and
+              delta; zeros where no pair writes
+    queries   one program a tile: all keys, for the gradients of queries and gates
+    keys      one program a block of keys: the pairs of all query heads that read it, for the gradients of keys and values
+
+With p = softmax of the scores, gate w, and do the gradient of the gated output o:
+    d gate     = sum_j p_j (do . v_j), exact where the gate is 0
+    d score_j  = p_j (w (do . v_j) - delta),  delta = do . o
+    d v_j      = sum over queries of p_j w do
+
+The kernel of keys reads every pair once for each block of keys, so pairs are packed before: tiles of neighbouring rows can
+be copied by descriptors, and nothing is looked up in the list.
+"""
+
+import math
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moh_vision.attention.kernels.gpu.attend import (
+    Given,
+    contiguous_rows,
+    descriptor,
+    in_units,
+    unit_of,
+)
+from moh_vision.attention.kernels.gpu.rows import (
+    LOG2E,
+    SIZES,
+    Spec,
+    add_product,
+    count_below,
+    find_tile,
+    key_range,
+    load,
+    load_keys,
+    load_packed,
+    product,
+    row_products,
+    see,
+    store,
+    store_part,
+    times,
+    widths,
+    write_zeros,
+    zeros,
+)
+
+PACKED_PAIRS = 64  # of a program that packs
+
+
+@triton.jit
+def probabilities(scores, scale, lse, spec: tl.constexpr):
+    """lse: to base 2."""
+    power = scores * scale - lse
+    if spec.MASK == 2:
+        # At most 1, also where a bias of -1e9 hides all keys: `lse` has no digits left for its sum then.
+        power = tl.minimum(power, 0.0)
+    return tl.exp2(power)
+
+
+# ---- Pack
+
+
+@triton.jit
+def store_packed(pointer, pair, x, real, spec: tl.constexpr):
+    """Rows of width WIDTH0 + WIDTH1; what lies beyond D is 0, as it was loaded."""
+    WIDTH: tl.constexpr = spec.WIDTH0 + spec.WIDTH1
+    rows = pair.to(tl.int64) * WIDTH
+    store_part(pointer, rows, x[0], real, 0, WIDTH)
+    if spec.WIDTH1 > 0:
+        store_part(pointer, rows, x[1], real, spec.WIDTH0, WIDTH)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def pack_kernel(
+    q, do, o, weights, lse, token, offsets, q_packed, do_packed, gates, lse2, delta, dq, dgates,
+    q_by, do_by, gates_by, dq_by, B, N, H, spec: tl.constexpr,
+):  # fmt: skip
+    exists, b, h, first, stop, n, low, high = find_tile(token, offsets, B, N, H, spec)
+    if exists == 0:
+        return
+    pair = first + tl.arange(0, spec.BLOCK_M)
+    real = pair < stop
+    n64, b64, h64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64)
+
+    q_head = q + (b64 * q_by[0] + h64 * q_by[1]) * spec.UNIT
+    q_rows = load(q_head, n64 * (q_by[2] * spec.UNIT), real, spec)
+    do_head = do + b64 * do_by[0] * spec.UNIT + h64 * spec.D
+    do_rows = load(do_head, n64 * (do_by[1] * spec.UNIT), real, spec)
+    o_rows = load(o + (b64 * N * H + h64) * spec.D, n64 * (H * spec.D), real, spec)
+    store_packed(q_packed, pair, q_rows, real, spec)
+    store_packed(do_packed, pair, do_rows, real, spec)
+    tl.store(delta + pair, row_products(do_rows, o_rows, spec), mask=real)
+    # Infinity where a pair saw no key: exp2 gives 0 then, not NaN.
+    row_lse = tl.load(lse + pair, mask=real, other=0.0) * LOG2E
+    tl.store(lse2 + pair, tl.where(row_lse == -float("inf"), float("inf"), row_lse), mask=real)
+    if spec.GATED:
+        gate_rows = weights + b64 * gates_by[0] + n64 * gates_by[1] + h64 * gates_by[2]
+        gate = tl.load(gate_rows, mask=real, other=0.0)
+        tl.store(gates + pair, gate.to(tl.float32), mask=real)
+        dgates += b64 * N * H + h64
+    dq_head = dq + (b64 * dq_by[0] + h64 * dq_by[1]) * spec.UNIT
+    dq_step = dq_by[2] * spec.UNIT
+    write_zeros(dq_head, dq_step, dgates, H, n, first, stop, low, high, spec)
+
+
+# ---- Queries
+
+
+@triton.jit
+def queries_keys(
+    sums, q, do, n, gate, delta, lse, mask, k_tiles, v_tiles, k, v, b, g, k_by, v_by, M, low, high, scale, root,
+    EDGE: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """What keys low .. high - 1 add to the gradients of queries and gates."""
+    dq, dgate = sums
+    for start in range(low, high, spec.BLOCK_N):
+        key = start + tl.arange(0, spec.BLOCK_N)
+        real = key < M
+        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, not EDGE, spec)
+        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, not EDGE, spec)
+        scores = product(q, k_block, spec)
+        scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, spec)  # fmt: skip
+        p = probabilities(scores, scale, lse[:, None], spec)
+        dp = product(do, v_block, spec)
+        if spec.GATED:
+            dgate += tl.sum(p * dp, 1)
+            ds = p * (dp * gate[:, None] - delta[:, None])
+        else:
+            ds = p * (dp - delta[:, None])
+        dq = add_product(dq, ds, k_block, spec)
+    return dq, dgate
+
+
+@triton.jit(do_not_specialize=SIZES)
+def queries_kernel(
+    q_packed, do_packed, gates, lse2, delta, k, v, mask, token, offsets, dq, dgates, k_tiles, v_tiles,
+    k_by, v_by, mask_by, dq_by, B, N, M, H, G, root, spec: tl.constexpr,
+):  # fmt: skip
+    exists, b, h, first, stop, n, _, _ = find_tile(token, offsets, B, N, H, spec)
+    if exists == 0:
+        return
+    g = h // (H // G)
+    pair = first + tl.arange(0, spec.BLOCK_M)
+    real = pair < stop
+    n64, b64, h64, g64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+
+    q_rows = load_packed(q_packed, first, real, spec.BLOCK_M, spec)
+    do_rows = load_packed(do_packed, first, real, spec.BLOCK_M, spec)
+    row_delta = tl.load(delta + pair, mask=real, other=0.0)
+    row_lse = tl.load(lse2 + pair, mask=real, other=float("inf"))
+    gate = tl.zeros(n.shape, tl.float32) + 1.0
+    if spec.GATED:
+        gate = tl.load(gates + pair, mask=real, other=0.0)
+    k += (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
+    v += (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
+    mask_rows = n64
+    if spec.MASK > 0:
+        mask_rows = mask + b64 * mask_by[0] + h64 * mask_by[1] + n64 * mask_by[2]
+
+    scale = LOG2E / root
+    sums = (zeros(spec.BLOCK_M, spec), tl.zeros(n.shape, tl.float32))
+    full, last = key_range(n, first, stop, M, spec)
+    # fmt: off
+    by = k_by[2] * spec.UNIT, v_by[2] * spec.UNIT
+    sums = queries_keys(
+        sums, q_rows, do_rows, n, gate, row_delta, row_lse, mask_rows, k_tiles, v_tiles, k, v, b, g, by[0], by[1],
+        M, 0, full, scale, root, False, spec,
+    )
+    dq_rows, dgate = queries_keys(
+        sums, q_rows, do_rows, n, gate, row_delta, row_lse, mask_rows, k_tiles, v_tiles, k, v, b, g, by[0], by[1],
+        M, full, last, scale, root, True, spec,
+    )
+    # fmt: on
+
+    dq_head = dq + (b64 * dq_by[0] + h64 * dq_by[1]) * spec.UNIT
+    store(dq_head, n64 * (dq_by[2] * spec.UNIT), times(dq_rows, 1.0 / root, spec), real, spec)
+    if spec.GATED:
+        tl.store(dgates + (b64 * N + n64) * H + h64, dgate, mask=real)
+
+
+# ---- Keys
+
+
+@triton.jit
+def load_pairs(tiles, pointer, first, real, EDGE: tl.constexpr, spec: tl.constexpr):
+    """Packed rows of pairs. Those of the last tile are masked: rows behind it are another segment's, or nobody's."""
+    if spec.TMA and not EDGE:
+        x = (load_pair_tile(tiles, first),)
+    else:
+        x = load_packed(pointer, first, real, spec.BLOCK_M, spec, not EDGE)
+    return x
+
+
+@triton.jit
+def load_pair_tile(tiles, first):
+    return tiles.load([first, 0])
+
+
+@triton.jit
+def keys_pairs(
+    sums, k, v, key, q_tiles, do_tiles, q, do, gates, lse2, delta, token, mask, mask_by, low, high, shift, M,
+    scale, root, EDGE: tl.constexpr, spec: tl.constexpr,
+):  # fmt: skip
+    """What pairs low .. high - 1 add to the gradients of a block of keys and values.
+
+    Scores are [keys, queries], so that no product needs a transposed one. Keys beyond M need no mask: their rows are
+    not stored. EDGE: some of a tile's rows lie beyond `high`.
+    """
+    dk, dv = sums
+    for first in range(low, high, spec.BLOCK_M):
+        pair = first + tl.arange(0, spec.BLOCK_M)
+        real = pair < high
+        q_rows = load_pairs(q_tiles, q, first, real, EDGE, spec)
+        do_rows = load_pairs(do_tiles, do, first, real, EDGE, spec)
+        if EDGE:
+            row_lse = tl.load(lse2 + pair, mask=real, other=float("inf"))
+            row_delta = tl.load(delta + pair, mask=real, other=0.0)
+        else:
+            row_lse = tl.load(lse2 + pair)
+            row_delta = tl.load(delta + pair)
+        scores = product(k, q_rows, spec)  # [BLOCK_N, BLOCK_M]
+        if spec.MASK > 0 or spec.CAUSAL:
+            n = tl.load(token + pair, mask=real, other=shift) - shift
+            mask_rows = n.to(tl.int64)
+            if spec.MASK > 0:
+                mask_rows = mask + mask_rows * mask_by
+            scores = see(
+                scores, mask_rows[None, :] + key[:, None], n[None, :], key[:, None], M, root, spec.CAUSAL, spec
+            )  # fmt: skip
+        p = probabilities(scores, scale, row_lse[None, :], spec)
+        dp = product(v, do_rows, spec)
+        if spec.GATED:
+            if EDGE:
+                gate = tl.load(gates + pair, mask=real, other=0.0)
+            else:
+                gate = tl.load(gates + pair)
+            ds = p * (dp * gate[None, :] - row_delta[None, :])
+            p = p * gate[None, :]
+        else:
+            ds = p * (dp - row_delta[None, :])
+        dv = add_product(dv, p, do_rows, spec)
+        dk = add_product(dk, ds, q_rows, spec)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def keys_kernel(
+    q_packed, do_packed, gates, lse2, delta, k, v, mask, token, offsets, dk, dv, q_tiles, do_tiles,
+    k_by, v_by, mask_by, dk_by, dv_by, B, N, M, H, G, root, spec: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    key_blocks = tl.cdiv(M, spec.BLOCK_N)
+    start = (program % key_blocks) * spec.BLOCK_N
+    g = (program // key_blocks) % G
+    b = program // (key_blocks * G)
+    shift = b * N
+    key = start + tl.arange(0, spec.BLOCK_N)
+    real = key < M
+    key64, b64, g64 = key.to(tl.int64), b.to(tl.int64), g.to(tl.int64)
+
+    k_head = k + (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
+    v_head = v + (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
+    k_rows = load(k_head, key64 * (k_by[2] * spec.UNIT), real, spec)
+    v_rows = load(v_head, key64 * (v_by[2] * spec.UNIT), real, spec)
+
+    scale = LOG2E / root
+    sums = (zeros(spec.BLOCK_N, spec), zeros(spec.BLOCK_N, spec))
+    for h in range(g * (H // G), (g + 1) * (H // G)):
+        mask_head = mask
+        mask_step = 0
+        if spec.MASK > 0:
+            mask_head = mask + b64 * mask_by[0] + tl.cast(h, tl.int64) * mask_by[1]
+            mask_step = mask_by[2]
+        low = tl.load(offsets + h * B + b)
+        high = tl.load(offsets + h * B + b + 1)
+        if spec.CAUSAL:  # pairs before see none of these keys
+            low += count_below(token, low, high, shift + start)
+        full = low + (high - low) // spec.BLOCK_M * spec.BLOCK_M
+        # fmt: off
+        sums = keys_pairs(
+            sums, k_rows, v_rows, key, q_tiles, do_tiles, q_packed, do_packed, gates, lse2, delta, token,
+            mask_head, mask_step, low, full, shift, M, scale, root, False, spec,
+        )
+        sums = keys_pairs(
+            sums, k_rows, v_rows, key, q_tiles, do_tiles, q_packed, do_packed, gates, lse2, delta, token,
+            mask_head, mask_step, full, high, shift, M, scale, root, True, spec,
+        )
+        # fmt: on
+
+    dk_head = dk + (b64 * dk_by[0] + g64 * dk_by[1]) * spec.UNIT
+    dv_head = dv + (b64 * dv_by[0] + g64 * dv_by[1]) * spec.UNIT
+    dk_rows = times(sums[0], 1.0 / root, spec)
+    store(dk_head, key64 * (dk_by[2] * spec.UNIT), dk_rows, real, spec)
+    store(dv_head, key64 * (dv_by[2] * spec.UNIT), sums[1], real, spec)
+
+
+# ---- Launches
+
+
+class Packed(NamedTuple):
+    """What backward reads of every pair, in the order of the list."""
+
+    q: Tensor  # [P, WIDTH0 + WIDTH1]
+    do: Tensor  # likewise
+    gates: Tensor | None  # [P]
+    lse2: Tensor  # [P], to base 2
+    delta: Tensor  # [P]
+
+
+class Gradients(NamedTuple):
+    """What backward computes. Queries', keys' and values' may be views of one buffer."""
+
+    q: Tensor  # [B, H, N, D]
+    k: Tensor  # [B, G, M, D]
+    v: Tensor  # [B, G, M, D]
+    gates: Tensor  # [B, N, H] float32, or empty
+
+
+def pack(
+    do: Tensor,
+    q: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    given: Given,
+    grads: Gradients,
+) -> Packed:
+    """Pack the rows of pairs, and write zeros into the gradients of queries and gates where a head is off.
+
+    Args: see `backward`.
+    """
+    B, H, N, D = q.shape
+    pairs = token.shape[0]
+    rows = q.new_empty(2, pairs, sum(widths(D)))
+    numbers = lse.new_empty(3, pairs)
+    gates = numbers[2] if given.gated else None
+    packed = Packed(rows[0], rows[1], gates, numbers[0], numbers[1])
+    unit = unit_of(q, do, grads.q)
+    spec = Spec(D, *widths(D), unit, given.gated, 0, False, "ieee", PACKED_PAIRS, 16, False)
+    programs = triton.cdiv(N, PACKED_PAIRS) * B * H
+    if programs:
+        pack_kernel[(programs,)](
+            q, do, o, weights, lse, token, offsets, *packed, grads.q,
+            grads.gates if given.gated else None,
+            in_units(q, unit), in_units(do, unit), given.gates_by, in_units(grads.q, unit),
+            B, N, H, spec=spec, num_warps=4,
+        )  # fmt: skip
+    return packed
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    weights: Tensor | None,
+    token: Tensor,
+    offsets: Tensor,
+    is_causal: bool,
+    mask: Tensor | None,
+    grads: Gradients,
+) -> Tensor:
+    """Write the gradients of queries, keys and values into `grads`; returns those of gates.
+
+    dq is 0 where a head is off. Gradients of gates have the shape of `weights`, float32; without weights there are none,
+    and the tensor is empty.
+    """
+    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    q, k, v, do = (contiguous_rows(x) for x in (q, k, v, do))
+    given = Given.of(q, k, v, weights, mask, is_causal)
+    packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, given, grads)
+    sizes = (B, N, M, H, G, math.sqrt(D))
+
+    spec, options = given.spec("queries", q, k, v, rows=(grads.q,))
+    programs = triton.cdiv(N, spec.BLOCK_M) * B * H
+    if programs:
+        tiles = given.key_tiles(spec, k, v)
+        rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
+        queries_kernel[(programs,)](
+            *packed, k, v, given.mask, token, offsets, grads.q, grads.gates, *tiles,
+            *rows_by, given.mask_by, in_units(grads.q, spec.UNIT), *sizes, spec=spec, **options,
+        )  # fmt: skip
+
+    spec, options = given.spec("keys", q, packed.q, packed.do, rows=(k, v, grads.k, grads.v))
+    programs = triton.cdiv(M, spec.BLOCK_N) * B * G
+    if programs:
+        tiles = (None, None)
+        if spec.TMA:
+            tiles = (descriptor(packed.q, spec.BLOCK_M), descriptor(packed.do, spec.BLOCK_M))
+        rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
+        grads_by = [in_units(x, spec.UNIT) for x in (grads.k, grads.v)]
+        keys_kernel[(programs,)](
+            *packed, k, v, given.mask, token, offsets, grads.k, grads.v, *tiles,
+            *rows_by, given.mask_by, *grads_by, *sizes, spec=spec, **options,
+        )  # fmt: skip
+    if given.gated and weights.shape[1] == 1:
+        return grads.gates.sum(1, keepdim=True)
+    return grads.gates
