@@ -15,7 +15,7 @@ from moh_vision.attention import kernels
 from moh_vision.attention.kernels import build, eager
 
 try:
-    from moh_vision.attention.kernels import gpu
+    from moh_vision.attention.kernels.gpu import library as gpu
 except ImportError:  # Triton is not installed
     gpu = None
 

@@ -127,7 +127,7 @@ def compile_only(tasks):
 
 def attend(D, dtype, tokens, mask, H=4, G=2):
     """Attention of views of one product, and gradients."""
-    from moh_vision.attention.kernels import gpu
+    from moh_vision.attention.kernels.gpu import library as gpu
 
     torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
     dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)

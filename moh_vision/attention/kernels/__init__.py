@@ -73,7 +73,7 @@ def attend_on_gpu(
 
     q [B, H, N, D], k and v [B, G, M, D] -> [B, N, H*D].
     """
-    from moh_vision.attention.kernels import gpu  # imports Triton
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
     pairs = _list_on_gpu(routing, q.shape[2])
     return gpu.attend(q, k, v, in_float(routing.weights), *pairs, is_causal, mask)[0]
@@ -88,7 +88,7 @@ def attend_product_on_gpu(
     mask: Tensor | None,
 ) -> Tensor:
     """`attend_on_gpu` of queries, keys and values as one product [B, N, (H + 2 * G) * D]; its gradient is one tensor."""
-    from moh_vision.attention.kernels import gpu  # imports Triton
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
     pairs = _list_on_gpu(routing, product.shape[1])
     gates = in_float(routing.weights)
@@ -96,22 +96,22 @@ def attend_product_on_gpu(
 
 
 def _list_on_gpu(routing: Routing, tokens: int) -> Pairs:
-    from moh_vision.attention.kernels import gpu  # imports Triton
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
     per_token = routing.active.shape[1] == tokens
     if per_token and routing.pairs is not None:
         return routing.pairs
     active = routing.active.expand(-1, tokens, -1)
-    return Pairs(*gpu.pairs(active.contiguous(), routing.count))
+    return Pairs(*gpu.OPS.pairs(active.contiguous(), routing.count))
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
     """Outputs of all heads [B, H, N, D] by weights [B, N or 1, H] -> [B, N, H*D]; None where no operator does it."""
     if is_traced(o) or path(o.device.type) != "triton" or o.dtype not in DTYPES:
         return None
-    from moh_vision.attention.kernels import gpu  # imports Triton
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    return gpu.weigh(o, weights)
+    return gpu.OPS.weigh(o, weights)
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:

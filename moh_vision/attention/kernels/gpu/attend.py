@@ -51,10 +51,11 @@ def attend_keys(
 ):  # fmt: skip
     """Keys low .. high - 1 into the running sums (the values, the largest score before scaling, the exponentials)."""
     acc, top, total = sums
-    for start in range(low, high, spec.BLOCK_N):
-        key = start + tl.arange(0, spec.BLOCK_N)
+    BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
+    for start in range(low, high, BLOCK):
+        key = start + tl.arange(0, BLOCK)
         real = key < M
-        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, not EDGE, spec)
+        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
         scores = product(q, k_block, spec)  # [BLOCK_M, BLOCK_N]
         scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, spec)  # fmt: skip
 
@@ -71,7 +72,7 @@ def attend_keys(
             shrink = tl.exp2(top * scale - base * scale)
         top = new
         total = total * shrink + tl.sum(p, 1)
-        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, not EDGE, spec)
+        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, EDGE, spec)
         acc = add_product(times(acc, shrink[:, None], spec), p, v_block, spec)
     return acc, top, total
 
@@ -183,13 +184,12 @@ def fits_descriptor(x: Tensor) -> bool:
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of x [B, G, M, D] or [P, D]: what lies beyond M reads as 0."""
+    """Tiles of `rows` rows of x [B, G, M, D]: what lies beyond M reads as 0."""
     # The step of a dimension of length 1 is never taken, and may be anything.
     strides = [
         stride if length > 1 else 16 for length, stride in zip(x.shape[:-1], x.stride()[:-1])
     ]
-    block = [1] * (x.dim() - 2) + [rows, x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], block)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[-1]])
 
 
 class Given(NamedTuple):
@@ -228,33 +228,32 @@ class Given(NamedTuple):
             mask_by = mask.stride()[:3]
         return cls(weights is not None, mask, kind, is_causal, gates_by, mask_by)
 
-    def block(self, kernel: str, q: Tensor, tiled: tuple[Tensor, ...]) -> Block:
-        """The blocks of a kernel; tiled: what it would read through descriptors."""
-        D = q.shape[3]
-        row = row_of(numbers_of(q.dtype), card_of(q.device), D, self.mask is not None, q.shape[2])
-        block: Block = getattr(row, kernel)
-        # A descriptor reads one part, and a tile of D numbers.
-        possible = widths(D) == (D, 0) and all(fits_descriptor(x) for x in tiled)
-        return block._replace(tma=block.tma and possible)
-
-    def spec(self, kernel: str, q: Tensor, *tiled: Tensor, rows: tuple[Tensor, ...] = ()) -> tuple[Spec, dict]:  # fmt: skip
+    def spec(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Spec, dict]:  # fmt: skip
         """What a kernel is compiled for, and its warps and stages.
 
         Args:
             kernel: "forward", "queries" or "keys".
-            q: queries [B, H, N, D].
-            *tiled: what the kernel would read through descriptors.
-            rows: other tensors whose strides are given in units.
+            q, k, v: [B, H, N, D] and [B, G, M, D].
+            *others: further tensors whose strides are given in units.
         """
-        block = self.block(kernel, q, tiled)
-        unit = unit_of(q, *tiled, *rows)
-        precision = "tf32" if numbers_of(q.dtype) == "tf32" else "ieee"
         D = q.shape[3]
+        numbers = numbers_of(q.dtype)
+        row = row_of(numbers, card_of(q.device), D, self.mask is not None, q.shape[2])
+        block: Block = getattr(row, kernel)
+        # A descriptor reads one part, and a tile of D numbers.
+        tma = block.tma and widths(D) == (D, 0) and fits_descriptor(k) and fits_descriptor(v)
+        precision = "tf32" if numbers == "tf32" else "ieee"
         spec = Spec(
-            D, *widths(D), unit, self.gated, self.kind, self.is_causal, precision,
-            block.queries, block.keys, block.tma,
+            D, *widths(D), unit_of(q, k, v, *others), self.gated, self.kind, self.is_causal, precision,
+            block.queries, block.keys, self.edge(block.keys, k.shape[2]), tma,
         )  # fmt: skip
         return spec, dict(num_warps=block.warps, num_stages=block.stages)
+
+    def edge(self, block: int, keys: int) -> int:
+        """Keys of the last block: a power of two that just holds them. 197 = 3 * 64 + 5 takes 16 there, not 64."""
+        if self.is_causal:  # the blocks on the diagonal are edges too
+            return block
+        return min(block, max(16, triton.next_power_of_2(keys % block)))
 
     def key_tiles(self, spec: Spec, k: Tensor, v: Tensor) -> tuple[TensorDescriptor | None, ...]:
         """Descriptors of keys and values where a kernel reads them so."""

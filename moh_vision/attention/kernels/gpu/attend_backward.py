@@ -10,8 +10,8 @@ With p = softmax of the scores, gate w, and do the gradient of the gated output 
     d score_j  = p_j (w (do . v_j) - delta),  delta = do . o
     d v_j      = sum over queries of p_j w do
 
-The kernel of keys reads every pair once for each block of keys, so pairs are packed before: tiles of neighbouring rows can
-be copied by descriptors, and nothing is looked up in the list.
+The kernel of keys reads every pair once for each block of keys, so pairs are packed before: tiles are neighbouring rows,
+whose copies run ahead, and nothing is looked up in the list.
 """
 
 import math
@@ -24,7 +24,6 @@ from torch import Tensor
 from moh_vision.attention.kernels.gpu.attend import (
     Given,
     contiguous_rows,
-    descriptor,
     in_units,
     unit_of,
 )
@@ -50,7 +49,7 @@ from moh_vision.attention.kernels.gpu.rows import (
     zeros,
 )
 
-PACKED_PAIRS = 64  # of a program that packs
+PACKED_PAIRS = 32  # of a program that packs
 
 
 @triton.jit
@@ -119,11 +118,12 @@ def queries_keys(
 ):  # fmt: skip
     """What keys low .. high - 1 add to the gradients of queries and gates."""
     dq, dgate = sums
-    for start in range(low, high, spec.BLOCK_N):
-        key = start + tl.arange(0, spec.BLOCK_N)
+    BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
+    for start in range(low, high, BLOCK):
+        key = start + tl.arange(0, BLOCK)
         real = key < M
-        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, not EDGE, spec)
-        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, not EDGE, spec)
+        k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
+        v_block = load_keys(v_tiles, v, b, g, start, v_by, real, EDGE, spec)
         scores = product(q, k_block, spec)
         scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, spec)  # fmt: skip
         p = probabilities(scores, scale, lse[:, None], spec)
@@ -188,36 +188,21 @@ def queries_kernel(
 
 
 @triton.jit
-def load_pairs(tiles, pointer, first, real, EDGE: tl.constexpr, spec: tl.constexpr):
-    """Packed rows of pairs. Those of the last tile are masked: rows behind it are another segment's, or nobody's."""
-    if spec.TMA and not EDGE:
-        x = (load_pair_tile(tiles, first),)
-    else:
-        x = load_packed(pointer, first, real, spec.BLOCK_M, spec, not EDGE)
-    return x
-
-
-@triton.jit
-def load_pair_tile(tiles, first):
-    return tiles.load([first, 0])
-
-
-@triton.jit
 def keys_pairs(
-    sums, k, v, key, q_tiles, do_tiles, q, do, gates, lse2, delta, token, mask, mask_by, low, high, shift, M,
+    sums, k, v, key, q, do, gates, lse2, delta, token, mask, mask_by, low, high, shift, M,
     scale, root, EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
     """What pairs low .. high - 1 add to the gradients of a block of keys and values.
 
     Scores are [keys, queries], so that no product needs a transposed one. Keys beyond M need no mask: their rows are
-    not stored. EDGE: some of a tile's rows lie beyond `high`.
+    not stored. EDGE: rows beyond `high` are another segment's, or nobody's.
     """
     dk, dv = sums
     for first in range(low, high, spec.BLOCK_M):
         pair = first + tl.arange(0, spec.BLOCK_M)
         real = pair < high
-        q_rows = load_pairs(q_tiles, q, first, real, EDGE, spec)
-        do_rows = load_pairs(do_tiles, do, first, real, EDGE, spec)
+        q_rows = load_packed(q, first, real, spec.BLOCK_M, spec, not EDGE)
+        do_rows = load_packed(do, first, real, spec.BLOCK_M, spec, not EDGE)
         if EDGE:
             row_lse = tl.load(lse2 + pair, mask=real, other=float("inf"))
             row_delta = tl.load(delta + pair, mask=real, other=0.0)
@@ -251,7 +236,7 @@ def keys_pairs(
 
 @triton.jit(do_not_specialize=SIZES)
 def keys_kernel(
-    q_packed, do_packed, gates, lse2, delta, k, v, mask, token, offsets, dk, dv, q_tiles, do_tiles,
+    q_packed, do_packed, gates, lse2, delta, k, v, mask, token, offsets, dk, dv,
     k_by, v_by, mask_by, dk_by, dv_by, B, N, M, H, G, root, spec: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
@@ -284,11 +269,11 @@ def keys_kernel(
         full = low + (high - low) // spec.BLOCK_M * spec.BLOCK_M
         # fmt: off
         sums = keys_pairs(
-            sums, k_rows, v_rows, key, q_tiles, do_tiles, q_packed, do_packed, gates, lse2, delta, token,
+            sums, k_rows, v_rows, key, q_packed, do_packed, gates, lse2, delta, token,
             mask_head, mask_step, low, full, shift, M, scale, root, False, spec,
         )
         sums = keys_pairs(
-            sums, k_rows, v_rows, key, q_tiles, do_tiles, q_packed, do_packed, gates, lse2, delta, token,
+            sums, k_rows, v_rows, key, q_packed, do_packed, gates, lse2, delta, token,
             mask_head, mask_step, full, high, shift, M, scale, root, True, spec,
         )
         # fmt: on
@@ -344,7 +329,7 @@ def pack(
     gates = numbers[2] if given.gated else None
     packed = Packed(rows[0], rows[1], gates, numbers[0], numbers[1])
     unit = unit_of(q, do, grads.q)
-    spec = Spec(D, *widths(D), unit, given.gated, 0, False, "ieee", PACKED_PAIRS, 16, False)
+    spec = Spec(D, *widths(D), unit, given.gated, 0, False, "ieee", PACKED_PAIRS, 16, 16, False)
     programs = triton.cdiv(N, PACKED_PAIRS) * B * H
     if programs:
         pack_kernel[(programs,)](
@@ -381,7 +366,7 @@ def backward(
     packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, given, grads)
     sizes = (B, N, M, H, G, math.sqrt(D))
 
-    spec, options = given.spec("queries", q, k, v, rows=(grads.q,))
+    spec, options = given.spec("queries", q, k, v, grads.q)
     programs = triton.cdiv(N, spec.BLOCK_M) * B * H
     if programs:
         tiles = given.key_tiles(spec, k, v)
@@ -391,16 +376,13 @@ def backward(
             *rows_by, given.mask_by, in_units(grads.q, spec.UNIT), *sizes, spec=spec, **options,
         )  # fmt: skip
 
-    spec, options = given.spec("keys", q, packed.q, packed.do, rows=(k, v, grads.k, grads.v))
+    spec, options = given.spec("keys", q, k, v, grads.k, grads.v)
     programs = triton.cdiv(M, spec.BLOCK_N) * B * G
     if programs:
-        tiles = (None, None)
-        if spec.TMA:
-            tiles = (descriptor(packed.q, spec.BLOCK_M), descriptor(packed.do, spec.BLOCK_M))
         rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
         grads_by = [in_units(x, spec.UNIT) for x in (grads.k, grads.v)]
         keys_kernel[(programs,)](
-            *packed, k, v, given.mask, token, offsets, grads.k, grads.v, *tiles,
+            *packed, k, v, given.mask, token, offsets, grads.k, grads.v,
             *rows_by, given.mask_by, *grads_by, *sizes, spec=spec, **options,
         )  # fmt: skip
     if given.gated and weights.shape[1] == 1:

@@ -146,7 +146,10 @@ def _route_kernel(
     x, weight, padding, weights, active, rows, probs, counts, B, N, C, x_by, weight_row, routed,
     router: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, COLUMNS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A program routes BLOCK_N tokens of one sequence; counts [B, H, blocks] are of tokens that are no padding."""
+    """A program routes BLOCK_N tokens of one sequence; counts [B, H] are of tokens that are no padding.
+
+    Counts are whole numbers below 2^24, so that their sum in float32 is the same in any order.
+    """
     HEADS: tl.constexpr = router.SHARED + router.CANDIDATES
     blocks = tl.cdiv(N, BLOCK_N)
     block = tl.program_id(0) % blocks
@@ -210,14 +213,14 @@ def _route_kernel(
     to = token[:, None] * HEADS + head[None, :]
     tl.store(weights + to, gates, mask=exists[:, None] & is_head[None, :])
     tl.store(active + to, runs.to(tl.uint8), mask=exists[:, None] & is_head[None, :])
-    counts += sequence.to(tl.int64) * HEADS * blocks + block
-    count = tl.sum((runs & counted[:, None]).to(tl.int32), 0)
-    tl.store(counts + head * blocks, count, mask=is_head)
+    counts += sequence.to(tl.int64) * HEADS
+    count = tl.sum((runs & counted[:, None]).to(tl.float32), 0)
+    tl.atomic_add(counts + head, count, mask=is_head, sem="relaxed")
     if router.SHARED == 1:  # it has no row
         gate = tl.where(shared_factor < SMALLEST_GATE, 0.0, shared_factor)
         tl.store(weights + token * HEADS, gate, mask=exists)
         tl.store(active + token * HEADS, tl.full([BLOCK_N], 1, tl.uint8), mask=exists)
-        tl.store(counts, tl.sum(counted.to(tl.int32), 0))
+        tl.atomic_add(counts, tl.sum(counted.to(tl.float32), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["T", "routed"])
@@ -385,23 +388,25 @@ def forward(
     shapes = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
     weights, rows, probs = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
     active = x.new_empty((B, N, H), dtype=torch.bool)
+    counts = x.new_zeros((B, H), dtype=torch.float32)
     if B * N == 0:
-        counts = x.new_zeros((B, H), dtype=torch.float32)
         return weights, active, rows, probs, counts
 
     x = x if x.stride(2) == 1 else x.contiguous()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     block, columns, warps = tile(max(router.ROWS, H))
-    blocks = triton.cdiv(N, block)
-    counts = torch.empty((B, H, blocks), dtype=torch.int32, device=x.device)
-    _route_kernel[(B * blocks,)](
+    short = x.dtype == weight.dtype != torch.float32
+    channels = 64 if short else 32
+    if short and columns == 16:  # measured, see docs/results/speed.md
+        channels, warps = 128, 2
+    _route_kernel[(B * triton.cdiv(N, block),)](
         x, weight, as_bytes(padding), weights, active.view(torch.uint8), rows, probs, counts,
         B, N, C, x.stride()[:2], weight.stride(0), routed,
-        router=router, BLOCK_N=block, BLOCK_C=64 if x.dtype == weight.dtype != torch.float32 else 32, COLUMNS=columns,
+        router=router, BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns,
         WIDEN=x.dtype != weight.dtype or not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as integers
         num_warps=warps,
     )  # fmt: skip
-    return weights, active, rows, probs, counts.sum(-1, dtype=torch.float32)
+    return weights, active, rows, probs, counts
 
 
 def backward(

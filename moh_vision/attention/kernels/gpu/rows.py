@@ -32,6 +32,7 @@ class Spec(NamedTuple):
     PRECISION: str
     BLOCK_M: int  # queries
     BLOCK_N: int  # keys
+    EDGE_N: int  # keys of a block at the edge
     TMA: bool
 
 
@@ -158,21 +159,22 @@ def row_products(a, b, spec: tl.constexpr):
 
 
 @triton.jit
-def load_keys(tiles, pointer, b, g, start, rows_by, real, ALL: tl.constexpr, spec: tl.constexpr):
+def load_keys(tiles, pointer, b, g, start, rows_by, real, EDGE: tl.constexpr, spec: tl.constexpr):
     """Keys or values `start`, `start` + 1, ... of a sequence and key-value head.
 
     Args:
         tiles: descriptor of all of them, read where spec.TMA.
-        pointer: to the first one, read elsewhere.
+        pointer: to the first one, read elsewhere and at the edge.
         b, g: sequence and key-value head.
         rows_by: numbers from one row to the next.
-        real: which rows exist. ALL: all of them.
+        real: which rows exist; beside an edge all do.
     """
-    if spec.TMA:
+    if spec.TMA and not EDGE:
         x = (load_tile(tiles, b, g, start, spec.BLOCK_N, spec.WIDTH0),)
     else:
-        rows = tl.arange(0, spec.BLOCK_N) * rows_by
-        x = load(pointer + tl.cast(start, tl.int64) * rows_by, rows, real, spec, ALL)
+        BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
+        rows = tl.arange(0, BLOCK) * rows_by
+        x = load(pointer + tl.cast(start, tl.int64) * rows_by, rows, real, spec, not EDGE)
     return x
 
 
