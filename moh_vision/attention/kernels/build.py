@@ -90,7 +90,7 @@ def use(path: str | None) -> None:
 
 @functools.cache
 def _runs_triton() -> bool:
-    """Whether Triton's kernels can run in this process; then they are registered. On a GPU some are tried."""
+    """Whether Triton's kernels can run in this process; then they are registered. On a GPU one is tried."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return False
@@ -106,6 +106,14 @@ def _runs_triton() -> bool:
             f"Triton's kernels do not work on this GPU ({said}): attention computes all heads there"
         )
     return said is None
+
+
+@torch.compiler.assume_constant_result  # as the path is
+def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether one of Triton's kernels that nobody measures may run, see `gpu.check.works`."""
+    from moh_vision.attention.kernels.gpu import check  # imports Triton
+
+    return check.works(kernel, device, *dtypes)
 
 
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has
