@@ -16,6 +16,7 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about as about
 from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
+from moh_vision.attention.kernels.build import using as using
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST
 from moh_vision.attention.linear import in_float, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing

@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -86,6 +88,17 @@ def use(path: str | None) -> None:
             "Triton's kernels need a GPU that runs them and the package triton, or TRITON_INTERPRET=1"
         )
     _used, _interprets = path, os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@contextmanager
+def using(path: str) -> Iterator[None]:
+    """`use` a path for a while."""
+    before = _used
+    use(path)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 @functools.cache
