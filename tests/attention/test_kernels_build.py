@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import logging
+import re
 import shutil
 import sys
 import types
@@ -466,6 +467,56 @@ def test_a_gpu_on_which_triton_does_not_run(error, path, said, check, replaced, 
     assert building.path("cuda") == path and said in caplog.text
     if path == "torch":
         refuse("need a GPU", building.use, "triton")
+
+
+@needs_compiler
+def test_the_command_compares_all_kernels_on_a_gpu(replaced, monkeypatch, capsys):
+    """A line for each says whether it may run; then the C++ operators are built."""
+    from moh_vision.attention.kernels.gpu import numerics
+
+    monkeypatch.setattr(numerics, "DEVICE", "cpu")
+    # Triton's interpreter multiplies bfloat16 as integers.
+    monkeypatch.setattr(numerics, "SHORT", dict(float16=torch.float16))
+    monkeypatch.setattr(numerics, "WIDTHS", (16, 24))
+    monkeypatch.setattr(numerics, "CALLS", {"causal": 19, "a bool mask": 19})
+    for name, answer in (
+        ("is_available", True),
+        ("get_device_name", "Card"),
+        ("get_device_capability", (9, 0)),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    replaced("weigh_backward", raises)
+
+    def attend_product(operator, product, *others):
+        o, lse = operator(product, *others)
+        return (o * 1.1 if product.dtype == torch.float16 and others[-1] is not None else o), lse
+
+    monkeypatch.setattr(
+        numerics,
+        "OPS",
+        Operators(
+            numerics.OPS,
+            dict(attend_product=functools.partial(attend_product, numerics.OPS.attend_product)),
+        ),
+    )
+    assert main([]) == 0
+    head, *kernels_said, built = capsys.readouterr().out.splitlines()
+    assert head.startswith(f"Card, capability 9.0, torch {torch.__version__}, triton ")
+    assert built.startswith("built the C++ operators with ")
+    said = {}
+    for line in kernels_said:
+        kernel, numbers, text = re.split(" {2,}", line)
+        said[kernel, numbers] = text
+    names = "route", "project_and_route", "weigh", "attend, D = 16", "attend, D = 24"
+    every = {(name, numbers) for name in names for numbers in ("float16", "float32", "tf32")}
+    assert said.keys() == every | {("pairs", "any")}
+    for (kernel, numbers), text in said.items():
+        if kernel == "weigh":
+            assert text == "error: RuntimeError: no registers are left"
+        elif kernel.startswith("attend") and numbers == "float16":
+            assert text == "differs: outputs (a bool mask): 1e-01 off, 2e-02 is allowed"
+        else:
+            assert re.fullmatch(r"may run, at most \de[-+]\d\d off", text), (kernel, text)
 
 
 def test_a_cpu_beside_a_gpu_does_not_run_triton(monkeypatch):
