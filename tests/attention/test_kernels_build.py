@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from attend_backends import Launched
 from processes import FORKS
 from refusals import refuse, refused
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels import build as building
@@ -224,19 +224,6 @@ def test_a_build_is_of_one_instruction_set(monkeypatch):
         [("avx2", "-march=x86-64-v3")],
         default,
     ]
-
-
-class Launched(TorchDispatchMode):
-    """Which operators of Triton a block calls; those that are tried in another thread are none of its calls."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.namespace == "moh_vision_triton":
-            self.names.append(operator._opname)
-        return operator(*args, **(kwargs or {}))
 
 
 @pytest.fixture
