@@ -29,7 +29,7 @@ SIX = [
     (90, 128, "bfloat16", 1024, "float"),
 ]
 BUDGETS = 1, 2, 16, 23
-WIDTHS = 32, 64, 72, 128, 256
+WIDTHS = 32, 48, 64, 72, 128, 256
 TOKENS = 511, 1024, 4095
 ATTENTION = {"forward_kernel", "pack_kernel", "queries_kernel", "keys_kernel"}
 AROUND = {

@@ -294,10 +294,10 @@ def assert_near(got, want, tolerance):
 
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
-@pytest.mark.parametrize("tokens", [65, 80, 100, 128, 197])
+@pytest.mark.parametrize("tokens", [65, 80, 197])
 @on(TRITON, TRITON16[1])
 def test_the_last_block_of_keys_may_be_small(backend, tokens, tma, monkeypatch):
-    """1, 16, 36, 64 and 5 keys against blocks of 64."""
+    """1, 16 and 5 keys against blocks of 64."""
     use_blocks(monkeypatch, 64, 64, tma)
     given = draw(Case((), 1, tokens, 2, 2, 16, share=0.5, gates="tokens"), backend.dtype)
     do = slope_of(given)
@@ -323,7 +323,7 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("name", PRODUCTS)
-@on(TRITON, TRITON16[1])
+@on(TRITON)
 def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monkeypatch):
     """The same bits, in one gradient; the product's rows may lie apart."""
     use_blocks(monkeypatch, 16, 16, tma)
