@@ -85,7 +85,7 @@ def project_and_route(
     router_dtype = router.weight.dtype
     if dtype not in DTYPES or weight.dtype not in DTYPES or router_dtype not in DTYPES:
         return None
-    if _operator(x, router.weight) is not torch.ops.moh_vision_triton.route:
+    if path(x.device.type) != "triton" or _operator(x, router.weight) is None:
         return None
     bias = None if bias is None else bias.to(dtype)
     product, *outputs = torch.ops.moh_vision_triton.project_and_route(
