@@ -17,7 +17,7 @@ from moh_vision.attention.linear import is_traced, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
-from moh_vision.attention.routing import Call, Routing, RoutingStats
+from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
 
 torch.fx.wrap("visible")  # a leaf while tracing, where masks may be proxies that stand for None
 
@@ -163,7 +163,8 @@ class HeadMixtureAttention(nn.Module):
                 are turned together (see `rotary_pairs`) have the same angle.
             cache: in self-attention a KeyValueCache (or what looks like one) of the tokens before x; M = length + N
                 then. In cross-attention a ContextCache, after whose first call context may be left out.
-            condition: [B, C], what the router reads instead of the mean token; with scope "sample" only.
+            condition: [B, C], what the router reads instead of the mean token; with scope "sample" only. [1, C]: one choice
+                for all sequences, whose statistics count as those of B.
             context_padding: [B, M], True where the context is padding: left out of the keys, and of what a router reads
                 by route_by "context".
 
@@ -271,7 +272,10 @@ class HeadMixtureAttention(nn.Module):
             return self.router(x, q, padded), q
         mean_q = None if q is None else masked_mean(q, padded)  # [B, H, 1, D]
         read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
-        return self.router(read, mean_q), q
+        routing = self.router(read, mean_q)
+        if read.shape[0] < x.shape[0]:  # one choice for all
+            routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))
+        return routing, q
 
     def route_and_project(
         self, x: Tensor, padded: Tensor | None

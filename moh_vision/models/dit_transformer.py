@@ -99,7 +99,8 @@ class DiTBlock(nn.Module):
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
-        route_by: [B, C], routes all tokens of an image together; None: every token by itself.
+        route_by: [B, C], routes all tokens of an image together, or [1, C], those of all images; None: every token by
+            itself.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(
             6, dim=1
@@ -284,13 +285,13 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             )
         stats: list[RoutingStats] = []
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
-        t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
+        # One timestep for all images stays one: routers that read it then choose once for all of them.
+        t = self.t_embedder(timestep.reshape(-1), x.dtype)  # [B, C] or [1, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by: Tensor | None = None
         if self.config.scope == "sample":
-            route_by = F.layer_norm(
-                t if self.config.route_by == "timestep" else c, c.shape[1:]
-            )  # [B, C]
+            read = t if self.config.route_by == "timestep" else c
+            route_by = F.layer_norm(read, c.shape[1:])  # [B, C] or [1, C]
         checkpoint = (
             self._gradient_checkpointing_func
             if self.gradient_checkpointing and torch.is_grad_enabled()

@@ -17,11 +17,12 @@ class Tokens(Masked):
 
     def __init__(self, layer: nn.Module, call: Call):
         super().__init__(layer, call)
-        routing, N = call.routing, call.x.shape[1]
-        listed = routing.pairs is not None and routing.active.shape[1] == N
-        self.pairs = (
-            routing.pairs if listed else kernels.list_pairs(routing.active.expand(-1, N, -1))
-        )
+        routing = call.routing
+        B, N, _ = call.x.shape
+        if routing.pairs is not None and routing.active.shape[:2] == (B, N):
+            self.pairs = routing.pairs
+        else:
+            self.pairs = kernels.list_pairs(routing.active.expand(B, N, -1))
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [P, D], k and v [B, G, M, D]."""
@@ -67,7 +68,7 @@ class WholeSequences(Tokens):
         key_pairs = (
             self.pairs
             if M == call.x.shape[1]
-            else kernels.list_pairs(call.routing.active.expand(-1, M, -1))
+            else kernels.list_pairs(call.routing.active.expand(call.x.shape[0], M, -1))
         )
         queries, *keys_values = layer.weights()
         k, v = (
