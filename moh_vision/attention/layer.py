@@ -334,6 +334,18 @@ class HeadMixtureAttention(nn.Module):
         bias = self.qkv.bias
         return F.linear(x, self.qkv.weight[first:last], None if bias is None else bias[first:last])
 
+    def product(self, call: Call) -> Tensor | None:
+        """Queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
+
+        None where there is no such product, or a norm or rotation follows.
+        """
+        if self.qk_norm or call.rotary is not None:
+            return None
+        if call.product is not None:
+            return call.product
+        alone = call.q is None and call.context is None and call.cache is None
+        return self.qkv(call.x) if alone and self.projects_at_once() else None
+
     # ---- all heads, ready for attention
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -366,10 +378,6 @@ class HeadMixtureAttention(nn.Module):
         k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))  # [B, M, G, D]
         k, v = self.prepare_keys(k, call.rotary).transpose(1, 2), v.transpose(1, 2)
         return (k, v) if call.cache is None else call.cache.update(k, v)
-
-    def attends_product(self, call: Call) -> bool:
-        """Whether queries and keys are used as they were projected, without norms and rotation."""
-        return not self.qk_norm and call.rotary is None
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Norm and rotation of any heads [B, N, h, D]."""

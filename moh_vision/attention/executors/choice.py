@@ -11,7 +11,7 @@ from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.masked import Masked, Reference, Unfused
 from moh_vision.attention.executors.measured import rows_of
 from moh_vision.attention.executors.packed import OnGpu, Tokens, WholeSequences
-from moh_vision.attention.executors.sequences import Sequences
+from moh_vision.attention.executors.sequences import Sequences, why_not_looked_up
 from moh_vision.attention.linear import is_traced, plain, product_dtype
 from moh_vision.attention.routing import Call
 
@@ -92,6 +92,8 @@ def ways(
     elif cache is not None or layer.grouped:
         once = "keys are cached, or shared by groups of heads"
     one_for_all = routing.active.shape[0] < call.x.shape[0]
+    if path == "triton" and not one_for_all:
+        once = once or why_not_looked_up(layer, call)
     if not none and (path != "cpp" or not kernels.native(call.x.device, product_dtype(call.x))):
         whole = "no C++ operator projects such numbers"
     elif not none and (call.q is not None or compiling):

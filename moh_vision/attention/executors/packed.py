@@ -90,13 +90,18 @@ class WholeSequences(Tokens):
 class OnGpu(Masked):
     """All queries are projected. One kernel in Triton attends for the pairs that run, weighs, and puts in place."""
 
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Masked`. Where q, k and v are views of one product, attention reads that."""
+        self.product = self.layer.product(self.call)
+        return self.layer.project(self.call._replace(product=self.product))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, N, H*D], weighted."""
         layer, call = self.layer, self.call
-        if call.product is not None and layer.attends_product(call):
-            # q, k and v are its views. Read as one tensor, it gets one gradient, and nothing is joined afterwards.
+        if self.product is not None:
+            # It gets one gradient, and nothing is joined afterwards.
             return kernels.attend_product_on_gpu(
-                call.product,
+                self.product,
                 layer.num_heads,
                 layer.kv_heads,
                 call.routing,

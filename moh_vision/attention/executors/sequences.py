@@ -14,7 +14,7 @@ class Sequences(Masked):
     """Every sequence runs the same number K of heads. Where some run fewer, heads of weight 0 fill up.
 
     Only the products with the weights of these heads differ by call: `Sliced` where one choice serves all sequences,
-    `LookedUp` on a GPU, `Gathered` elsewhere.
+    `LookedUp` on a GPU in inference, `Gathered` elsewhere.
     """
 
     def __init__(self, layer: nn.Module, call: Call):
@@ -22,7 +22,7 @@ class Sequences(Masked):
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
         if call.routing.active.shape[0] == 1:
             self.products = Sliced(layer, self.call)
-        elif LookedUp.is_possible(layer, call):
+        elif not why_not_looked_up(layer, call):
             self.products = LookedUp(layer, self.call)
         else:
             self.products = Gathered(layer, self.call)
@@ -121,30 +121,36 @@ class Sliced:
 
 
 class LookedUp:
-    """On a GPU: tiles of the products look up the rows of the weight, see `kernels.project_heads`."""
+    """On a GPU, without gradients: tiles of the products look up the rows of the weight, see `kernels.project_heads`."""
 
     def __init__(self, layer: nn.Module, call: Call):
         self.layer, self.call = layer, call
         routing = call.routing
         count = routing.count or int(routing.active.sum(-1).max())
-        self.weights = in_float(routing.weights)
-        self.plan = kernels.plan_heads(routing.active, self.weights, count)
+        gates = in_float(routing.weights)
+        self.plan = kernels.plan_heads(routing.active, gates, count, layer.head_dim)
         self.heads = self.plan[0]  # [B, K]
-
-    @staticmethod
-    def is_possible(layer: nn.Module, call: Call) -> bool:
-        is_self = call.context is None
-        return is_self and layer.projects_at_once() and kernels.looks_up_heads(call.x)
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = self.layer.qkv.weight, self.layer.qkv.bias
         bias = None if bias is None else bias.to(x.dtype)
-        return kernels.project_heads(x, weight.to(x.dtype), bias, self.weights, self.plan)
+        return kernels.project_heads(x, weight.to(x.dtype), bias, self.plan)
 
     def combine(self, o: Tensor) -> Tensor:
         weight, bias = self.layer.proj.weight, self.layer.proj.bias
         bias = None if bias is None else bias.to(o.dtype)
         return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan)
+
+
+def why_not_looked_up(layer: nn.Module, call: Call) -> str:
+    """Why products that look up the heads of a sequence are no use on a GPU; "" where they are."""
+    if not kernels.looks_up_heads(call.x):
+        return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
+    if call.context is not None or not layer.projects_at_once():
+        return "queries, keys and values are not one product"
+    if not kernels.fills_tiles(call.x.shape[1]):
+        return "tiles of 128 tokens would be half empty, and products of all heads are faster"
+    return ""
 
 
 class Gathered:

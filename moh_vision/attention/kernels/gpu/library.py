@@ -361,110 +361,39 @@ define(
 differentiate(f"{NAME}::weigh", _weigh_oracle, _weigh)
 
 
-# ---- sequences that choose their heads
+# ---- sequences that choose their heads, without gradients
 
 
-def _fake_plan(active, weights, count):
-    S, _, H = active.shape
-    whole = [(S, count), (S, count), (S * count,), (H + 1,)]
-    heads, live, order, offsets = (active.new_empty(n, dtype=torch.int32) for n in whole)
-    return heads, live, weights.new_empty(S, count), order, offsets
+def _fake_plan(active, weights, count, head_dim):
+    S = active.shape[0]
+    heads, index = (
+        active.new_empty(S, width, dtype=torch.int32) for width in (count, count * head_dim)
+    )
+    return heads, weights.new_empty(S, count), index
 
 
-def _fake_project_heads(x, weight, bias, weights, heads, live, gates, order, offsets):
-    D = weight.shape[0] // (3 * (offsets.shape[0] - 1))
-    return tuple(x.new_empty(*x.shape[:2], heads.shape[1], D) for _ in range(3))
+def _fake_project_heads(x, weight, bias, heads, gates, index):
+    shape = *x.shape[:2], heads.shape[1], index.shape[1] // heads.shape[1]
+    return tuple(x.new_empty(shape) for _ in range(3))
 
 
-def _fake_project_heads_backward(
-    dq, dk, dv, x, weight, bias, v, heads, live, gates, order, offsets
-):
-    dbias = weight.new_empty(0 if bias is None else bias.shape)
-    dweights = gates.new_empty(x.shape[0], 1, offsets.shape[0] - 1)
-    return x.new_empty(x.shape), torch.empty_like(weight), dbias, dweights
-
-
-def _project_heads(grads, inputs, outputs):
-    x, weight, bias, _, *plan = inputs
-    (v,) = outputs
-    dq, dk, dv = (torch.zeros_like(v) if grad is None else grad for grad in grads)
-    computed = OPS.project_heads_backward(dq, dk, dv, x, weight, bias, v, *plan)
-    dx, dweight, dbias, dweights = computed
-    return dx, dweight, None if bias is None else dbias, dweights
-
-
-def _where_live(x: Tensor, live: Tensor) -> Tensor:
-    """x [S, .., K, D] without a gradient in slots whose gate is 0."""
-    shape = (live.shape[0], *[1] * (x.dim() - 3), live.shape[1], 1)
-    return torch.where((live >= 0).view(shape), x, x.detach())
-
-
-def _project_heads_oracle(x, weight, bias, weights, heads, live, gates, order, offsets):
-    H = offsets.shape[0] - 1
-    chosen = heads.long()
-    rows = weight.view(3, H, -1, weight.shape[1])[:, chosen]  # [3, S, K, D, C]
-    y = torch.einsum("stc,pskdc->pstkd", x, rows)
-    if bias is not None:
-        y = y + bias.view(3, H, -1)[:, chosen].unsqueeze(2)
-    q, k, v = (_where_live(part, live) for part in y)
-    factor = weights.squeeze(1).gather(1, chosen)
-    # Of the value that the kernel multiplies by, with the gate's gradient.
-    factor = gates + (factor - factor.detach())
-    return q, k, (v * factor[:, None, :, None]).to(v.dtype)
-
-
-def _fake_combine_heads(o, weight, bias, heads, live, gates, order, offsets):
+def _fake_combine_heads(o, weight, bias, index):
     return o.new_empty(*o.shape[:2], weight.shape[0])
 
 
-def _fake_combine_heads_backward(dy, o, weight, heads, live, gates, order, offsets):
-    return o.new_empty(o.shape), torch.empty_like(weight)
-
-
-def _combine_heads(grads, inputs, _):
-    o, weight, bias, *plan = inputs
-    do, dweight = OPS.combine_heads_backward(grads[0], o, weight, *plan)
-    return do, dweight, None if bias is None else grads[0].sum((0, 1))
-
-
-def _combine_heads_oracle(o, weight, bias, heads, live, gates, order, offsets):
-    H = offsets.shape[0] - 1
-    columns = weight.view(weight.shape[0], H, -1)[:, heads.long()]  # [C, S, K, D]
-    is_live = (live >= 0)[:, None, :, None]
-    y = torch.einsum("stkd,cskd->stc", torch.where(is_live, o, 0.0), columns)
-    # Nothing but the gradient of outputs whose gate is 0.
-    hidden = torch.einsum("stkd,cskd->stc", torch.where(is_live, 0.0, o), columns.detach())
-    y = y + (hidden - hidden.detach())
-    return (y if bias is None else y + bias,)
-
-
-_PLAN = "Tensor heads, Tensor live, Tensor gates, Tensor order, Tensor offsets"
 define(
-    "plan(Tensor active, Tensor weights, int count) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "plan(Tensor active, Tensor weights, int count, int head_dim) -> (Tensor, Tensor, Tensor)",
     sequences.plan,
     _fake_plan,
 )
 define(
-    f"project_heads(Tensor x, Tensor weight, Tensor? bias, Tensor weights, {_PLAN})"
+    "project_heads(Tensor x, Tensor weight, Tensor? bias, Tensor heads, Tensor gates, Tensor index)"
     " -> (Tensor, Tensor, Tensor)",
     sequences.project,
     _fake_project_heads,
 )
 define(
-    "project_heads_backward(Tensor dq, Tensor dk, Tensor dv, Tensor x, Tensor weight, Tensor? bias, "
-    f"Tensor v, {_PLAN}) -> (Tensor, Tensor, Tensor, Tensor)",
-    sequences.project_backward,
-    _fake_project_heads_backward,
-)
-define(
-    f"combine_heads(Tensor o, Tensor weight, Tensor? bias, {_PLAN}) -> Tensor",
+    "combine_heads(Tensor o, Tensor weight, Tensor? bias, Tensor index) -> Tensor",
     sequences.combine,
     _fake_combine_heads,
 )
-define(
-    f"combine_heads_backward(Tensor dy, Tensor o, Tensor weight, {_PLAN}) -> (Tensor, Tensor)",
-    sequences.combine_backward,
-    _fake_combine_heads_backward,
-)
-differentiate(f"{NAME}::project_heads", _project_heads_oracle, _project_heads, kept=(2,))
-differentiate(f"{NAME}::combine_heads", _combine_heads_oracle, _combine_heads)
