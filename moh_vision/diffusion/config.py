@@ -317,7 +317,7 @@ class SampleConfig(Guided):
     score_file: str | None = key(None, needs="score")
     """Where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json)."""
     overwrite: bool = key(False)
-    """Replace what is at the output paths."""
+    """Replace what is at the output paths; in a folder the samples that sample.py wrote there, other files stay."""
 
     def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():

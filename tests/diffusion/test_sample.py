@@ -788,3 +788,24 @@ def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
             capsys, run, "--num-images", 30, "--score", *argv
         )
         assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
+
+
+def test_overwriting_a_folder_leaves_what_others_put_there(tmp_path, capsys):
+    run, out = run_of(tmp_path / "run", 3), tmp_path / "out"
+    out.mkdir()
+    photo = out / "holiday.png"
+    photo.write_bytes(b"a user's own")
+    call(run, "--out", out, "--overwrite", "true")
+    assert len(list(out.glob("0*.png"))) == 5
+    said = capsys.readouterr().out
+    assert f"{out} also holds holiday.png, which sample.py did not write" in said
+    call(run, "--out", out, "--overwrite", "true", "--num-images", "2")
+    assert {file.name for file in out.glob("*.png")} == {"000000.png", "000001.png", "holiday.png"}
+    assert photo.read_bytes() == b"a user's own"
+    # A name that a sample would get, and nobody says that it is one.
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "000001.png").write_bytes(b"a user's own")
+    error = refused(capsys, run, "--out", mine, "--overwrite", "true")
+    assert f"--out {mine} holds 000001.png, which sample.py did not write there" in error
+    assert [file.name for file in mine.iterdir()] == ["000001.png"]
