@@ -123,6 +123,14 @@ def work(options) -> None:
         opened.config.data,
     )
     names = class_names(metadata["classes"], model.num_classes)
+    if metadata["classes"] is None:
+        meant = (
+            "ImageNet's, in order of their synsets"
+            if len(names) == 1000
+            else "called by their numbers"
+        )
+        unnamed = f"{options.run} does not name its {len(names)} classes, which are {meant}"
+        print(unnamed, file=sys.stderr, flush=True)
     print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)  # beside the rows
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
     slices = rank_slice(len(files), 0, 1, data.eval_batch_size)

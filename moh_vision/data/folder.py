@@ -1,6 +1,11 @@
-"""A folder of class folders, as torchvision's and timm's ImageFolder read it, or of images. Links are followed."""
+"""A folder of class folders, as torchvision's ImageFolder reads it, or of images. Links are followed.
+
+timm's ImageFolder numbers the same folders in another order, and takes the innermost ones; see
+`moh_vision.models.class_names.assumed_order`.
+"""
 
 import copy
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +14,7 @@ from typing import Self
 import numpy as np
 
 from moh_vision.data.sources import ImageSource, read_file
+from moh_vision.engine.io import composed
 
 # The extensions that are looked for.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -16,11 +22,14 @@ VAL_NAMES = ("val", "validation")
 
 
 def subfolders(folder: str | Path) -> list[str]:
-    """Return the names of the folders in `folder` but hidden ones, sorted, as those of classes are."""
+    """Return the names of the folders in `folder` but hidden ones, in the order of their `composed` names."""
     return sorted(
-        entry.name
-        for entry in os.scandir(folder)
-        if entry.is_dir() and not entry.name.startswith(".")
+        (
+            entry.name
+            for entry in os.scandir(folder)
+            if entry.is_dir() and not entry.name.startswith(".")
+        ),
+        key=composed,
     )
 
 
@@ -64,13 +73,20 @@ class ImageFolder(ImageSource):
 
     def __init__(self, folder: str | Path, name: str = ""):
         self.folder, self.name = Path(folder), name
-        self.classes = subfolders(folder)
+        folders = subfolders(folder)
+        self.classes = [composed(name) for name in folders]
+        for one, other in itertools.pairwise(folders):
+            if composed(one) == composed(other):
+                raise ValueError(
+                    f"{folder}: two class folders are called {composed(one)}, once with composed characters and once "
+                    "without; join them"
+                )
         paths, labels, self.left_out = [], [], []
         if self.classes:
             self.left_out = sorted(
                 e.name for e in os.scandir(folder) if not e.is_dir() and not e.name.startswith(".")
             )
-        for label, name in enumerate(self.classes or [""]):
+        for label, name in enumerate(folders or [""]):
             files = self._images(name)
             if not files:
                 expected = f"expected {folder}/CLASS/*.jpg, or without classes {folder}/*.jpg"

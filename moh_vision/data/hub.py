@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moh_vision.data.sources import ImageSource, read_file
+from moh_vision.engine.io import composed
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
@@ -41,7 +42,7 @@ class HubDataset(ImageSource):
         image = self._column(table, datasets.Image, "image")
         label = self._column(table, datasets.ClassLabel, "class-label")
         self.name = root.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
-        self.classes = list(table.features[label].names)
+        self.classes = [composed(name) for name in table.features[label].names]
         self.labels = np.array(table[label], dtype=np.int64)
         # Bytes, not images: decoding is ours, so that every source treats files alike.
         self.column = image

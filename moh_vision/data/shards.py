@@ -18,7 +18,7 @@ from moh_vision.data.records import entries_for, read_record, record_path, refus
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import Progress, reason_of
-from moh_vision.engine.io import cache_folder, whole_file
+from moh_vision.engine.io import cache_folder, class_names, whole_file
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
@@ -114,16 +114,6 @@ class Shards(ImageSource):
     def identities(self) -> Iterator[bytes]:
         yield json.dumps(self._stats).encode()
         yield from self.listing()
-
-
-def class_names(file: Path) -> list[str]:
-    """Read the names in a classes.txt, one a line."""
-    try:
-        return [
-            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 ({error})") from None
 
 
 def scan(path: Path) -> np.ndarray:

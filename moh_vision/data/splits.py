@@ -75,7 +75,7 @@ def open_splits(root: str, train=None) -> tuple:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
     train = with_classes(root, open_source(root, "train") if train is None else train)
     val = open_source(root, "val")
-    check_same_classes(train.classes, "train", val, f"data.root {root}")
+    match_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
 
 
@@ -88,10 +88,11 @@ def with_classes(root: str, source: ImageSource) -> ImageSource:
     return source
 
 
-def check_same_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
-    """Raise ValueError, naming a class, unless `val` has the classes that `owner` ("train", or a checkpoint) has.
+def match_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
+    """Number the classes of `val` as those of `owner` ("train", or a checkpoint), by their names.
 
-    Shards without classes.txt number their classes up to the largest label; there, val may lack the last ones.
+    Raise ValueError, naming a class, unless both have the same ones. Shards without classes.txt number their classes up
+    to the largest label; there, val may lack the last ones.
     """
     numbers = [str(c) for c in range(len(expected))]
     if (
@@ -103,11 +104,25 @@ def check_same_classes(expected: list[str], owner: str, val: ImageSource, named:
         val.classes = list(expected)
     if val.classes == expected:
         return
-    problem = "in another order"
-    if odd := sorted(set(expected) ^ set(val.classes)):
+    refuse_other_classes(expected, owner, val.classes, named)
+    number = {name: c for c, name in enumerate(expected)}
+    val.labels = np.array([number[name] for name in val.classes], np.int64)[val.labels]
+    val.classes = list(expected)
+
+
+def refuse_other_classes(expected: list[str], owner: str, classes: list[str], named: str) -> None:
+    """Raise ValueError, naming a class, unless `classes` of val are those of `owner`, in any order that names tell."""
+    if expected == classes:
+        return
+    if odd := sorted(set(expected) ^ set(classes)):
         problem = f"class {odd[0]!r} is only in {owner if odd[0] in expected else 'val'}"
+    elif len(set(expected)) == len(expected) == len(classes):
+        return
+    else:
+        twice = next(name for name in classes if max(expected.count(name), classes.count(name)) > 1)
+        problem = f"two classes are called {twice!r}"
     raise ValueError(
-        f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val; {problem}"
+        f"{named}: {len(expected)} classes in {owner}, {len(classes)} in val; {problem}"
     )
 
 

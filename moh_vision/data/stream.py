@@ -26,10 +26,11 @@ from webdataset.tariterators import group_by_keys
 from moh_vision.data.decode import UnreadableImage, decode_image
 from moh_vision.data.order import StepBatches
 from moh_vision.data.records import read_record, record_path, refuse_difference
-from moh_vision.data.shards import IMAGE_EXTENSIONS, class_names
+from moh_vision.data.shards import IMAGE_EXTENSIONS
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import message_of, say
+from moh_vision.engine.io import class_names
 from moh_vision.engine.seeds import Stream, derive_seed
 
 PATIENCE = 300  # seconds that a shard that cannot be read is tried again
