@@ -16,11 +16,10 @@ from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.tars import members, open_tar
+from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import cache_folder, class_names, whole_file
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
@@ -124,24 +123,25 @@ def scan(path: Path) -> np.ndarray:
     samples: dict[str, dict] = {}
     with open_tar(path) as tar:
         for member in members(tar, path, path.stat().st_size):
-            parent, _, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(
-                "."
-            )  # webdataset: up to the first dot of the base name
-            image = extension.lower() in IMAGE_EXTENSIONS
-            kind = "image" if image else "label" if extension == "cls" else None
-            entry = samples.setdefault(f"{parent}/{stem}", {})
+            sample = sample_of(member.name)
+            if sample is None:
+                continue
+            key, extension = sample
+            entry = samples.setdefault(key, {})
+            kind = "image" if extension in IMAGE_EXTENSIONS else "label"
+            if kind == "label" and extension != "cls":
+                continue
             if kind in entry:
                 raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
-            if kind:
-                entry[kind] = (
-                    (member.offset_data, member.size) if image else _label(tar, member, path)
-                )
+            if kind == "image":
+                entry[kind] = (member.offset_data, member.size)
+            else:
+                entry[kind] = _label(tar, member, path)
     labelled = any("label" in entry for entry in samples.values())
     for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
-            raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
+            raise ValueError(f"{path}: sample {key} has no {missing}")
     rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
     return np.array(rows, np.int64).reshape(-1, 3)
 

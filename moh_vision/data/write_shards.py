@@ -36,7 +36,7 @@ from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in
 from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
-from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_file
+from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import match_classes, of_classes
 from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
@@ -202,9 +202,9 @@ def _refuse_names(images: ImageFolder, stored: bool) -> None:
                 f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
             )
     for index in range(len(images) if stored else 0):
-        if not images.path(index).lower().endswith(IMAGE_EXTENSIONS):
+        if not images.path(index).lower().endswith(("jpeg", *STORED.values())):
             raise ValueError(
-                f"{images.where(index)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
+                f"{images.where(index)}: shards store jpg, png and webp as they are; give --size to store JPEG, or convert it"
             )
 
 
@@ -320,7 +320,7 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         if size is None:
             if image.format not in STORED:
                 raise ValueError(
-                    f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)"
+                    f"{image.format} inside; shards store jpg, png and webp as they are (--size stores JPEG)"
                 )
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")

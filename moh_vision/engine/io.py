@@ -23,6 +23,8 @@ from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
 LOCK = ".lock"
+# What DDP and torch.compile put into the names of tensors, in either order; torch.compile also of a single block.
+WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
 ATTEMPTS, PAUSE = 20, 0.1  # a process killed just now, or its children, may end a moment later
 
 
