@@ -30,7 +30,7 @@ class Relabelled:
         self.source, self.numbers = source, np.asarray(numbers)
         self.labels, self.columns = labels, columns
         self.classes = [IMAGENET[c] for c in columns]
-        self.channels = source.channels
+        self.channels, self.numbered, self.remarks = source.channels, False, source.remarks
 
     def __len__(self) -> int:
         return len(self.numbers)

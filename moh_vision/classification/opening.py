@@ -146,8 +146,12 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
         )
     with accelerator.main_process_first():
         if config.labels:
-            return open_labelled(config.data.root, config.labels)
-        return with_classes(config.data.root, open_source(config.data.root, split))
+            source = open_labelled(config.data.root, config.labels)
+        else:
+            source = with_classes(config.data.root, open_source(config.data.root, split))
+    for remark in source.remarks:
+        say(remark)
+    return source
 
 
 def open_classifier(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from moh_vision.data.folder import one_line
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.splits import outline
 from moh_vision.engine.commands import say
@@ -145,13 +146,6 @@ class ShardWriter:
             self.record,
             json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n",
         )
-
-
-def one_line(path: str) -> str:
-    """Return a file name as one line of UTF-8."""
-    return (
-        path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
-    )
 
 
 def end_with(parent: int) -> None:

@@ -15,12 +15,11 @@ import numpy as np
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
-from moh_vision.data.sources import ImageSource
+from moh_vision.data.sources import MAX_CLASSES, ImageSource
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import cache_folder, class_names, whole_file
 
-MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
 
@@ -68,7 +67,8 @@ class Shards(ImageSource):
             np.concatenate([t[:, column] for t in tables]) for column in range(3)
         )
         file, numbers = folder / "classes.txt", range(int(self.labels.max()) + 1)
-        self.classes = class_names(file) if file.exists() else [str(c) for c in numbers]
+        self.numbered = not file.exists()
+        self.classes = [str(c) for c in numbers] if self.numbered else class_names(file)
         if self.classes or numbers:
             self.check_labels(file if file.exists() else folder)
         else:

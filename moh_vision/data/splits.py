@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
-from moh_vision.data.folder import IMAGES, ImageFolder, split_folder, subfolders
+from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
@@ -31,13 +31,13 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
 
 def has_split(root: str, split: str) -> bool:
     """Return whether there is a folder `split` in a folder, or shards of it."""
-    return bool(split_folder(root, split)) or any(Path(root).glob(f"{split}-*.tar"))
+    return split in split_folders(root) or any(Path(root).glob(f"{split}-*.tar"))
 
 
 def open_source(root: str, split: str) -> ImageSource:
     """Open the images of "train" or "val".
 
-    `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
+    `root`: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
     classes the images are in train/ and val/ themselves, or all in `root` for "train".
     """
     if root == "digits":
@@ -53,7 +53,7 @@ def open_source(root: str, split: str) -> ImageSource:
         raise ValueError(
             f"data.root {root}: latents, which train_dit.py reads; images are needed here"
         )
-    if folder := split_folder(root, split):
+    if folder := split_folders(root).get(split):
         return ImageFolder(folder, Path(root).name)
     if has_split(root, split):
         return Shards(root, split)
@@ -64,7 +64,9 @@ def open_source(root: str, split: str) -> ImageSource:
         and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*"))
     ):
         return ImageFolder(root, Path(root).name)
-    problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
+    problem = (
+        f"data.root {root}: neither {split}-*.tar shards nor a folder {split} of that split in it"
+    )
     if classes:
         divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
         problem += f"; if its folders are classes, put them into train and val, or {divided}"
@@ -84,6 +86,7 @@ def with_classes(root: str, source: ImageSource) -> ImageSource:
     if not source.classes:
         raise ValueError(
             f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them"
+            + "".join(f" ({remark})" for remark in source.remarks)
         )
     return source
 
@@ -92,11 +95,11 @@ def match_classes(expected: list[str], owner: str, val: ImageSource, named: str)
     """Number the classes of `val` as those of `owner` ("train", or a checkpoint), by their names.
 
     Raise ValueError, naming a class, unless both have the same ones. Shards without classes.txt number their classes up
-    to the largest label; there, val may lack the last ones.
+    to the largest label, as other `numbered` sources do; there, val may lack the last ones.
     """
     numbers = [str(c) for c in range(len(expected))]
     if (
-        isinstance(val, Shards)
+        val.numbered
         and val.classes
         and expected == numbers
         and val.classes == numbers[: len(val.classes)]
@@ -127,12 +130,14 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
 
 
 def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
-    """Describe in one line the images of a run, and how often it sees them."""
+    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out."""
     checked = f", {len(val)} for validation" if val is not None else ""
     if val is not None and len(val) > len(train):
         checked += " (more for validation than for training: are train and val exchanged?)"
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
-    return f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
+    first = f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
+    remarks = [*train.remarks, *(val.remarks if val is not None else ())]
+    return "\n".join([first, *dict.fromkeys(remarks)])
 
 
 def of_classes(source) -> str:

@@ -33,9 +33,9 @@ import webdataset
 from PIL import Image
 
 from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in_8_bits
-from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
+from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
-from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
+from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import match_classes, of_classes
 from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
@@ -140,21 +140,19 @@ def _check(o: Namespace) -> None:
 def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
     source, val_fraction = Path(o.source), o.val_fraction
-    places = _split_folders(source)
+    places = split_folders(source) or {"train": source}
     if val_fraction is not None and places != {"train": source}:
         raise ValueError(
             f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})"
         )
     splits = {name: ImageFolder(place) for name, place in places.items()}
-    left_out = [path for images in splits.values() for path in images.left_out]
-    if source not in places.values():
-        left_out = (
-            sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
-            + left_out
-        )
-    if left_out:
-        shown = ", ".join(map(one_line, left_out[:5]))
-        say(f"left out, not in a split or no images by their names ({len(left_out)}): {shown}")
+    beside = sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
+    if beside and source not in places.values():
+        shown = ", ".join(map(one_line, beside[:5]))
+        say(f"left out of {source}: {len(beside)} in no split ({shown})")
+    for images in splits.values():
+        for remark in images.remarks:
+            say(remark)
     if val_fraction is not None:
         images = splits["train"]
         # By a hash of their names: more files leave the others where they are.
@@ -174,24 +172,6 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
                 f"--val-fraction {val_fraction:g} leaves {missing} in {name}; give a {more} one"
             )
     return splits
-
-
-def _split_folders(root: Path) -> dict[str, Path]:
-    """Return split name -> folder of its class folders, or of its images.
-
-    ROOT/train and ROOT/val (or ROOT/validation) that hold folders are splits, and without classes both if ROOT has no
-    other folders; otherwise the folders in ROOT are classes.
-    """
-    there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
-    if (
-        not there
-        or there != subfolders(root)
-        and not any(subfolders(root / name) for name in there)
-    ):
-        return {"train": root}
-    if set(VAL_NAMES) <= set(there):
-        raise ValueError(f"--in {root}: both val and validation are there; move one away")
-    return {"train" if name == "train" else "val": root / name for name in there}
 
 
 def _refuse_names(images: ImageFolder, stored: bool) -> None:

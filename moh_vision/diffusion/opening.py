@@ -22,6 +22,7 @@ from moh_vision.diffusion.sample import Drawing
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.opened import Opened
+from moh_vision.engine.ranks import say
 
 KEPT = (
     "out",
@@ -62,6 +63,8 @@ class OpenedDiffusion(Opened):
         if sizes != given:
             takes = f"the model of {path} takes {sizes}"
             raise ValueError(f"data.root {d.root} has side, channels and classes {given}, {takes}")
+        for remark in inputs.source.remarks:
+            say(remark)
         named = f"data.root {d.root}"
         match_classes(self.metadata["classes"], f"--checkpoint {path}", inputs.source, named)
         trained, made = self.metadata["vae"] and LatentSpace(**self.metadata["vae"]), inputs.space

@@ -296,10 +296,9 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
     (root / "train" / "cat" / "._00.png").write_text("hidden")
     assert run(root, tmp_path / "out") == 0
     shown = capfd.readouterr().out
-    assert (
-        "left out, not in a split or no images by their names (3): devkit, test, cat/Thumbs.db\n"
-        in shown
-    )
+    assert f"left out of {root}: 2 in no split (devkit, test)\n" in shown
+    train = f"left out of {root}/train: 1 .db (cat/Thumbs.db), 1 hidden (cat/._00.png)\n"
+    assert train in shown and shown.count("left out of") == 2
     assert not (tmp_path / "out" / "test-000000.tar").exists()
 
 

@@ -144,8 +144,54 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
         opened,
         [0, -1, 1],
     )
-    plain = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
-    refuse("0 class-label columns among image, label; expected one", opened, [0, 1, 1], plain)
+
+
+def test_columns_of_a_table_of_the_hub_are_chosen(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    picture, label = datasets.Image(), datasets.ClassLabel(names=["cat", "dog"])
+    columns = dict(
+        image=(picture, [Image.new("RGB", (6, 4), (i, 0, 0)) for i in range(3)]),
+        mask=(picture, [Image.new("L", (6, 4), 200) for _ in range(3)]),
+        fine=(label, [1, 0, 1]),
+        coarse=(datasets.ClassLabel(names=["pet"]), [0, 0, 0]),
+        number=(datasets.Value("int64"), [2, 0, 2]),
+        word=(datasets.Value("string"), ["owl", "ant", "owl"]),
+        score=(datasets.Value("float32"), [0.0, 1.0, 1.0]),
+        year=(datasets.Value("int32"), [2024, 2**30, 1]),
+    )
+
+    def opened(root, *names):
+        features = datasets.Features({name: columns[name][0] for name in names})
+        rows = {name: columns[name][1] for name in names}
+        table = datasets.Dataset.from_dict(rows, features=features)
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, config: dict(train=table))
+        return open_source(f"hfds/anna/pets{root}", "train")
+
+    for column, classes, labels in (
+        ("fine", ["cat", "dog"], [1, 0, 1]),
+        ("coarse", ["pet"], [0, 0, 0]),
+        ("number", ["0", "1", "2"], [2, 0, 2]),
+        ("word", ["ant", "owl"], [1, 0, 1]),
+        ("none", [], [0, 0, 0]),
+    ):
+        source = opened(f"?label={column}", "image", "fine", "coarse", "number", "word")
+        assert (source.classes, source.labels.tolist()) == (classes, labels)
+        assert source.name == "pets" and not source.remarks
+    assert opened("?image=mask&label=fine", "image", "mask", "fine").image(0).mode == "L"
+    bare = opened("", "image", "number")
+    assert (bare.classes, bare.labels.tolist()) == ([], [0, 0, 0])
+    said = "no class-label column among image, number, so that the images are without classes"
+    assert said in bare.remarks[0] and "hfds/anna/pets?label=COLUMN chooses one" in bare.remarks[0]
+    for root, names, words in (
+        ("", ("image", "fine", "coarse"), "2 class-label columns .*label=COLUMN chooses one"),
+        ("?label=fine", ("image", "mask", "fine"), "2 image columns .*fine&image=COLUMN chooses"),
+        ("?label=breed", ("image", "fine"), "no column breed; there are image, fine"),
+        ("?class=fine", ("image", "fine"), "class=fine; expected .*label=COLUMN"),
+        ("?label", ("image", "fine"), "label=; expected .*label=COLUMN"),
+        ("?label=score", ("image", "score"), "column score is of float32"),
+        ("?label=year", ("image", "year"), "column year holds 1073741824; expected labels"),
+    ):
+        refuse(words, opened, root, *names)
 
 
 def test_a_package_that_the_hub_needs_is_named(tmp_path, capsys, monkeypatch):
