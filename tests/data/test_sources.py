@@ -1,16 +1,19 @@
 import hashlib
 import io
 import os
+import shutil
 import sys
 import tarfile
 
 import numpy as np
 import pytest
 import webdataset
+from pictures import convert, write_folder
 from PIL import Image
 from refusals import refuse, refused
 
 from moh_vision.classification import train as cls
+from moh_vision.data import shards
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
@@ -65,7 +68,7 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     before = index.stat().st_mtime_ns
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
-    os.utime(folder / "train-000001.tar")
+    append(folder / "train-000001.tar", "0100.txt", bytes(20_000))
     refuse(
         f"{folder}/train-000001.tar was changed since the index {index} was made",
         Shards,
@@ -73,7 +76,65 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
         "train",
     )
     index.unlink()
-    assert len(Shards(str(folder), "train")) == 23
+    refuse("train-000001.tar: sample 0100 has no image", Shards, str(folder), "train")
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The files whose sha256 the reader of shards took."""
+    files = []
+
+    def sha256_of(path):
+        files.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr(shards, "sha256_of", sha256_of)
+    return files
+
+
+def test_a_copy_of_shards_is_hashed_once_against_its_record(tmp_path, hashed):
+    write_folder(tmp_path / "images")
+    assert convert(tmp_path / "images", tmp_path / "d", "--samples-per-shard 5") == 0
+    whole = Shards(str(tmp_path / "d"), "train")
+    assert not hashed and not whole.remarks
+    copy = shutil.copytree(tmp_path / "d", tmp_path / "copy", copy_function=shutil.copy)
+    source = Shards(str(copy), "train")
+    assert hashed == [path.name for path in source.paths] and len(hashed) == 3
+    (line,) = source.remarks
+    assert "copy: 3 of 3 shards have another time than their index; their sha256 is that of" in line
+    assert (source.labels == whole.labels).all() and list(source.listing()) == list(whole.listing())
+    assert source.read(0) == whole.read(0)
+    assert list(source.identities()) == list(whole.identities())  # latents of a copy go on
+    again = Shards(str(copy), "train")
+    assert len(hashed) == 3 and not again.remarks
+    # Bytes that differ at the same size are no copy.
+    data = bytearray((copy / "train-000001.tar").read_bytes())
+    data[600] ^= 1
+    (copy / "train-000001.tar").write_bytes(data)
+    refuse(
+        "train-000001.tar was changed since .*: it does not have the sha256 of train.shards.json",
+        Shards,
+        str(copy),
+        "train",
+    )
+
+
+def test_a_copy_of_shards_without_a_record_is_indexed_anew(tmp_path, hashed, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    folder = write_shards(tmp_path / "d")
+    whole = Shards(str(folder), "train")
+    for place, mode in (("copy", 0o755), ("fixed", 0o555)):  # into a read-only folder too
+        copy = shutil.copytree(folder, tmp_path / place, copy_function=shutil.copy)
+        copy.chmod(mode)
+        try:
+            source = Shards(str(copy), "train")
+            (line,) = source.remarks
+            assert "3 of 3 shards have another time than their index; they are indexed anew" in line
+            assert (source.labels == whole.labels).all() and source.read(3) == whole.read(3)
+            assert not Shards(str(copy), "train").remarks
+        finally:
+            copy.chmod(0o755)
+    assert not hashed
 
 
 def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
@@ -92,7 +153,7 @@ def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
         before = {file: file.stat().st_mtime_ns for file in kept.iterdir()}
         assert [len(Shards(str(place), "train")) for place in (other, folder)] == [7, 23]
         assert {file: file.stat().st_mtime_ns for file in kept.iterdir()} == before
-        os.utime(folder / "train-000001.tar")
+        append(folder / "train-000001.tar", "0100.txt", bytes(20_000))
         changed = f"was changed since the index {kept}/.train-000001.tar.index.npy was made"
         refuse(changed, Shards, str(folder), "train")
     finally:
