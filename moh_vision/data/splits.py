@@ -37,8 +37,8 @@ def has_split(root: str, split: str) -> bool:
 def open_source(root: str, split: str) -> ImageSource:
     """Open the images of "train" or "val".
 
-    `root`: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
-    classes the images are in train/ and val/ themselves, or all in `root` for "train".
+    `root`: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset
+    shards; without classes the images are in train/ and val/ themselves, or all in `root` for "train".
     """
     if root == "digits":
         return Digits(split)
@@ -64,9 +64,8 @@ def open_source(root: str, split: str) -> ImageSource:
         and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*"))
     ):
         return ImageFolder(root, Path(root).name)
-    problem = (
-        f"data.root {root}: neither {split}-*.tar shards nor a folder {split} of that split in it"
-    )
+    missing = f"neither {split}-*.tar shards nor a folder {split} in it that is a split"
+    problem = f"data.root {root}: {missing}"
     if classes:
         divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
         problem += f"; if its folders are classes, put them into train and val, or {divided}"

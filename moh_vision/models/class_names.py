@@ -39,7 +39,9 @@ def saved_with(file: Path) -> list[str] | None:
     if not names and "MoHDiTPipeline" in str(_read(pipeline).get("_class_name")):
         names = listed(_read(pipeline).get("id2label"), f"{pipeline}: id2label")
     listing = file.with_name("classes.txt")
-    return names or (class_names(listing) or None if listing.is_file() else None)
+    if not names and listing.is_file():
+        names = class_names(listing)
+    return names or None
 
 
 def places(classes: Sequence[str], theirs: Sequence[str]) -> list[int] | None:

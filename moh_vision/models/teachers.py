@@ -33,7 +33,7 @@ class Teacher(nn.Module):
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
-        self.name, self.source = f"{key} {source}", source
+        self.name = f"{key} {source}"
         self.order: list[int] | None = None
         self.size: int | None = None  # side of the images that `tokens` takes
         try:

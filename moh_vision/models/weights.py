@@ -261,11 +261,13 @@ def to_validate(
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
+    names = metadata.get("classes")
+    if not names and Path(path).is_file():
+        names = saved_with(Path(path))
     metadata.update(
         architecture=name,
         arguments=arguments,
-        classes=metadata.get("classes")
-        or (saved_with(Path(path)) if Path(path).is_file() else None),
+        classes=names,
         weights=weights_said(path),
     )
     return model.eval(), dict(metadata, of_run=of_run)
