@@ -26,7 +26,7 @@ from moh_vision.data.batches import (
 )
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
-from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
+from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST
 from moh_vision.engine.commands import BadData, message_of
@@ -35,6 +35,7 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
+from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.mae import mae_routers
@@ -50,9 +51,16 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     channels, source = val.channels, config.distill.teacher
     mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))
     teacher = Teacher("distill.teacher", source, mean, std)
+    named = f"data.root {config.data.root}"
     if teacher.classes:
-        check_same_classes(teacher.classes, teacher.name, val, f"data.root {config.data.root}")
+        refuse_other_classes(teacher.classes, teacher.name, val.classes, named)
     teacher.check_logits((channels, img_size, img_size), len(val.classes))
+    theirs = teacher.classes
+    if theirs is None:
+        theirs, assumed = assumed_order(source, val.classes)
+        say(f"distill.teacher: {assumed}")
+    if theirs != val.classes:
+        teacher.order = places(val.classes, theirs)
     return teacher
 
 

@@ -4,7 +4,6 @@ A tensor that FSDP2 shards stays in its parts: every process writes the rows tha
 """
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.io import TensorFiles, write_tensors
+from moh_vision.engine.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 
 WEIGHTS, BESIDE, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
 MODEL = "model."  # prefix of the model's tensors in the task
-WRAPPED = re.compile(r"^module\.|_orig_mod\.")  # what DDP and torch.compile put into names
 
 
 class Snapshot(NamedTuple):

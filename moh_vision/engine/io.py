@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +23,8 @@ from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
 LOCK = ".lock"
+# What DDP and torch.compile put into the names of tensors, in either order; torch.compile also of a single block.
+WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
 ATTEMPTS, PAUSE = 20, 0.1  # a process killed just now, or its children, may end a moment later
 
 
@@ -228,6 +231,28 @@ class TensorFiles:
             )
             begin += count
         return torch.cat(pieces)
+
+
+def composed(name: str) -> str:
+    """Return a name in Unicode's composed form: macOS writes an umlaut in a folder's name as two characters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def class_names(file: Path) -> list[str]:
+    """Read the names in a classes.txt, one a line; an empty file is of images without classes."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # Windows' editors begin with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 ({error})") from None
+    names: dict[str, int] = {}
+    for number, line in enumerate(text.rstrip().splitlines(), 1):
+        name = composed(line.strip())
+        if not name:
+            raise ValueError(f"{file}: line {number} is empty, expected the name of a class")
+        if name in names:
+            raise ValueError(f"{file}: lines {names[name]} and {number} are both {name!r}")
+        names[name] = number
+    return list(names)
 
 
 def _json(text: str) -> object:

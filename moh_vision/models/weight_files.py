@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.io import TensorFiles, tensor_files
+from moh_vision.engine.io import WRAPPED, TensorFiles, tensor_files
 
 EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
 STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)  # in this order
@@ -51,10 +51,17 @@ def weights_file(path: str, weights: str = "ema") -> Path:
 def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     """Read the state dict in a .safetensors, .pt or .pth file; `weights`: see `read_pickled_tensors`."""
     if file.suffix == ".safetensors":
-        return read_safetensors(file)[0]
-    if not file.is_file():
+        state = read_safetensors(file)[0]
+    elif file.is_file():
+        state = read_pickled_tensors(file, weights)
+    else:
         raise FileNotFoundError(f"{file}: no such file")
-    return read_pickled_tensors(file, weights)
+    plain = {WRAPPED.sub("", name): tensor for name, tensor in state.items()}
+    if len(plain) < len(state):
+        raise ValueError(
+            f"{file}: tensors have the same name with and without module. or _orig_mod."
+        )
+    return plain
 
 
 def read_safetensors(
@@ -131,9 +138,7 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
         ):
             described = f"{name[:100]} {list(tensor.shape)}"
             raise ValueError(f"{file}: {described} is not a plain tensor of a file of {size} bytes")
-    return {
-        re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()
-    }
+    return content
 
 
 def refuse_unpacking(file: Path) -> None:

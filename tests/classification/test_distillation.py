@@ -107,9 +107,9 @@ def test_teachers_that_do_not_fit(grey, tmp_path, capsys):
     assert teacher(torch.zeros(1, 1, 8, 8)).shape == (1, 10) == (1, len(teacher.classes))
     said = error("--distill.teacher", tmp_path / "digits", "--data.img_size", 8, root=folder)
     assert f"2 in val; class '0' is only in distill.teacher {tmp_path / 'digits'}" in said
-    other = saved(tmp_path / "other", [0.5] * 3, [0.5] * 3, ["dog", "cat"], num_classes=2)
+    other = saved(tmp_path / "other", [0.5] * 3, [0.5] * 3, ["dog", "cow"], num_classes=2)
     said = error("--distill.teacher", other, "--data.img_size", 8, root=folder)
-    assert f"distill.teacher {other}" in said and "2 in val; in another order" in said
+    assert "2 in val; class 'cat' is only in val" in said
     assert "distill.teacher vit_tniy: Unknown model (vit_tniy)" in error(
         "--distill.teacher", "vit_tniy"
     )

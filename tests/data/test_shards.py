@@ -192,7 +192,7 @@ def test_rotated_photographs_are_turned_upright_when_reencoded(orientation):
         (b"not an image", None, "cannot identify the image format"),
         (save(photograph(), "PNG")[:-40], None, "truncated|broken"),
         (save(photograph(size=(200, 200)), "JPEG")[:500], 20, "(?i)truncated"),
-        (save(photograph(), "BMP"), None, "BMP inside; training reads jpg"),
+        (save(photograph(), "BMP"), None, "BMP inside; shards store jpg"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", 20, "cannot identify"),
     ],
     ids="empty text png jpeg bmp eps".split(),
@@ -296,10 +296,9 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
     (root / "train" / "cat" / "._00.png").write_text("hidden")
     assert run(root, tmp_path / "out") == 0
     shown = capfd.readouterr().out
-    assert (
-        "left out, not in a split or no images by their names (3): devkit, test, cat/Thumbs.db\n"
-        in shown
-    )
+    assert f"left out of {root}: 2 in no split (devkit, test)\n" in shown
+    train = f"left out of {root}/train: 1 .db (cat/Thumbs.db), 1 hidden (cat/._00.png)\n"
+    assert train in shown and shown.count("left out of") == 2
     assert not (tmp_path / "out" / "test-000000.tar").exists()
 
 
@@ -344,7 +343,7 @@ def test_names_that_are_not_utf8(tmp_path):
         (lambda root: write_folder(root / "validation"), "both val and validation are there"),
         (
             lambda root: write_folder(root / "train", ["cat"], each=1, extension="bmp"),
-            "{root}/train/cat/00.bmp: training reads jpg, png and webp; give --size",
+            "{root}/train/cat/00.bmp: shards store jpg, png and webp as they are; give --size",
         ),
         (
             lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),

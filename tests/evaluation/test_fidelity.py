@@ -352,17 +352,13 @@ def test_a_rotation_noted_in_exif_is_applied(tmp_path):
 def test_bad_files_in_a_folder(tmp_path):
     """Unreadable ones: tests/reliability/test_bad_images.py."""
     folder = write_folder(tmp_path / "bad", images(30))
-    for mode, size, words in (
-        ("L", 8, "00020.png: its mode is L, that of 00000.png is RGB"),
-        ("RGBA", 8, "00020.png: its mode is RGBA"),
-        ("RGB", 9, "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"),
-    ):
-        Image.new(mode, (size, 8)).save(folder / "00020.png")
-        refuse(words, lambda: open_images(folder, "x"))
+    Image.new("RGB", (9, 8)).save(folder / "00020.png")
+    words = "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"
+    refuse(words, lambda: open_images(folder, "x"))
 
 
 def test_images_in_the_folders_of_a_folder(tmp_path):
-    """They are read where the folder itself has none, and only then."""
+    """They are read at any depth, beside those of the folder itself."""
     for name, part in dict(cat=images(20), dog=images(20, 1)).items():
         write_folder(tmp_path / "both" / name, part)
     together, one = torch.cat([images(20), images(20, 1)]), images(30, 2)
@@ -371,7 +367,7 @@ def test_images_in_the_folders_of_a_folder(tmp_path):
         score(one, together, **how)["fid"], rel=1e-9
     )
     next((tmp_path / "both" / "cat").iterdir()).rename(tmp_path / "both" / "one.png")
-    assert open_images(tmp_path / "both", "x").count == 1
+    assert open_images(tmp_path / "both", "x").count == 40
     (tmp_path / "empty" / "deeper").mkdir(parents=True)
     refuse(
         "empty: holds no images .*, nor do the folders in it",

@@ -40,6 +40,8 @@ class LatentCache:
     `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are the latents'.
     """
 
+    numbered, remarks = False, ()
+
     def __init__(self, root: str, split: str):
         folder, file = Path(root), latents_path(Path(root), split)
         if not file.is_file():

@@ -74,7 +74,10 @@ def score(
     real = reference.read(network, batch_size, device)
     compared = real.features is not None  # else no score needs features themselves
     fake = statistics_of(images, network, batch_size, device, "generated", compared)
-    how = fake, reference, network, device, allow_biased
+    notes = list(getattr(images, "remarks", ()))
+    if reference.images is not None:
+        notes += getattr(reference.images, "remarks", ())
+    how = fake, reference, network, device, allow_biased, notes
     return on_all(lambda: _numbers(*how) if place()[0] == 0 else None)[0]
 
 
@@ -84,13 +87,14 @@ def _numbers(
     network: Extractor,
     device: torch.device,
     allow_biased: bool,
+    notes: list[str],
 ) -> dict:
     real, dims = reference.statistics, len(fake.pooled[0])
     reference.check(network, dims, fake.count, allow_biased)
     values = dict.fromkeys(
         ("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall")
     )
-    missing, notes = {}, []
+    missing = {}
     values["fid"] = frechet_distance(*fake.pooled, *real.pooled)
     if fake.spatial is None:
         missing["sfid"] = f"{network.name} has no spatial features"
