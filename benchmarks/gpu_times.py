@@ -1,6 +1,8 @@
 """Times of benchmarks/gpu.py: one layer, a prompt, whole training steps and sampling."""
 
+import contextlib
 import functools
+import io
 from typing import NamedTuple
 
 import timm
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention
 from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
@@ -25,7 +28,7 @@ SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
 }
 QUICK_SHAPES = {"vit_base": Shape(2, 24, 8, 64), "dit_xlarge": Shape(2, 24, 8, 72)}
 SHARES = (0.75, 0.5)  # --quick and compiled layers: the first
-TIMED = ("masked", "packed")
+TIMED = ("masked", "packed", "auto")
 BACKENDS = {
     "dense": None,
     "dense flash": SDPBackend.FLASH_ATTENTION,
@@ -165,6 +168,13 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
         if shape.scope == "one":
             del group["released"]
             group = {name: Conditioned(module) for name, module in group.items()}
+        if "auto" in group:
+            # As a script does it before its first step; what it prints is not of interest here.
+            group["auto"].train(mode == "train")
+            with contextlib.redirect_stdout(io.StringIO()):
+                moh_vision.measure(
+                    group["auto"], torch.randn(B, N, C, device=run.device, dtype=dtype)
+                )
         for name, module in group.items():
             label = f"{name} {share} {shape.scope}"
             contestants[label], active[label] = module, layer.budget.active / shape.heads
