@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import nn
 
+from moh_vision.engine.command_line import load_as
 from moh_vision.engine.commands import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
@@ -130,11 +130,7 @@ def text_of(file: Path) -> str:
 
 def read_json(file: Path, text: str | None = None) -> dict:
     """Read keys and values of a JSON or YAML file, or a line of it."""
-    text = text_of(file) if text is None else text
-    try:
-        tree = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
+    tree = load_as(file, text_of(file) if text is None else text)
     if not isinstance(tree, dict):
         raise ValueError(f"{file}: expected keys and values, found {type(tree).__name__}")
     return tree
