@@ -195,17 +195,23 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
         opened.model.generation_config = GenerationConfig.from_pretrained(run.folder)
     with quiet():
         opened.model.save_pretrained(folder)
-    source = save_tokenizer(run.folder / "tokenizer.json", folder, template)
+    # A causal model goes on behind the last token, which padding on the right would part from what comes.
+    options = dict(padding_side="left" if run.kind == TEXT["clm"] else "right")
+    longest = getattr(opened.model.config, "max_position_embeddings", None)
+    if longest is not None:
+        options["model_max_length"] = longest
+    source = save_tokenizer(run.folder / "tokenizer.json", folder, template, **options)
     target = source and save_tokenizer(
-        run.folder / "target_tokenizer.json", folder / "target", template
+        run.folder / "target_tokenizer.json", folder / "target", template, **options
     )
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
     return dict(library="transformers", task=task, **example)
 
 
-def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
+def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
     """Save a run's tokenizer for AutoTokenizer, with the training's special tokens; False: no file.
 
+    `options` are of transformers' class, for our own tokenizers; a foreign one keeps what its folder said.
     Decoded texts, as for BLEU, drop the blank that byte-level BPE puts before the first word.
     """
     from tokenizers.decoders import Sequence, Strip
@@ -224,7 +230,7 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
     if vocabulary.specials > MASK:
         roles["mask_token"] = MASK
     names = {role: SPECIALS[number] for role, number in roles.items()}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **options, **names)
     around = [(SPECIALS[number], number) for number in (BOS, EOS) if SPECIALS[number] in template]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=template, special_tokens=around

@@ -36,6 +36,7 @@ class TextInputs:
 
     first: object  # what the data set calls its first sample
     foreign = False  # whether foreign tokenizers are allowed
+    padding_side = "right"  # of batches, in the saved tokenizers
 
     def __init__(
         self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True
@@ -80,9 +81,9 @@ class TextInputs:
     def save(self, run: Path, micro_batches: int) -> None:
         """Save the vocabularies, for `data.tokenizer`, and the record. A step has `micro_batches` over all processes."""
         source, target = self.vocabularies
-        source.save(run / TOKENIZER)
+        source.save(run / TOKENIZER, self.padding_side)
         if target is not source:
-            target.save(run / TARGET_TOKENIZER)
+            target.save(run / TARGET_TOKENIZER, self.padding_side)
         write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
@@ -240,6 +241,7 @@ class CausalInputs(BlockInputs):
     """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
     foreign = True
+    padding_side = "left"  # a text goes on behind its last token
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         for root in self.roots():
