@@ -2,6 +2,7 @@
 
 import math
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ class ImageSet:
     """A number of images of one size; `read(first, stop)` returns uint8 [B, H, W, 3 or 1]."""
 
     size: tuple[int, int] | None = None  # width and height; None: not known
+    formats: dict[str, int] | None = None  # number of files by format; None: not known
 
     def __init__(self, name: str, count: int, channels: int):
         self.name, self.count = name, count  # the name is for messages and results
@@ -69,10 +71,13 @@ class ScoredFolder(ImageSet):
                 f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
             )
         self.mode, self.pool = "", ThreadPoolExecutor(4)
+        formats: Counter = Counter()
         for file in self.files:
             with _opened(file) as image:
                 mode, size = image.mode, upright_size(image)
+                formats[image.format] += 1
             self._check(file, mode, size)
+        self.formats = dict(sorted(formats.items()))
         super().__init__(str(folder), len(self.files), 1 if self.mode == "L" else 3)
 
     def read(self, first: int, stop: int) -> np.ndarray:
@@ -168,7 +173,7 @@ class ImageArchive(ImageSet):
 class ImageTensors:
     """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
 
-    channels = count = None  # not known
+    channels = count = formats = None  # not known
 
     def __init__(self, images: Tensor | Iterable[Tensor], name: str):
         self.images, self.name = images, name
