@@ -68,6 +68,7 @@ def train(run: Run) -> None:
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
+    splits.say_transparent(f"data.root {d.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
 
     # ---------------------------------------------------------------- model and teacher

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import IMAGES, ImageFolder, split_folder, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
@@ -17,6 +18,7 @@ from moh_vision.data.stream import ShardStream
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
+LOOKED_AT = 64  # images of a split, evenly spread, that are asked for transparent pixels
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -118,6 +120,28 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
         checked += " (more for validation than for training: are train and val exchanged?)"
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
     return f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
+
+
+def say_transparent(named: str, sources: dict[str, ImageSource], say: Callable) -> None:
+    """Say for each split, by its name, how many of its images have transparent pixels, which training does not see."""
+    for split, source in sources.items():
+        if not isinstance(source, (ImageFolder, Shards, HubDataset)):
+            continue
+        looked_at = np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int)
+        found = [number for number in looked_at.tolist() if _is_transparent(source, number)]
+        if found:
+            say(
+                f"{named}, {split}: {len(found)} of {len(looked_at)} images that were looked at have transparent pixels "
+                f"(first {source.where(found[0])}): alpha is dropped, and the colours under it are seen; "
+                "flatten them onto a background if they should not be"
+            )
+
+
+def _is_transparent(source: ImageSource, number: int) -> bool:
+    try:
+        return is_transparent(source.read(number))
+    except Exception:  # decoders raise many kinds; what is unreadable is told where it is read
+        return False
 
 
 def of_classes(source) -> str:

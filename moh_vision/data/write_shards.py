@@ -37,7 +37,7 @@ from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
 from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_file
-from moh_vision.data.splits import check_same_classes, of_classes
+from moh_vision.data.splits import check_same_classes, of_classes, say_transparent
 from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
@@ -86,6 +86,8 @@ def work(o: Namespace) -> None:
     splits, out = _read_folders(o), Path(o.out)
     for images in splits.values():
         _refuse_names(images, stored=o.size is None)
+    if o.size is not None:  # else alpha stays in the files
+        say_transparent(f"--in {o.source}", splits, say)
     check_same_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
     classes = "".join(f"{label}\n" for label in images.classes)
     names = out / "classes.txt"
