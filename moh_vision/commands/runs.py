@@ -264,6 +264,7 @@ def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
     how = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
         case = ", lower-cased data" if results.get("bleu_lowercase") else ""
+        case += ", pieces of words joined" if results.get("bleu_joined") else ""
         how += f"; BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}{case}"
     return run._replace(how=how)
 

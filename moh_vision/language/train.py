@@ -33,8 +33,14 @@ with user_errors(NAME):
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
     from moh_vision.language.evaluation.perplexity import summary
-    from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
+    from moh_vision.language.evaluation.scores import (
+        evaluation_of,
+        final_scores,
+        final_weights,
+        notes_on_scores,
+    )
     from moh_vision.language.evaluation.translation import check_gate_modes
+    from moh_vision.language.evaluation.words import bleu_tokenizer
     from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
@@ -46,6 +52,9 @@ def train(run: Run) -> None:
             f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1"
         )
 
+    if task_for(config.model) == "mt":
+        bleu_tokenizer(config.data.target, config.generate.tokenizer)  # may lack a package
+
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
     tokenizer = tokenizer_of(config, config.output if checkpoint else None)
@@ -54,8 +63,11 @@ def train(run: Run) -> None:
             d, cache_beside(config.output), config.seed, tokenizer
         )
 
+    notes = notes_on_scores(config, text)
     if config.max_steps and not checkpoint:  # an earlier run may go on
         say(text.scored_files())
+    for note in () if checkpoint else notes:
+        say(note)
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,6 +74,13 @@ class TextInputs:
                 [f"{title}: {' and '.join(tokens.name for tokens in stores)}"] if stores else []
             )
         return "; ".join(named)
+
+    def scored_lines(self, count: int) -> list[str]:
+        """Return the first `count` lines of what is scored: of data.test, or else of data.val; [] of token ids."""
+        split = self.data.test or self.data.val
+        if find_tokens(self.data.root, split):
+            return []
+        return list(islice(find_lines(self.data.root, split), count))
 
     def record(self, micro_batches: int) -> dict:
         """Record what a resumed run must match: text, and in translation micro-batches per step."""
@@ -158,6 +166,9 @@ class TranslationInputs(TextInputs):
         )
         say(f"{d.train}: {pairs.summary()}")
         return pairs
+
+    def scored_lines(self, count: int) -> list[str]:
+        return list(islice(self.pair(self.data.test or self.data.val).target, count))
 
     def model_arguments(self) -> dict:
         source, target = self.vocabularies
