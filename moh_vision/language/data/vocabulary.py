@@ -7,6 +7,7 @@ words, split at blanks as in WikiText and numbered by falling frequency, for ada
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -57,6 +58,7 @@ class Vocabulary:
         kind: "bpe", "word" or "foreign".
         specials: ids below this are special in our own: 4, or 5 with a mask.
         bos, eos, pad: ids; bos and pad may be None.
+        markers: pattern of a foreign one's special tokens; None: it has none, or it is our own.
         companion: of a foreign one what is carried over into the tokenizer_config.json of every folder that has it.
         fingerprint: sha256 of tokenizer.json, kept in checkpoints.
     """
@@ -86,6 +88,10 @@ class Vocabulary:
         self.companion = (companion or {}) if reason else {}
         self.roles = _roles(self.companion, numbers, where) if reason else OWN_ROLES
         self.eos, self.bos, self.pad = (numbers.get(self.roles.get(role)) for role in USUAL_ROLES)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if reason and token.special]
+        # In the text of a foreign tokenizer its special tokens are markers, as of a chat, that were meant as tokens.
+        self.markers = re.compile("|".join(map(re.escape, special))) if special else None
         self._tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -126,6 +132,11 @@ class Vocabulary:
         if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
             return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
         return rows
+
+    def marker_in(self, text: str) -> str | None:
+        """Return the first of `markers` that stands in a text; None without one."""
+        found = self.markers.search(text) if self.markers else None
+        return found and found[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, on one line, without special tokens but "<unk>"."""
