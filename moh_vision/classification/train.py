@@ -181,7 +181,7 @@ class Evaluation:
             )
             kept = ("top1", "top5", "loss", "active_share")
             scores["by_share"] = {
-                share: {k: by_share[share][k] for k in kept} for share in by_share
+                share: {k: by_share[share][k] for k in kept if k in scores} for share in by_share
             }
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
