@@ -8,6 +8,7 @@ file in either. `hf upload OWNER/NAME FOLDER .` makes a repository of the folder
 """
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.models.describe import describe
+from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import open_run
 
@@ -128,16 +129,19 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
         arguments["base"] = arguments["base"].partition(".")[0]
     title = (arguments.get("base") or opened.metadata["architecture"]).partition(".")[0]
     plain = as_timm(model, title.removeprefix("moh_"), arguments)
+    router = arguments.get("router")
     if plain is not None:
         title = cfg["architecture"] = title.removeprefix("moh_")
         model, arguments = plain
+    converted = arguments.get("base") and router not in (None, "dense")
+    shown = full_name(f"{title} converted to {router}" if converted else title, arguments)
     model.pretrained_cfg = model.default_cfg = cfg
     timm.models.save_for_hf(
         model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True
     )
     colours = "L" if model.in_chans == 1 else "RGB"
     example = dict(ours=plain is None, colours=colours, classes=model.num_classes)
-    return dict(library="timm", task="image-classification", model=title, **example)
+    return dict(library="timm", task="image-classification", model=shown, **example)
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
@@ -180,7 +184,11 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRu
         )
     pipe.save_pretrained(folder)
     return dict(
-        library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps
+        library="diffusers",
+        task=None,
+        model=named(opened),
+        guidance=f"{config.cfg_scale:g}",
+        steps=config.steps,
     )
 
 
@@ -205,7 +213,12 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
         run.folder / "target_tokenizer.json", folder / "target", template, **options
     )
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
-    return dict(library="transformers", task=task, **example)
+    return dict(library="transformers", task=task, model=named(opened), **example)
+
+
+def named(opened: Opened) -> str:
+    """Return the name of an opened model, with the sizes that its run changed."""
+    return full_name(opened.metadata["architecture"], opened.metadata.get("arguments") or {})
 
 
 def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
@@ -253,7 +266,7 @@ def make_card(
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
     model, metadata = opened.model, opened.metadata
-    inputs, named = opened.example()
+    inputs, forward = opened.example()
     scores = scored.scores if scored else {}
     shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
     head = dict(
@@ -267,7 +280,7 @@ def make_card(
         file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
         kind=run.kind,
-        size=describe(metadata["architecture"], model, *inputs, **named),
+        size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
         scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
         how=scored and scored.how,
@@ -355,4 +368,4 @@ def work(options) -> None:
             weights.chmod(0o644)  # safetensors makes them private
         give_name(hidden, folder)
     say(f"{folder}: for {saved['library']}, weights of {opened.metadata['weights']}")
-    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {folder} .")
+    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {shlex.quote(str(folder))} .")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -104,6 +105,15 @@ class ScoredRun(NamedTuple):
         ended = self.kind in TEXT.values()  # with patience the seed decides after how many steps
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return what the configuration says of the model's arguments."""
+        own = {
+            key.removeprefix("model."): value
+            for key, value in self.config.items()
+            if key.startswith("model.")
+        }
+        return {**own, **(own.get("kwargs") or {})}
 
     def json(self, name: str) -> dict:
         """Read a JSON file in the folder; empty if it is not there."""
@@ -227,7 +237,7 @@ def _scored_samples(run: ScoredRun) -> dict:
     scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
     if not scored:
         raise NoScores(
-            f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE"
+            f"{run.folder} has no scores yet: python sample.py --checkpoint {shlex.quote(str(run.folder))} --score REFERENCE"
         )
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])
 

@@ -192,7 +192,7 @@ class DataRecord:
             if same_classes and "data.root" in self.allowed:
                 say(f"{problem}; accepted")
                 continue
-            new = f"start a run of these classes: --output NEW --init-from {run}"
+            new = f"start a run of these classes: --output NEW --init-from {shlex.quote(str(run))}"
             way = "accept the change: --allow-change data.root" if same_classes else new
             raise ValueError(f"{problem}. Bring them back, or {way}")
 

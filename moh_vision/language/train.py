@@ -21,7 +21,7 @@ from moh_vision.engine.run import Run
 from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
-from moh_vision.models.describe import describe, in_short
+from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
@@ -75,7 +75,7 @@ def train(run: Run) -> None:
     check_gate_modes(model, config.generate.gate_modes)
     if config.dry_run:
         elastic_budget(model, config)  # the largest share is shown
-        return say(describe(config.model.name, model, **text.example()))
+        return say(describe(full_name(config.model.name, arguments), model, **text.example()))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
@@ -91,7 +91,7 @@ def train(run: Run) -> None:
             say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    say(in_short(config.model.name, model))
+    say(in_short(full_name(config.model.name, arguments), model))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()
