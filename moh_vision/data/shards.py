@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.folder import refuse_special
+from moh_vision.data.folder import IMAGES, refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import cache_folder, whole_file
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+IMAGE_EXTENSIONS = tuple(ending.removeprefix(".") for ending in IMAGES)
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
+NAME_RULE = "a sample is what its files' names have before the first dot: a.b.jpg is of sample a"
 
 
 class Shards(ImageSource):
@@ -142,7 +143,9 @@ def scan(path: Path) -> np.ndarray:
             kind = "image" if image else "label" if extension == "cls" else None
             entry = samples.setdefault(f"{parent}/{stem}", {})
             if kind in entry:
-                raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
+                raise ValueError(
+                    f"{path}: {member.name} is a second {kind} of the same sample; {NAME_RULE}"
+                )
             if kind:
                 entry[kind] = (
                     (member.offset_data, member.size) if image else _label(tar, member, path)
@@ -151,7 +154,9 @@ def scan(path: Path) -> np.ndarray:
     for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
-            raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
+            raise ValueError(
+                f"{path}: sample {key.removeprefix('/')} has no {missing}; {NAME_RULE}"
+            )
     rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
     return np.array(rows, np.int64).reshape(-1, 3)
 

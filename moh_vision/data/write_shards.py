@@ -36,14 +36,23 @@ from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in
 from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
-from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_file
+from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import check_same_classes, of_classes, say_transparent
 from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
 # MPO: a JPEG with more pictures behind it.
-STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# Formats of the files that an image folder may have, and their endings in shards.
+STORED = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "BMP": "bmp",
+    "PPM": "ppm",
+    "TIFF": "tif",
+}
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
 
@@ -85,7 +94,7 @@ def work(o: Namespace) -> None:
     _check(o)
     splits, out = _read_folders(o), Path(o.out)
     for images in splits.values():
-        _refuse_names(images, stored=o.size is None)
+        _refuse_names(images)
     if o.size is not None:  # else alpha stays in the files
         say_transparent(f"--in {o.source}", splits, say)
     check_same_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
@@ -196,17 +205,12 @@ def _split_folders(root: Path) -> dict[str, Path]:
     return {"train" if name == "train" else "val": root / name for name in there}
 
 
-def _refuse_names(images: ImageFolder, stored: bool) -> None:
-    """Refuse classes that classes.txt cannot hold, and files that shards cannot hold if they are `stored` as they are."""
+def _refuse_names(images: ImageFolder) -> None:
+    """Refuse classes that classes.txt cannot hold."""
     for label in images.classes:
         if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
             raise ValueError(
                 f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
-            )
-    for index in range(len(images) if stored else 0):
-        if not images.path(index).lower().endswith(IMAGE_EXTENSIONS):
-            raise ValueError(
-                f"{images.where(index)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
             )
 
 
@@ -321,8 +325,9 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         image.load()
         if size is None:
             if image.format not in STORED:
+                known = ", ".join(dict.fromkeys(STORED.values()))
                 raise ValueError(
-                    f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)"
+                    f"{image.format} inside; shards store {known} (--size stores JPEG)"
                 )
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")

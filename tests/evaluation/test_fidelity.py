@@ -546,11 +546,11 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
     for argv, words in (
         (
             [data, data],
-            f"{data}, train split: its images have no one size; --size PIXELS crops them",
+            f"{data}, train split: --size PIXELS is needed, images are cropped to it; the first has ",
         ),
         (
             [data, statistics],
-            f"{data}, train split: its images have no one size; --size PIXELS crops them",
+            f"{data}, train split: --size PIXELS is needed, images are cropped to it; the first has ",
         ),
         ([folder, folder, "--size", "8"], "--size 8 has no effect: there is no data set"),
         (
