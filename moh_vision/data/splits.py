@@ -15,6 +15,7 @@ from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
 from moh_vision.data.stream import ShardStream
+from moh_vision.engine.commands import some_of
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
@@ -219,7 +220,5 @@ def _changes(old: dict, new: dict) -> str:
     )
     if before == now:
         return "other files, or the classes in another order"
-    gone, more = (
-        ", ".join(sorted(classes)[:6]) or "none" for classes in (before - now, now - before)
-    )
+    gone, more = (some_of(sorted(classes), 6) or "none" for classes in (before - now, now - before))
     return f"classes (samples) gone: {gone}; new: {more}"

@@ -38,7 +38,7 @@ from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
 from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import check_same_classes, of_classes, say_transparent
-from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
+from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say, some_of
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
@@ -164,7 +164,7 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
             + left_out
         )
     if left_out:
-        shown = ", ".join(map(one_line, left_out[:5]))
+        shown = some_of(map(one_line, left_out), 5)
         say(f"left out, not in a split or no images by their names ({len(left_out)}): {shown}")
     if val_fraction is not None:
         images = splits["train"]

@@ -334,6 +334,10 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
         in shown
     )
     assert not (tmp_path / "out" / "test-000000.tar").exists()
+    for name in "abcd":
+        (root / name).mkdir()
+    assert run(root, tmp_path / "more") == 0
+    assert "(7): a, b, c, d, devkit and 2 more\n" in capfd.readouterr().out
 
 
 def test_a_class_called_train(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from moh_vision.data.hub import PREFIX, hub_split
-from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.commands import Progress, reason_of, some_of
 from moh_vision.engine.io import sha256_of
 from moh_vision.engine.ranks import say
 
@@ -210,9 +210,7 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
     for endings, paths in zip(sides, files[best]):
         if not paths:
             held = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
-            listed = ", ".join(held[:12]) + (
-                f" and {len(held) - 12} more" if len(held) > 12 else ""
-            )
+            listed = some_of(held, 12)
             wanted = " or ".join(name + ending for name in names for ending in endings)
             raise FileNotFoundError(
                 f"data.root {folder}: no {wanted} (or .gz); it holds {listed or 'nothing'}"
