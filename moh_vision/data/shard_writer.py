@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.splits import outline
-from moh_vision.engine.commands import say, some_of
+from moh_vision.engine.commands import say
 from moh_vision.engine.io import sha256_of, write_whole
 
 
@@ -77,7 +77,7 @@ class ShardWriter:
         if changed and record["shards"]:
             changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed]
             raise ValueError(
-                f"--out {self.out} holds shards of other arguments or another input: {some_of(changes, 5)}. Take another folder"
+                f"--out {self.out} holds shards of other arguments or another input: {'; '.join(changes)}. Take another folder"
             )
         return record["shards"]
 
