@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
-from moh_vision.engine.commands import closest, reason_of
+from moh_vision.engine.command_line import load_as
+from moh_vision.engine.commands import closest
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.weight_files import read_safetensors
@@ -97,10 +97,7 @@ def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
 
 
 def _read(file: Path) -> dict:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace"))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
+    tree = load_as(file, file.read_text(encoding="utf-8", errors="replace"))
     return tree if isinstance(tree, dict) else {}
 
 

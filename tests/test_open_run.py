@@ -121,7 +121,10 @@ def test_mistakes_are_one_line(runs, tmp_path):
         with one_line(kind):
             moh_vision.open_run(tmp_path / "run")
     config.write_text("kind: [")
-    with one_line("config.yaml is not readable"):
+    with one_line("config.yaml: not readable as YAML"):
+        moh_vision.open_run(tmp_path / "run")
+    config.write_text(text + "kind: text\n")
+    with one_line("config.yaml: line .*: 'kind' is on line .* already"):
         moh_vision.open_run(tmp_path / "run")
     with one_line("of no run, whose configuration says"):
         moh_vision.open_run(runs["clm_published"]).data("val")

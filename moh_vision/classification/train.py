@@ -76,6 +76,7 @@ def train(run: Run) -> None:
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
+    splits.say_transparent(f"data.root {d.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
 
     # ---------------------------------------------------------------- model and teacher
@@ -188,7 +189,7 @@ class Evaluation:
             )
             kept = ("top1", "top5", "loss", "active_share")
             scores["by_share"] = {
-                share: {k: by_share[share][k] for k in kept} for share in by_share
+                share: {k: by_share[share][k] for k in kept if k in scores} for share in by_share
             }
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)

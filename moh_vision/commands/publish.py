@@ -8,6 +8,7 @@ file in either. `hf upload OWNER/NAME FOLDER .` makes a repository of the folder
 """
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.models.describe import describe
+from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import weights_file
 from moh_vision.opening import open_run
 
@@ -128,16 +129,19 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
         arguments["base"] = arguments["base"].partition(".")[0]
     title = (arguments.get("base") or opened.metadata["architecture"]).partition(".")[0]
     plain = as_timm(model, title.removeprefix("moh_"), arguments)
+    router = arguments.get("router")
     if plain is not None:
         title = cfg["architecture"] = title.removeprefix("moh_")
         model, arguments = plain
+    converted = arguments.get("base") and router not in (None, "dense")
+    shown = full_name(f"{title} converted to {router}" if converted else title, arguments)
     model.pretrained_cfg = model.default_cfg = cfg
     timm.models.save_for_hf(
         model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True
     )
     colours = "L" if model.in_chans == 1 else "RGB"
     example = dict(ours=plain is None, colours=colours, classes=model.num_classes)
-    return dict(library="timm", task="image-classification", model=title, **example)
+    return dict(library="timm", task="image-classification", model=shown, **example)
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
@@ -180,7 +184,11 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRu
         )
     pipe.save_pretrained(folder)
     return dict(
-        library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps
+        library="diffusers",
+        task=None,
+        model=named(opened),
+        guidance=f"{config.cfg_scale:g}",
+        steps=config.steps,
     )
 
 
@@ -195,17 +203,28 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
         opened.model.generation_config = GenerationConfig.from_pretrained(run.folder)
     with quiet():
         opened.model.save_pretrained(folder)
-    source = save_tokenizer(run.folder / "tokenizer.json", folder, template)
+    # A causal model goes on behind the last token, which padding on the right would part from what comes.
+    options = dict(padding_side="left" if run.kind == TEXT["clm"] else "right")
+    longest = getattr(opened.model.config, "max_position_embeddings", None)
+    if longest is not None:
+        options["model_max_length"] = longest
+    source = save_tokenizer(run.folder / "tokenizer.json", folder, template, **options)
     target = source and save_tokenizer(
-        run.folder / "target_tokenizer.json", folder / "target", template
+        run.folder / "target_tokenizer.json", folder / "target", template, **options
     )
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
-    return dict(library="transformers", task=task, **example)
+    return dict(library="transformers", task=task, model=named(opened), **example)
 
 
-def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
+def named(opened: Opened) -> str:
+    """Return the name of an opened model, with the sizes that its run changed."""
+    return full_name(opened.metadata["architecture"], opened.metadata.get("arguments") or {})
+
+
+def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
     """Save a run's tokenizer for AutoTokenizer, with the training's special tokens; False: no file.
 
+    `options` are of transformers' class, for our own tokenizers; a foreign one keeps what its folder said.
     Decoded texts, as for BLEU, drop the blank that byte-level BPE puts before the first word.
     """
     from tokenizers.decoders import Sequence, Strip
@@ -224,7 +243,7 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
     if vocabulary.specials > MASK:
         roles["mask_token"] = MASK
     names = {role: SPECIALS[number] for role, number in roles.items()}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **options, **names)
     around = [(SPECIALS[number], number) for number in (BOS, EOS) if SPECIALS[number] in template]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=template, special_tokens=around
@@ -247,7 +266,7 @@ def make_card(
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
     model, metadata = opened.model, opened.metadata
-    inputs, named = opened.example()
+    inputs, forward = opened.example()
     scores = scored.scores if scored else {}
     shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
     head = dict(
@@ -261,7 +280,7 @@ def make_card(
         file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
         kind=run.kind,
-        size=describe(metadata["architecture"], model, *inputs, **named),
+        size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
         scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
         how=scored and scored.how,
@@ -349,4 +368,4 @@ def work(options) -> None:
             weights.chmod(0o644)  # safetensors makes them private
         give_name(hidden, folder)
     say(f"{folder}: for {saved['library']}, weights of {opened.metadata['weights']}")
-    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {folder} .")
+    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {shlex.quote(str(folder))} .")

@@ -78,7 +78,7 @@ class ShardWriter:
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         # Before the first shard is finished nothing depends on them.
         if changed and record["shards"]:
-            changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
+            changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed]
             if changed == [INPUT]:
                 changes.append(
                     "its files have other names, sizes or times (cp -a copies files with their times)"

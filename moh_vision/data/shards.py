@@ -22,6 +22,7 @@ from moh_vision.engine.io import cache_folder, class_names, sha256_of, whole_fil
 
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
+NAME_RULE = "a sample is what its files' names have before the first dot: a.b.jpg is of sample a"
 
 
 class Shards(ImageSource):
@@ -134,7 +135,9 @@ def scan(path: Path) -> np.ndarray:
             if kind == "label" and extension != "cls":
                 continue
             if kind in entry:
-                raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
+                raise ValueError(
+                    f"{path}: {member.name} is a second {kind} of the same sample; {NAME_RULE}"
+                )
             if kind == "image":
                 entry[kind] = (member.offset_data, member.size)
             else:
@@ -143,7 +146,9 @@ def scan(path: Path) -> np.ndarray:
     for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
-            raise ValueError(f"{path}: sample {key} has no {missing}")
+            raise ValueError(
+                f"{path}: sample {key.removeprefix('/')} has no {missing}; {NAME_RULE}"
+            )
     rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
     return np.array(rows, np.int64).reshape(-1, 3)
 

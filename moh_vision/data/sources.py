@@ -68,6 +68,15 @@ class ImageSource:
         yield from self.listing()
 
 
+def first_size(source: ImageSource) -> str:
+    """Return in words the size of a source's first image, behind a message; "" if it cannot be read."""
+    try:
+        width, height = source.image(0).size
+    except UnreadableImage:
+        return ""
+    return f"; the first has {width} x {height} pixels"
+
+
 def read_file(path: str | Path, where: str) -> bytes:
     """Read a file; raise UnreadableImage that names it, `where`."""
     try:

@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
 from moh_vision.data.stream import ShardStream
+from moh_vision.engine.commands import some_of
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
+LOOKED_AT = 64  # images of a split, evenly spread, that are asked for transparent pixels
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -139,6 +142,28 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
     return "\n".join([first, *dict.fromkeys(remarks)])
 
 
+def say_transparent(named: str, sources: dict[str, ImageSource], say: Callable) -> None:
+    """Say for each split, by its name, how many of its images have transparent pixels, which training does not see."""
+    for split, source in sources.items():
+        if not isinstance(source, (ImageFolder, Shards, HubDataset)):
+            continue
+        looked_at = np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int)
+        found = [number for number in looked_at.tolist() if _is_transparent(source, number)]
+        if found:
+            say(
+                f"{named}, {split}: {len(found)} of {len(looked_at)} images that were looked at have transparent pixels "
+                f"(first {source.where(found[0])}): alpha is dropped, and the colours under it are seen; "
+                "flatten them onto a background if they should not be"
+            )
+
+
+def _is_transparent(source: ImageSource, number: int) -> bool:
+    try:
+        return is_transparent(source.read(number))
+    except Exception:  # decoders raise many kinds; what is unreadable is told where it is read
+        return False
+
+
 def of_classes(source) -> str:
     """Return how many classes images have, in words."""
     count = len(source.classes)
@@ -187,7 +212,7 @@ class DataRecord:
             if same_classes and "data.root" in self.allowed:
                 say(f"{problem}; accepted")
                 continue
-            new = f"start a run of these classes: --output NEW --init-from {run}"
+            new = f"start a run of these classes: --output NEW --init-from {shlex.quote(str(run))}"
             way = "accept the change: --allow-change data.root" if same_classes else new
             raise ValueError(f"{problem}. Bring them back, or {way}")
 
@@ -214,7 +239,5 @@ def _changes(old: dict, new: dict) -> str:
     )
     if before == now:
         return "other files, or the classes in another order"
-    gone, more = (
-        ", ".join(sorted(classes)[:6]) or "none" for classes in (before - now, now - before)
-    )
+    gone, more = (some_of(sorted(classes), 6) or "none" for classes in (before - now, now - before))
     return f"classes (samples) gone: {gone}; new: {more}"

@@ -37,13 +37,22 @@ from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
-from moh_vision.data.splits import match_classes, of_classes
-from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
+from moh_vision.data.splits import match_classes, of_classes, say_transparent
+from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say, some_of
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
 # MPO: a JPEG with more pictures behind it.
-STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# Formats of the files that an image folder may have, and their endings in shards.
+STORED = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "BMP": "bmp",
+    "PPM": "ppm",
+    "TIFF": "tif",
+}
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
 
@@ -85,7 +94,9 @@ def work(o: Namespace) -> None:
     _check(o)
     splits, out = _read_folders(o), Path(o.out)
     for images in splits.values():
-        _refuse_names(images, stored=o.size is None)
+        _refuse_names(images)
+    if o.size is not None:  # else alpha stays in the files
+        say_transparent(f"--in {o.source}", splits, say)
     match_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
     classes = "".join(f"{label}\n" for label in images.classes)
     names = out / "classes.txt"
@@ -148,7 +159,7 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     splits = {name: ImageFolder(place) for name, place in places.items()}
     beside = sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
     if beside and source not in places.values():
-        shown = ", ".join(map(one_line, beside[:5]))
+        shown = some_of(map(one_line, beside), 5)
         say(f"left out of {source}: {len(beside)} in no split ({shown})")
     for images in splits.values():
         for remark in images.remarks:
@@ -174,17 +185,12 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     return splits
 
 
-def _refuse_names(images: ImageFolder, stored: bool) -> None:
-    """Refuse classes that classes.txt cannot hold, and files that shards cannot hold if they are `stored` as they are."""
+def _refuse_names(images: ImageFolder) -> None:
+    """Refuse classes that classes.txt cannot hold."""
     for label in images.classes:
         if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
             raise ValueError(
                 f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
-            )
-    for index in range(len(images) if stored else 0):
-        if not images.path(index).lower().endswith(("jpeg", *STORED.values())):
-            raise ValueError(
-                f"{images.where(index)}: shards store jpg, png and webp as they are; give --size to store JPEG, or convert it"
             )
 
 
@@ -299,8 +305,9 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         image.load()
         if size is None:
             if image.format not in STORED:
+                known = ", ".join(dict.fromkeys(STORED.values()))
                 raise ValueError(
-                    f"{image.format} inside; shards store jpg, png and webp as they are (--size stores JPEG)"
+                    f"{image.format} inside; shards store {known} (--size stores JPEG)"
                 )
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")

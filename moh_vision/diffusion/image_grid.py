@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from moh_vision.diffusion.fonts import drawable, font_for
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.engine.commands import reason_of
 from moh_vision.engine.io import hidden_path, whole_file, write_whole
@@ -136,8 +137,10 @@ def image_grid(
     factor = max(1, round(CELL / height))
     rows = -(-n // columns)
     height, width = height * factor, width * factor
-    font = ImageFont.load_default(max(12, min(height // 5, 24)))
-    texts = _in_lines([str(name) for name in names], height // (sum(font.getmetrics()) + LINE_GAP))
+    names = [str(name) for name in names]
+    font = font_for("".join(names), max(12, min(height // 5, 24)))
+    names = [drawable(name, font) for name in names]
+    texts = _in_lines(names, height // (sum(font.getmetrics()) + LINE_GAP))
     margin = max(
         (int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()),
         default=0,

@@ -46,6 +46,7 @@ def train(run: Run) -> None:
     source, classes = inputs.source, inputs.source.classes
     check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
     say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
+    splits.say_transparent(f"data.root {d.root}", dict(train=source), say)
 
     # ---------------------------------------------------------------- objective and model
     objective = make_objective(config.tree())

@@ -202,8 +202,12 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
     """A translation has at most so many tokens more than its source."""
     batch_size: int = key(64, ge=1)
     """Sentences at a time."""
-    tokenizer: Literal["13a", "given"] = key("13a")
-    """Of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses."""
+    tokenizer: Literal["13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "given"] | None = key(
+        None
+    )
+    """Of BLEU, one of sacrebleu's; or "given" for text that is tokenised already, as with Moses: it is then scored as it
+    stands, and in sacreBLEU's form as without. Left out: sacrebleu's choice by data.target (zh, ja-mecab or ko-mecab, the
+    last two by packages of their own; else 13a)."""
     compound_split: bool = key(False)
     """There, split hyphenated words, as the papers do for WMT14 EN-DE."""
     gate_modes: list[Literal["soft", "argmax", "random"]] = key(["soft"])

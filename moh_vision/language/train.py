@@ -21,7 +21,7 @@ from moh_vision.engine.run import Run
 from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
-from moh_vision.models.describe import describe, in_short
+from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
@@ -33,8 +33,14 @@ with user_errors(NAME):
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
     from moh_vision.language.evaluation.perplexity import summary
-    from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
+    from moh_vision.language.evaluation.scores import (
+        evaluation_of,
+        final_scores,
+        final_weights,
+        notes_on_scores,
+    )
     from moh_vision.language.evaluation.translation import check_gate_modes
+    from moh_vision.language.evaluation.words import bleu_tokenizer
     from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
@@ -46,6 +52,9 @@ def train(run: Run) -> None:
             f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1"
         )
 
+    if task_for(config.model) == "mt":
+        bleu_tokenizer(config.data.target, config.generate.tokenizer)  # may lack a package
+
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
     tokenizer = tokenizer_of(config, config.output if checkpoint else None)
@@ -54,8 +63,11 @@ def train(run: Run) -> None:
             d, cache_beside(config.output), config.seed, tokenizer
         )
 
+    notes = notes_on_scores(config, text)
     if config.max_steps and not checkpoint:  # an earlier run may go on
         say(text.scored_files())
+    for note in () if checkpoint else notes:
+        say(note)
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
@@ -63,7 +75,7 @@ def train(run: Run) -> None:
     check_gate_modes(model, config.generate.gate_modes)
     if config.dry_run:
         elastic_budget(model, config)  # the largest share is shown
-        return say(describe(config.model.name, model, **text.example()))
+        return say(describe(full_name(config.model.name, arguments), model, **text.example()))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
@@ -79,7 +91,7 @@ def train(run: Run) -> None:
             say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    say(in_short(config.model.name, model))
+    say(in_short(full_name(config.model.name, arguments), model))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from moh_vision.models.describe import describe, in_short
+from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.mae import train_only
@@ -47,7 +47,7 @@ def set_up_model(
         inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
         if kind == "diffusion":
             inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-        return run.say(describe(name, model, *inputs))
+        return run.say(describe(full_name(name, arguments), model, *inputs))
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -56,5 +56,5 @@ def set_up_model(
         enable()
     if elastic:
         arguments["head_budget"] = budget_pairs(model)
-    run.say(in_short(name, model))
+    run.say(in_short(full_name(name, arguments), model))
     return model, elastic

@@ -263,7 +263,10 @@ def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_pa
             "{cache} --repa.teacher x",
             "repa.teacher x needs images: data.root {cache} holds stored latents",
         ),
-        ("{images}", "data.img_size is needed for {images}: the images there have no one size"),
+        (
+            "{images}",
+            "data.img_size is needed for {images}: images are cropped to it; the first has ",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(made, tmp_path, capsys, more, words):

@@ -127,7 +127,8 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     assert (
         f"validation: {data[kind]}/{'val.de' if kind == 'mt' else 'valid.txt'}" in said
     )  # how data.val was found
-    assert said.count(f"{PRESETS[kind]}: {parameters:,} parameters, ") == 1
+    shown = rf"^{PRESETS[kind]} with hidden_size 32, .*: {parameters:,} parameters, "
+    assert len(re.findall(shown, said, re.M)) == 1
     assert ("heads active (100.0 %); MAE: 4 experts of 3 heads each\n" in said) == (kind != "mlm")
     own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
     assert (

@@ -26,6 +26,7 @@ from moh_vision.engine.io import cache_folder, whole_file
 log = logging.getLogger("moh_vision.attention")
 
 COMMAND = "python -m moh_vision.attention.kernels"
+BUILDING = "building the C++ operators: up to a minute"
 VARIABLE = "MOH_VISION_KERNELS"
 # "auto": the first model that runs on a CPU builds the operators; set by commands, which may say "later" first.
 BUILD = "MOH_VISION_BUILD"
@@ -206,10 +207,7 @@ def _built() -> bool:
         with open(place.with_name(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
             if not (place.is_file() or failed.is_file()):
-                print(
-                    f"building the C++ operators, once: about half a minute; {BUILD}=off skips it",
-                    flush=True,
-                )
+                print(f"{BUILDING}, once; {BUILD}=off skips it", flush=True)
                 start = time.perf_counter()
                 build()
                 print(

@@ -2,6 +2,7 @@
 
 import math
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ class ImageSet:
 
     size: tuple[int, int] | None = None  # width and height; None: not known
     remarks: Sequence[str] = ()  # lines on what was left out, for the user
+    formats: dict[str, int] | None = None  # number of files by format; None: not known
 
     def __init__(self, name: str, count: int, channels: int):
         self.name, self.count = name, count  # the name is for messages and results
@@ -69,11 +71,14 @@ class ScoredFolder(ImageSet):
             self.remarks = [left_out_line(folder, left_out)]
         self.pool = ThreadPoolExecutor(4)
         channels = 1
+        formats: Counter = Counter()
         for file in self.files:
             with _opened(file) as image:
                 if image.mode not in GREY:
                     channels = 3
+                formats[image.format] += 1
                 self._check(file, upright_size(image))
+        self.formats = dict(sorted(formats.items()))
         super().__init__(str(folder), len(self.files), channels)
 
     def read(self, first: int, stop: int) -> np.ndarray:
@@ -159,7 +164,7 @@ class ImageArchive(ImageSet):
 class ImageTensors:
     """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
 
-    channels = count = None  # not known
+    channels = count = formats = None  # not known
     remarks: Sequence[str] = ()
 
     def __init__(self, images: Tensor | Iterable[Tensor], name: str):

@@ -27,10 +27,18 @@ from moh_vision.language.evaluation.translation import (
     tokenised_bleu,
     translate,
 )
+from moh_vision.language.evaluation.words import (
+    bleu_tokenizer,
+    join_pieces,
+    notes_on_bleu,
+    notes_on_perplexity,
+    pieces_in,
+)
 from moh_vision.models.head_load import FILE, HeadLoad
 
 AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
+LOOKED_AT = 1000  # lines whose words are looked at before training
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
@@ -50,6 +58,21 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
         return scores
 
     return evaluate
+
+
+def notes_on_scores(config, text: TextInputs) -> list[str]:
+    """Return lines on what the final scores count, by the first lines of what is scored.
+
+    Raises:
+        ValueError: BLEU of the target language needs a package that is missing.
+    """
+    lines = text.scored_lines(LOOKED_AT)
+    name = f"{config.data.root}, {config.data.test or config.data.val}"
+    if isinstance(text, TranslationInputs):
+        asked, target = config.generate.tokenizer, config.data.target
+        tokenizer = bleu_tokenizer(target, asked)
+        return notes_on_bleu(lines, asked or tokenizer, f"{name}.{target}")
+    return notes_on_perplexity(lines, name) if isinstance(text, CausalInputs) else []
 
 
 def final_weights(run: Run) -> dict:
@@ -163,6 +186,10 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
         (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     )
     references = text.references(split, pairs)
+    cut = pieces_in(references)
+    references = [join_pieces(line, cut) for line in references]
+    asked = config.generate.tokenizer
+    tokenizer = bleu_tokenizer(config.data.target, asked)
     lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
     scores: dict[str, dict] = {}
     for mode in config.generate.gate_modes:
@@ -174,10 +201,12 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
                 log.say(f"{title}: translating {len(references)} sentences{number}")
                 how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
                 lines = translate(run.model, pairs, *how)
+            lines = [join_pieces(line, cut) for line in lines]
             papers = tokenised_bleu(
-                lines, references, config.generate.tokenizer, config.generate.compound_split
+                lines, references, asked or tokenizer, config.generate.compound_split
             )
-            draws.append(dict(bleu=bleu(lines, references), tokenised_bleu=papers))
+            default = bleu(lines, references, tokenizer)
+            draws.append(dict(bleu=default, tokenised_bleu=papers))
             if run.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in lines))
@@ -192,6 +221,7 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
         bleu_split=split,
         bleu_pairs=len(references),
         bleu_lowercase=lowercase,
+        bleu_joined=cut,
         left_out=pairs.left_out,
     )
     return dict(bleu=scores, **of)
