@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from moh_vision.engine.io import cache_folder, whole_file
 
@@ -143,9 +144,21 @@ def _find(device: str, builds: str | None) -> tuple[str, str]:
         )
     path, text = choice
     line = f"attention runs {text}"
+    if device == "cuda":
+        line += f"; {fused_attention()}"
     missing = wish == "auto" and device == "cpu" and path == "torch" and builds is None
     log.log(logging.WARNING if missing else logging.INFO, line)
     return path, line
+
+
+def fused_attention() -> str:
+    """Which backend PyTorch's own attention takes on the GPU at hand, for 16 bits without a mask, and the cuDNN found.
+
+    A system's CUDA libraries on LD_LIBRARY_PATH can bring another cuDNN, and with it a slower backend.
+    """
+    q = torch.empty(1, 8, 256, 64, device="cuda", dtype=torch.float16)
+    backend = SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
+    return f"PyTorch's own attention is {backend}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def load() -> bool:
