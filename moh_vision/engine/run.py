@@ -217,6 +217,8 @@ class Run:
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
         state = TrainingState(self.task, self.descent.optimizers, self.ema, accelerator.scaler)
+        with self.errors():
+            state.check_options(o.name)
         if self.checkpoint:
             with self.errors():
                 state.restore(self.checkpoint, say)
