@@ -37,7 +37,7 @@ from moh_vision.engine.commands import say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe
-from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
 
 # Per kind of text: the hub's task, special tokens around a text, the transformers class.
@@ -54,14 +54,9 @@ OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "t
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
     """Find the weights that `path` means; for a finished run, the ones its results are of."""
-    results = run.json("results.json")
     whole = path.is_dir() and step_of(path) is None
-    if whole and results:
-        named = Path(str(results.get("weights"))).name  # of a classifier "ema" or "model"
-        file = (run.folder / named).with_suffix(".safetensors")
-        if file.is_file():
-            return file
-    elif whole and run.kind != "diffusion":  # whose samples are scored by other commands
+    # The samples of diffusion models are scored by other commands.
+    if whole and run.kind != "diffusion" and scored_weights(run.folder) is None:
         say(f"{path}: the run has no results yet; its last weights are taken")
     return weights_file(str(path))
 

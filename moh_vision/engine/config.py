@@ -156,7 +156,8 @@ class EmaConfig(Section, section="ema"):
     """Exponential moving average of the weights."""
 
     decay: float = key(0.0, ge=0, lt=1)
-    """Share of the average that stays in a step; 0: no average; the DiT papers use 0.9999."""
+    """Share of the average that stays in a step; 0: no average; the DiT papers use 0.9999. A run says before step 1 if it
+    is too short for it. A classifier is scored with the better of the EMA and the last weights."""
     warmup: bool = key(False, needs=".decay")
     """Let the decay grow as 1 - (1 + step) ** (-2 / 3) until it reaches `decay`, for short runs."""
 

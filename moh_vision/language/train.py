@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 
 from moh_vision.attention import settings
-from moh_vision.engine.best import earlier_scores
+from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.optimizers import make_optimizer
@@ -27,6 +27,7 @@ from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
 NAME = "train_text.py"
+MOST_AVERAGED = 0.2  # share of a run that its averaged checkpoints may reach back, without a word
 
 with user_errors(NAME):
     from moh_vision.language.data.batches import load_batches
@@ -109,6 +110,7 @@ def train(run: Run) -> None:
         ends_with_validation=False,
     )
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
+    say_long_average(run)
 
     # ---------------------------------------------------------------- the loop
     stream = load_batches(text.train, batches, d.workers)
@@ -143,6 +145,20 @@ def train(run: Run) -> None:
         final_evaluation(run, text, evaluate)
 
 
+def say_long_average(run: Run) -> None:
+    """Say before step 1 if the checkpoints that are averaged reach far back, and what to set."""
+    config = run.config
+    if config.average == 1 or run.start == run.stop:
+        return
+    span = (config.average - 1) * config.save_every
+    if span > MOST_AVERAGED * run.stop:
+        most = max(1, int(MOST_AVERAGED * run.stop / (config.average - 1)))
+        say(
+            f"average {config.average}: its checkpoints, save_every {config.save_every} apart, reach {span} of the "
+            f"{run.stop} steps back, to weights that had learned less; set save_every to at most {most}, or average 1"
+        )
+
+
 def keep_weights(run: Run) -> None:
     """Write OUTPUT/weights/step_N, a transformers model with tokenizer; every process calls it."""
     folder = run.folder / "weights" / f"step_{run.done}"
@@ -162,7 +178,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
         looks = f"{run.best.waited} validations without a lower loss than {run.best.value:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")
     with run.errors():
-        results = final_weights(run)
+        results = final_weights(run, partial(evaluate, text.val))
         with whole_weights(run.task):
             scores = final_scores(run, text, evaluate)
             if run.elastic:
@@ -177,7 +193,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
                 )
     results.update(scores)
     for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
-        if step == run.done and results["weights"] != "model.safetensors":
+        if step == run.done and results["weights"] == BEST:
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             run.log.say(
                 f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights"
