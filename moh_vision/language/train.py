@@ -193,7 +193,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
                 )
     results.update(scores)
     for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
-        if step == run.done and results["weights"] == BEST:
+        if step == run.done and results["weights"] == BEST and run.config.average == 1:
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             run.log.say(
                 f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights"

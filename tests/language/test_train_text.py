@@ -208,6 +208,19 @@ def test_the_better_of_the_average_and_the_last_weights_is_opened(data, tmp_path
     assert moh_vision.open_run(run, "model").metadata["weights"] == str(run / "model.safetensors")
 
 
+def test_with_patience_an_average_is_scored_only_if_it_is_the_best(data, tmp_path, capsys):
+    worse = "--optim.schedule constant --optim.warmup_steps 0 --optim.lr 1".split()
+    often = "--eval-every 1 --patience 2 --save-every 1 --average 2".split()
+    run = tmp_path / "run"
+    train("clm", data, run, 9, *often, *worse)
+    found, said = results(run), capsys.readouterr().out
+    assert found["weights"] == "best.safetensors" and found["best_step"] < found["step"]
+    assert found["validation"]["loss"] == pytest.approx(found["best_loss"])
+    assert (
+        f"{found['best_loss']:.4f} with those of step {found['best_step']}; the scores are" in said
+    )
+
+
 def test_the_mean_of_the_newest_whole_checkpoints(data, tmp_path):
     run = tmp_path / "run"
     train("mt", data, run, 4, "--save-every", 1, "--keep-checkpoints", 4)

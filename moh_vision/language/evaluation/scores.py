@@ -55,20 +55,20 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
 def final_weights(run: Run, validate: Callable[[str], dict]) -> dict:
     """Load the weights that are scored at the end; return their file's name, and what else results.json says of them.
 
-    They are the average of the last checkpoints, which is written here, if its loss is below that of the last weights;
-    with patience the best; or the last. `validate` takes a title. Every process calls it.
+    They are the last weights, with patience the best ones, and with `average` the mean of the last checkpoints, which is
+    written here, if its validation loss is lower. `validate` takes a title. Every process calls it.
     """
     config = run.config
     if config.average > 1:
-        return _averaged_or_last(run, validate)
+        return _best_beside_average(run, validate)
     if config.patience and (run.folder / BEST).exists():
         load_whole(run.model, load_file(run.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
 
 
-def _averaged_or_last(run: Run, validate: Callable[[str], dict]) -> dict:
-    """Write the average of the last checkpoints, and load the better of it and the last weights by their validation."""
+def _best_beside_average(run: Run, validate: Callable[[str], dict]) -> dict:
+    """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
     config = run.config
     run.accelerator.wait_for_everyone()
     averaged, steps = average_checkpoints(run.folder, config.average, config.save_every)
@@ -81,13 +81,18 @@ def _averaged_or_last(run: Run, validate: Callable[[str], dict]) -> dict:
         metadata = dict(run.metadata, averaged_steps=steps)
         export_weights(run.model, run.folder / AVERAGED, metadata)
     averaged_loss = validate("validation of the average")["loss"]
+    losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
     of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
-    losses = f"{averaged_loss:.4f} with {of_steps}, {last_loss:.4f} with the last weights"
-    better = AVERAGED
-    if averaged_loss > last_loss:
+    said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
+    if config.patience and (run.folder / BEST).exists():
+        losses[BEST] = run.best.value
+        said.append(f"{run.best.value:.4f} with those of step {run.best.step}")
+    better = min(losses, key=losses.get)
+    if better == BEST:
+        load_whole(run.model, load_file(run.folder / BEST))
+    elif better != AVERAGED:
         load_whole(run.model, last)
-        better = "model.safetensors"
-    run.log.say(f"validation loss: {losses}; the scores are of {better}")
+    run.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
     found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
     return dict(weights=better, **found)
 
