@@ -47,7 +47,16 @@ TASKS = {
     TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
 }
 # ViT arguments that timm's lack, and a dense one does not need.
-ROUTING = ("base", "router", "scope", "executor", "router_kwargs", "head_budget", "pos_embed_std")
+ROUTING = (
+    "base",
+    "router",
+    "scope",
+    "executor",
+    "router_kwargs",
+    "head_budget",
+    "head_budget_shape",
+    "pos_embed_std",
+)
 # Entries of a timm configuration that describe only its original weights.
 OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")
 

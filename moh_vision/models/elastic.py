@@ -27,7 +27,7 @@ class ElasticBudget:
     Args:
         model: any model whose layers all route heads.
         ends: smallest and largest share for `set_head_budget`: 0.5, "ramp:0.5" or "uniform:0.5"; both
-            ramps or both uniform.
+            ramps, both uniform, or both numbers, which keep the shape of the model's budget.
         seed: of the run. Seed and step give the share: equal on all processes, and after a resume.
 
     Attributes:
@@ -41,7 +41,7 @@ class ElasticBudget:
             kind, low, high = _parse_ends(ends)
             for number in range(SHARES):
                 share = f"{low + (high - low) * number / (SHARES - 1):g}"
-                share = share if kind == "ramp" else f"{kind}:{share}"
+                share = f"{kind}:{share}" if kind else share
                 self.budgets[share] = list(routed_budgets(model, share))
             self.smallest, *self.between, self.largest = self.budgets
             set_head_budget(model, self.largest)
@@ -95,13 +95,19 @@ def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
 
 
 def _parse_ends(ends) -> tuple[str, float, float]:
-    """Kind, smallest and largest share."""
+    """Shape ("" for numbers), smallest and largest share."""
+    numbers = [":" not in str(end) for end in ends]
     try:
         (kind, low, shared), (other, high, also_shared) = map(parse_share, ends)
     except ValueError:
         kind, other, low, high, shared, also_shared = "", "", 0, 0, None, None
-    if not low < high or kind != other or (shared, also_shared) != (None, None):
+    if (
+        not low < high
+        or kind != other
+        or len(set(numbers)) != 1
+        or (shared, also_shared) != (None, None)
+    ):
         raise ValueError(
             "expected two shares above 0 and up to 1, the smallest first, such as [0.5, 1.0] or [uniform:0.5, uniform:1.0]"
         )
-    return kind, low, high
+    return "" if numbers[0] else kind, low, high

@@ -7,7 +7,7 @@ from torch import nn
 
 from moh_vision.models.describe import describe, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget
-from moh_vision.models.head_budgets import budget_pairs
+from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
 from moh_vision.models.weights import check_side, create, keep_shared_heads
@@ -55,6 +55,6 @@ def set_up_model(
         )
         enable()
     if elastic:
-        arguments["head_budget"] = budget_pairs(model)
+        arguments.update(saved_budget(model))
     run.say(in_short(name, model))
     return model, elastic
