@@ -36,6 +36,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
@@ -94,7 +95,8 @@ def train(run: Run) -> None:
     if config.distill.teacher:
         with accelerator.main_process_first():
             teacher = open_teacher(config, model, val, img_size)
-    run.open(record)
+    frozen = {"distill.teacher": (config.distill.teacher, teacher.sha256)} if teacher else {}
+    run.open(record, FrozenRecord(config.allow_change, frozen))
     if config.eval_every:  # else the only validation is that of model.safetensors
         run.keep_best("top1")
 

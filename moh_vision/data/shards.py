@@ -1,9 +1,7 @@
 """Images in webdataset shards, read at random through an index of each shard."""
 
-import hashlib
 import json
 import os
-import stat
 import tarfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,7 +16,7 @@ from moh_vision.data.records import entries_for, read_record, record_path, refus
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import members, open_tar
 from moh_vision.engine.commands import Progress, reason_of
-from moh_vision.engine.io import cache_folder, whole_file
+from moh_vision.engine.io import kept_beside, whole_file
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
@@ -170,19 +168,8 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
 
 
 def index_file(shard: Path) -> Path:
-    """Return where the index of a shard is: beside it, or in the user's cache if it has none there and cannot get one."""
-    folder, name = shard.parent, f".{shard.name}.index.npy"
-    # The mode is asked too, because root may write into folders that are meant to be read-only.
-    if (
-        (folder / name).exists()
-        or folder.stat().st_mode & stat.S_IWUSR
-        and os.access(folder, os.W_OK)
-    ):
-        return folder / name
-    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[
-        :8
-    ]  # other folders have the same name
-    return cache_folder() / "index" / f"{folder.name}-{which}" / name
+    """Return where the index of a shard is, see `kept_beside`."""
+    return kept_beside(shard.parent, f".{shard.name}.index.npy")
 
 
 def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.ndarray:

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -261,7 +262,24 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(*paths: Path) -> str:
+    """Return the SHA-256 of a file as hex, or of several, one behind the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def kept_beside(folder: Path, name: str) -> Path:
+    """Return where a file about a folder's files is kept: in it, or in the user's cache if it cannot be written there."""
+    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    if (
+        (folder / name).exists()
+        or folder.stat().st_mode & stat.S_IWUSR
+        and os.access(folder, os.W_OK)
+    ):
+        return folder / name
+    # Other folders have the same name.
+    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return cache_folder() / "index" / f"{folder.name}-{which}" / name

@@ -48,7 +48,7 @@ class Run:
         with Run("train_dit.py", DitConfig, argv, settings) as run:
             checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
             run.take_model(model, routers)          refuse what cannot be trained
-            run.open(data)                          end the set-up: from here on the folder is the run's
+            run.open(record, ...)                   end the set-up: from here on the folder is the run's
             run.prepare(task, optimizer, ...)       wrap, resume, open the log
             for step in run.steps():
                 run.step(batches, epoch)            forward, backward, update
@@ -152,8 +152,11 @@ class Run:
             self.accelerator, trained, mae_routers, c.compile, c.block_descent
         )
 
-    def open(self, data=None) -> None:
-        """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
+    def open(self, *records) -> None:
+        """Open the folder and write its records; earlier mistakes leave nothing.
+
+        `records`: a `DataRecord`, a `FrozenRecord`; a run that goes on is compared with them.
+        """
         c = self.config
 
         def changed(earlier: dict) -> list[str]:
@@ -161,7 +164,7 @@ class Run:
             return changed_keys(earlier, c, c.allow_change)
 
         self.folder = Path(c.output)
-        self._place.open(c.tree(), changed, data, self.settings, resumes=bool(self.checkpoint))
+        self._place.open(c.tree(), changed, records, self.settings, resumes=bool(self.checkpoint))
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
         name = (

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.models.class_names import listed
+from moh_vision.models.frozen import digest_of
 from moh_vision.models.weights import from_run, near_model
 
 
@@ -27,6 +28,7 @@ class Teacher(nn.Module):
 
     Attributes:
         classes: class names in order; None if only their number is known.
+        sha256: of its weights, and of the normalisation of its images.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
@@ -41,6 +43,8 @@ class Teacher(nn.Module):
                 model = timm.create_model(source, pretrained=True, in_chans=len(mean))
                 self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
+            seen = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
+            self.sha256 = digest_of({**model.state_dict(), **seen})
         except Exception as error:  # files of others may hold anything
             raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):
