@@ -207,7 +207,16 @@ class Evaluation:
         else:
             scores, load, predictions = self.judge()
         if run.elastic:
-            by_share = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)
+            loads = []
+
+            def score() -> dict:
+                validated = self.validate()
+                loads.append(validated[1])
+                return validated[0]
+
+            by_share = run.elastic.by_share(self.model, score, scores)
+            if not load.choosing():  # the largest share may be all heads
+                load = loads[0]
             run.log.say(
                 "\n".join(
                     f"with a share of {share}: {summary(by_share[share])}" for share in by_share
@@ -238,7 +247,8 @@ class Evaluation:
                 step=run.done,
             )
             try:
-                load.save(run.folder / FILE)
+                if load.choosing():
+                    load.save(run.folder / FILE)
             except OSError as error:
                 run.log.say(f"{run.folder / FILE} could not be written: {message_of(error)}")
 

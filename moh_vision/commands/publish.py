@@ -25,6 +25,7 @@ from moh_vision.commands.runs import (
     NoScores,
     ScoredRun,
     as_written,
+    at_shares,
     find_run,
     number_at,
     read_run,
@@ -253,7 +254,14 @@ def make_card(
     model, metadata = opened.model, opened.metadata
     inputs, named = opened.example()
     scores = scored.scores if scored else {}
-    shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
+    shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scores.items()]
+    if scored and Path(metadata["weights"]) == scored_weights(run.folder):
+        by_share = at_shares([scored])
+        for share in list(by_share)[:-1]:  # the last one has the scores above
+            (run_at_share,) = by_share[share]
+            for key, value in run_at_share.scores.items():
+                if value is not None:
+                    shown.append((COLUMNS[key], value, f", at a share of {share}"))
     head = dict(
         library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run)
     )
@@ -267,7 +275,8 @@ def make_card(
         kind=run.kind,
         size=describe(metadata["architecture"], model, *inputs, **named),
         data=data_of(run),
-        scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
+        trained_at=elastic_range(run),
+        scores=[(f"{c.title}{at}", f"{value:.{c.digits}f}") for c, value, at in shown],
         how=scored and scored.how,
         starts=starts_of({run.folder.name: run})[0],
         config=text_of(run.folder / "config.yaml").rstrip(),
@@ -275,6 +284,12 @@ def make_card(
     )
     card.text = without_paths(card.text)
     return card
+
+
+def elastic_range(run: ScoredRun) -> str:
+    """Say at which shares of heads a run with an elastic budget was trained; "" for another run."""
+    ends = run.config.get("budget_range")
+    return " to ".join(map(str, ends)) if ends else ""
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:

@@ -63,8 +63,9 @@ def train(run: Run) -> None:
     model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
     if config.dry_run:
-        elastic_budget(model, config)  # the largest share is shown
-        return say(describe(config.model.name, model, **text.example()))
+        elastic = elastic_budget(model, config)  # the largest share is shown
+        shown = describe(config.model.name, model, **text.example())
+        return say("\n".join([shown, *([str(elastic)] if elastic else [])]))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
@@ -80,7 +81,7 @@ def train(run: Run) -> None:
             say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    say(in_short(config.model.name, model))
+    say("; ".join([in_short(config.model.name, model), *([str(elastic)] if elastic else [])]))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()

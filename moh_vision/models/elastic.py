@@ -56,6 +56,12 @@ class ElasticBudget:
             )
             raise ValueError(f"budget_range {list(ends)}: {reason}{advice}") from None
 
+    def __str__(self) -> str:
+        low, high = (100 * self.active_share(share) for share in (self.smallest, self.largest))
+        return (
+            f"elastic: trained at {low:.1f} to {high:.1f} % of the heads, saved with {high:.1f} %"
+        )
+
     def active_share(self, share: str) -> float:
         """Active heads over all heads, rounded to whole heads."""
         budgets = self.budgets[share]

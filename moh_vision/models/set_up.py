@@ -47,7 +47,9 @@ def set_up_model(
         inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
         if kind == "diffusion":
             inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-        return run.say(describe(name, model, *inputs))
+        return run.say(
+            "\n".join([describe(name, model, *inputs), *([str(elastic)] if elastic else [])])
+        )
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -56,5 +58,5 @@ def set_up_model(
         enable()
     if elastic:
         arguments.update(saved_budget(model))
-    run.say(in_short(name, model))
+    run.say("; ".join([in_short(name, model), *([str(elastic)] if elastic else [])]))
     return model, elastic
