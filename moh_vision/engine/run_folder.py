@@ -40,7 +40,7 @@ class RunFolder:
         return resume_point(Path(self.output), max_steps, self.fresh, say)
 
     def open(
-        self, config: dict, changed: Callable, records: Sequence, attention, resumes: bool
+        self, config: dict, changed: Callable, records: Sequence = (), attention=None, resumes=False
     ) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
