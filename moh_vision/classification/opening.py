@@ -25,6 +25,7 @@ from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import make_accelerator
@@ -113,7 +114,8 @@ def open_run(
     **_,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    file = str(weights_file(path, weights)) if weights == "model" else path
+    of_run = weights == "ema" and (run_of(path) / "config.yaml").is_file()
+    file = str(weights_file(path, weights)) if weights == "model" or of_run else path
     asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
     opened = open_with(parse_config(OpenedClsConfig, asked, command), split)
     opened.model.to(device or "cpu")

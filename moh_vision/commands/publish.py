@@ -26,6 +26,7 @@ from moh_vision.commands.runs import (
     NoScores,
     ScoredRun,
     as_written,
+    at_shares,
     find_run,
     number_at,
     read_run,
@@ -38,7 +39,7 @@ from moh_vision.engine.commands import say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe, full_name
-from moh_vision.models.weight_files import weights_file
+from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
 
 # Per kind of text: the hub's task, special tokens around a text, the transformers class.
@@ -48,21 +49,25 @@ TASKS = {
     TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
 }
 # ViT arguments that timm's lack, and a dense one does not need.
-ROUTING = ("base", "router", "scope", "executor", "router_kwargs", "head_budget", "pos_embed_std")
+ROUTING = (
+    "base",
+    "router",
+    "scope",
+    "executor",
+    "router_kwargs",
+    "head_budget",
+    "head_budget_shape",
+    "pos_embed_std",
+)
 # Entries of a timm configuration that describe only its original weights.
 OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")
 
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
     """Find the weights that `path` means; for a finished run, the ones its results are of."""
-    results = run.json("results.json")
     whole = path.is_dir() and step_of(path) is None
-    if whole and results:
-        named = Path(str(results.get("weights"))).name  # of a classifier "ema" or "model"
-        file = (run.folder / named).with_suffix(".safetensors")
-        if file.is_file():
-            return file
-    elif whole and run.kind != "diffusion":  # whose samples are scored by other commands
+    # The samples of diffusion models are scored by other commands.
+    if whole and run.kind != "diffusion" and scored_weights(run.folder) is None:
         say(f"{path}: the run has no results yet; its last weights are taken")
     return weights_file(str(path))
 
@@ -268,7 +273,14 @@ def make_card(
     model, metadata = opened.model, opened.metadata
     inputs, forward = opened.example()
     scores = scored.scores if scored else {}
-    shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
+    shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scores.items()]
+    if scored and Path(metadata["weights"]) == scored_weights(run.folder):
+        by_share = at_shares([scored])
+        for share in list(by_share)[:-1]:  # the last one has the scores above
+            (run_at_share,) = by_share[share]
+            for key, value in run_at_share.scores.items():
+                if value is not None:
+                    shown.append((COLUMNS[key], value, f", at a share of {share}"))
     head = dict(
         library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run)
     )
@@ -282,7 +294,8 @@ def make_card(
         kind=run.kind,
         size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
-        scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
+        trained_at=elastic_range(run),
+        scores=[(f"{c.title}{at}", f"{value:.{c.digits}f}") for c, value, at in shown],
         how=scored and scored.how,
         starts=starts_of({run.folder.name: run})[0],
         config=text_of(run.folder / "config.yaml").rstrip(),
@@ -290,6 +303,12 @@ def make_card(
     )
     card.text = without_paths(card.text)
     return card
+
+
+def elastic_range(run: ScoredRun) -> str:
+    """Say at which shares of heads a run with an elastic budget was trained; "" for another run."""
+    ends = run.config.get("budget_range")
+    return " to ".join(map(str, ends)) if ends else ""
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:

@@ -279,6 +279,37 @@ def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
     return run._replace(how=how)
 
 
+def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
+    """Return runs with an elastic budget, which differ only in the seed, at each share that was scored at their end.
+
+    Empty without such shares. The last one is the share that they are saved with, which has all scores.
+    """
+    found = [run.json("results.json").get("by_share") or {} for run in group]
+    with as_written(f"{group[0].folder}: its scores by share are"):
+        shares = [share for share in found[0] if all(share in scores for scores in found)]
+        split = {}
+        for share in shares:
+            split[share] = [
+                run._replace(
+                    scores=run.scores if share == shares[-1] else _at_share(run, scores[share]),
+                    sampling=dict(run.sampling, head_budget=share),
+                )
+                for run, scores in zip(group, found)
+            ]
+    return split
+
+
+def _at_share(run: ScoredRun, scores: dict) -> dict[str, float | None]:
+    """Return the scores of a validation at a share by key of COLUMNS; those that the run does not show stay None."""
+    tree = {**scores, "validation": scores}
+    file = run.folder / "results.json"
+    return {
+        key: number_at(tree, column.place or (key,), file)
+        for key, column in COLUMNS.items()
+        if run.scores.get(key) is not None
+    }
+
+
 def suite_titles(name: str) -> list[str]:
     """Return the titles of a suite's tasks and their average."""
     return [*(row.title for row in SUITES[name].rows), f"average of {name}"]

@@ -3,8 +3,9 @@
 python -m moh_vision table RUN RUN ...
 
 RUN is a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that
-differ only in the seed make one row: mean, standard deviation (n - 1) and number. The papers' rows
-follow the runs of the same model, with as many parameters, or classes of images.
+differ only in the seed make one row: mean, standard deviation (n - 1) and number; with an elastic
+budget one for each share of heads that they were scored at. The papers' rows follow the runs of the
+same model, with as many parameters, or classes of images.
 
 Scores are in the run's folder: results.json; for diffusion scores.json by sample.py --score, else
 the training's last; for suites scores*.json, the --out of `python -m moh_vision lm`.
@@ -24,6 +25,7 @@ from moh_vision.commands.runs import (
     TEXT,
     Column,
     ScoredRun,
+    at_shares,
     grouped,
     mean_and_spread,
     read_runs,
@@ -139,22 +141,23 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
     for _, alike in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
         for label, group in alike:
-            sizes = sizes_of(group[0])
-            cells = [_shown(getattr(sizes, key)) for key in SIZES]
-            for key in shown:
-                cells.append(
-                    mean_and_spread([run.scores.get(key) for run in group], columns[key].digits)
-                )
             done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
             steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
-            rows.append([label, str(len(group)), steps, *cells])
+            named = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
+            for name, alike_runs in (named or {label: group}).items():
+                sizes = sizes_of(alike_runs[0])
+                cells = [_shown(getattr(sizes, key)) for key in SIZES]
+                for key in shown:
+                    values = [run.scores.get(key) for run in alike_runs]
+                    cells.append(mean_and_spread(values, columns[key].digits))
+                rows.append([name, str(len(group)), steps, *cells])
             seeds = ", ".join(
                 f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group
             )
             notes.append(
                 f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}."
             )
-            theirs = paper_rows(group[0], sizes)
+            theirs = paper_rows(group[0], sizes_of(group[0]))
             comparable = [row for row in theirs if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
         for row in printed:

@@ -1,9 +1,7 @@
 """Images in webdataset shards, read at random through an index of each shard."""
 
-import hashlib
 import json
 import os
-import stat
 import tarfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -18,7 +16,7 @@ from moh_vision.data.records import entries_for, read_record, record_path, refus
 from moh_vision.data.sources import MAX_CLASSES, ImageSource
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 from moh_vision.engine.commands import Progress, reason_of
-from moh_vision.engine.io import cache_folder, class_names, sha256_of, whole_file
+from moh_vision.engine.io import class_names, places_beside, sha256_of, whole_file, writable_place
 
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
@@ -168,19 +166,12 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
 
 def _index_places(shard: Path) -> tuple[Path, Path]:
     """Return where the index of a shard may be: beside it, and in the user's cache."""
-    folder, name = shard.parent, f".{shard.name}.index.npy"
-    # Other folders have the same name.
-    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
-    return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
+    return places_beside(shard.parent, f".{shard.name}.index.npy")
 
 
 def index_file(shard: Path) -> Path:
     """Return where the index of a shard is written: beside it, or in the user's cache if that cannot be."""
-    beside, cached = _index_places(shard)
-    folder = shard.parent
-    # The mode is asked too, because root may write into folders that are meant to be read-only.
-    writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
-    return beside if writable else cached
+    return writable_place(shard.parent, f".{shard.name}.index.npy")
 
 
 def _table_of(

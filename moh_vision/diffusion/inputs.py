@@ -45,7 +45,9 @@ def open_inputs(
     if (cached or vae != "none") and augment not in ("none", "flip"):
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
-        return CachedInputs(LatentCache(root, split), root, vae, img_size, augment)
+        cache = LatentCache(root, split)
+        cache.check_sums()
+        return CachedInputs(cache, root, vae, img_size, augment)
     source = stream or open_source(root, split)
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)

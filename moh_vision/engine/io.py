@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
@@ -286,7 +287,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(*paths: Path) -> str:
+    """Return the SHA-256 of a file as hex, or of several, one behind the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def places_beside(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return where a file about a folder's files may be: in it, and in the user's cache."""
+    # Other folders have the same name.
+    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
+
+
+def writable_place(folder: Path, name: str) -> Path:
+    """Return where a file about a folder's files is written: in it, or in the user's cache if that cannot be."""
+    beside, cached = places_beside(folder, name)
+    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
+    return beside if writable else cached
+
+
+def kept_beside(folder: Path, name: str) -> Path:
+    """Return where a file about a folder's files is kept: in it if it is there, else where it would be written."""
+    beside, _ = places_beside(folder, name)
+    return beside if beside.exists() else writable_place(folder, name)

@@ -231,8 +231,8 @@ class LanguageConfig(RunConfig):
     keep_weights_every: int = key(0, ge=0, free=True)
     """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, which from_pretrained reads; 0: none."""
     average: int = key(1, ge=1, free=True)
-    """The final scores are of the mean of so many last checkpoints' weights; 1: with patience of the weights of lowest loss
-    (best.safetensors), else of the last ones."""
+    """The final scores are of the mean of so many last checkpoints' weights, or of the last ones (with
+    patience also the best ones) if their validation loss is lower; 1: with patience of the weights of lowest loss (best.safetensors), else of the last ones."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: TextOptimConfig = field(default_factory=TextOptimConfig)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from moh_vision.engine.commands import reason_of
 from moh_vision.models.class_names import listed, saved_with
+from moh_vision.models.frozen import digest_of
 from moh_vision.models.weight_files import weights_file
 from moh_vision.models.weights import from_run, near_model
 
@@ -29,6 +30,7 @@ class Teacher(nn.Module):
     Attributes:
         classes: class names in order; None if only their number is known.
         order: its number of each class of the data; None: the data number the classes in the same way.
+        sha256: of its weights, and of the normalisation of its images.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
@@ -48,6 +50,8 @@ class Teacher(nn.Module):
                 else:
                     self.classes = saved_with(weights_file(local))
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
+            seen = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
+            self.sha256 = digest_of({**model.state_dict(), **seen})
         except Exception as error:  # files of others may hold anything
             raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):

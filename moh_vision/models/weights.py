@@ -1,6 +1,7 @@
 """Models from runs, and weights for new runs."""
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from moh_vision.models.weight_files import (
     read_safetensors,
     read_tensors,
     refuse_unpacking,
+    said_of_first_weights,
     weights_file,
     weights_said,
 )
@@ -122,16 +124,23 @@ def image_models() -> dict[str, str]:
     }
 
 
-def from_run(path: str, kind: str | None, weights: str = "ema") -> tuple[nn.Module, dict]:
+def from_run(path: str, kind: str | None, weights: str | None = None) -> tuple[nn.Module, dict]:
     """Open a run's model in eval mode (kind None: any); also return its metadata and file."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, kind)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
+    _warn_of_first_weights(file, metadata)
     model = create(metadata["architecture"], kind, **metadata["arguments"])
     take_shared_heads(model, state)
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
+
+
+def _warn_of_first_weights(file: Path, metadata: dict) -> None:
+    said = said_of_first_weights(file, metadata)
+    if said:
+        logging.getLogger(__name__).warning(said)
 
 
 def described_by(path: str, kind: str | None) -> dict:
@@ -250,6 +259,7 @@ def to_validate(
     of_run = "architecture" in metadata
     if of_run:
         name, arguments = metadata["architecture"], metadata["arguments"]
+        _warn_of_first_weights(Path(path), metadata)
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
     check_side(model, img_size)

@@ -26,6 +26,7 @@ from transformers import (
 
 import moh_vision
 from moh_vision.__main__ import main as command
+from moh_vision.engine.io import sha256_of
 from moh_vision.language import train as train_text
 from moh_vision.models.head_load import HeadLoad
 
@@ -435,8 +436,11 @@ def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
     shutil.copytree(place / "ids", tmp_path / "ids")
     file = tmp_path / "ids" / "train-00000" / "ids.bin"
     ids = np.fromfile(file, "<u2")
-    ids[len(ids) // 2] = 77  # where a file is damaged
+    ids[len(ids) // 2] = 77
     ids.tofile(file)
+    meta = file.with_name("meta.json")  # of a writer with that fault: damage is found before step 0
+    written = dict(json.loads(meta.read_text()), sha256=sha256_of(file, file.with_name("ends.npy")))
+    meta.write_text(json.dumps(written))
     argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", place / "new", *CLM]
     argv += ["--data.workers", 1, "--max-steps", 900]
     argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]

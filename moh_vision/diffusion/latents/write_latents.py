@@ -36,7 +36,12 @@ from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.splits import latents_path, open_source, say_transparent
 from moh_vision.diffusion.batches import cropped
-from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
+from moh_vision.diffusion.latents.stored import (
+    DTYPES,
+    LatentCache,
+    labels_path,
+    stored_shape,
+)
 from moh_vision.diffusion.latents.vae import (
     DEFAULT_VAE,
     LatentSpace,

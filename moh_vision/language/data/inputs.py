@@ -10,13 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.records import check_sums
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
 from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
-from moh_vision.language.data.tokens import Tokens, encoded
+from moh_vision.language.data.tokens import META, Tokens, encoded, sums_of
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import (
     TOKENIZER,
@@ -283,6 +284,8 @@ class CausalInputs(BlockInputs):
                 f"{tokens.name}: made with another tokenizer.json (sha256 {min(strange)[:12]}...) than data.tokenizer "
                 f"({vocabulary.fingerprint[:12]}...)"
             )
+        for store, meta in zip(stores, tokens.metas):
+            check_sums(store / META, sums_of(store, meta))
         return tokens
 
     def windows(self, root: str, split: str, stride: int) -> CausalWindows:

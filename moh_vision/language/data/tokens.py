@@ -162,6 +162,11 @@ def write_store(
     return meta
 
 
+def sums_of(store: Path, meta: dict) -> dict:
+    """Return the SHA-256 of a store's files by its meta.json, for `moh_vision.data.records.check_sums`."""
+    return {IDS: ([store / IDS, store / ENDS], meta["sha256"])}
+
+
 def read_meta(store: Path) -> dict:
     """Read the meta.json of a store; it has all `META_FIELDS`."""
     side = store / META

@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.attention import RoutingStats, head_budget
-from moh_vision.engine.best import BEST
+from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.ranks import total
+from moh_vision.engine.ranks import from_first, total
 from moh_vision.engine.run import Run
 from moh_vision.engine.step_folders import damage
 from moh_vision.engine.weights import load_whole, whole_weights
@@ -75,25 +75,49 @@ def notes_on_scores(config, text: TextInputs) -> list[str]:
     return notes_on_perplexity(lines, name) if isinstance(text, CausalInputs) else []
 
 
-def final_weights(run: Run) -> dict:
-    """Load the weights that are scored at the end; return their file's name and averaged_steps. Every process calls it.
+def final_weights(run: Run, validate: Callable[[str], dict]) -> dict:
+    """Load the weights that are scored at the end; return their file's name, and what else results.json says of them.
 
-    They are the average of the last checkpoints, which is written here, with patience the best, or the last.
+    They are the last weights, with patience the best ones, and with `average` the mean of the last checkpoints, which is
+    written here, if its validation loss is lower. `validate` takes a title. Every process calls it.
     """
     config = run.config
     if config.average > 1:
-        run.accelerator.wait_for_everyone()
-        state, steps = average_checkpoints(run.folder, config.average, config.save_every)
-        load_whole(run.model, state)
-        if run.accelerator.is_main_process:
-            metadata = dict(run.metadata, averaged_steps=steps)
-            export_weights(run.model, run.folder / AVERAGED, metadata)
-        run.log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
-        return dict(weights=AVERAGED, averaged_steps=steps)
+        return _best_beside_average(run, validate)
     if config.patience and (run.folder / BEST).exists():
         load_whole(run.model, load_file(run.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
+
+
+def _best_beside_average(run: Run, validate: Callable[[str], dict]) -> dict:
+    """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
+    config = run.config
+    run.accelerator.wait_for_everyone()
+    averaged, steps = average_checkpoints(run.folder, config.average, config.save_every)
+    last = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    validations = earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]
+    known = from_first(lambda: dict(validations).get(run.done))
+    last_loss = validate("validation of the last weights")["loss"] if known is None else known
+    load_whole(run.model, averaged)
+    if run.accelerator.is_main_process:
+        metadata = dict(run.metadata, averaged_steps=steps)
+        export_weights(run.model, run.folder / AVERAGED, metadata)
+    averaged_loss = validate("validation of the average")["loss"]
+    losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
+    of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
+    said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
+    if config.patience and (run.folder / BEST).exists():
+        losses[BEST] = run.best.value
+        said.append(f"{run.best.value:.4f} with those of step {run.best.step}")
+    better = min(losses, key=losses.get)
+    if better == BEST:
+        load_whole(run.model, load_file(run.folder / BEST))
+    elif better != AVERAGED:
+        load_whole(run.model, last)
+    run.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
+    found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
+    return dict(weights=better, **found)
 
 
 def average_checkpoints(

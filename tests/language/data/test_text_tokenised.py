@@ -295,3 +295,20 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
         "train-00000, token 16: token id 77, but the vocabulary has 12 tokens",
         lambda: [*map(train.__getitem__, enumerate(range(5)))],
     )
+
+
+def test_ids_that_changed_since_they_were_written_are_refused(tmp_path):
+    """By the sum in meta.json, though their number is the same; ids that are as written are taken."""
+    (tmp_path / "a.txt").write_text("a b c\n" * 9)
+    tokenizer = llama_like(tmp_path / "t")
+    assert run(tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", tmp_path / "o") == 0
+    file = tmp_path / "o" / "train-00000" / "ids.bin"
+    inputs(tmp_path / "o", tokenizer=str(tokenizer))
+    whole = file.read_bytes()
+    file.write_bytes(whole[2:] + whole[:2])
+    refuse(
+        f"{file}: changed since it was written, its sha256 is not that of .*meta.json",
+        lambda: inputs(tmp_path / "o", tokenizer=str(tokenizer)),
+    )
+    file.write_bytes(whole)
+    inputs(tmp_path / "o", tokenizer=str(tokenizer))
