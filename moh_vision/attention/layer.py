@@ -272,6 +272,8 @@ class HeadMixtureAttention(nn.Module):
             return self.router(x, q, padded), q
         mean_q = None if q is None else masked_mean(q, padded)  # [B, H, 1, D]
         read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
+        if mean_q is not None:
+            read = read.expand(x.shape[0], -1, -1)  # queries are of each sequence
         routing = self.router(read, mean_q)
         if read.shape[0] < x.shape[0]:  # one choice for all
             routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))

@@ -292,12 +292,14 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             )
         stats: list[RoutingStats] = []
         x = self.x_widen(self.x_embedder(hidden_states)) + self.pos_embed  # [B, N, C]
-        # One timestep for all images stays one: routers that read it then choose once for all of them.
-        t = self.t_embedder(timestep.reshape(-1), x.dtype)  # [B, C] or [1, C]
+        t = self.t_embedder(timestep.expand(x.shape[0]), x.dtype)  # [B, C]
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by: Tensor | None = None
         if self.config.scope == "sample":
-            read = t if self.config.route_by == "timestep" else c
+            read = c
+            if self.config.route_by == "timestep":
+                # One timestep for all images is one choice of heads for all of them.
+                read = t[:1] if timestep.numel() == 1 else t
             route_by = F.layer_norm(read, c.shape[1:])  # [B, C] or [1, C]
         checkpoint = (
             self._gradient_checkpointing_func
