@@ -1,7 +1,7 @@
 """Where does skipping heads pay on this machine? A model's own calls are measured, and `auto` follows what was found.
 
-Each way to skip heads is first compared with all heads on a small batch, then timed at full size, as the model will call
-it. Whatever fails there means all heads for such calls, with a warning; it ends nothing.
+Each way to skip heads is first compared with all heads in plain PyTorch on a small batch, then timed at full size, as the
+model will call it. Whatever fails there means all heads for such calls, with a warning; it ends nothing.
 """
 
 import copy
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from moh_vision.attention import kernels
 from moh_vision.attention.executors import measured
 from moh_vision.attention.executors.choice import key_of, sizes_of
 from moh_vision.attention.executors.masked import Masked
@@ -300,15 +301,24 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
 
 
 def compare(call: Recorded, batch: int, small: int) -> None:
-    """Raise where skipping heads gives another result than all heads, in the output or a gradient."""
+    """Raise where skipping heads gives another result than all heads in plain PyTorch, in the output or a gradient.
+
+    Nothing is hooked at first: kernels that run only then are among what is compared.
+    """
     layer, mode = copied(call.layer), torch.get_deterministic_debug_mode()
     for module in layer.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    inputs = resized(call.inputs, batch, small)
-    for change in (lambda *_: None, without_last_head):
-        hook = layer.router.register_forward_hook(change)
-        want = run(layer, call, inputs, layer.all_heads)
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(coarse(p, 256))
+    inputs = tree_map(
+        lambda t: coarse(t, 8) if is_tokens(t, layer) else t, resized(call.inputs, batch, small)
+    )
+    for change in (None, without_last_head):
+        hook = None if change is None else layer.router.register_forward_hook(change)
+        with kernels.using("torch"):
+            want = run(layer, call, inputs, layer.all_heads)
         with warnings.catch_warnings(action="ignore"):
             torch.set_deterministic_debug_mode(
                 "warn"
@@ -317,9 +327,24 @@ def compare(call: Recorded, batch: int, small: int) -> None:
                 got = run(layer, call, inputs, call.way)
             finally:
                 torch.set_deterministic_debug_mode(mode)
-        hook.remove()
+        if hook is not None:
+            hook.remove()
         tf32 = want[0].is_cuda and torch.backends.cuda.matmul.allow_tf32
         check_same(want, got, ROUGH if tf32 else TOLERANCE.get(want[0].dtype, ROUGH))
+
+
+def coarse(t: Tensor, parts: int) -> Tensor:
+    """Numbers rounded to multiples of 1 / parts.
+
+    The logits of such tokens and weights are exact in any order of summation. PyTorch and an operator would else choose
+    other heads for some of many tokens, which is no fault of either.
+    """
+    return (t.detach() * parts).round() / parts
+
+
+def is_tokens(t: Any, layer: nn.Module) -> bool:
+    """Whether an input of a layer is tokens, [.., C]."""
+    return isinstance(t, Tensor) and t.is_floating_point() and t.shape[-1:] == (layer.dim,)
 
 
 def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
@@ -348,8 +373,7 @@ def run(
     """The output of a call and, in training, the gradients of its tokens and of the layer's weights."""
 
     def leaf(t: Any) -> Any:
-        tokens = isinstance(t, Tensor) and t.is_floating_point() and t.shape[-1:] == (layer.dim,)
-        return t.detach().requires_grad_(layer.training) if tokens else t
+        return t.detach().requires_grad_(layer.training) if is_tokens(t, layer) else t
 
     layer.executor = way
     args, named = inputs = tree_map(leaf, inputs)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moh_vision.attention import kernels
 from moh_vision.attention.kernels import build, eager
@@ -64,6 +65,19 @@ class Backend(NamedTuple):
 EAGER, CPP, TRITON = (Backend(path) for path in ("torch", "cpp", "triton"))
 CPP16 = Backend("cpp", torch.bfloat16), Backend("cpp", torch.float16)
 TRITON16 = Backend("triton", torch.bfloat16), Backend("triton", torch.float16)
+
+
+class Launched(TorchDispatchMode):
+    """Which operators of Triton a block calls; those that are tried in another thread are none of its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.namespace == "moh_vision_triton":
+            self.names.append(operator._opname)
+        return operator(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

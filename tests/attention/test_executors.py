@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from attend_backends import Launched
 from attention import saved_bytes
 from layers import CASES, ROUTERS, TOLERANCE, B, C, D, H, N, assert_equal, build, call_of
 from processes import on_two_ranks
@@ -97,6 +98,123 @@ def test_triton_equals_the_reference(router, case, path):
     assert_equal_to_the_reference(
         {**EVERY_ROUTER[router], **CASES[case]}, torch.float32, 16, ["packed"]
     )
+
+
+NODE = ["project_and_route", "pairs", "attend_product"]
+APART = ["route", "pairs", "attend"]
+NO_ROUTER = ["pairs", "attend"]  # of Triton's: PyTorch routes
+OF_PARTS = ["project_and_route", "pairs", "attend"]  # queries or keys are changed after the product
+
+
+def count_calls(module, hook):
+    """Hook a module: a list that grows by every call."""
+    calls = []
+    getattr(module, f"register_{hook}")(lambda *_: calls.append(hook))
+    return calls
+
+
+def adapted(layer):
+    """An adapter around the product, as peft's."""
+    layer.qkv = nn.Sequential(layer.qkv)
+
+
+def parametrised(layer):
+    nn.utils.parametrizations.weight_norm(layer.qkv)
+
+
+def replaced_forward(layer):
+    forward = layer.qkv.forward
+    layer.qkv.forward = lambda x: forward(x)
+
+
+def in_64_bits(layer):
+    layer.double()
+
+
+def hooked(name, hook):
+    """What hooks a module of a layer, and says how often it was called."""
+    return lambda layer: count_calls(layer.get_submodule(name), hook)
+
+
+CHANGED = {  # what changes a layer with router "moh", and what it launches then
+    "nothing": (lambda layer: None, NODE),
+    "hook on the layer": (hooked("", "forward_hook"), NODE),
+    "hook on proj": (hooked("proj", "forward_hook"), NODE),
+    "hook on qkv": (hooked("qkv", "forward_hook"), APART),
+    "pre-hook on qkv": (hooked("qkv", "forward_pre_hook"), APART),
+    "backward hook on qkv": (hooked("qkv", "full_backward_hook"), APART),
+    "backward pre-hook on qkv": (hooked("qkv", "full_backward_pre_hook"), APART),
+    "hook on the router": (hooked("router", "forward_hook"), APART),
+    "pre-hook on the router": (hooked("router", "forward_pre_hook"), APART),
+    "backward hook on the router": (hooked("router", "full_backward_hook"), APART),
+    "hook on the router's linear layer": (hooked("router.routed", "forward_hook"), NO_ROUTER),
+    "backward hook on the router's linear layer": (
+        hooked("router.routed", "full_backward_hook"),
+        NO_ROUTER,
+    ),
+    "adapter": (adapted, APART),
+    "parametrisation": (parametrised, APART),
+    "forward of qkv is replaced": (replaced_forward, APART),
+    "64 bits": (in_64_bits, []),
+}
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("name", CHANGED)
+def test_product_and_router_are_one_node_where_nothing_is_in_between(name, path):
+    change, names = CHANGED[name]
+    layer = build((2, 2), width=16)
+    calls = change(layer)
+    dtype = layer.proj.weight.dtype
+    x = torch.randn(B, N, C, dtype=dtype, requires_grad=True)
+    layer.executor = "packed"
+    with Launched() as launched:
+        layer(x)[0].sum().backward()
+    assert launched.names[: len(names)] == names
+    assert not [name for name in launched.names[len(names) :] if not name.endswith("backward")]
+    assert calls is None or len(calls) == 1
+    assert_equal(layer, ["masked", "packed"], x)
+
+
+LAYERS = {  # a layer and its call, and what it launches
+    "moh": (dict(budget=(2, 2)), NODE),
+    "moh, no bias": (dict(budget=(2, 2), qkv_bias=False), NODE),
+    "moh, one shared head": (dict(budget=(1, 2)), NODE),
+    "moh, gates of the paper": (dict(budget=(2, 2), router_kwargs=dict(gate_scale="paper")), NODE),
+    "moh, one stage": (dict(budget=(2, 2), router_kwargs=dict(two_stage=False)), NODE),
+    "moh, nothing shared": (dict(budget=(0, 3)), NODE),
+    "moh, all shared": (dict(budget=(6, 0)), NODE),
+    "moa": (ROUTERS["moa"], NODE),
+    "moa, noisy": (dict(ROUTERS["moa"], router_kwargs=dict(noisy=True)), NO_ROUTER),
+    "groups": (dict(budget=(2, 2), kv_heads=2), NODE),
+    "causal": (dict(budget=(2, 2), is_causal=True), NODE),
+    "padding": (dict(budget=(2, 2), padding=True), NODE),
+    "mask": (dict(budget=(2, 2), mask=(N, N)), NODE),
+    "rotary": (dict(budget=(2, 2), rotary=True), OF_PARTS),
+    "qk-norm": (dict(budget=(2, 2), qk_norm=True), OF_PARTS),
+    "query_norm": (ROUTERS["query_norm"], ["weigh"]),  # its gradient needs all heads
+    "mae": (ROUTERS["mae"], []),
+    "sample scope": (dict(budget=(2, 2), scope="sample"), ["route"]),
+    "cross": (dict(budget=(2, 2), contexts=B), APART),
+    "separate projections": (dict(CASES["separate projections"], budget=(2, 2)), APART),
+}
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("name", LAYERS)
+def test_what_a_layer_launches_on_a_gpu(name, path):
+    options, names = LAYERS[name]
+    x, call, options = call_of(options, torch.float32, 16)
+    layer = build(width=16, executor="packed", **options)
+    with Launched() as launched:
+        layer(x, **call)[0].sum().backward()
+    forward = [name for name in launched.names if not name.endswith("backward")]
+    assert forward == names
+    assert sorted(launched.names) == sorted(
+        [*forward, *(f"{name}_backward" for name in forward if name != "pairs")]
+    )
+    if "noisy" not in name:
+        assert_equal(layer, ["masked", "packed"], x, **call)
 
 
 class Fixed(nn.Module):
@@ -195,6 +313,7 @@ class Block(nn.Module):
         ("token", True, "cpp"),
         ("sample", True, "cpp"),
         ("token", True, "triton"),
+        ("token", False, "triton"),
     ],
     indirect=["path"],
 )
@@ -221,6 +340,8 @@ def test_activation_checkpointing(scope, reentrant, path):
         dict(scope="sample", **ROUTERS["moh"]),
         dict(scope="sample", **ROUTERS["moa"]),
         dict(qk_norm=True, kv_heads=2, is_causal=True, **ROUTERS["moh"]),
+        dict(kv_heads=2, padding=True, **ROUTERS["moh"]),
+        ROUTERS["moa"],
     ],
 )
 def test_autocast(options, path):
@@ -247,20 +368,36 @@ def sharded(layer):
     return fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
 
 
+def sharded_in_parts(layer):
+    """Its product and its router, whose weights are there only while they are called."""
+    for module in (layer.qkv, layer.router, layer):
+        sharded(module)
+    return layer
+
+
 def gradients_on_a_rank(rank):
     """Of a layer on Triton's kernels with half of the batch, against all heads computed with the whole batch."""
     dist.init_process_group("gloo")
     kernels.use("triton")
-    for scope, wrap in (("token", DistributedDataParallel), ("sample", sharded)):
+    for scope, wrap in (
+        ("token", DistributedDataParallel),
+        ("token", sharded),
+        ("token", sharded_in_parts),
+        ("sample", sharded),
+    ):
         torch.manual_seed(0)
         layer, x = build((2, 2), scope=scope, executor="masked", width=16), torch.randn(2 * B, N, C)
         loss = layer(x)[0].square().sum() / 2  # both wrappers take the mean over ranks
         want = torch.autograd.grad(loss, list(layer.parameters()))
         layer.executor = "packed"
         wrapped = wrap(layer)  # which gradients are summed by: it must live
-        wrapped(x[rank * B : rank * B + B])[0].square().sum().backward()
+        with Launched() as launched:
+            y = wrapped(x[rank * B : rank * B + B])[0]
+        at_once = scope == "token" and wrap is not sharded_in_parts
+        assert ("project_and_route" in launched.names) == at_once
+        y.square().sum().backward()
         for p, grad in zip(layer.parameters(), want, strict=True):
-            whole = p.grad.full_tensor() if wrap is sharded else p.grad
+            whole = p.grad if wrap is DistributedDataParallel else p.grad.full_tensor()
             assert (whole - grad).norm() <= 1e-4 * grad.norm()
     dist.destroy_process_group()
 
@@ -337,6 +474,7 @@ def test_transforms_of_torch_func(scope):
         ("packed", "token", "cpp"),
         ("packed", "sample", "cpp"),
         ("packed", "token", "triton"),
+        ("masked", "token", "triton"),
     ],
     indirect=["path"],
 )

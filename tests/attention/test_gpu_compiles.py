@@ -29,6 +29,18 @@ SIX = [
     (90, 128, "bfloat16", 1024, "float"),
 ]
 BUDGETS = 1, 2, 16, 23
+WIDTHS = 32, 64, 72, 128, 256
+TOKENS = 511, 1024, 4095
+ATTENTION = {"forward_kernel", "pack_kernel", "queries_kernel", "keys_kernel"}
+AROUND = {
+    "_route_kernel",
+    "_route_backward_kernel",
+    "_weight_gradient_kernel",
+    "_count_kernel",
+    "_list_kernel",
+    "_weigh_kernel",
+    "_weigh_backward_kernel",
+}
 
 
 def compiled(tasks):
@@ -55,29 +67,68 @@ def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
     """A budget compiles nothing anew; Triton makes constants of sizes of one, which have no methods of tensors."""
     tasks = [("attend", *case) for case in SIX]
     tasks += [("route", 90, "bfloat16", 23, 1, routed) for routed in BUDGETS]
-    kernels, of = compiled([*tasks, ("ones", 90)]), dict(attend=[], route=[], ones=[])
+    tasks += [("weigh", 89, 72, "float16"), ("ones", 90)]
+    kernels, of = compiled(tasks), dict(attend=[], route=[], weigh=[], ones=[])
     for kernel in kernels:
         of[kernel["task"][0]].append(kernel)
-    assert len(of["attend"]) == 3 * len(SIX)
-    assert {kernel["task"][-1] for kernel in of["route"]} == set(BUDGETS)
-    assert len({kernel["hash"] for kernel in of["route"]}) == len(
-        {kernel["name"] for kernel in of["route"]}
-    )
-    assert_fit(of["attend"] + of["route"])
-    assert {kernel["name"] for kernel in of["ones"]} == {
-        kernel["name"] for kernel in of["attend"] + of["route"]
-    }
+    assert len(of["attend"]) == len(ATTENTION) * len(SIX)
+    of_budget = {budget: set() for budget in BUDGETS}
+    for kernel in of["route"]:
+        of_budget[kernel["task"][-1]].add(kernel["hash"])
+    assert all(of_budget[budget] == of_budget[BUDGETS[0]] for budget in BUDGETS)
+    assert_fit(of["attend"] + of["route"] + of["weigh"])
+    assert {kernel["name"] for kernel in of["attend"]} == ATTENTION
+    assert {kernel["name"] for kernel in of["route"] + of["weigh"]} == AROUND
+    assert {kernel["name"] for kernel in of["ones"]} == ATTENTION | AROUND
+
+
+def test_every_row_of_the_table_is_compiled():
+    """By the matrix of calls below, on some card."""
+    blocks = pytest.importorskip("moh_vision.attention.kernels.gpu.blocks")
+    reached = set()
+    for _, card, D, dtype, tokens, mask in matrix(CARDS, WIDTHS):
+        numbers = "16 bits" if dtype.endswith("16") else dtype
+        masked = mask in ("bool", "float")
+        reached.add(blocks.row_of(numbers, blocks_card(card), D, masked, tokens))
+    assert reached == set(blocks.TABLE)
 
 
 @pytest.mark.slow  # minutes
-@pytest.mark.parametrize("D", [64, 72, 128, 256])
+@pytest.mark.parametrize("D", WIDTHS)
 @pytest.mark.parametrize("card", CARDS)
 def test_attention_as_a_matrix(card, D):
-    dtypes, masks = ["float32", "tf32", "bfloat16", "float16"], ["none", "causal", "bool", "float"]
-    tasks = list(itertools.product(["attend"], [card], [D], dtypes, [197, 1024], masks))
+    tasks = list(matrix([card], [D]))
     kernels = compiled(tasks)
-    assert len(kernels) == 3 * len(tasks)
+    assert len(kernels) == len(ATTENTION) * len(tasks)
     assert_fit(kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("card", CARDS)
+def test_routers_and_products_with_gates_as_a_matrix(card):
+    dtypes = ["float32", "tf32", "bfloat16", "float16"]
+    routers = [(10, 2, 4), (23, 1, 5), (64, 0, 8), (128, 0, 8), (200, 0, 5)]
+    tasks = [("route", card, dtype, *router) for dtype in dtypes for router in routers]
+    tasks += itertools.product(["weigh"], [card], [16, 72, 128, 256], dtypes)
+    kernels = compiled(tasks)
+    assert_fit(kernels)
+    assert {kernel["name"] for kernel in kernels} == AROUND
+
+
+def matrix(cards, widths):
+    """Calls of attention. The last block of keys is full for some numbers of tokens, and small for others.
+
+    Both kinds of 16-bit numbers have the same blocks: one is compiled for all calls.
+    """
+    numbers, masks = ["float32", "tf32", "bfloat16"], ["none", "causal", "bool", "float"]
+    yield from itertools.product(["attend"], cards, widths, numbers, TOKENS, masks)
+    yield from itertools.product(["attend"], cards, widths, ["float16"], TOKENS[:1], masks)
+
+
+def blocks_card(capability):
+    from moh_vision.attention.kernels.gpu import blocks
+
+    return {80: blocks.LARGE, 89: blocks.SMALL, 90: blocks.HOPPER}[capability]
 
 
 def compile_only(tasks):
@@ -86,8 +137,6 @@ def compile_only(tasks):
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
-
-    from moh_vision.attention.kernels.gpu import blocks
 
     class NoDriver:
         def get_current_target(self):
@@ -120,45 +169,57 @@ def compile_only(tasks):
     driver.set_active(NoDriver())
     JITFunction.run = compile_kernel
     attend = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
-    attend.card_of = lambda device: {80: blocks.LARGE, 89: blocks.SMALL, 90: blocks.HOPPER}[task[1]]
+    attend.card_of = lambda device: blocks_card(task[1])
     for task in tasks:
         yield task
+
+
+def products_in(dtype):
+    """The dtype, and how PyTorch multiplies from now on: "tf32" is both."""
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
+    return getattr(torch, "float32" if dtype == "tf32" else dtype)
 
 
 def attend(D, dtype, tokens, mask, H=4, G=2):
     """Attention of views of one product, and gradients."""
     from moh_vision.attention.kernels.gpu import library as gpu
 
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if dtype == "tf32" else "ieee"
-    dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)
-    qkv = torch.zeros(1, tokens, (H + 2 * G) * D, dtype=dtype, requires_grad=True)
-    q, k, v = (
-        x.unflatten(-1, (-1, D)).transpose(1, 2) for x in qkv.split([H * D, G * D, G * D], dim=-1)
-    )
+    dtype = products_in(dtype)
+    product = torch.zeros(1, tokens, (H + 2 * G) * D, dtype=dtype, requires_grad=True)
     gates = torch.zeros(H, 1, tokens, requires_grad=True).permute(1, 2, 0)
-    token, offsets = (
-        torch.zeros(tokens * H, dtype=torch.int32),
-        torch.zeros(H + 1, dtype=torch.int32),
-    )
+    token = torch.zeros(tokens * H, dtype=torch.int32)
+    offsets = torch.zeros(H + 1, dtype=torch.int32)
     shape, dtypes = (1, 1, tokens, tokens), dict(bool=torch.bool, float=dtype)
     given = torch.zeros(shape, dtype=dtypes[mask]) if mask in dtypes else None
-    gpu.attend(q, k, v, gates, token, offsets, mask == "causal", given)[0].sum().backward()
+    rest = gates, token, offsets, mask == "causal", given
+    gpu.attend_product(product, H, G, *rest)[0].sum().backward()
 
 
 def route(dtype, candidates, shared, routed, tokens=64, C=768):
     """A router with its gradients, and the list of what it chose."""
     from moh_vision.attention.kernels.gpu.library import OPS
 
-    x = torch.zeros(2, tokens, C, dtype=getattr(torch, dtype), requires_grad=True)
-    weight = torch.zeros(candidates + (2 if shared else 0), C, requires_grad=True)
-    weights, active, *_ = OPS.route(x, weight, candidates, shared, routed, "released", None)
-    weights.sum().backward()
+    dtype = products_in(dtype)
+    x = torch.zeros(2, tokens, C, dtype=dtype, requires_grad=True)
+    rows = candidates + (shared if shared > 1 else 0) + (2 if shared else 0)
+    for weight_dtype in {dtype, torch.float32}:
+        weight = torch.zeros(rows, C, dtype=weight_dtype, requires_grad=True)
+        weights, active, *_ = OPS.route(x, weight, candidates, shared, routed, "released", None)
+        weights.sum().backward()
     OPS.pairs(active, None)
+
+
+def weigh(D, dtype, tokens=64, H=4):
+    from moh_vision.attention.kernels.gpu.library import OPS
+
+    o = torch.zeros(1, H, tokens, D, dtype=products_in(dtype), requires_grad=True)
+    OPS.weigh(o, torch.zeros(1, tokens, H, requires_grad=True)).sum().backward()
 
 
 def ones():
     attend(16, "float32", 1, "bool", H=1, G=1)
     route("float32", 1, 0, 1, tokens=1, C=1)
+    weigh(1, "float32", tokens=1, H=1)
 
 
 if __name__ == "__main__":

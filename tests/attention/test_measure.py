@@ -12,11 +12,12 @@ from test_moh_transnext import scramble, small
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention import measure as measuring
 from moh_vision.attention.executors import measured, sequences
 from moh_vision.attention.executors.choice import say
 from moh_vision.attention.executors.masked import Masked
+from moh_vision.attention.kernels import route as routing_kernels
 
 
 @pytest.fixture
@@ -248,6 +249,48 @@ def test_the_interpreter_of_triton(path, takes):
     refuse(
         "measured on another card, this is", measured.use_table, dict(table, device="another card")
     )
+
+
+@pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("wrong", ["router", "attention of one product"])
+def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(wrong, path, takes, monkeypatch):
+    """A router that is wrong is so for all heads too; the operator of one product is not called where hooks are."""
+    takes(0.5)
+    name = "_routing" if wrong == "router" else "attend_product_on_gpu"
+    module = routing_kernels if wrong == "router" else kernels
+    right = getattr(module, name)
+
+    def off(*given):
+        answer = right(*given)
+        if wrong == "router":
+            return answer._replace(weights=1.01 * answer.weights)
+        return 1.01 * answer
+
+    monkeypatch.setattr(module, name, off)
+    layer, x = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval(), torch.randn(1, 5, 32)
+    rows = moh_vision.measure(layer, x)
+    assert [kind[0][4:] for kind in rows.values()] == [["Masked", None]]
+    assert kernels.path() == "triton"
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, takes, monkeypatch):
+    """PyTorch sums a router's logits in another order than an operator does: both get the same bits."""
+    takes(0.5)
+    run = measuring.run
+    logits = []
+
+    def run_and_note(layer, call, inputs, way):
+        answer = run(layer, call, inputs, way)
+        with torch.autocast(*call.autocast):
+            logits.append(layer(*inputs[0], **inputs[1])[1].logits)
+        return answer
+
+    monkeypatch.setattr(measuring, "run", run_and_note)
+    layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), executor="auto", dtype=dtype).eval()
+    moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
+    assert len(logits) == 4 and torch.equal(*logits[:2])
 
 
 def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monkeypatch):

@@ -218,11 +218,7 @@ def slope_of(given):
 def small_blocks(monkeypatch):
     """Few tokens fill several tiles; head widths of one part are read through descriptors."""
     if backends.gpu is not None:
-        module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
-        blocks = importlib.import_module("moh_vision.attention.kernels.gpu.blocks")
-        block = blocks.Block(queries=16, keys=16, warps=4, stages=1, tma=True)
-        row = blocks.TABLE[0]._replace(forward=block, queries=block, keys=block)
-        monkeypatch.setattr(module, "row_of", lambda *call: row)
+        use_blocks(monkeypatch, 16, 16, tma=True)
 
 
 @pytest.fixture
@@ -280,6 +276,129 @@ def test_attend_equals_a_loop(backend, name, request):
     if case.gates == "tokens":
         assert not got["dgates"][off].any()
         assert backend != TRITON or got["dgates"][first] != 0
+
+
+def use_blocks(monkeypatch, queries, keys, tma):
+    """Blocks of this size for all kernels of attention in Triton."""
+    module = importlib.import_module("moh_vision.attention.kernels.gpu.attend")
+    blocks = importlib.import_module("moh_vision.attention.kernels.gpu.blocks")
+    block = blocks.Block(queries=queries, keys=keys, warps=4, stages=1, tma=tma)
+    row = blocks.TABLE[0]._replace(forward=block, queries=block, keys=block)
+    monkeypatch.setattr(module, "row_of", lambda *call: row)
+
+
+def assert_near(got, want, tolerance):
+    for key, exactly in want.items():
+        error, size = (got[key] - exactly).abs().max(), exactly.abs().max()
+        assert error <= tolerance * size, f"{key}: {error} of {size}"
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("tokens", [65, 80, 100, 128, 197])
+@on(TRITON, TRITON16[1])
+def test_the_last_block_of_keys_may_be_small(backend, tokens, tma, monkeypatch):
+    """1, 16, 36, 64 and 5 keys against blocks of 64."""
+    use_blocks(monkeypatch, 64, 64, tma)
+    given = draw(Case((), 1, tokens, 2, 2, 16, share=0.5, gates="tokens"), backend.dtype)
+    do = slope_of(given)
+    got = outputs_and_gradients(backend, **given, do=do)
+    names = "q", "k", "v", "gates"
+    exact = {name: given[name].double().requires_grad_() for name in names}
+    o, lse = backends.attend_in_a_loop(**{**given, **exact})
+    grads = torch.autograd.grad(o, list(exact.values()), do.double())
+    want = dict(o=o, lse=lse, **{f"d{name}": grad for name, grad in zip(names, grads)})
+    assert_near(got, want, 2e-5 if backend == TRITON else 5e-3)
+
+
+PRODUCTS = {
+    "groups": dict(G=2, D=24),
+    "one key-value head": dict(G=1, D=16),
+    "two parts": dict(G=4, D=72),
+    "causal": dict(G=2, D=16, is_causal=True),
+    "mask": dict(G=2, D=16, mask="float, minus infinity"),
+    "a gate of a sequence": dict(G=4, D=16, gates=1),
+    "no gates": dict(G=4, D=32, gates=None),
+}
+
+
+@pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
+@pytest.mark.parametrize("name", PRODUCTS)
+@on(TRITON, TRITON16[1])
+def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monkeypatch):
+    """The same bits, in one gradient; the product's rows may lie apart."""
+    use_blocks(monkeypatch, 16, 16, tma)
+    how = dict(gates="tokens") | PRODUCTS[name]
+    case = Case((), 2, 35, 4, share=0.5, **how)
+    H, G, D = case.H, case.G, case.D
+    given = draw(case, backend.dtype)
+    rest = [
+        *list_for_triton(given["active"]),
+        given["is_causal"],
+        None if given["mask"] is None else given["mask"].to(DEVICE),
+    ]
+    gates = given["gates"]
+    gates = None if gates is None else gates.to(DEVICE).requires_grad_()
+    wide = torch.randn(2, 35, (H + 2 * G) * D + 8, device=DEVICE, dtype=backend.dtype)
+    do = torch.randn(2, 35, H * D, device=DEVICE, dtype=backend.dtype)
+    for product in (wide[..., :-8].contiguous(), wide[..., :-8]):
+        product = product.detach().requires_grad_()
+        leaves = [product] if gates is None else [product, gates]
+        results = []
+        for whole in (True, False):
+            with backends.fresh_memory_is_nan():
+                if whole:
+                    o, lse = backends.gpu.attend_product(product, H, G, gates, *rest)
+                else:
+                    parts = backends.gpu.split_product(product, H, G)
+                    o, lse = backends.gpu.attend(*parts, gates, *rest)
+                grads = torch.autograd.grad(o, leaves, do)
+            results.append([o, lse[: rest[1][-1]], *grads])
+        assert all(map(torch.equal, *results))
+
+
+WEIGHED = {  # of o: whether heads of a token lie side by side, and of weights: one of a sequence
+    "by token": (lambda o: o, False),
+    "by head": (lambda o: o.contiguous(), False),
+    "a part of wider rows": (lambda o: torch.cat([o, o], 3)[..., : o.shape[3]], False),
+    "every other token": (lambda o: o.repeat_interleave(2, 2)[:, :, ::2], False),
+    "numbers apart": (lambda o: o.repeat_interleave(2, 3)[..., ::2], False),
+    "a gate of a sequence": (lambda o: o, True),
+}
+
+
+@pytest.mark.parametrize("D", [7, 16, 72])
+@pytest.mark.parametrize("name", WEIGHED)
+@on(TRITON, *TRITON16[1:])
+def test_outputs_times_gates(backend, name, D):
+    """Values, gradients and second derivatives; tokens of two sequences share a program."""
+    B, N, H = 2, 45, 3
+    lies, of_sequence = WEIGHED[name]
+    o = torch.randn(B, N, H, D, device=DEVICE, dtype=backend.dtype).transpose(1, 2)
+    o = lies(o).detach().requires_grad_()
+    weights = torch.rand(H, B, 1 if of_sequence else N, device=DEVICE).permute(1, 2, 0)
+    weights.requires_grad_()
+    slope = torch.randn(B, N, H * D, device=DEVICE, dtype=backend.dtype)
+    results = []
+    for operator, leaves in (
+        (torch.ops.moh_vision_triton.weigh, (o, weights)),
+        (weighed, [t.detach().double().requires_grad_() for t in (o, weights)]),
+    ):
+        y = operator(*leaves)
+        first = torch.autograd.grad(y, leaves, slope.to(y.dtype), retain_graph=True)
+        again = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in again), leaves)
+        results.append([y, *first, *second])
+    got, want = results
+    assert got[0].dtype == backend.dtype
+    assert [t.dtype for t in got[1:3]] == [backend.dtype, torch.float32]
+    for number, (have, exactly) in enumerate(zip(got, want)):
+        assert have.shape == exactly.shape
+        near = 1e-5 if backend == TRITON else 5e-3
+        assert (have - exactly).abs().max() <= near * exactly.abs().max(), number
+
+
+def weighed(o, weights):
+    return (o.transpose(1, 2) * weights.unsqueeze(-1)).flatten(2)
 
 
 def project_and_combine(x, w, bias, gates, wo, out_bias, active):
@@ -437,11 +556,9 @@ def arguments(dtype=torch.float32, N=37, D=24):
     )
 
 
-def arguments_of_triton():
-    q, k, v = (
-        x.requires_grad_()
-        for x in torch.randn(1, 6, 3, 2, 16, device=DEVICE).permute(2, 0, 3, 1, 4).unbind()
-    )
+def arguments_of_triton(dtype=torch.float32):
+    drawn = torch.randn(1, 6, 3, 2, 16, device=DEVICE, dtype=dtype).permute(2, 0, 3, 1, 4)
+    q, k, v = (x.requires_grad_() for x in drawn.unbind())
     weights = torch.rand(1, 6, 2, device=DEVICE, requires_grad=True)
     pairs, mask = (
         list_for_triton(some_active(1, 6, 2, 0.5), tail=0),
@@ -450,19 +567,54 @@ def arguments_of_triton():
     return q, k, v, weights, *pairs, False, mask
 
 
-@on(CPP, *CPP16, TRITON)
+@on(CPP, *CPP16)
 def test_operators_are_registered_as_torch_asks(backend):
-    given = dict(attend=arguments_of_triton()) if backend == TRITON else arguments(backend.dtype)
+    given = arguments(backend.dtype)
     for name in ["attend"] if backend in CPP16 else given:
-        torch.library.opcheck(getattr(backend.operators, name).default, given[name])
+        torch.library.opcheck(getattr(OPS, name).default, given[name])
     q, k, v, *rest = given["attend"]
-    o, lse = backend.operators.attend(q, k, v, *rest)
+    o, lse = OPS.attend(q, k, v, *rest)
     inputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in (o, q, k, v, o, lse, *rest)]
-    if backend == TRITON:
-        torch.library.opcheck(backend.operators.attend_backward.default, inputs)
-    assert {x.dtype for x in (o, *backend.operators.attend_backward(*inputs)[:3])} == {
-        backend.dtype
-    }
+    assert {x.dtype for x in (o, *OPS.attend_backward(*inputs)[:3])} == {backend.dtype}
+
+
+@on(TRITON, TRITON16[1])
+def test_operators_of_triton_are_registered_as_torch_asks(backend):
+    """Every one, with its backward."""
+    ops, given = backend.operators, {}
+    q, k, v, *rest = arguments_of_triton(backend.dtype)
+    product = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).flatten(2).detach().requires_grad_()
+    given["attend"] = q, k, v, *rest
+    given["attend_product"] = product, 2, 2, *rest
+    for name in ("attend", "attend_product"):
+        o, lse = getattr(ops, name)(*given[name])
+        tensors, numbers = ([product], (2, 2)) if "product" in name else ([q, k, v], ())
+        given[f"{name}_backward"] = o, *tensors, o, lse, *numbers, *rest
+
+    x = torch.randn(2, 9, 20, device=DEVICE, dtype=backend.dtype, requires_grad=True)
+    weight = torch.randn(14, 20, device=DEVICE, requires_grad=True)
+    router = weight, 9, 3, 6, "released", torch.rand(2, 9, device=DEVICE) < 0.3
+    given["route"] = x, *router
+    gates, active, rows, probs, _ = ops.route(*given["route"])
+    given["route_backward"] = gates, probs, rows, rows, x, *router
+    linear = (torch.randn(shape, device=DEVICE, dtype=x.dtype) for shape in ((30, 20), (30,)))
+    projection = x, *(t.requires_grad_() for t in linear), *router
+    given["project_and_route"] = x.detach().float(), *projection
+    given["project_and_route_backward"] = (
+        *(x.new_ones(2, 9, 30), gates, probs, rows, rows),
+        *projection,
+    )
+    given["pairs"] = active, 9
+    o, gates = (t.detach().requires_grad_() for t in (q, rest[0]))
+    given["weigh"] = o, gates
+    given["weigh_backward"] = ops.weigh(o, gates), o, gates
+
+    names = {name.split("::")[1] for name in backends.gpu.LIBRARY._op_defs}
+    assert given.keys() == names
+    for name, inputs in given.items():
+        if name.endswith("backward"):
+            inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
+        torch.library.opcheck(getattr(ops, name).default, inputs)
 
 
 @on(CPP, *CPP16[:1])

@@ -6,11 +6,12 @@ import pytest
 import torch
 from attend_backends import CPP, EAGER, TRITON, on, threads
 from refusals import refuse
+from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, kernels
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
-from moh_vision.attention.kernels.route import LinearRouter, route
+from moh_vision.attention.kernels.route import LinearRouter, project_and_route, route
 from moh_vision.attention.routers import MoARouter, MoHRouter
 
 pytestmark = pytest.mark.filterwarnings(
@@ -279,6 +280,18 @@ def test_pairs_are_sorted_by_head_sequence_and_token(backend, shape):
         assert (token.tolist(), offsets.tolist()) == want
 
 
+@on(TRITON)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 128, 5), (3, 129, 17), (1, 400, 70)], ids=str)
+def test_pairs_of_a_known_number(backend, shape):
+    """The list is as long as what runs, also where it is made in several blocks."""
+    B, N, H = shape
+    count = (H + 1) // 2
+    active = (torch.rand(shape).argsort(-1).argsort(-1) < count).to(backend.device)
+    token, offsets = backend.operators.pairs(active, count)
+    assert token.shape == (B * N * count,)
+    assert all(map(torch.equal, (token, offsets), eager.pairs(active)))
+
+
 @on_compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["released", "MoA", "one shared"])
@@ -361,3 +374,166 @@ def test_autocast_does_not_reach_the_router(backend):
         assert gates.dtype == torch.float32
         answers.append((gates, *[p.grad for p in router.parameters()]))
     assert all(map(torch.equal, *answers))
+
+
+# ---- product and router as one node
+
+OUTPUTS = 21
+NODES = [
+    "released",
+    "paper",
+    "one shared",
+    "not balanced",
+    "no shared, all run",
+    "shared only",
+    "MoA",
+]
+
+
+def make_node(backend, name, shape=(2, 37, 50), dtype=torch.float32, biased=True):
+    """Tokens, weight and bias of the product, and the router's weight; all are leaves."""
+    x, router_weight = make(backend, name, shape, dtype)
+    weight = torch.randn(OUTPUTS, shape[-1]).to(x).requires_grad_()
+    bias = torch.randn(OUTPUTS).to(x).requires_grad_() if biased else None
+    return x, weight, bias, router_weight
+
+
+def exact_node(x, weight, bias, router_weight, name, padding=None):
+    return oracle(x, router_weight, name, padding), F.linear(x, weight, bias)
+
+
+def node(x, weight, bias, router_weight, name, padding=None):
+    return project_and_route(x, weight, bias, LinearRouter(router_weight, *ROUTERS[name]), padding)
+
+
+def gradients(routing, product, slopes, leaves, **how):
+    ends = product, *differentiable(routing)
+    loss = sum((end * slope).sum() for end, slope in zip(ends, slopes))
+    return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True, **how)
+
+
+def in_double(leaves):
+    return [None if t is None else t.detach().double().requires_grad_() for t in leaves]
+
+
+def assert_near(got, want, tolerance):
+    for number, (have, exactly) in enumerate(zip(got, want, strict=True)):
+        assert have.shape == exactly.shape
+        size = exactly.abs().max() if exactly.numel() else 0
+        assert not have.numel() or (have - exactly).abs().max() <= tolerance * size, number
+
+
+@on(TRITON)
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "padding"])
+@pytest.mark.parametrize("name", NODES)
+def test_product_and_router_as_one_node(backend, name, padded, biased):
+    """Values, gradients of all that may have one, and second derivatives."""
+    leaves = make_node(backend, name, biased=biased)
+    exact = in_double(leaves)
+    padding = some_padding(2, 37, backend) if padded else None
+    both = node(*leaves, name, padding), exact_node(*exact, name, padding)
+    (routing, product), (want, exact_product) = both
+    assert product.dtype == torch.float32
+    assert type(product.grad_fn) is type(routing.weights.grad_fn)
+    assert torch.equal(routing.active, want.active)
+    assert torch.equal(routing.stats.counts, want.stats.counts.float())
+    assert routing.count == want.count and not routing.stats.counts.requires_grad
+    ends = product, *differentiable(routing)
+    assert_near(ends, (exact_product, *differentiable(want)), 1e-5)
+    slopes = [torch.randn(end.shape, device=end.device) for end in ends]
+    results = []
+    for answer, given in zip(both, (leaves, exact)):
+        given = [t for t in given if t is not None]
+        first = gradients(*answer, slopes, given, retain_graph=True)
+        again = gradients(*answer, slopes, given, create_graph=True)
+        norm = sum(grad.square().sum() for grad in again)
+        second = torch.autograd.grad(norm, given, materialize_grads=True, allow_unused=True)
+        results.append([*first, *again, *second])
+    assert_near(*results, 1e-4)
+
+
+@on(TRITON)
+def test_a_node_of_which_one_half_is_used(backend):
+    """Only the product, or only one answer of the router, has a gradient."""
+    leaves = make_node(backend, "released")
+    exact = in_double(leaves)
+    (routing, product), (want, exact_product) = (
+        node(*leaves, "released"),
+        exact_node(*exact, "released"),
+    )
+    ends = product, *differentiable(routing)
+    for end, exactly in zip(ends, (exact_product, *differentiable(want))):
+        slope = torch.randn(end.shape, device=end.device)
+        how = dict(retain_graph=True, allow_unused=True, materialize_grads=True)
+        got = torch.autograd.grad(end, leaves, slope, **how)
+        assert_near(got, torch.autograd.grad(exactly, exact, slope.double(), **how), 1e-4)
+
+
+@on(TRITON)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_heads_are_those_of_tokens_that_are_not_rounded(backend, dtype):
+    """Under autocast the product is of 16 bits. Backward keeps the 16-bit tokens alone."""
+    # Large numbers that all heads see alike: what tells heads apart is lost where they are rounded.
+    x = (16 + torch.randn(2, 300, 50, device=backend.device)).requires_grad_()
+    _, weight, bias, router_weight = make_node(backend, "released")
+    router_weight = router_weight.detach() - router_weight.detach().mean(1, keepdim=True)
+    leaves = x, weight, bias, router_weight.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        with torch.autocast(backend.device, dtype):
+            routing, product = node(*leaves, "released")
+    assert product.dtype == dtype and routing.weights.dtype == torch.float32
+    assert [t.dtype for t in kept if t.shape == x.shape] == [dtype]
+    exact = in_double(leaves)
+    want, exact_product = exact_node(*exact, "released")
+    assert torch.equal(routing.active, want.active)
+    rounded = oracle(x.to(dtype).double(), router_weight.double(), "released")
+    assert not torch.equal(rounded.active, want.active)
+    rounding = torch.finfo(dtype).eps
+    assert_near(differentiable(routing), differentiable(want), 1e-5)
+    assert_near([product], [exact_product], rounding)
+    slopes = [torch.randn(t.shape, device=t.device) for t in (product, *differentiable(routing))]
+    with torch.autocast(backend.device, dtype):  # which backward may be called under
+        grads = gradients(routing, product, slopes, leaves)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    assert_near(grads, gradients(want, exact_product, slopes, exact), 2 * rounding)
+
+
+@on(TRITON)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_node_of_16_bits(backend, dtype):
+    for router_dtype in (dtype, torch.float32):
+        *leaves, router_weight = make_node(backend, "released", dtype=dtype)
+        leaves.append(router_weight.detach().to(router_dtype).requires_grad_())
+        exact = in_double(leaves)
+        (routing, product), (want, exact_product) = (
+            node(*leaves, "released"),
+            exact_node(*exact, "released"),
+        )
+        assert product.dtype == dtype and torch.equal(routing.active, want.active)
+        slopes = [
+            torch.randn(t.shape, device=t.device).to(dtype)
+            for t in (product, *differentiable(routing))
+        ]
+        grads = gradients(routing, product, slopes, leaves)
+        assert [grad.dtype for grad in grads] == [leaf.dtype for leaf in leaves]
+        assert_near(
+            grads, gradients(want, exact_product, slopes, exact), 4 * torch.finfo(dtype).eps
+        )
+
+
+@on(TRITON)
+def test_what_has_no_node(backend):
+    """No tokens are none; float64 and routers with more rows than registers hold are left to others."""
+    for shape in ((0, 9, 50), (2, 0, 50)):
+        leaves = make_node(backend, "released", shape)
+        routing, product = node(*leaves, "released")
+        assert product.shape == (*shape[:2], OUTPUTS)
+        loss = product.sum() + routing.weights.sum()
+        assert not any(grad.any() for grad in torch.autograd.grad(loss, leaves))
+    leaves = make_node(backend, "released")
+    assert node(*(t.double() for t in leaves), "released") is None
+    x, weight, bias, _ = leaves
+    many = LinearRouter(torch.zeros(300, 50, device=backend.device), 300, 0, 5, "renormalised")
+    assert project_and_route(x, weight, bias, many) is None

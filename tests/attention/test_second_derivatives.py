@@ -61,14 +61,15 @@ def test_the_reference_against_differences(router, scope):
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
+@pytest.mark.parametrize("executor", ["packed", "masked"])
 @pytest.mark.parametrize(
     "how, loss",
     [("plain", "sum"), ("causal", "squares"), ("mask", "sum"), ("longer list", "squares")],
 )
-def test_triton_equals_the_reference(how, loss, path):
+def test_triton_equals_the_reference(how, loss, executor, path):
     """A list of pairs is longer than what runs where sequences choose."""
     scope = "sample" if how == "longer list" else "token"
-    layer = build(scope=scope, width=16, kv_heads=3, executor="packed", **ROUTERS["moh"]).eval()
+    layer = build(scope=scope, width=16, kv_heads=3, executor=executor, **ROUTERS["moh"]).eval()
     x = torch.randn(B, N, C, requires_grad=True)
     calls = dict(causal=dict(is_causal=True), mask=dict(attn_mask=torch.rand(B, 1, N, N) < 0.6))
     got = twice(layer, x, LOSSES[loss], **calls.get(how, {}))

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.build import about as about
-from moh_vision.attention.kernels.build import path
+from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.build import use as use
+from moh_vision.attention.kernels.build import using as using
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST
 from moh_vision.attention.linear import in_float, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing
@@ -54,7 +55,8 @@ def attend_path(
     if dropout_p == 0 and not learned:
         if native(device, dtype, "attend"):
             return "cpp"
-        if path(device.type) == "triton" and dtype in DTYPES and head_dim <= WIDEST:
+        fits = dtype in DTYPES and head_dim <= WIDEST
+        if path(device.type) == "triton" and fits and works("pairs", device):
             return "triton"
     return "torch"
 
@@ -158,6 +160,8 @@ def combine_heads(
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
     """Outputs of all heads [B, H, N, D] by weights [B, N or 1, H] -> [B, N, H*D]; None where no operator does it."""
     if is_traced(o) or path(o.device.type) != "triton" or o.dtype not in DTYPES:
+        return None
+    if not works("weigh", o.device, o.dtype, weights.dtype):
         return None
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 

@@ -1,6 +1,12 @@
-"""Compile the C++ operators of the attention core for this torch and this processor."""
+"""Compile the C++ operators of the attention core for this torch and this processor.
+
+Where there is a GPU, Triton's kernels are compared with PyTorch first, which takes about a minute: a line for each says
+whether it may run there. Put them into a report of what goes wrong on a GPU.
+"""
 
 import time
+
+import torch
 
 from moh_vision.attention.kernels.build import BUILDING, COMMAND, build, library_path, load
 from moh_vision.engine.commands import Parser, exit_code, say
@@ -15,6 +21,8 @@ def main(argv: list[str] | None = None) -> int:
             "--force", action="store_true", help="build again what is built already"
         )
         force, place = parser.parse(argv).force, library_path()
+        if torch.cuda.is_available():
+            compare_on_gpu()
         if place.is_file() and not force:
             say(f"the C++ operators are built already: {place}")
         else:
@@ -30,6 +38,16 @@ def main(argv: list[str] | None = None) -> int:
             )
 
     return exit_code("kernels", work)
+
+
+def compare_on_gpu() -> None:
+    try:
+        from moh_vision.attention.kernels.gpu import numerics  # imports Triton
+    except ImportError:
+        say("the package triton is not installed: a GPU computes all heads, in plain PyTorch")
+        return
+    for line in numerics.lines():
+        say(line)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -90,9 +92,20 @@ def use(path: str | None) -> None:
     _used, _interprets = path, os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@contextmanager
+def using(path: str) -> Iterator[None]:
+    """`use` a path for a while."""
+    before = _used
+    use(path)
+    try:
+        yield
+    finally:
+        use(before)
+
+
 @functools.cache
 def _runs_triton() -> bool:
-    """Whether Triton's kernels can run in this process; then they are registered. On a GPU some are tried."""
+    """Whether Triton's kernels can run in this process; then they are registered. On a GPU one is tried."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return False
@@ -108,6 +121,14 @@ def _runs_triton() -> bool:
             f"Triton's kernels do not work on this GPU ({said}): attention computes all heads there"
         )
     return said is None
+
+
+@torch.compiler.assume_constant_result  # as the path is
+def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
+    """Whether one of Triton's kernels that nobody measures may run, see `gpu.check.works`."""
+    from moh_vision.attention.kernels.gpu import check  # imports Triton
+
+    return check.works(kernel, device, *dtypes)
 
 
 @torch.compiler.assume_constant_result  # a compiled model takes the path that the process has

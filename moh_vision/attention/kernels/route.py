@@ -12,7 +12,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from moh_vision.attention.kernels.build import path
+from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.eager import choose, gate_logits
 from moh_vision.attention.linear import is_traced, product_dtype
@@ -82,10 +82,9 @@ def project_and_route(
         The Routing, and x W^T + b [B, N, O] in the numbers of products.
     """
     dtype = product_dtype(x)
-    router_dtype = router.weight.dtype
-    if dtype not in DTYPES or weight.dtype not in DTYPES or router_dtype not in DTYPES:
+    if dtype not in DTYPES or weight.dtype not in DTYPES or _path(x, router.weight) != "triton":
         return None
-    if path(x.device.type) != "triton" or _operator(x, router.weight) is None:
+    if not works("project_and_route", x.device, x.dtype, dtype, router.weight.dtype):
         return None
     bias = None if bias is None else bias.to(dtype)
     product, *outputs = torch.ops.moh_vision_triton.project_and_route(
@@ -103,11 +102,17 @@ def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
 
 def _operator(x: Tensor, weight: Tensor):
     """The operator that routes x, None where there is none."""
-    if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
-        return None
-    where = path(x.device.type)
+    where = _path(x, weight)
     if where == "cpp":
         return torch.ops.moh_vision.route
-    if where == "triton" and weight.shape[0] <= MOST_ROWS:
+    if where == "triton" and works("route", x.device, x.dtype, weight.dtype):
         return torch.ops.moh_vision_triton.route
     return None
+
+
+def _path(x: Tensor, weight: Tensor) -> str:
+    """Which path has an operator that routes x: "cpp", "triton", or "torch" where none has."""
+    if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
+        return "torch"
+    where = path(x.device.type)
+    return "torch" if where == "triton" and weight.shape[0] > MOST_ROWS else where
