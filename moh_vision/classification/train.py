@@ -152,6 +152,9 @@ def train(run: Run) -> None:
         evaluation.finish(name)
 
 
+SCORES = ("top1", "top5", "loss")  # kept of other weights and shares; few classes have no top-5
+
+
 class Evaluation:
     """The validations of a run: of the EMA weights if any, else of the model; at the end of the better ones."""
 
@@ -194,7 +197,8 @@ class Evaluation:
             f"{named[other]}: {summary(by_weights[other][0])}; results.json and the commands that open the run "
             f"take {better}.safetensors"
         )
-        kept = {key: by_weights[other][0][key] for key in ("top1", "top5", "loss")}
+        other_scores = by_weights[other][0]
+        kept = {key: other_scores[key] for key in SCORES if key in other_scores}
         return by_weights[better], {f"{other}_weights": kept}
 
     def log(self, scores: dict) -> None:
@@ -231,7 +235,7 @@ class Evaluation:
                     f"with a share of {share}: {summary(by_share[share])}" for share in by_share
                 )
             )
-            kept = ("top1", "top5", "loss", "active_share")
+            kept = (*SCORES, "active_share")
             scores["by_share"] = {
                 share: {k: by_share[share][k] for k in kept if k in scores} for share in by_share
             }
