@@ -26,7 +26,7 @@ class Shape(NamedTuple):
     kv_heads: int | None = None
     causal: bool = False
     mask: str = ""  # "keys": bool, of each sequence; "bias": additive, of each head
-    scope: str = "token"
+    scope: str = "token"  # "one": one choice for all samples, from a condition
 
 
 CASES = {
@@ -88,7 +88,7 @@ def make_layer(shape, share, dtype, device):
     layer = HeadMixtureAttention(
         shape.heads * shape.width,
         budget,
-        scope=shape.scope,
+        scope="token" if shape.scope == "token" else "sample",
         kv_heads=shape.kv_heads,
         dtype=dtype,
         device=device,

@@ -1,18 +1,22 @@
 """Times of benchmarks/gpu.py: one layer, a prompt, whole training steps and sampling."""
 
+import contextlib
 import functools
+import io
 from typing import NamedTuple
 
 import timm
 import torch
 from attention import Dense, Released, bound, copies, draw_router, layer_step, picked, saved_bytes
 from gpu_numerics import DTYPES, Shape, excluded, make_layer, precision
-from models import inputs, routed, task
+from models import inputs, released, routed, task
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention
+from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
 
 SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
@@ -24,7 +28,7 @@ SHAPES = {  # of the goals; inputs and outputs are larger than the L2 cache
 }
 QUICK_SHAPES = {"vit_base": Shape(2, 24, 8, 64), "dit_xlarge": Shape(2, 24, 8, 72)}
 SHARES = (0.75, 0.5)  # --quick and compiled layers: the first
-TIMED = ("masked", "packed")
+TIMED = ("masked", "packed", "auto")
 BACKENDS = {
     "dense": None,
     "dense flash": SDPBackend.FLASH_ATTENTION,
@@ -161,6 +165,16 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
     for share in shares:
         layer = make_layer(shape, share, dtype, run.device)
         group = {"released": Released(layer), **copies(layer, TIMED[:2] if compiles else TIMED)}
+        if shape.scope == "one":
+            del group["released"]
+            group = {name: Conditioned(module) for name, module in group.items()}
+        if "auto" in group:
+            # As a script does it before its first step; what it prints is not of interest here.
+            group["auto"].train(mode == "train")
+            with contextlib.redirect_stdout(io.StringIO()):
+                moh_vision.measure(
+                    group["auto"], torch.randn(B, N, C, device=run.device, dtype=dtype)
+                )
         for name, module in group.items():
             label = f"{name} {share} {shape.scope}"
             contestants[label], active[label] = module, layer.budget.active / shape.heads
@@ -222,6 +236,30 @@ def prompt(run, form):
     report_table(run, about, makers, floors)
 
 
+class Conditioned(nn.Module):
+    """A layer with scope "sample" whose router reads one condition for all samples."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        weight = layer.qkv.weight
+        self.condition = torch.randn(1, layer.dim, device=weight.device, dtype=weight.dtype)
+
+    def forward(self, x):
+        return self.layer(x, condition=self.condition)
+
+
+class ReleasedExecutor(Masked):
+    """All heads, and gates by an einsum, as in the released code."""
+
+    def combine(self, o):
+        weights = self.call.routing.weights
+        if weights is None:
+            return self.layer.proj(o.transpose(1, 2).flatten(2))
+        y = torch.einsum("bnh,bnhd->bnhd", weights.to(o.dtype), o.transpose(1, 2))
+        return self.layer.proj(y.flatten(2))
+
+
 def drawn(name, arguments):
     """A model whose routers tell tokens apart: a new DiT is the identity, and its routers see no difference."""
     model = timm.create_model(name, **arguments)
@@ -258,11 +296,13 @@ def training(run, family, form):
     if form == "compiled":
         torch.compiler.reset()
     routed_models = {"packed 0.75 token": models.token, "packed 0.5 sample": models.sample}
-    if form != "compiled":  # it would take the time of another family
+    if form != "compiled":  # they would take the time of another family
         routed_models["masked 0.75 token"] = models.token
+        routed_models["released 0.75 token"] = models.token
     contestants = {"dense": models.dense}
     for label, (name, arguments) in routed_models.items():
-        contestants[label] = (name, dict(arguments, executor=label.split()[0]))
+        executor = "masked" if label.startswith("released") else label.split()[0]
+        contestants[label] = (name, dict(arguments, executor=executor))
     if small:
         half = {label: dict(head_budget="uniform:0.5") for label in contestants if label != "dense"}
         contestants = {
@@ -270,14 +310,20 @@ def training(run, family, form):
             for label, (n, kw) in contestants.items()
         }
 
-    def make(name, arguments):
+    def make(label, name, arguments):
         model = drawn(name, arguments)
+        if label.startswith("released"):
+            model = released(model)
+            for layer in routed(model):
+                layer.executor = ReleasedExecutor
         return training_step(run, model, batch, arguments.get("img_size", 224), form)
 
     about = dict(part="step", shape=family, scope="both", dtype="bfloat16", mode="train", form=form)
     about.update(batch=batch, layers=small.get("depth", models.layers), autocast=True)
     report_table(
-        run, about, {label: functools.partial(make, *model) for label, model in contestants.items()}
+        run,
+        about,
+        {label: functools.partial(make, label, *model) for label, model in contestants.items()},
     )
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import nn
 
-from moh_vision.engine.commands import closest, reason_of
+from moh_vision.engine.command_line import load_as
+from moh_vision.engine.commands import closest
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.weight_files import read_safetensors
@@ -35,7 +35,7 @@ def open_run(
     Args:
         path: folder of a run, a checkpoint of it (RUN/checkpoints/step_N), or a .safetensors file in either; a timm,
             diffusers or transformers folder, such as publish writes; a weights file, with a `name`.
-        weights: "ema" or "model"; None: the EMA, if there is one.
+        weights: "ema" or "model"; None: the weights that the run's results.json is of, else the EMA, if there is one.
         device: of the model; None: the CPU, and the accelerator once something is computed.
         options: keys to change, as on a command line: ["--data.root", "imagenet"].
         name: of the model, for weights that do not say it.
@@ -57,15 +57,14 @@ def open_run(
     )
 
 
-def load_run(path: str | Path, weights: str = "ema") -> nn.Module:
+def load_run(path: str | Path, weights: str | None = None) -> nn.Module:
     """The model of `open_run`, in eval mode on the CPU.
 
     The pretrained_cfg of a classifier has the run's preprocessing in validation, for
     `timm.data.resolve_model_data_config`, and the class names as label_names.
 
     Args:
-        path: see `open_run`.
-        weights: "ema" or "model"; without an EMA, "ema" means "model".
+        path, weights: see `open_run`; without an EMA, "ema" means "model".
     """
     return open_run(path, weights).model
 
@@ -97,10 +96,7 @@ def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
 
 
 def _read(file: Path) -> dict:
-    try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8", errors="replace"))
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
+    tree = load_as(file, file.read_text(encoding="utf-8", errors="replace"))
     return tree if isinstance(tree, dict) else {}
 
 

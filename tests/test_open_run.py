@@ -10,6 +10,8 @@ from small_runs import same
 
 import moh_vision
 from moh_vision.__main__ import main as command
+from moh_vision.engine.io import write_tensors
+from moh_vision.models.weight_files import read_safetensors
 from moh_vision.opening import kind_of
 
 KINDS = dict(cls="classification", dit="diffusion", clm="text")
@@ -119,7 +121,10 @@ def test_mistakes_are_one_line(runs, tmp_path):
         with one_line(kind):
             moh_vision.open_run(tmp_path / "run")
     config.write_text("kind: [")
-    with one_line("config.yaml is not readable"):
+    with one_line("config.yaml: not readable as YAML"):
+        moh_vision.open_run(tmp_path / "run")
+    config.write_text(text + "kind: text\n")
+    with one_line("config.yaml: line .*: 'kind' is on line .* already"):
         moh_vision.open_run(tmp_path / "run")
     with one_line("of no run, whose configuration says"):
         moh_vision.open_run(runs["clm_published"]).data("val")
@@ -127,3 +132,14 @@ def test_mistakes_are_one_line(runs, tmp_path):
         moh_vision.open_run(runs["cls"], options=["--model.depth", "3"])
     with one_line("optim.lr has no effect"):
         moh_vision.open_run(runs["clm"], options=["--optim.lr", "1"])
+
+
+def test_a_diffusion_run_numbers_the_classes_of_its_data_by_name(runs, tmp_path):
+    """Of a run whose data had them in another order."""
+    run = runs["dit"]
+    state, metadata = read_safetensors(run / "ema.safetensors")
+    turned = dict(metadata, classes=metadata["classes"][::-1])
+    write_tensors(tmp_path / "ema.safetensors", state, turned)
+    (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
+    one, other = (moh_vision.open_run(str(folder)).data("val").source for folder in (run, tmp_path))
+    assert (other.labels == 9 - one.labels).all() and other.classes == turned["classes"]

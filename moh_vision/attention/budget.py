@@ -14,6 +14,8 @@ NEAR = 0.05  # difference between a share and that of whole heads that is not wo
 # The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
 SHARED_SHARE = 0.4
 
+SHAPES = ("ramp", "uniform")  # of a share over the layers
+
 
 @dataclass(frozen=True)
 class HeadBudget:
@@ -152,12 +154,22 @@ def all_heads(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
     return [[s, h - s] for s, h in zip(shared, heads)]
 
 
-def converted_budget(spec: BudgetSpec) -> BudgetSpec:
-    """Return the budget that `convert` uses: a float becomes a uniform share, which costs the least accuracy untrained."""
-    if type(spec) not in (int, float):
+def shape_of(spec: BudgetSpec | None) -> str | None:
+    """Return how a share is spread over the layers, "ramp" or "uniform"; None: a list, which does not say it."""
+    if spec is None or isinstance(spec, (list, tuple)):
+        return None
+    return parse_share(spec)[0]
+
+
+def shaped(spec: BudgetSpec | None, shape: str | None) -> BudgetSpec | None:
+    """Return a budget in which a plain share has a shape: 0.5 and "uniform" make "uniform:0.5"."""
+    if shape not in (None, *SHAPES):
+        raise ValueError(f"head_budget_shape {shape!r}: expected {' or '.join(SHAPES)}")
+    plain = not (spec is None or isinstance(spec, (list, tuple)) or ":" in str(spec))
+    if not plain or shape is None:
         return spec
     parse_share(spec)  # its message names what was given
-    return f"uniform:{spec}"
+    return f"{shape}:{spec}"
 
 
 def change_routed(
@@ -310,11 +322,7 @@ def parse_share(spec: object) -> tuple[str, float, float | None]:
         )
     except (TypeError, ValueError):
         target = shared = math.nan
-    if (
-        kind not in ("ramp", "uniform")
-        or len(numbers) > 2
-        or not (0 < target <= 1 and 0 <= shared < 1)
-    ):
+    if kind not in SHAPES or len(numbers) > 2 or not (0 < target <= 1 and 0 <= shared < 1):
         raise ValueError(
             f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
             "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a "
@@ -337,13 +345,16 @@ _warn_once_of_rounding = functools.lru_cache(
 
 
 def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> float:
-    """The smallest share, in thousandths, for which every layer runs at least so many heads."""
+    """The smallest share that whole heads reach, in thousandths, with which every layer runs at least so many heads."""
     if kind == "ramp":
         heads, least = [sum(heads)], [sum(least)]
-    shares = (n / 1000 for n in range(1, 1001))
-    return next(
-        s for s in shares if all(math.floor(s * h + 0.5) >= low for low, h in zip(least, heads))
-    )
+    every = sum(heads)
+    for total in range(1, every):
+        share = round(total / every, 3)
+        active = [math.floor(share * h + 0.5) for h in heads]
+        if sum(active) == total and all(a >= low for a, low in zip(active, least)):
+            return share
+    return 1.0
 
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:

@@ -17,7 +17,7 @@ from moh_vision.attention.linear import is_traced, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
-from moh_vision.attention.routing import Call, Routing, RoutingStats
+from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
 
 torch.fx.wrap("visible")  # a leaf while tracing, where masks may be proxies that stand for None
 
@@ -163,7 +163,8 @@ class HeadMixtureAttention(nn.Module):
                 are turned together (see `rotary_pairs`) have the same angle.
             cache: in self-attention a KeyValueCache (or what looks like one) of the tokens before x; M = length + N
                 then. In cross-attention a ContextCache, after whose first call context may be left out.
-            condition: [B, C], what the router reads instead of the mean token; with scope "sample" only.
+            condition: [B, C], what the router reads instead of the mean token; with scope "sample" only. [1, C]: one choice
+                for all sequences, whose statistics count as those of B.
             context_padding: [B, M], True where the context is padding: left out of the keys, and of what a router reads
                 by route_by "context".
 
@@ -271,7 +272,12 @@ class HeadMixtureAttention(nn.Module):
             return self.router(x, q, padded), q
         mean_q = None if q is None else masked_mean(q, padded)  # [B, H, 1, D]
         read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
-        return self.router(read, mean_q), q
+        if mean_q is not None:
+            read = read.expand(x.shape[0], -1, -1)  # queries are of each sequence
+        routing = self.router(read, mean_q)
+        if read.shape[0] < x.shape[0]:  # one choice for all
+            routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))
+        return routing, q
 
     def route_and_project(
         self, x: Tensor, padded: Tensor | None
@@ -330,6 +336,18 @@ class HeadMixtureAttention(nn.Module):
         bias = self.qkv.bias
         return F.linear(x, self.qkv.weight[first:last], None if bias is None else bias[first:last])
 
+    def product(self, call: Call) -> Tensor | None:
+        """Queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
+
+        None where there is no such product, or a norm or rotation follows.
+        """
+        if self.qk_norm or call.rotary is not None:
+            return None
+        if call.product is not None:
+            return call.product
+        alone = call.q is None and call.context is None and call.cache is None
+        return self.qkv(call.x) if alone and self.projects_at_once() else None
+
     # ---- all heads, ready for attention
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,10 +380,6 @@ class HeadMixtureAttention(nn.Module):
         k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))  # [B, M, G, D]
         k, v = self.prepare_keys(k, call.rotary).transpose(1, 2), v.transpose(1, 2)
         return (k, v) if call.cache is None else call.cache.update(k, v)
-
-    def attends_product(self, call: Call) -> bool:
-        """Whether queries and keys are used as they were projected, without norms and rotation."""
-        return not self.qk_norm and call.rotary is None
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
         """Norm and rotation of any heads [B, N, h, D]."""

@@ -42,6 +42,12 @@ STEPS, PASSES = (
     3,
 )  # the time of so many training steps may be spent, each of so many forward passes
 PATIENCE = 10.0  # seconds that a user who asks for it waits at least
+WHOLE_ROUNDS = 3  # of the whole model, each way
+# Ways to skip heads in the words of the table.
+WAYS = dict(
+    WholeSequences="per sequence, C++", Sequences="per sequence, PyTorch", OnGpu="Triton kernels",
+    Tokens="per token, C++", AggregatedPairs="per token, C++", CosinePairs="per token, C++",
+)  # fmt: skip
 LONGEST = 60.0  # seconds that a run measures at most, however slow its steps are
 
 
@@ -60,6 +66,8 @@ Calls = dict[tuple, Recorded]  # by (words of `key_of`, (B, N, M, K))
 
 def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
     """Measure where skipping heads pays in calls like model(*inputs, **named), and print a table of it.
+
+    Where it pays, the last line has the time of the whole model beside its time with all heads.
 
     From then on the executor "auto" follows what was found, in this process and, through the user's cache, in later ones.
     A smaller batch follows the row of a larger one, fewer active heads that of more. The table names every way to skip
@@ -90,21 +98,62 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> measured.Rows:
     measured.use_table(dict(measured.table(), rows=measured.merged(measured.table()["rows"], rows)))
     for line in table_lines(rows, ways):
         print(line)
+    mode = "training" if model.training else "inference"
+    of_mode = [row for key, kind in rows.items() if key.split()[1] == mode for row in kind]
+    if any(row[4] != "Masked" for row in of_mode) and not compiled:
+        for line in whole_times(model, lambda: model(*inputs, **named)):
+            print(line)
     return rows
+
+
+def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
+    """Yield lines with the time of the whole model beside its time with all heads; see `measure`."""
+    layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+    layers = [layer for layer in layers if layer.executor == "auto"]
+    weights = [p for p in model.parameters() if p.requires_grad]
+
+    def step() -> None:
+        with torch.enable_grad():
+            leaves = [t for t in tree_leaves(forward()) if isinstance(t, Tensor) and t.grad_fn]
+            loss = sum(t.float().square().mean() for t in leaves)
+            torch.autograd.grad(loss, weights, allow_unused=True)
+
+    def inference() -> None:
+        with torch.no_grad():
+            forward()
+
+    # In training mode gradients are computed, or else it is inference.
+    title, work = "forward", inference
+    if model.training and weights:
+        title, work = "forward and backward", step
+    times: dict[str, list[float]] = dict(auto=[], all_heads=[])
+    with as_it_was(model), own_random_numbers():
+        for _ in range(1 + WHOLE_ROUNDS):  # the first warms up
+            for name, taken in times.items():
+                for layer in layers:
+                    layer.executor = "auto" if name == "auto" else layer.all_heads
+                taken.append(seconds(work))
+    skipped, every = (min(taken[1:]) for taken in times.values())
+    yield (
+        f"the whole model, {title}: {1000 * skipped:.3g} ms, with all heads {1000 * every:.3g} ms; "
+        f"skipping takes {skipped / every:.2f} of the time"
+    )
 
 
 def table_lines(rows: measured.Rows, ways: dict[tuple, dict[str, str]]) -> Iterator[str]:
     """Yield a line for each call, and below it those of its ways to skip heads: the time, or why it cannot."""
     for (key, (B, N, M, K)), reasons in ways.items():
-        tried, _, words = key.partition(" ")
+        tried, mode, heads, _ = key.split(maxsplit=3)
         row = next((row for row in rows.get(key, ()) if row[:4] == [N, M, B, K]), None)
         taken, took = row is not None and row[4] == tried, "there was no time left to measure it"
         if row is not None:
             took = "failed" if row[5] is None else f"{row[5]:.2f} of the time of all heads"
-        yield f"{words}, {B} x {N} to {M} tokens, {K} heads: {tried if taken else 'all heads'}"
+        tokens = f"{N} tokens" if M == N else f"{N} tokens that look at {M}"
+        verdict = "heads are skipped" if taken else "all heads are computed"
+        yield f"{mode}, {B} sequences of {tokens}, {K} of {heads} heads run: {verdict}"
         for way, reason in reasons.items():
             if way == tried or (reason and not taken):
-                yield f"  {way:<15} {reason or took}"
+                yield f"  {WAYS.get(way, way):<27} {reason or took}"
 
 
 def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
@@ -160,26 +209,36 @@ def collect(
                 refuse(way, B, N, error)
         return layer.all_heads(layer, call, *more)
 
-    modes, buffers = (
-        [(m, m.training) for m in model.modules()],
-        [(b, b.clone()) for b in model.buffers()],
-    )
     keep_inputs = lambda layer, args, named: inputs.update({layer: (args, named)})  # noqa: E731
     hooks = [layer.register_forward_pre_hook(keep_inputs, with_kwargs=True) for layer in layers]
     try:
-        for layer in layers:
-            layer.executor = "auto" if measured.off() else record
-        model.train(training)
-        with torch.no_grad(), own_random_numbers(), torch.compiler.set_stance("force_eager"):
-            return seconds(forward)
+        with as_it_was(model), torch.no_grad(), own_random_numbers():
+            for layer in layers:
+                layer.executor = "auto" if measured.off() else record
+            model.train(training)
+            with torch.compiler.set_stance("force_eager"):
+                return seconds(forward)
     finally:
-        for layer, hook in zip(layers, hooks):
-            layer.executor = "auto"
+        for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Restore a model's modes, executors and buffers, such as the statistics of a batch norm, afterwards."""
+    modes = [(m, m.training) for m in model.modules()]
+    executors = [(m, m.executor) for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+    buffers = [(b, b.clone()) for b in model.buffers()]
+    try:
+        yield
+    finally:
         for module, mode in modes:
             module.training = mode
-        for buffer, before in buffers:  # such as the statistics of a batch norm
-            buffer.copy_(before)
+        for layer, executor in executors:
+            layer.executor = executor
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
 
 
 def rows_of_calls(calls: Calls, time_left: float) -> measured.Rows:

@@ -1,5 +1,6 @@
 """Helpers that visit every attention layer of a model."""
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_routed
+from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_routed, log, shaped
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import Routing
 
@@ -33,10 +34,34 @@ def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
 
 
 def routed_budgets(model: nn.Module, spec: BudgetSpec) -> Sequence[HeadBudget]:
-    """The budgets of a model's layers with another number of routed heads, see `change_routed`; the model stays."""
+    """The budgets of a model's layers with another number of routed heads, see `change_routed`; the model stays.
+
+    A plain share keeps the shape of the model's budget, see `shaped_as`.
+    """
     layers = attention_layers(model)
+    spec = shaped_as(model, spec)
     groups = [getattr(layer.router, "group", 1) for layer in layers]
     return change_routed(spec, [layer.budget for layer in layers], groups)
+
+
+def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:
+    """Give a plain share the shape of a model's budget, "ramp" or "uniform"; a model that has none is taken for a ramp.
+
+    `head_budget_shape` of a model is None where its budget is a list that came without a shape.
+    """
+    shape = getattr(model, "head_budget_shape", None)
+    several = len(attention_layers(model)) > 1
+    if shape is None and several and shaped(spec, "ramp") != spec:
+        _warn_once_of_shape()
+    return shaped(spec, shape or "ramp")
+
+
+@functools.cache
+def _warn_once_of_shape() -> None:
+    log.warning(
+        "the model does not say how its head_budget is spread over the layers (a list, without head_budget_shape): a share "
+        "is taken for a ramp; uniform:S is the same share in every layer"
+    )
 
 
 def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.shards import Shards
-from moh_vision.data.splits import check_same_classes, has_split, open_source, with_classes
+from moh_vision.data.splits import has_split, match_classes, open_source, with_classes
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
 IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the c-th
@@ -30,7 +30,7 @@ class Relabelled:
         self.source, self.numbers = source, np.asarray(numbers)
         self.labels, self.columns = labels, columns
         self.classes = [IMAGENET[c] for c in columns]
-        self.channels = source.channels
+        self.channels, self.numbered, self.remarks = source.channels, False, source.remarks
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -78,7 +78,7 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     places = np.argsort(np.argsort(classes))
     images = Relabelled(source, range(len(source)), places[source.labels], columns)
     expected, images.classes = images.classes, sorted(classes)
-    check_same_classes(expected, f"--labels {labels}", images, f"data.root {root}")
+    match_classes(expected, f"--labels {labels}", images, f"data.root {root}")
     return images
 
 

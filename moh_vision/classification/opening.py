@@ -22,12 +22,14 @@ from moh_vision.data.batches import (
     evaluation_batches,
 )
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.data.splits import check_same_classes, open_source, with_classes
+from moh_vision.data.splits import match_classes, open_source, with_classes
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
+from moh_vision.engine.ranks import say
 from moh_vision.engine.run import make_accelerator
-from moh_vision.models.class_names import listed
+from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
 from moh_vision.models.weight_files import weights_file
@@ -52,10 +54,11 @@ class OpenedClassifier(Opened):
         named = f"--checkpoint {self.config.checkpoint}"
         if config.labels:
             return refuse_other_classifier(self.model, classes, named, config.labels)
-        check_same_classes(
-            classes or source.classes, named, source, f"data.root {config.data.root}"
-        )
         count = len(source.classes)
+        if not classes and self.model.num_classes == count:
+            classes, assumed = assumed_order(config.checkpoint, source.classes)
+            say(f"--checkpoint: {assumed}")
+        match_classes(classes or source.classes, named, source, f"data.root {config.data.root}")
         if self.model.num_classes != count:
             raise ValueError(
                 f"{named} has {self.model.num_classes} classes, data.root {config.data.root} {count}"
@@ -111,7 +114,8 @@ def open_run(
     **_,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    file = str(weights_file(path, weights)) if weights == "model" else path
+    of_run = weights == "ema" and (run_of(path) / "config.yaml").is_file()
+    file = str(weights_file(path, weights)) if weights == "model" or of_run else path
     asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
     opened = open_with(parse_config(OpenedClsConfig, asked, command), split)
     opened.model.to(device or "cpu")
@@ -144,8 +148,12 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
         )
     with accelerator.main_process_first():
         if config.labels:
-            return open_labelled(config.data.root, config.labels)
-        return with_classes(config.data.root, open_source(config.data.root, split))
+            source = open_labelled(config.data.root, config.labels)
+        else:
+            source = with_classes(config.data.root, open_source(config.data.root, split))
+    for remark in source.remarks:
+        say(remark)
+    return source
 
 
 def open_classifier(
@@ -167,7 +175,8 @@ def open_classifier(
     if saved:
         plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, named so
         architecture = (plain or name).split(".")[0]
-        metadata.update(of_run=True, classes=cfg.get("label_names"), architecture=architecture)
+        metadata.update(of_run=True, architecture=architecture)
+        metadata["classes"] = cfg["label_names"] or metadata["classes"]
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
             data = replace(data, augment="imagenet")  # crops as the folder says

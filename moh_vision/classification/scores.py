@@ -29,7 +29,7 @@ def validate(
     """Score a `ClassificationTask` on a split: every readable image once over all processes.
 
     Returns:
-        scores: top1 and top5 in percent; active_heads: mean number of heads of each layer that a token runs.
+        scores: top1 and, of more than 5 classes, top5 in percent; active_heads: mean number of heads of each layer that a token runs.
         load: the use of heads by class.
         predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest
             of several), predicted class, and the probabilities of both, float64.

@@ -26,7 +26,7 @@ from moh_vision.data.batches import (
 )
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
 from moh_vision.data.order import StepBatches
-from moh_vision.data.splits import DataRecord, check_same_classes, open_splits
+from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST
 from moh_vision.engine.commands import BadData, message_of
@@ -35,7 +35,9 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.evaluation.accuracy import summary
+from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
@@ -50,9 +52,16 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     channels, source = val.channels, config.distill.teacher
     mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))
     teacher = Teacher("distill.teacher", source, mean, std)
+    named = f"data.root {config.data.root}"
     if teacher.classes:
-        check_same_classes(teacher.classes, teacher.name, val, f"data.root {config.data.root}")
+        refuse_other_classes(teacher.classes, teacher.name, val.classes, named)
     teacher.check_logits((channels, img_size, img_size), len(val.classes))
+    theirs = teacher.classes
+    if theirs is None:
+        theirs, assumed = assumed_order(source, val.classes)
+        say(f"distill.teacher: {assumed}")
+    if theirs != val.classes:
+        teacher.order = places(val.classes, theirs)
     return teacher
 
 
@@ -68,6 +77,7 @@ def train(run: Run) -> None:
     config.check_micro_batch(accelerator.num_processes)
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
+    splits.say_transparent(f"data.root {d.root}", dict(train=source, val=val), say)
     check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
 
     # ---------------------------------------------------------------- model and teacher
@@ -94,7 +104,8 @@ def train(run: Run) -> None:
     if config.distill.teacher:
         with accelerator.main_process_first():
             teacher = open_teacher(config, model, val, img_size)
-    run.open(record)
+    frozen = {"distill.teacher": (config.distill.teacher, teacher.sha256)} if teacher else {}
+    run.open(record, FrozenRecord(config.allow_change, frozen))
     if config.eval_every:  # else the only validation is that of model.safetensors
         run.keep_best("top1")
 
@@ -141,51 +152,97 @@ def train(run: Run) -> None:
         evaluation.finish(name)
 
 
+SCORES = ("top1", "top5", "loss")  # kept of other weights and shares; few classes have no top-5
+
+
 class Evaluation:
-    """The validations of a run: of the EMA weights if any, else of the model."""
+    """The validations of a run: of the EMA weights if any, else of the model; at the end of the better ones."""
 
     def __init__(self, run: Run, images: LabelledImages):
         self.run, self.images = run, images
-        self.weights = "ema" if run.ema else "model"
-        self.model = run.ema.module if run.ema else run.model
+        self.take("ema" if run.ema else "model")
+
+    def take(self, weights: str) -> None:
+        """Validate the weights "ema" or "model" from now on."""
+        self.weights = weights
+        self.model = self.run.ema.module if weights == "ema" else self.run.model
 
     def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """See `scores.validate`."""
         run, data = self.run, self.run.config.data
-        task = ClassificationTask(self.model, 0.0) if run.ema else run.task
+        task = ClassificationTask(self.model, 0.0) if self.weights == "ema" else run.task
         with run.errors((BadData,), every_rank=True):
             return validate(task, self.images, data, run.accelerator, run.log.progress)
 
     def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """Validate, and log the scores and keep the weights if they are the best."""
-        run, (scores, load, predictions) = self.run, self.validate()
+        validated = self.validate()
+        self.log(validated[0])
+        return validated
+
+    def judge_better(self) -> tuple[tuple[dict, HeadLoad, torch.Tensor], dict]:
+        """Validate the EMA and the last weights, and go on with the better; also return the others' scores."""
+        run = self.run
+        averaged = self.validate()
+        self.take("model")
+        last = self.validate()
+        by_weights = dict(ema=averaged, model=last)
+        better, other = ("ema", "model")
+        if last[0]["top1"] > averaged[0]["top1"]:
+            better, other = ("model", "ema")
+        self.take(better)
+        self.log(by_weights[better][0])
+        named = dict(ema=run.averaged, model="the last weights")
+        run.log.say(
+            f"{named[other]}: {summary(by_weights[other][0])}; results.json and the commands that open the run "
+            f"take {better}.safetensors"
+        )
+        other_scores = by_weights[other][0]
+        kept = {key: other_scores[key] for key in SCORES if key in other_scores}
+        return by_weights[better], {f"{other}_weights": kept}
+
+    def log(self, scores: dict) -> None:
+        """Log the scores, and keep the weights if they are the best."""
+        run = self.run
         if run.best:
             run.judge(scores, self.model)
-        show = f"validation after {run.done} steps: {summary(scores)}" + (
-            " (EMA)" if run.ema else ""
-        )
+        show = f"validation after {run.done} steps: {summary(scores)}"
+        if self.weights == "ema":
+            show = f"{show} ({run.averaged})"
         run.event({"validation": scores, "weights": self.weights}, show)
-        return scores, load, predictions
 
     def finish(self, name: str) -> None:
         """Validate the last weights; write results.json, confusion.json and head_load.json."""
         run, classes = self.run, self.images.source.classes
-        scores, load, predictions = self.judge()
+        others: dict = {}
+        if run.ema:
+            (scores, load, predictions), others = self.judge_better()
+        else:
+            scores, load, predictions = self.judge()
         if run.elastic:
-            by_share = run.elastic.by_share(self.model, lambda: self.validate()[0], scores)
+            loads = []
+
+            def score() -> dict:
+                validated = self.validate()
+                loads.append(validated[1])
+                return validated[0]
+
+            by_share = run.elastic.by_share(self.model, score, scores)
+            if not load.choosing():  # the largest share may be all heads
+                load = loads[0]
             run.log.say(
                 "\n".join(
                     f"with a share of {share}: {summary(by_share[share])}" for share in by_share
                 )
             )
-            kept = ("top1", "top5", "loss", "active_share")
+            kept = (*SCORES, "active_share")
             scores["by_share"] = {
-                share: {k: by_share[share][k] for k in kept} for share in by_share
+                share: {k: by_share[share][k] for k in kept if k in scores} for share in by_share
             }
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
         best = run.best.results() if run.best else {}
-        run.write_results(dict(scores, weights=self.weights, **best))
+        run.write_results(dict(scores, weights=self.weights, **others, **best))
         run.log.say(class_table(scores["top1_by_class"]))
         if best:
             weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
@@ -203,7 +260,8 @@ class Evaluation:
                 step=run.done,
             )
             try:
-                load.save(run.folder / FILE)
+                if load.choosing():
+                    load.save(run.folder / FILE)
             except OSError as error:
                 run.log.say(f"{run.folder / FILE} could not be written: {message_of(error)}")
 

@@ -40,8 +40,8 @@ Budgets = tuple[HeadBudget, ...]
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
     """Find budgets by the share of heads that they run, the model's own among them.
 
-    Shares are rounded to whole heads. A plain number is uniform if the model's share is, else the papers'
-    ramp. None: the allowed ones of SHARES. A dense model has one share.
+    Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
+    SHARES. A dense model has one share.
     """
     own = tuple(layer.budget for layer in attention_layers(model))
     if is_dense(model):
@@ -51,26 +51,21 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
     heads = sum(b.heads for b in own)
-    spec = getattr(model, "head_budget_spec", None)  # language models keep pairs alone
-    uniform = (
-        len({(b.heads, b.active) for b in own}) == 1
-        if spec is None
-        else str(spec).startswith("uniform:")
-    )
-    kind = "uniform:" if uniform else "ramp:"
 
     def spread(share: str) -> Budgets | None:
         try:
-            return routed_budgets(model, share if ":" in share else kind + share)
+            return routed_budgets(model, share)
         except ValueError:
             return None
 
     spreads = {share: spread(share) for share in shares or map(str, SHARES)}
     for share in shares or ():
         if spreads[share] is None:
-            of = share.rpartition(":")[0] + ":" if ":" in share else kind
+            shape, colon, _ = share.rpartition(":")
             least = next(
-                f"{k / heads:.3f}" for k in range(1, heads + 1) if spread(f"{of}{k / heads}")
+                f"{k / heads:.3f}"
+                for k in range(1, heads + 1)
+                if spread(f"{shape}{colon}{k / heads}")
             )
             raise ValueError(
                 f"--shares {share}: with the shared heads of this model allowed is {least} to 1"

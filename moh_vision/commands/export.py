@@ -12,6 +12,7 @@ kept, and the exit code is 2.
 import contextlib
 import json
 import logging
+import shlex
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -144,7 +145,7 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
         raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
     elif path.suffix in (".pt", ".pth", ".bin", ".npz"):
         raise ValueError(
-            f"{source} does not say of which model it is: give NAME --checkpoint {source}"
+            f"{source} does not say of which model it is: give NAME --checkpoint {shlex.quote(str(source))}"
         )
     weights = checkpoint or source
     if kind_of(weights) == "text":

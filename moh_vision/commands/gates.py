@@ -63,8 +63,7 @@ def figure(options) -> Drawn:
 
 def read_split(run: ScoredRun, split: str) -> dict:
     """Read the gates of the weights that a run's scores are of, see `read_gates`."""
-    weights = run.folder / run.json("results.json")["weights"]
-    opened = open_run(weights, options=["--mixed_precision", "no"], command="gates")
+    opened = open_run(run.folder, options=["--mixed_precision", "no"], command="gates")
     text, accelerator = opened.text(), opened.accelerator
     batches = text.eval_batches(
         getattr(text, split), accelerator.process_index, accelerator.num_processes

@@ -22,7 +22,7 @@ from moh_vision.commands.head_load import shortened
 from moh_vision.commands.predict import class_names
 from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.engine.io import run_of
+from moh_vision.engine.io import composed, run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.transnext import TransNeXt, stage_sizes
 from moh_vision.opening import kind_of, open_run
@@ -43,6 +43,7 @@ def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
     """Return what a classifier takes an image for, and a title; the folder's name may be the true class."""
     model, of = opened.model, opened.metadata
     names = class_names(of["classes"], model.num_classes)
+    folder = composed(Path(file).absolute().parent.name)
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)
     numbers = dict(
@@ -53,7 +54,7 @@ def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
         img_size=of["img_size"],
         predicted=names[predicted],
         probability=probability.item(),
-        true=dict(zip(of["classes"] or (), names)).get(Path(file).absolute().parent.name),
+        true=dict(zip(of["classes"] or (), names)).get(folder),
     )
     title = f"{numbers['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
     title += f"predicted class {shortened(numbers['predicted'])} ({100 * probability:.1f} %)"

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
+from moh_vision.data import folder
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
-from moh_vision.data.folder import IMAGES, ImageFolder, refuse_special, walk
+from moh_vision.data.folder import IMAGES, ImageFolder, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.engine.commands import say
@@ -53,16 +54,12 @@ def image_files(paths: Sequence[str]) -> list[str]:
     files = []
     for path in paths:
         if os.path.isdir(path):
-            images = {
-                p: e
-                for e, p in walk(Path(path), f"{path.rstrip('/')}/")
-                if p.lower().endswith(IMAGES)
-            }
+            images, left_out = folder.image_files(Path(path))
             if not images:
                 raise ValueError(f"{path}: a folder without images ({', '.join(IMAGES)})")
-            for file in sorted(images):
-                refuse_special(images[file])
-                files.append(file)
+            if left_out:
+                print(left_out_line(path, left_out), file=sys.stderr, flush=True)
+            files += [os.path.join(path, name) for name in images]
         elif os.path.isfile(path):
             files.append(path)
         else:
@@ -123,6 +120,14 @@ def work(options) -> None:
         opened.config.data,
     )
     names = class_names(metadata["classes"], model.num_classes)
+    if metadata["classes"] is None:
+        meant = (
+            "ImageNet's, in order of their synsets"
+            if len(names) == 1000
+            else "called by their numbers"
+        )
+        unnamed = f"{options.run} does not name its {len(names)} classes, which are {meant}"
+        print(unnamed, file=sys.stderr, flush=True)
     print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)  # beside the rows
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
     slices = rank_slice(len(files), 0, 1, data.eval_batch_size)

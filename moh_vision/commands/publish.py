@@ -8,6 +8,7 @@ file in either. `hf upload OWNER/NAME FOLDER .` makes a repository of the folder
 """
 
 import re
+import shlex
 import tempfile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from moh_vision.commands.runs import (
     NoScores,
     ScoredRun,
     as_written,
+    at_shares,
     find_run,
     number_at,
     read_run,
@@ -36,8 +38,8 @@ from moh_vision.data.splits import RECORD
 from moh_vision.engine.commands import say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.models.describe import describe
-from moh_vision.models.weight_files import weights_file
+from moh_vision.models.describe import describe, full_name
+from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
 
 # Per kind of text: the hub's task, special tokens around a text, the transformers class.
@@ -47,21 +49,25 @@ TASKS = {
     TEXT["clm"]: ("text-generation", "</s> $A", "AutoModelForCausalLM"),
 }
 # ViT arguments that timm's lack, and a dense one does not need.
-ROUTING = ("base", "router", "scope", "executor", "router_kwargs", "head_budget", "pos_embed_std")
+ROUTING = (
+    "base",
+    "router",
+    "scope",
+    "executor",
+    "router_kwargs",
+    "head_budget",
+    "head_budget_shape",
+    "pos_embed_std",
+)
 # Entries of a timm configuration that describe only its original weights.
 OF_SOURCE = ("tag", "license", "url", "hf_hub_id", "file", "test_input_size", "test_crop_pct")
 
 
 def weights_of(run: ScoredRun, path: Path) -> Path:
     """Find the weights that `path` means; for a finished run, the ones its results are of."""
-    results = run.json("results.json")
     whole = path.is_dir() and step_of(path) is None
-    if whole and results:
-        named = Path(str(results.get("weights"))).name  # of a classifier "ema" or "model"
-        file = (run.folder / named).with_suffix(".safetensors")
-        if file.is_file():
-            return file
-    elif whole and run.kind != "diffusion":  # whose samples are scored by other commands
+    # The samples of diffusion models are scored by other commands.
+    if whole and run.kind != "diffusion" and scored_weights(run.folder) is None:
         say(f"{path}: the run has no results yet; its last weights are taken")
     return weights_file(str(path))
 
@@ -128,16 +134,19 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
         arguments["base"] = arguments["base"].partition(".")[0]
     title = (arguments.get("base") or opened.metadata["architecture"]).partition(".")[0]
     plain = as_timm(model, title.removeprefix("moh_"), arguments)
+    router = arguments.get("router")
     if plain is not None:
         title = cfg["architecture"] = title.removeprefix("moh_")
         model, arguments = plain
+    converted = arguments.get("base") and router not in (None, "dense")
+    shown = full_name(f"{title} converted to {router}" if converted else title, arguments)
     model.pretrained_cfg = model.default_cfg = cfg
     timm.models.save_for_hf(
         model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True
     )
     colours = "L" if model.in_chans == 1 else "RGB"
     example = dict(ours=plain is None, colours=colours, classes=model.num_classes)
-    return dict(library="timm", task="image-classification", model=title, **example)
+    return dict(library="timm", task="image-classification", model=shown, **example)
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
@@ -180,7 +189,11 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRu
         )
     pipe.save_pretrained(folder)
     return dict(
-        library="diffusers", task=None, guidance=f"{config.cfg_scale:g}", steps=config.steps
+        library="diffusers",
+        task=None,
+        model=named(opened),
+        guidance=f"{config.cfg_scale:g}",
+        steps=config.steps,
     )
 
 
@@ -195,17 +208,28 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
         opened.model.generation_config = GenerationConfig.from_pretrained(run.folder)
     with quiet():
         opened.model.save_pretrained(folder)
-    source = save_tokenizer(run.folder / "tokenizer.json", folder, template)
+    # A causal model goes on behind the last token, which padding on the right would part from what comes.
+    options = dict(padding_side="left" if run.kind == TEXT["clm"] else "right")
+    longest = getattr(opened.model.config, "max_position_embeddings", None)
+    if longest is not None:
+        options["model_max_length"] = longest
+    source = save_tokenizer(run.folder / "tokenizer.json", folder, template, **options)
     target = source and save_tokenizer(
-        run.folder / "target_tokenizer.json", folder / "target", template
+        run.folder / "target_tokenizer.json", folder / "target", template, **options
     )
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
-    return dict(library="transformers", task=task, **example)
+    return dict(library="transformers", task=task, model=named(opened), **example)
 
 
-def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
+def named(opened: Opened) -> str:
+    """Return the name of an opened model, with the sizes that its run changed."""
+    return full_name(opened.metadata["architecture"], opened.metadata.get("arguments") or {})
+
+
+def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
     """Save a run's tokenizer for AutoTokenizer, with the training's special tokens; False: no file.
 
+    `options` are of transformers' class, for our own tokenizers; a foreign one keeps what its folder said.
     Decoded texts, as for BLEU, drop the blank that byte-level BPE puts before the first word.
     """
     from tokenizers.decoders import Sequence, Strip
@@ -224,7 +248,7 @@ def save_tokenizer(file: Path, folder: Path, template: str) -> bool:
     if vocabulary.specials > MASK:
         roles["mask_token"] = MASK
     names = {role: SPECIALS[number] for role, number in roles.items()}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **names)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(file), **options, **names)
     around = [(SPECIALS[number], number) for number in (BOS, EOS) if SPECIALS[number] in template]
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=template, special_tokens=around
@@ -247,9 +271,16 @@ def make_card(
 ) -> ModelCard:
     """Make the README.md of a repository, without absolute paths."""
     model, metadata = opened.model, opened.metadata
-    inputs, named = opened.example()
+    inputs, forward = opened.example()
     scores = scored.scores if scored else {}
-    shown = {COLUMNS.get(key, Column(key)): value for key, value in scores.items()}
+    shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scores.items()]
+    if scored and Path(metadata["weights"]) == scored_weights(run.folder):
+        by_share = at_shares([scored])
+        for share in list(by_share)[:-1]:  # the last one has the scores above
+            (run_at_share,) = by_share[share]
+            for key, value in run_at_share.scores.items():
+                if value is not None:
+                    shown.append((COLUMNS[key], value, f", at a share of {share}"))
     head = dict(
         library_name=saved["library"], pipeline_tag=saved["task"], datasets=datasets_of(run)
     )
@@ -261,9 +292,10 @@ def make_card(
         file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
         kind=run.kind,
-        size=describe(metadata["architecture"], model, *inputs, **named),
+        size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
-        scores=[(column.title, f"{value:.{column.digits}f}") for column, value in shown.items()],
+        trained_at=elastic_range(run),
+        scores=[(f"{c.title}{at}", f"{value:.{c.digits}f}") for c, value, at in shown],
         how=scored and scored.how,
         starts=starts_of({run.folder.name: run})[0],
         config=text_of(run.folder / "config.yaml").rstrip(),
@@ -271,6 +303,12 @@ def make_card(
     )
     card.text = without_paths(card.text)
     return card
+
+
+def elastic_range(run: ScoredRun) -> str:
+    """Say at which shares of heads a run with an elastic budget was trained; "" for another run."""
+    ends = run.config.get("budget_range")
+    return " to ".join(map(str, ends)) if ends else ""
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:
@@ -349,4 +387,4 @@ def work(options) -> None:
             weights.chmod(0o644)  # safetensors makes them private
         give_name(hidden, folder)
     say(f"{folder}: for {saved['library']}, weights of {opened.metadata['weights']}")
-    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {folder} .")
+    say(f"to upload it: hf upload {repo or 'OWNER/NAME'} {shlex.quote(str(folder))} .")

@@ -38,7 +38,7 @@ from moh_vision.commands.table import Table, make_table
 from moh_vision.engine.commands import message_of, say
 from moh_vision.engine.io import __version__, write_whole
 from moh_vision.language.data.sources import find_pairs
-from moh_vision.models.describe import describe
+from moh_vision.models.describe import describe, full_name
 from moh_vision.models.head_load import FILE, HeadLoad
 
 ENDINGS = (".html",)
@@ -127,7 +127,7 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
             except FileNotFoundError as error:
                 missing.append(message_of(error))
                 continue
-            text = describe(run.model, model, *inputs, **named)
+            text = describe(full_name(run.model, run.arguments()), model, *inputs, **named)
             models.append((list(group), head_budget(model)["layers"], text))
             break
     return models, missing

@@ -2,15 +2,16 @@
 
 import contextlib
 import json
+import shlex
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import yaml
 from torch import nn
 
+from moh_vision.engine.command_line import load_as
 from moh_vision.engine.commands import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
@@ -105,6 +106,15 @@ class ScoredRun(NamedTuple):
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what the configuration says of the model's arguments."""
+        own = {
+            key.removeprefix("model."): value
+            for key, value in self.config.items()
+            if key.startswith("model.")
+        }
+        return {**own, **(own.get("kwargs") or {})}
+
     def json(self, name: str) -> dict:
         """Read a JSON file in the folder; empty if it is not there."""
         return read_json(self.folder / name) if (self.folder / name).is_file() else {}
@@ -130,11 +140,7 @@ def text_of(file: Path) -> str:
 
 def read_json(file: Path, text: str | None = None) -> dict:
     """Read keys and values of a JSON or YAML file, or a line of it."""
-    text = text_of(file) if text is None else text
-    try:
-        tree = yaml.safe_load(text) if file.suffix == ".yaml" else json.loads(text)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
+    tree = load_as(file, text_of(file) if text is None else text)
     if not isinstance(tree, dict):
         raise ValueError(f"{file}: expected keys and values, found {type(tree).__name__}")
     return tree
@@ -231,7 +237,7 @@ def _scored_samples(run: ScoredRun) -> dict:
     scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
     if not scored:
         raise NoScores(
-            f"{run.folder} has no scores yet: python sample.py --checkpoint {run.folder} --score REFERENCE"
+            f"{run.folder} has no scores yet: python sample.py --checkpoint {shlex.quote(str(run.folder))} --score REFERENCE"
         )
     return scored[-1]["scores"] | dict(step=scored[-1]["step"])
 
@@ -268,8 +274,40 @@ def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
     how = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
         case = ", lower-cased data" if results.get("bleu_lowercase") else ""
+        case += ", pieces of words joined" if results.get("bleu_joined") else ""
         how += f"; BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}{case}"
     return run._replace(how=how)
+
+
+def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
+    """Return runs with an elastic budget, which differ only in the seed, at each share that was scored at their end.
+
+    Empty without such shares. The last one is the share that they are saved with, which has all scores.
+    """
+    found = [run.json("results.json").get("by_share") or {} for run in group]
+    with as_written(f"{group[0].folder}: its scores by share are"):
+        shares = [share for share in found[0] if all(share in scores for scores in found)]
+        split = {}
+        for share in shares:
+            split[share] = [
+                run._replace(
+                    scores=run.scores if share == shares[-1] else _at_share(run, scores[share]),
+                    sampling=dict(run.sampling, head_budget=share),
+                )
+                for run, scores in zip(group, found)
+            ]
+    return split
+
+
+def _at_share(run: ScoredRun, scores: dict) -> dict[str, float | None]:
+    """Return the scores of a validation at a share by key of COLUMNS; those that the run does not show stay None."""
+    tree = {**scores, "validation": scores}
+    file = run.folder / "results.json"
+    return {
+        key: number_at(tree, column.place or (key,), file)
+        for key, column in COLUMNS.items()
+        if run.scores.get(key) is not None
+    }
 
 
 def suite_titles(name: str) -> list[str]:

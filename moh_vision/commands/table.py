@@ -3,8 +3,9 @@
 python -m moh_vision table RUN RUN ...
 
 RUN is a finished run of train_cls.py, train_dit.py or train_text.py; all are of one kind. Runs that
-differ only in the seed make one row: mean, standard deviation (n - 1) and number. The papers' rows
-follow the runs of the same model.
+differ only in the seed make one row: mean, standard deviation (n - 1) and number; with an elastic
+budget one for each share of heads that they were scored at. The papers' rows follow the runs of the
+same model, with as many parameters, or classes of images.
 
 Scores are in the run's folder: results.json; for diffusion scores.json by sample.py --score, else
 the training's last; for suites scores*.json, the --out of `python -m moh_vision lm`.
@@ -24,6 +25,7 @@ from moh_vision.commands.runs import (
     TEXT,
     Column,
     ScoredRun,
+    at_shares,
     grouped,
     mean_and_spread,
     read_runs,
@@ -35,6 +37,10 @@ from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import count_macs, count_parameters
 
 PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
+TOLERANCE = (
+    0.1  # of the parameters: 39 M and 41 M are one model with other vocabularies, 61 M is another
+)
+IMAGENET_CLASSES = 1000
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments that make another model than the papers'; translation models have one name in two sizes.
 OWN = {
@@ -56,6 +62,15 @@ MACS = (
 )
 
 
+class Sizes(NamedTuple):
+    """What a table says of a model beside its scores, by key of SIZES; and the classes of images."""
+
+    parameters: float | None
+    macs: float | None
+    active: float | None
+    classes: int | None
+
+
 class Table(NamedTuple):
     """A table as text, with notes below."""
 
@@ -64,15 +79,15 @@ class Table(NamedTuple):
     notes: list[str]
 
 
-def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
-    """Return the papers' rows of an unchanged model: values by key or task title."""
+def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
+    """Return the papers' rows of an unchanged model on like data: values by key or task title."""
     given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
     if given or OWN & set(run.config.get("model.kwargs") or ()):
         return []
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
     own = []
     for row in PAPER_ROWS:
-        if row["model"] != run.model or row.get("pair", pair) != pair:
+        if row["model"] != run.model or row.get("pair", pair) != pair or not _alike(row, sizes):
             continue
         if "suite" in row:
             name, column = row["suite"]
@@ -85,15 +100,33 @@ def paper_rows(run: ScoredRun) -> list[dict[str, str]]:
     return own
 
 
-def sizes(run: ScoredRun) -> list[float | None]:
-    """Return the numbers of SIZES for the active heads; None without weights."""
+def _alike(row: dict[str, str], sizes: Sizes) -> bool:
+    """Whether a model may be that of a paper's row: about as many parameters, and ImageNet's classes where it has them.
+
+    A text model has one name in every size, and with another vocabulary.
+    """
+    if sizes.classes is not None and row["data"].startswith("ImageNet"):
+        return sizes.classes == IMAGENET_CLASSES
+    theirs = float(row.get("parameters", "nan").replace(",", ""))
+    return sizes.parameters is None or not abs(sizes.parameters / theirs - 1) > TOLERANCE
+
+
+def sizes_of(run: ScoredRun) -> Sizes:
+    """Count a run's model with its active heads alone; all None without weights."""
     try:
         model, inputs, named = run.forward()
     except FileNotFoundError:
-        return [None] * len(SIZES)
+        return Sizes(None, None, None, None)
     macs = count_macs(model, *inputs, **named)
-    active = head_budget(model)["share"]
-    return [count_parameters(model) / 1e6, (macs.linears + macs.scores) / 1e6, 100 * active]
+    classes = getattr(model, "num_classes", None)
+    if classes is None:
+        classes = getattr(model.config, "num_classes", None)
+    return Sizes(
+        parameters=count_parameters(model) / 1e6,
+        macs=(macs.linears + macs.scores) / 1e6,
+        active=100 * head_budget(model)["share"],
+        classes=classes,
+    )
 
 
 def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> Table:
@@ -108,21 +141,24 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
     for _, alike in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
         for label, group in alike:
-            cells = [_shown(size) for size in sizes(group[0])]
-            for key in shown:
-                cells.append(
-                    mean_and_spread([run.scores.get(key) for run in group], columns[key].digits)
-                )
             done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
             steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
-            rows.append([label, str(len(group)), steps, *cells])
+            named = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
+            for name, alike_runs in (named or {label: group}).items():
+                sizes = sizes_of(alike_runs[0])
+                cells = [_shown(getattr(sizes, key)) for key in SIZES]
+                for key in shown:
+                    values = [run.scores.get(key) for run in alike_runs]
+                    cells.append(mean_and_spread(values, columns[key].digits))
+                rows.append([name, str(len(group)), steps, *cells])
             seeds = ", ".join(
                 f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group
             )
             notes.append(
                 f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}."
             )
-            comparable = [row for row in paper_rows(group[0]) if any(key in row for key in shown)]
+            theirs = paper_rows(group[0], sizes_of(group[0]))
+            comparable = [row for row in theirs if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
         for row in printed:
             cells = [row.get(key, "-") for key in ("steps", *SIZES, *shown)]

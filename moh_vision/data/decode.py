@@ -87,6 +87,14 @@ def in_8_bits(image: Image.Image) -> Image.Image:
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
 
 
+def is_transparent(data: bytes) -> bool:
+    """Return whether an image file has pixels that are not opaque, which `in_8_bits` shows as if they were."""
+    image = open_image(io.BytesIO(data))
+    if image.mode not in ("RGBA", "RGBa", "LA", "La", "PA") and "transparency" not in image.info:
+        return False
+    return image.convert("RGBA").getchannel("A").getextrema()[0] < 255
+
+
 def decode_image(data: bytes, where: str = "", convert: Callable = in_8_bits):
     """Return `convert` of the bytes of an image file; raise UnreadableImage with the reason, which names it `where`."""
     try:

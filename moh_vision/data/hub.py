@@ -1,13 +1,17 @@
-"""Labelled images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
+"""Images from the Hugging Face hub, or a local folder in one of its layouts, through `datasets`."""
 
 from collections.abc import Iterator, Sequence
+from urllib.parse import parse_qsl
 
 import numpy as np
 
-from moh_vision.data.sources import ImageSource, read_file
+from moh_vision.data.sources import MAX_CLASSES, ImageSource, read_file
+from moh_vision.engine.io import composed
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
+COLUMNS = ("image", "label")  # that hfds/NAME?image=COLUMN&label=COLUMN chooses
+NO_LABEL = "none"
 
 
 def hub_split(root: str, names: Sequence[str]):
@@ -31,21 +35,93 @@ def hub_split(root: str, names: Sequence[str]):
 
 
 class HubDataset(ImageSource):
-    """`hfds/NAME[:CONFIG]` with one image and one class-label column; "val" is the first of SPLITS that there is."""
+    """`hfds/NAME[:CONFIG][?label=COLUMN&image=COLUMN]`; "val" is the first of SPLITS that there is.
+
+    Columns that are not chosen are the only one of images and the only one of class labels; without class labels the
+    images are without classes. A chosen column of labels may also hold whole numbers, whose classes are the numbers up to
+    the largest one, or texts, which are the names. "label=none" is without classes.
+    """
 
     def __init__(self, root: str, split: str):
         self.root = root
-        table, self.table_name = hub_split(root, SPLITS[split])
+        place, _, chosen = root.partition("?")
+        self.chosen = self._chosen(chosen)
+        table, self.table_name = hub_split(place, SPLITS[split])
         import datasets
 
-        image = self._column(table, datasets.Image, "image")
-        label = self._column(table, datasets.ClassLabel, "class-label")
-        self.name = root.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
-        self.classes = list(table.features[label].names)
-        self.labels = np.array(table[label], dtype=np.int64)
         # Bytes, not images: decoding is ours, so that every source treats files alike.
-        self.column = image
-        self.rows = table.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+        self.column = self._column(table, "image", datasets.Image, "image")
+        as_bytes = datasets.Image(decode=False)
+        self.rows = table.select_columns([self.column]).cast_column(self.column, as_bytes)
+        self.name = place.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
+        label = self._column(table, "label", datasets.ClassLabel, "class-label")
+        if label is None:
+            self.classes = []
+            self.labels = np.zeros(len(table), np.int64)
+        else:
+            self._take_labels(table, label, datasets)
+
+    def _chosen(self, text: str) -> dict[str, str]:
+        pairs = parse_qsl(text, keep_blank_values=True)
+        for key, column in pairs:
+            if key not in COLUMNS or not column:
+                raise ValueError(
+                    f"data.root {self.root}: {key}={column}; expected ?label=COLUMN, ?image=COLUMN or both joined by &"
+                )
+        if text and not pairs:
+            raise ValueError(f"data.root {self.root}: ?{text}; expected ?label=COLUMN")
+        return dict(pairs)
+
+    def _column(self, table, key: str, kind, title: str) -> str | None:
+        """Return the chosen column of images or labels, or the only one of this kind; None without labels."""
+        there = ", ".join(table.features)
+        column = self.chosen.get(key)
+        if key == "label" and column == NO_LABEL:
+            return None
+        if column is not None:
+            if column not in table.features:
+                raise ValueError(f"data.root {self.root}: no column {column}; there are {there}")
+            return column
+        names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
+        if len(names) == 1:
+            return names[0]
+        sign = "&" if self.chosen else "?"
+        choose = f"{self.root}{sign}{key}=COLUMN chooses one"
+        if key == "label" and not names:
+            self.remarks = [
+                f"{self.root}: no {title} column among {there}, so that the images are without classes; {choose}"
+            ]
+            return None
+        raise ValueError(
+            f"data.root {self.root}: {len(names)} {title} columns among {there}; {choose}"
+        )
+
+    def _take_labels(self, table, column: str, datasets) -> None:
+        """Read class numbers and names of a column of class labels, whole numbers or texts."""
+        feature, values = table.features[column], table[column][:]
+        kind = getattr(feature, "dtype", type(feature).__name__)
+        if isinstance(feature, datasets.ClassLabel):
+            self.classes = [composed(name) for name in feature.names]
+            self.labels = np.array(values, np.int64)
+        elif kind in ("string", "large_string") and None not in values:
+            names = [composed(name.strip()) for name in values]
+            self.classes = sorted(set(names))
+            number = {name: c for c, name in enumerate(self.classes)}
+            self.labels = np.array([number[name] for name in names], np.int64)
+        elif str(kind).startswith(("int", "uint")) and None not in values:
+            self.labels = np.array(values, np.int64)
+            most = int(self.labels.max())
+            if most >= MAX_CLASSES:  # years or ids
+                raise ValueError(
+                    f"data.root {self.root}: column {column} holds {most}; expected labels of 0 to {MAX_CLASSES - 1}"
+                )
+            self.classes = [str(c) for c in range(most + 1)]
+            self.numbered = True
+        else:
+            raise ValueError(
+                f"data.root {self.root}: column {column} is of {kind}, or has rows without a label; expected class labels, "
+                "whole numbers or texts in every row"
+            )
         self.check_labels(self.table_name)
 
     def read(self, index: int) -> bytes:
@@ -62,10 +138,3 @@ class HubDataset(ImageSource):
 
     def identities(self) -> Iterator[bytes]:
         yield self.rows._fingerprint.encode()  # that `datasets` gives the table
-
-    def _column(self, table, kind, title: str) -> str:
-        names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
-        if len(names) != 1:
-            there = f"{len(names)} {title} columns among {', '.join(table.features)}"
-            raise ValueError(f"data.root {self.root}: {there}; expected one")
-        return names[0]

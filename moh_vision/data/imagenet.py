@@ -12,6 +12,7 @@ from torchvision.transforms import Compose, Grayscale
 
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import shorten
+from moh_vision.engine.io import composed
 from moh_vision.engine.seeds import Stream, derive_seed
 
 
@@ -105,15 +106,18 @@ def unnamed_classes(count: int) -> list[str]:
     )
 
 
-def numbers_by_name(labels: Mapping[str, int]) -> dict[str, list[int]]:
+def numbers_by_name(names: Mapping[int, str]) -> dict[str, list[int]]:
     """Return class numbers by name, and all by the words of a name or of ImageNet's synset; digits are no word."""
-    described, numbers = ImageNetInfo().label_descriptions(as_dict=True), {}
-    for name, number in labels.items():
-        text = described.get(name, name)
+    described = ImageNetInfo().label_descriptions(as_dict=True)
+    by_word: dict[str, list[int]] = {}
+    by_name: dict[str, list[int]] = {}  # of names from elsewhere several may be equal
+    for number, name in names.items():
+        by_name.setdefault(composed(name), []).append(number)
+        text = described.get(name, composed(name))
         for word in {text, *text.split(", ")}:
             if not word.isdecimal():
-                numbers.setdefault(word, []).append(number)
-    return {**numbers, **{name: [number] for name, number in labels.items()}}
+                by_word.setdefault(word, []).append(number)
+    return {**by_word, **by_name}
 
 
 def classification_transforms(

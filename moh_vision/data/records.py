@@ -1,9 +1,11 @@
 """The record of written shards: SPLIT.shards.json, or SPLIT.meta.json of latents."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.io import kept_beside, sha256_of, write_whole
 
 FORMAT = 2
 KINDS = dict(shard=str, samples=int, bytes=int, sha256=str, bad=list)  # of a shard's entry
@@ -41,6 +43,47 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
             f"{path} is not a record of shards that can be read: {reason_of(error)}"
         ) from None
     return record
+
+
+def check_sums(record: Path, files: Mapping[str, tuple[Sequence[Path], str]]) -> None:
+    """Raise ValueError, naming a file, where files do not have the SHA-256 that a record says.
+
+    Files are hashed once, and again only when a size or a time of change is new: what was found is kept beside the
+    record, or in the user's cache.
+
+    Args:
+        files: name -> (paths, the SHA-256 of their bytes, one behind the other).
+    """
+    kept = _sums_file(record)
+    now = {name: _identity(paths, expected) for name, (paths, expected) in files.items()}
+    known = _read_sums(kept)
+    new = [name for name in now if known.get(name) != now[name]]
+    for name in Progress.over(new, f"checking {record.name}", "file"):
+        paths, expected = files[name]
+        if sha256_of(*paths) != expected:
+            raise ValueError(
+                f"{paths[0]}: changed since it was written, its sha256 is not that of {record}; bring it back, or write "
+                "it again"
+            )
+    if new:
+        write_whole(kept, json.dumps(known | now) + "\n", shared=True)
+
+
+def _sums_file(record: Path) -> Path:
+    return kept_beside(record.parent, f".{record.name}.sums.json")
+
+
+def _identity(paths: Sequence[Path], expected: str) -> list:
+    statuses = [path.stat() for path in paths]
+    return [[[status.st_size, status.st_mtime_ns] for status in statuses], expected]
+
+
+def _read_sums(kept: Path) -> dict:
+    """Read what `check_sums` has found; empty where that is not there, or damaged."""
+    try:
+        return dict(json.loads(kept.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _checked(entry: dict) -> dict:

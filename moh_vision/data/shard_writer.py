@@ -11,10 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from moh_vision.data.folder import one_line
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.splits import outline
 from moh_vision.engine.commands import say
 from moh_vision.engine.io import sha256_of, write_whole
+
+INPUT = "sha256 of the input"  # among what a record says that shards were made from
 
 
 def plan_shards(
@@ -51,7 +54,7 @@ class ShardWriter:
             f"images of class {name}": count
             for name, count in zip(listed["classes"], listed["samples"])
         }
-        made_from = {**options, **counts, "sha256 of the input": listed["sha256"]}
+        made_from = {**options, **counts, INPUT: listed["sha256"]}
         self.header = dict(format=FORMAT, made_from=made_from, **more)
         self.parts = parts_path(record)
         self.entries = self._earlier()
@@ -75,7 +78,11 @@ class ShardWriter:
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         # Before the first shard is finished nothing depends on them.
         if changed and record["shards"]:
-            changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed[:5]]
+            changes = [f"{key} was {before.get(key)}, now {now.get(key)}" for key in changed]
+            if changed == [INPUT]:
+                changes.append(
+                    "its files have other names, sizes or times (cp -a copies files with their times)"
+                )
             raise ValueError(
                 f"--out {self.out} holds shards of other arguments or another input: {'; '.join(changes)}. Take another folder"
             )
@@ -145,13 +152,6 @@ class ShardWriter:
             self.record,
             json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n",
         )
-
-
-def one_line(path: str) -> str:
-    """Return a file name as one line of UTF-8."""
-    return (
-        path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
-    )
 
 
 def end_with(parent: int) -> None:

@@ -1,9 +1,7 @@
 """Images in webdataset shards, read at random through an index of each shard."""
 
-import hashlib
 import json
 import os
-import stat
 import tarfile
 from collections.abc import Iterator
 from functools import lru_cache
@@ -15,15 +13,14 @@ import numpy as np
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
-from moh_vision.data.sources import ImageSource
-from moh_vision.data.tars import members, open_tar
+from moh_vision.data.sources import MAX_CLASSES, ImageSource
+from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 from moh_vision.engine.commands import Progress, reason_of
-from moh_vision.engine.io import cache_folder, whole_file
+from moh_vision.engine.io import class_names, places_beside, sha256_of, whole_file, writable_place
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-MAX_CLASSES = 1_000_000  # without classes.txt the largest label says how many there are
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
+NAME_RULE = "a sample is what its files' names have before the first dot: a.b.jpg is of sample a"
 
 
 class Shards(ImageSource):
@@ -40,27 +37,26 @@ class Shards(ImageSource):
         for path in self.paths:
             refuse_special(path)
         record = record_path(folder, split)
-        entries = entries_for(record, read_record(record), self.paths) if record.exists() else None
+        self._entries = entries = (
+            entries_for(record, read_record(record), self.paths) if record.exists() else None
+        )
         self._stats = [
             (status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.paths)
         ]
         tables = []
+        found: dict[str, list[Path]] = {"kept": [], "hashed": [], "stale": [], "new": []}
         for path, size_and_time in Progress.over(
             list(zip(self.paths, self._stats)), "indexing", "shard"
         ):
-            index = index_file(path)
-            kept = index.exists()
-            table = _read_index(index, path, size_and_time) if kept else scan(path)
-            if entries is not None:
-                refuse_difference(path, size_and_time[0], len(table), entries[path.name], record)
-            if not kept:  # only now: what the record refuses is read again
-                with whole_file(index, shared=True) as file:
-                    np.save(
-                        file,
-                        np.concatenate([[(INDEX_FORMAT, *size_and_time)], table]),
-                        allow_pickle=False,
-                    )
+            entry = entries[path.name] if entries is not None else None
+            table, how = _table_of(path, size_and_time, entry, record)
+            found[how].append(path)
+            if entry is not None:
+                refuse_difference(path, size_and_time[0], len(table), entry, record)
+            if how != "kept":  # only now: what the record refuses is read again
+                _write_index(index_file(path), size_and_time, table)
             tables.append(table)
+        self.remarks = _on_new_times(folder, found, record)
         self.shard_sizes = tuple(map(len, tables))
         if not sum(self.shard_sizes):
             raise ValueError(f"{folder}: the shards hold no samples")
@@ -69,7 +65,8 @@ class Shards(ImageSource):
             np.concatenate([t[:, column] for t in tables]) for column in range(3)
         )
         file, numbers = folder / "classes.txt", range(int(self.labels.max()) + 1)
-        self.classes = class_names(file) if file.exists() else [str(c) for c in numbers]
+        self.numbered = not file.exists()
+        self.classes = [str(c) for c in numbers] if self.numbered else class_names(file)
         if self.classes or numbers:
             self.check_labels(file if file.exists() else folder)
         else:
@@ -112,18 +109,11 @@ class Shards(ImageSource):
         yield self.bytes.tobytes()
 
     def identities(self) -> Iterator[bytes]:
-        yield json.dumps(self._stats).encode()
+        if self._entries is None:
+            yield json.dumps(self._stats).encode()
+        else:  # which a copy of the folder shares
+            yield json.dumps([self._entries[path.name]["sha256"] for path in self.paths]).encode()
         yield from self.listing()
-
-
-def class_names(file: Path) -> list[str]:
-    """Read the names in a classes.txt, one a line."""
-    try:
-        return [
-            line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()
-        ]
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not UTF-8 ({error})") from None
 
 
 def scan(path: Path) -> np.ndarray:
@@ -134,24 +124,29 @@ def scan(path: Path) -> np.ndarray:
     samples: dict[str, dict] = {}
     with open_tar(path) as tar:
         for member in members(tar, path, path.stat().st_size):
-            parent, _, base = member.name.rpartition("/")
-            stem, _, extension = base.partition(
-                "."
-            )  # webdataset: up to the first dot of the base name
-            image = extension.lower() in IMAGE_EXTENSIONS
-            kind = "image" if image else "label" if extension == "cls" else None
-            entry = samples.setdefault(f"{parent}/{stem}", {})
+            sample = sample_of(member.name)
+            if sample is None:
+                continue
+            key, extension = sample
+            entry = samples.setdefault(key, {})
+            kind = "image" if extension in IMAGE_EXTENSIONS else "label"
+            if kind == "label" and extension != "cls":
+                continue
             if kind in entry:
-                raise ValueError(f"{path}: {member.name} is a second {kind} of the same sample")
-            if kind:
-                entry[kind] = (
-                    (member.offset_data, member.size) if image else _label(tar, member, path)
+                raise ValueError(
+                    f"{path}: {member.name} is a second {kind} of the same sample; {NAME_RULE}"
                 )
+            if kind == "image":
+                entry[kind] = (member.offset_data, member.size)
+            else:
+                entry[kind] = _label(tar, member, path)
     labelled = any("label" in entry for entry in samples.values())
     for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
             missing = "image" if "image" not in entry else ".cls file"
-            raise ValueError(f"{path}: sample {key.removeprefix('/')} has no {missing}")
+            raise ValueError(
+                f"{path}: sample {key.removeprefix('/')} has no {missing}; {NAME_RULE}"
+            )
     rows = [(*entry["image"], entry.get("label", -1)) for entry in samples.values()]
     return np.array(rows, np.int64).reshape(-1, 3)
 
@@ -169,44 +164,82 @@ def _label(tar: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> int:
 # int64 [1 + N, 3] as .npy: first INDEX_FORMAT and the shard's size and time, then offset, size and label of each sample.
 
 
+def _index_places(shard: Path) -> tuple[Path, Path]:
+    """Return where the index of a shard may be: beside it, and in the user's cache."""
+    return places_beside(shard.parent, f".{shard.name}.index.npy")
+
+
 def index_file(shard: Path) -> Path:
-    """Return where the index of a shard is: beside it, or in the user's cache if it has none there and cannot get one."""
-    folder, name = shard.parent, f".{shard.name}.index.npy"
-    # The mode is asked too, because root may write into folders that are meant to be read-only.
-    if (
-        (folder / name).exists()
-        or folder.stat().st_mode & stat.S_IWUSR
-        and os.access(folder, os.W_OK)
+    """Return where the index of a shard is written: beside it, or in the user's cache if that cannot be."""
+    return writable_place(shard.parent, f".{shard.name}.index.npy")
+
+
+def _table_of(
+    shard: Path, size_and_time: tuple[int, int], entry: dict | None, record: Path
+) -> tuple[np.ndarray, str]:
+    """Return offsets, sizes and labels of a shard, int64 [N, 3], and how they were found.
+
+    "kept": in the index. "hashed": in the index of a shard of another time, as of a copy, whose sha256 is that of its
+    `entry` in the record. "stale": such a shard without a record was read. "new": it had no index.
+    """
+    earlier = None
+    for file in filter(Path.exists, _index_places(shard)):
+        made_of, table = _read_index(file, size_and_time[0])
+        if made_of == size_and_time:
+            return table, "kept"
+        earlier = file, made_of, table
+    if earlier is None:
+        return scan(shard), "new"
+    file, made_of, table = earlier
+    problem = f"{shard} was changed since the index {file} was made"
+    if made_of[0] != size_and_time[0]:
+        raise ValueError(f"{problem}; delete the index to build it again")
+    if entry is None:
+        return scan(shard), "stale"
+    if sha256_of(shard) != entry["sha256"]:
+        raise ValueError(
+            f"{problem}: it does not have the sha256 of {record.name}; bring it back, or delete both to take it as it is"
+        )
+    return table, "hashed"
+
+
+def _on_new_times(folder: Path, found: dict[str, list[Path]], record: Path) -> list[str]:
+    """Say which shards have another time than their index."""
+    remarks = []
+    for how, then in (
+        ("hashed", f"their sha256 is that of {record.name}"),
+        ("stale", f"they are indexed anew, since no {record.name} has their sha256"),
     ):
-        return folder / name
-    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[
-        :8
-    ]  # other folders have the same name
-    return cache_folder() / "index" / f"{folder.name}-{which}" / name
+        if found[how]:
+            count = f"{len(found[how])} of {sum(map(len, found.values()))} shards"
+            remarks.append(f"{folder}: {count} have another time than their index; {then}")
+    return remarks
 
 
-def _read_index(file: Path, shard: Path, size_and_time: tuple[int, int]) -> np.ndarray:
-    """Read a shard's offsets, sizes and labels, int64 [N, 3]."""
+def _write_index(file: Path, size_and_time: tuple[int, int], table: np.ndarray) -> None:
+    rows = np.concatenate([[(INDEX_FORMAT, *size_and_time)], table])
+    with whole_file(file, shared=True) as opened:
+        np.save(opened, rows, allow_pickle=False)
+
+
+def _read_index(file: Path, size: int) -> tuple[tuple[int, int], np.ndarray]:
+    """Read the size and time of the shard that an index was made of, and offsets, sizes and labels, int64 [N, 3]."""
     try:
         with open(file, "rb") as opened:
             table = np.lib.format.read_array(opened, allow_pickle=False)
         if table.dtype != np.int64 or table.shape[1:] != (3,) or table[0, 0] != INDEX_FORMAT:
             raise ValueError("of another version")
-        changed, table = tuple(table[0, 1:]) != size_and_time, table[1:]
-        offset, size, label = table.T
-        outside = (np.minimum(offset, size) < 0) | (offset > size_and_time[0] - size)
-        if not changed and (outside | (label < -1) | (label >= MAX_CLASSES)).any():
+        made_of, table = tuple(table[0, 1:].tolist()), table[1:]
+        offset, length, label = table.T
+        outside = (np.minimum(offset, length) < 0) | (offset > size - length)
+        if made_of[0] == size and (outside | (label < -1) | (label >= MAX_CLASSES)).any():
             raise ValueError(
                 f"samples outside of their shard, or labels outside of -1 to {MAX_CLASSES - 1}"
             )
     except Exception as error:  # damaged headers make many kinds
         problem = f"not an index that can be read ({reason_of(error)})"
         raise ValueError(f"{file}: {problem}; delete it to build it again") from None
-    if changed:
-        raise ValueError(
-            f"{shard} was changed since the index {file} was made; delete the index to build it again"
-        )
-    return table
+    return made_of, table
 
 
 @lru_cache(maxsize=MAX_OPEN_SHARDS)  # there may be more shards than a process may open

@@ -1,6 +1,6 @@
 """What all sources of images share, and the smallest: the digits of scikit-learn, which need no download."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -8,6 +8,8 @@ import numpy as np
 from PIL import Image
 
 from moh_vision.data.decode import UnreadableImage, decode_image
+
+MAX_CLASSES = 1_000_000  # without names the largest label says how many there are
 
 
 class ImageSource:
@@ -20,6 +22,8 @@ class ImageSource:
     )  # class numbers, int64 [N]; without classes 0, which a DiT takes for "no class"
     channels = 3  # 1: grey images
     img_size: int | None = None  # side of the images, if all are squares of one size
+    numbered = False  # whether classes have no names but the numbers up to the largest label
+    remarks: Sequence[str] = ()  # lines on what was left out or assumed, for the user
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,6 +66,15 @@ class ImageSource:
     def identities(self) -> Iterator[bytes]:
         """Yield bytes that tell the files from changed ones, beside the labels in their order."""
         yield from self.listing()
+
+
+def first_size(source: ImageSource) -> str:
+    """Return in words the size of a source's first image, behind a message; "" if it cannot be read."""
+    try:
+        width, height = source.image(0).size
+    except UnreadableImage:
+        return ""
+    return f"; the first has {width} x {height} pixels"
 
 
 def read_file(path: str | Path, where: str) -> bytes:

@@ -9,14 +9,17 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
-from moh_vision.data.folder import IMAGES, ImageFolder, split_folder, subfolders
+from moh_vision.data.decode import is_transparent
+from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
 from moh_vision.data.stream import ShardStream
+from moh_vision.engine.commands import some_of
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
+LOOKED_AT = 64  # images of a split, evenly spread, that are asked for transparent pixels
 
 
 def latents_path(folder: Path, split: str) -> Path:
@@ -31,14 +34,14 @@ def is_latent_cache(root: str, split: str = "train") -> bool:
 
 def has_split(root: str, split: str) -> bool:
     """Return whether there is a folder `split` in a folder, or shards of it."""
-    return bool(split_folder(root, split)) or any(Path(root).glob(f"{split}-*.tar"))
+    return split in split_folders(root) or any(Path(root).glob(f"{split}-*.tar"))
 
 
 def open_source(root: str, split: str) -> ImageSource:
     """Open the images of "train" or "val".
 
-    `root`: "digits", "hfds/NAME", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset shards; without
-    classes the images are in train/ and val/ themselves, or all in `root` for "train".
+    `root`: "digits", "hfds/NAME[?label=COLUMN]", a folder with train/CLASS/... and val/CLASS/..., or one of webdataset
+    shards; without classes the images are in train/ and val/ themselves, or all in `root` for "train".
     """
     if root == "digits":
         return Digits(split)
@@ -53,7 +56,7 @@ def open_source(root: str, split: str) -> ImageSource:
         raise ValueError(
             f"data.root {root}: latents, which train_dit.py reads; images are needed here"
         )
-    if folder := split_folder(root, split):
+    if folder := split_folders(root).get(split):
         return ImageFolder(folder, Path(root).name)
     if has_split(root, split):
         return Shards(root, split)
@@ -64,7 +67,8 @@ def open_source(root: str, split: str) -> ImageSource:
         and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*"))
     ):
         return ImageFolder(root, Path(root).name)
-    problem = f"data.root {root}: neither {split}-*.tar shards nor a folder {split} in it"
+    missing = f"neither {split}-*.tar shards nor a folder {split} in it that is a split"
+    problem = f"data.root {root}: {missing}"
     if classes:
         divided = f"python -m moh_vision shards --in {shlex.quote(root)} --out DIR --val-fraction 0.1 divides them"
         problem += f"; if its folders are classes, put them into train and val, or {divided}"
@@ -75,7 +79,7 @@ def open_splits(root: str, train=None) -> tuple:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
     train = with_classes(root, open_source(root, "train") if train is None else train)
     val = open_source(root, "val")
-    check_same_classes(train.classes, "train", val, f"data.root {root}")
+    match_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
 
 
@@ -84,18 +88,20 @@ def with_classes(root: str, source: ImageSource) -> ImageSource:
     if not source.classes:
         raise ValueError(
             f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them"
+            + "".join(f" ({remark})" for remark in source.remarks)
         )
     return source
 
 
-def check_same_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
-    """Raise ValueError, naming a class, unless `val` has the classes that `owner` ("train", or a checkpoint) has.
+def match_classes(expected: list[str], owner: str, val: ImageSource, named: str) -> None:
+    """Number the classes of `val` as those of `owner` ("train", or a checkpoint), by their names.
 
-    Shards without classes.txt number their classes up to the largest label; there, val may lack the last ones.
+    Raise ValueError, naming a class, unless both have the same ones. Shards without classes.txt number their classes up
+    to the largest label, as other `numbered` sources do; there, val may lack the last ones.
     """
     numbers = [str(c) for c in range(len(expected))]
     if (
-        isinstance(val, Shards)
+        val.numbered
         and val.classes
         and expected == numbers
         and val.classes == numbers[: len(val.classes)]
@@ -103,21 +109,59 @@ def check_same_classes(expected: list[str], owner: str, val: ImageSource, named:
         val.classes = list(expected)
     if val.classes == expected:
         return
-    problem = "in another order"
-    if odd := sorted(set(expected) ^ set(val.classes)):
+    refuse_other_classes(expected, owner, val.classes, named)
+    number = {name: c for c, name in enumerate(expected)}
+    val.labels = np.array([number[name] for name in val.classes], np.int64)[val.labels]
+    val.classes = list(expected)
+
+
+def refuse_other_classes(expected: list[str], owner: str, classes: list[str], named: str) -> None:
+    """Raise ValueError, naming a class, unless `classes` of val are those of `owner`, in any order that names tell."""
+    if expected == classes:
+        return
+    if odd := sorted(set(expected) ^ set(classes)):
         problem = f"class {odd[0]!r} is only in {owner if odd[0] in expected else 'val'}"
+    elif len(set(expected)) == len(expected) == len(classes):
+        return
+    else:
+        twice = next(name for name in classes if max(expected.count(name), classes.count(name)) > 1)
+        problem = f"two classes are called {twice!r}"
     raise ValueError(
-        f"{named}: {len(expected)} classes in {owner}, {len(val.classes)} in val; {problem}"
+        f"{named}: {len(expected)} classes in {owner}, {len(classes)} in val; {problem}"
     )
 
 
 def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
-    """Describe in one line the images of a run, and how often it sees them."""
+    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out."""
     checked = f", {len(val)} for validation" if val is not None else ""
     if val is not None and len(val) > len(train):
         checked += " (more for validation than for training: are train and val exchanged?)"
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
-    return f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
+    first = f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
+    remarks = [*train.remarks, *(val.remarks if val is not None else ())]
+    return "\n".join([first, *dict.fromkeys(remarks)])
+
+
+def say_transparent(named: str, sources: dict[str, ImageSource], say: Callable) -> None:
+    """Say for each split, by its name, how many of its images have transparent pixels, which training does not see."""
+    for split, source in sources.items():
+        if not isinstance(source, (ImageFolder, Shards, HubDataset)):
+            continue
+        looked_at = np.linspace(0, len(source) - 1, min(LOOKED_AT, len(source))).astype(int)
+        found = [number for number in looked_at.tolist() if _is_transparent(source, number)]
+        if found:
+            say(
+                f"{named}, {split}: {len(found)} of {len(looked_at)} images that were looked at have transparent pixels "
+                f"(first {source.where(found[0])}): alpha is dropped, and the colours under it are seen; "
+                "flatten them onto a background if they should not be"
+            )
+
+
+def _is_transparent(source: ImageSource, number: int) -> bool:
+    try:
+        return is_transparent(source.read(number))
+    except Exception:  # decoders raise many kinds; what is unreadable is told where it is read
+        return False
 
 
 def of_classes(source) -> str:
@@ -168,7 +212,7 @@ class DataRecord:
             if same_classes and "data.root" in self.allowed:
                 say(f"{problem}; accepted")
                 continue
-            new = f"start a run of these classes: --output NEW --init-from {run}"
+            new = f"start a run of these classes: --output NEW --init-from {shlex.quote(str(run))}"
             way = "accept the change: --allow-change data.root" if same_classes else new
             raise ValueError(f"{problem}. Bring them back, or {way}")
 
@@ -195,7 +239,5 @@ def _changes(old: dict, new: dict) -> str:
     )
     if before == now:
         return "other files, or the classes in another order"
-    gone, more = (
-        ", ".join(sorted(classes)[:6]) or "none" for classes in (before - now, now - before)
-    )
+    gone, more = (some_of(sorted(classes), 6) or "none" for classes in (before - now, now - before))
     return f"classes (samples) gone: {gone}; new: {more}"

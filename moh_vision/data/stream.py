@@ -26,15 +26,14 @@ from webdataset.tariterators import group_by_keys
 from moh_vision.data.decode import UnreadableImage, decode_image
 from moh_vision.data.order import StepBatches
 from moh_vision.data.records import read_record, record_path, refuse_difference
-from moh_vision.data.shards import IMAGE_EXTENSIONS, class_names
 from moh_vision.data.sources import ImageSource
-from moh_vision.data.tars import members, open_tar
+from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 from moh_vision.engine.commands import message_of, say
+from moh_vision.engine.io import class_names
 from moh_vision.engine.seeds import Stream, derive_seed
 
 PATIENCE = 300  # seconds that a shard that cannot be read is tried again
 SILENCE = 60  # seconds without a byte after which a server counts as gone
-META = re.compile("__[^/]*__($|/)")  # members that webdataset passes over, by their names
 BUFFER = 1000  # samples that a worker shuffles, as they are in the shard
 PROMISE = (
     "data.exact_order false: images come as webdataset's stream shuffles them; their order depends on processes and "
@@ -152,13 +151,13 @@ class ShardStream(ImageSource):
             raise UnreadableImage(
                 f"{name}: label {text!r}, expected a .cls of 0 to {len(self.classes) - 1}"
             )
-        data = next(
-            (self._sample[ending] for ending in IMAGE_EXTENSIONS if ending in self._sample), None
-        )
-        if data is None:
+        images = [ending for ending in IMAGE_EXTENSIONS if ending in self._sample]
+        if not images:
             raise UnreadableImage(f"{name}: no image, which ends in {', '.join(IMAGE_EXTENSIONS)}")
+        if len(images) > 1:
+            raise UnreadableImage(f"{name}: {images[1]} is a second image of the same sample")
         self.labels = {name: int(text)}
-        return decode_image(data, name)
+        return decode_image(self._sample[images[0]], name)
 
     def _named(self, samples: Iterable[dict]) -> Iterator[str]:
         for sample in samples:
@@ -193,7 +192,7 @@ class ShardStream(ImageSource):
                 contextlib.closing(StreamedFile(url, patience)) as file,
                 open_tar(url, file) as tar,
             ):
-                plain = (m for m in members(tar, url) if not META.match(m.name))
+                plain = (m for m in members(tar, url) if sample_of(m.name))
                 files = (
                     dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain
                 )

@@ -1,16 +1,34 @@
 """Tar files of shards, read to their last byte: what is cut off, damaged, or has something behind its end is refused."""
 
 import math
+import re
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from webdataset.tariterators import base_plus_ext
+
+from moh_vision.data.folder import IMAGES
 from moh_vision.engine.commands import BadData, reason_of
 
 MOST_ZEROS = (
     tarfile.RECORDSIZE + tarfile.BLOCKSIZE
 )  # two blocks, filled up to a record of 20 (tar's -b)
+META = re.compile("__[^/]*__($|/)")  # members that webdataset passes over, by their names
+IMAGE_EXTENSIONS = tuple(ending.removeprefix(".") for ending in IMAGES)
+
+
+def sample_of(name: str) -> tuple[str, str] | None:
+    """Return key and extension, in lower case, of a member of a shard; None if it is of no sample.
+
+    As in webdataset, the key ends at the first dot of the base name. README, .DS_Store and ._0001.jpg have no key.
+    """
+    key, extension = base_plus_ext(name)
+    # webdataset takes the key of FOLDER/.DS_Store for FOLDER/.
+    if META.match(name) or key is None or key.endswith("/"):
+        return None
+    return key, extension.lower()
 
 
 class _Header(tarfile.TarInfo):

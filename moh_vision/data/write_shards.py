@@ -33,17 +33,26 @@ import webdataset
 from PIL import Image
 
 from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in_8_bits
-from moh_vision.data.folder import VAL_NAMES, ImageFolder, subfolders
+from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
-from moh_vision.data.shard_writer import ShardWriter, end_with, one_line, plan_shards
-from moh_vision.data.shards import IMAGE_EXTENSIONS, Shards, index_file
-from moh_vision.data.splits import check_same_classes, of_classes
-from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say
+from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
+from moh_vision.data.shards import Shards, index_file
+from moh_vision.data.splits import match_classes, of_classes, say_transparent
+from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say, some_of
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
 
 KEPT = "shards"  # what an interrupted command finds again
 # MPO: a JPEG with more pictures behind it.
-STORED = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
+# Formats of the files that an image folder may have, and their endings in shards.
+STORED = {
+    "JPEG": "jpg",
+    "MPO": "jpg",
+    "PNG": "png",
+    "WEBP": "webp",
+    "BMP": "bmp",
+    "PPM": "ppm",
+    "TIFF": "tif",
+}
 # fork where it is safe: a fresh interpreter would import torch first, for seconds, in every worker.
 CONTEXT = multiprocessing.get_context("fork" if os.uname().sysname == "Linux" else "spawn")
 
@@ -85,8 +94,10 @@ def work(o: Namespace) -> None:
     _check(o)
     splits, out = _read_folders(o), Path(o.out)
     for images in splits.values():
-        _refuse_names(images, stored=o.size is None)
-    check_same_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
+        _refuse_names(images)
+    if o.size is not None:  # else alpha stays in the files
+        say_transparent(f"--in {o.source}", splits, say)
+    match_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
     classes = "".join(f"{label}\n" for label in images.classes)
     names = out / "classes.txt"
     if names.exists() and names.read_bytes() != classes.encode():
@@ -140,21 +151,19 @@ def _check(o: Namespace) -> None:
 def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
     source, val_fraction = Path(o.source), o.val_fraction
-    places = _split_folders(source)
+    places = split_folders(source) or {"train": source}
     if val_fraction is not None and places != {"train": source}:
         raise ValueError(
             f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})"
         )
     splits = {name: ImageFolder(place) for name, place in places.items()}
-    left_out = [path for images in splits.values() for path in images.left_out]
-    if source not in places.values():
-        left_out = (
-            sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
-            + left_out
-        )
-    if left_out:
-        shown = ", ".join(map(one_line, left_out[:5]))
-        say(f"left out, not in a split or no images by their names ({len(left_out)}): {shown}")
+    beside = sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
+    if beside and source not in places.values():
+        shown = some_of(map(one_line, beside), 5)
+        say(f"left out of {source}: {len(beside)} in no split ({shown})")
+    for images in splits.values():
+        for remark in images.remarks:
+            say(remark)
     if val_fraction is not None:
         images = splits["train"]
         # By a hash of their names: more files leave the others where they are.
@@ -176,35 +185,12 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     return splits
 
 
-def _split_folders(root: Path) -> dict[str, Path]:
-    """Return split name -> folder of its class folders, or of its images.
-
-    ROOT/train and ROOT/val (or ROOT/validation) that hold folders are splits, and without classes both if ROOT has no
-    other folders; otherwise the folders in ROOT are classes.
-    """
-    there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
-    if (
-        not there
-        or there != subfolders(root)
-        and not any(subfolders(root / name) for name in there)
-    ):
-        return {"train": root}
-    if set(VAL_NAMES) <= set(there):
-        raise ValueError(f"--in {root}: both val and validation are there; move one away")
-    return {"train" if name == "train" else "val": root / name for name in there}
-
-
-def _refuse_names(images: ImageFolder, stored: bool) -> None:
-    """Refuse classes that classes.txt cannot hold, and files that shards cannot hold if they are `stored` as they are."""
+def _refuse_names(images: ImageFolder) -> None:
+    """Refuse classes that classes.txt cannot hold."""
     for label in images.classes:
         if label != label.strip() or label.splitlines() != [label] or label != one_line(label):
             raise ValueError(
                 f"{images.folder}: class folder {label!r}: a class name must be UTF-8 without line breaks and outer spaces"
-            )
-    for index in range(len(images) if stored else 0):
-        if not images.path(index).lower().endswith(IMAGE_EXTENSIONS):
-            raise ValueError(
-                f"{images.where(index)}: training reads jpg, png and webp; give --size to store JPEG, or convert it"
             )
 
 
@@ -319,8 +305,9 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         image.load()
         if size is None:
             if image.format not in STORED:
+                known = ", ".join(dict.fromkeys(STORED.values()))
                 raise ValueError(
-                    f"{image.format} inside; training reads jpg, png and webp (--size stores JPEG)"
+                    f"{image.format} inside; shards store {known} (--size stores JPEG)"
                 )
             return STORED[image.format], data
         image = in_8_bits(image).convert("RGB")

@@ -16,6 +16,7 @@ from moh_vision.engine.config import (
     ModelConfig,
     OpenedConfig,
 )
+from moh_vision.engine.io import composed
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
@@ -32,7 +33,7 @@ PROTOCOLS = dict(
 
 
 def class_numbers(
-    key: str, asked: Sequence[str], names: Mapping[str, int], count: int
+    key: str, asked: Sequence[str], names: Mapping[int, str], count: int
 ) -> list[int]:
     """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
     if asked and not names:
@@ -40,13 +41,13 @@ def class_numbers(
     by_name, chosen = numbers_by_name(names), []
     for text in asked:
         by_number = [int(text)] if text.isdecimal() and int(text) < count else []
-        numbers = by_name.get(text, by_number)
+        numbers = by_name.get(composed(text), by_number)
         if len(numbers) > 1:
             raise ValueError(
                 f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number"
             )
         if not numbers:
-            near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(names)[:5]
+            near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(by_name)[:5]
             allowed = f"there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
             raise ValueError(f"{key} {text}: no such class; {allowed}")
         chosen += numbers
@@ -57,9 +58,7 @@ def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> l
     """Return the numbers of the classes asked for, each once; None: all of `names`, or "no class" where there are none."""
     if asked is None:
         return list(range(len(names))) or [0]
-    numbers = class_numbers(
-        key, asked, {name: number for number, name in enumerate(names)}, len(names)
-    )
+    numbers = class_numbers(key, asked, dict(enumerate(names)), len(names))
     for place, number in enumerate(numbers):
         if number in numbers[:place]:
             raise ValueError(
@@ -317,7 +316,7 @@ class SampleConfig(Guided):
     score_file: str | None = key(None, needs="score")
     """Where the scores go; left out: scores.json in the run (of a checkpoint: scores_step_N.json)."""
     overwrite: bool = key(False)
-    """Replace what is at the output paths."""
+    """Replace what is at the output paths; in a folder the samples that sample.py wrote there, other files stay."""
 
     def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():

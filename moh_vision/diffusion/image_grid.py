@@ -1,7 +1,9 @@
 """Images in files: grids, folders of PNGs, .npz, and how noise becomes images."""
 
 import itertools
+import json
 import os
+import re
 import shutil
 import textwrap
 import zipfile
@@ -11,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from moh_vision.diffusion.fonts import drawable, font_for
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.engine.io import hidden_path, whole_file
+from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import hidden_path, whole_file, write_whole
 
 CELL, GAP = 48, 2  # pixels of an image and between images
 NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
@@ -24,10 +28,47 @@ LINE_GAP = 2  # pixels between the lines of a name
 SHOWN = 8  # images whose denoising is shown
 MOMENTS = {".png": 8, ".gif": 25}  # by the file's ending, at most
 FRAME_MS, LAST_FRAME_MS = 120, 2000
+WRITTEN = ".samples.json"  # in a folder of samples: the names of those that we wrote there
+
+
+def sample_name(number: int) -> str:
+    """Return the file name of a sample in a folder."""
+    return f"{number:06d}.png"
+
+
+def written_samples(out: Path) -> set[str]:
+    """Return the names of the samples that `write_images` put into a folder, by its own list there."""
+    listing = out / WRITTEN
+    if not listing.is_file():
+        return set()
+    try:
+        names = json.loads(listing.read_text())
+        # The list says what may be deleted: a damaged one must not name other files.
+        if not all(re.fullmatch(r"\d{6,}\.png", name) for name in names):
+            raise ValueError("it names other files")
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{listing} is no list of samples ({reason_of(error)}); delete it to keep the images there"
+        ) from None
+    return set(names)
+
+
+def refuse_strangers(option: str, out: Path, count: int) -> list[str]:
+    """Refuse a folder where other files have the names of `count` samples; return the names of all others there."""
+    strangers = {file.name for file in out.iterdir()} - written_samples(out) - {WRITTEN}
+    taken = strangers.intersection(map(sample_name, range(count)))
+    if taken:
+        raise ValueError(
+            f"{option} {out} holds {min(taken)}, which sample.py did not write there; give another folder"
+        )
+    return sorted(strangers)
 
 
 def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
-    """Write batches (first number, uint8 [B, C, h, w]) as PNGs in a folder, or as the .npz of ADM's evaluator."""
+    """Write batches (first number, uint8 [B, C, h, w]) as PNGs in a folder, or as the .npz of ADM's evaluator.
+
+    Samples that were written there before are replaced; other files stay.
+    """
     if out.suffix == ".npz":  # as numpy.savez, without all images in memory
         with whole_file(out) as place, zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as archive:
             with archive.open("arr_0.npy", "w", force_zip64=True) as file:
@@ -49,19 +90,25 @@ def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Pat
         for first, batch in batches:
             list(
                 pool.map(
-                    lambda i, x: to_pil_image(x).save(hidden / f"{i:06d}.png"),
+                    lambda i, x: to_pil_image(x).save(hidden / sample_name(i)),
                     itertools.count(first),
                     batch,
                 )
             )
-    if out.exists():  # earlier images stay until all are written
-        for stale in out.glob("*.png"):
-            stale.unlink()
-        for file in hidden.iterdir():
-            file.rename(out / file.name)
-        hidden.rmdir()
-    else:
+    names = [sample_name(number) for number in range(len(labels))]
+    if not out.exists():
+        write_whole(hidden / WRITTEN, json.dumps(names))
         hidden.rename(out)
+        return
+    earlier = written_samples(out)
+    # Before the files: after a kill in between, the list still names all that are ours.
+    write_whole(out / WRITTEN, json.dumps(sorted(earlier.union(names))))
+    for name in earlier:
+        (out / name).unlink(missing_ok=True)
+    for name in names:
+        (hidden / name).rename(out / name)
+    write_whole(out / WRITTEN, json.dumps(names))
+    hidden.rmdir()
 
 
 def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
@@ -90,8 +137,10 @@ def image_grid(
     factor = max(1, round(CELL / height))
     rows = -(-n // columns)
     height, width = height * factor, width * factor
-    font = ImageFont.load_default(max(12, min(height // 5, 24)))
-    texts = _in_lines([str(name) for name in names], height // (sum(font.getmetrics()) + LINE_GAP))
+    names = [str(name) for name in names]
+    font = font_for("".join(names), max(12, min(height // 5, 24)))
+    names = [drawable(name, font) for name in names]
+    texts = _in_lines(names, height // (sum(font.getmetrics()) + LINE_GAP))
     margin = max(
         (int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()),
         default=0,

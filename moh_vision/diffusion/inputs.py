@@ -9,6 +9,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_spread
+from moh_vision.data.sources import first_size
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents, cropped
@@ -44,12 +45,15 @@ def open_inputs(
     if (cached or vae != "none") and augment not in ("none", "flip"):
         raise ValueError(f"data.augment {augment}: with latents it is none or flip")
     if cached:
-        return CachedInputs(LatentCache(root, split), root, vae, img_size, augment)
+        cache = LatentCache(root, split)
+        cache.check_sums()
+        return CachedInputs(cache, root, vae, img_size, augment)
     source = stream or open_source(root, split)
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:
-        raise ValueError(f"data.img_size is needed for {root}: the images there have no one size")
+        hint = "" if stream else first_size(source)
+        raise ValueError(f"data.img_size is needed for {root}: images are cropped to it{hint}")
     return PixelInputs(source, img_size or source.img_size, augment)
 
 

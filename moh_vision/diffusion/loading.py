@@ -6,8 +6,9 @@ import math
 from pathlib import Path
 
 import timm
+import torch
 from diffusers.utils import logging
-from torch import nn
+from torch import Tensor, nn
 
 from moh_vision.data.imagenet import unnamed_classes
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
@@ -17,12 +18,16 @@ from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
 from moh_vision.engine.commands import reason_of, refuse_missing
 from moh_vision.engine.io import run_of
+from moh_vision.engine.ranks import say
+from moh_vision.models.class_names import saved_with
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
-from moh_vision.models.weights import FAMILIES, create, from_run, load_checkpoint
+from moh_vision.models.weights import FAMILIES, create, from_run, load_tensors
 
 # Sizes come from files that strangers write; these limits bound the memory that a model takes.
-LARGEST = dict(img_size=1024, in_chans=1024, num_classes=100_000)
+LARGEST = dict(img_size=1024, in_chans=1024)
+MOST_CLASSES = 100_000
+TABLE = "embedding_table.weight"  # how the name of a label table ends
 
 
 def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
@@ -105,9 +110,9 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
     """
     metadata = dict(objective="noise", shift=1.0, label_drop=None, run=None, vae=None)
     if name:
-        model = published_model(path, name, weights)
+        model, more = published_model(path, name, weights)
+        metadata.update(more, architecture=name)
         file = weights_file(path, weights)
-        metadata.update(architecture=name, classes=unnamed_classes(model.config.num_classes))
     elif (Path(path) / "model_index.json").is_file():
         logging.disable_progress_bar()  # three parts are there at once
         try:
@@ -160,11 +165,15 @@ def _sha256(vae) -> str | None:
     return vae_fingerprint(vae) if isinstance(vae, nn.Module) else vae and vae["sha256"]
 
 
-def published_model(path: str, name: str, weights: str) -> nn.Module:
-    """Open the model `name` in eval mode, with weights of a file or folder, or fetched for its name."""
+def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict]:
+    """Open the model `name` in eval mode, with weights of a file or folder, or fetched for its name.
+
+    Also return its classes and, if it has no label "no class", label_drop 0.
+    """
     if path == name and not Path(path).exists():
         try:
-            return create(name, "diffusion", pretrained=True).eval()
+            model = create(name, "diffusion", pretrained=True).eval()
+            return model, dict(classes=unnamed_classes(model.config.num_classes))
         except (RuntimeError, OSError) as error:  # none are published, or the fetch failed
             raise ValueError(
                 f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE"
@@ -173,31 +182,76 @@ def published_model(path: str, name: str, weights: str) -> nn.Module:
     file = weights_file(path, weights)
     if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
         raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")
-    sizes = _sizes(file, weights)
+    state = read_tensors(file, weights)
+    sizes = _sizes(file, state)
+    state, metadata = _with_no_class(file, state)
+    sizes["num_classes"] = len(metadata["classes"])
     try:
-        model = create(name, "diffusion", **sizes).eval()
-        load_checkpoint(model, path, weights)
+        model = load_tensors(create(name, "diffusion", **sizes).eval(), state, file)
     except ValueError as error:
-        fits = "".join(f"; --model {other} fits" for other in _fitting(name, path, sizes)[:1])
+        fits = "".join(
+            f"; --model {other} fits" for other in _fitting(name, file, state, sizes)[:1]
+        )
         raise ValueError(str(error).replace("model.name", "--model", 1) + fits) from None
-    return model
+    return model, metadata
 
 
-def _fitting(name: str, path: str, sizes: dict) -> list[str]:
+def _with_no_class(file: Path, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict]:
+    """Give label tables of official weights the row of "no class" where they have none; also return metadata.
+
+    The official DiT has such a row only if labels were dropped in training (class_dropout_prob above 0). The file does
+    not say so, but the names in a classes.txt beside it are as many as the classes.
+    """
+    tables = {name: table for name, table in state.items() if name.endswith(TABLE)}
+    rows = min((len(table) for table in tables.values() if table.ndim == 2), default=0)
+    if not rows:
+        return state, dict(classes=[])  # a damaged file, which `load_tensors` refuses
+    if rows - 1 > MOST_CLASSES:
+        raise ValueError(f"{file}: num_classes {rows - 1} is out of range: 1 to {MOST_CLASSES}")
+    names = saved_with(file)
+    if names is None and rows == 1:
+        raise ValueError(
+            f'{file}: the label table has one row, which may be a class or "no class"; a classes.txt beside it with the '
+            "name of the class says that it is a class"
+        )
+    if names is None:
+        classes = unnamed_classes(rows - 1)
+        # ImageNet's 1,000 have names, and their published models all have "no class".
+        if classes[0] == "0":
+            say(
+                f'{file}: the label table has {rows} rows, taken for {rows - 1} classes and "no class"; if it has no row '
+                "of that, as after class_dropout_prob 0, a classes.txt beside it with all names says so"
+            )
+        return state, dict(classes=classes)
+    if len(names) == rows - 1:
+        return state, dict(classes=names)
+    if len(names) != rows:
+        raise ValueError(
+            f"{file}: the label table has {rows} rows, but there are names of {len(names)} classes; expected {rows}, or "
+            f'{rows - 1} and "no class"'
+        )
+    say(f'{file}: the label table has no row of "no class", so that there is no guidance')
+    widened = {
+        name: torch.cat([table, torch.zeros_like(table[:1])]) for name, table in tables.items()
+    }
+    return {**state, **widened}, dict(classes=names, label_drop=0.0)
+
+
+def _fitting(name: str, file: Path, state: dict[str, Tensor], sizes: dict) -> list[str]:
     """Return the other models of the same size that take the weights."""
     size, fitting = name.rpartition("_")[0], []
     for other in [
         n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module)
     ]:
         with contextlib.suppress(ValueError):
-            if other != name and load_checkpoint(create(other, "diffusion", **sizes), path):
+            if other != name and load_tensors(create(other, "diffusion", **sizes), state, file):
                 fitting.append(other)
     return fitting
 
 
-def _sizes(file: Path, weights: str) -> dict:
-    """Read what `create` needs from official or diffusers' weights."""
-    state, sizes = read_tensors(file, weights), {}
+def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
+    """Find what `create` needs in official or diffusers' weights, which `file` holds."""
+    sizes = {}
 
     def shape(ndim: int, *names: str) -> tuple | None:
         return next(
@@ -211,12 +265,7 @@ def _sizes(file: Path, weights: str) -> dict:
 
     kernel = shape(4, "x_embedder.proj.weight", "pos_embed.proj.weight")  # [C, in, p, p]
     last = shape(2, "final_layer.linear.weight", "proj_out_2.weight")  # [p * p * out, C]
-    labels, positions = (
-        shape(2, "embedding_table.weight"),
-        shape(3, "pos_embed"),
-    )  # [classes, C], [1, N, C]
-    if labels:
-        sizes["num_classes"] = labels[0] - 1
+    positions = shape(3, "pos_embed")  # [1, N, C]
     if kernel:
         sizes["in_chans"] = kernel[1]
     if kernel and last:

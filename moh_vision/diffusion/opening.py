@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from moh_vision.data.batches import BadSamples, calibration_halves
+from moh_vision.data.splits import match_classes
 from moh_vision.diffusion.config import OpenedDitConfig, SampleConfig, ScoreConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.inputs import PixelInputs, open_inputs
@@ -21,6 +22,7 @@ from moh_vision.diffusion.sample import Drawing
 from moh_vision.diffusion.task import DiffusionTask
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.opened import Opened
+from moh_vision.engine.ranks import say
 
 KEPT = (
     "out",
@@ -61,6 +63,10 @@ class OpenedDiffusion(Opened):
         if sizes != given:
             takes = f"the model of {path} takes {sizes}"
             raise ValueError(f"data.root {d.root} has side, channels and classes {given}, {takes}")
+        for remark in inputs.source.remarks:
+            say(remark)
+        named = f"data.root {d.root}"
+        match_classes(self.metadata["classes"], f"--checkpoint {path}", inputs.source, named)
         trained, made = self.metadata["vae"] and LatentSpace(**self.metadata["vae"]), inputs.space
         if (trained and trained.sha256) != (made and made.sha256):
             raise ValueError(

@@ -97,9 +97,8 @@ class MoHDiTPipeline(DiffusionPipeline):
             raise ValueError(
                 f"class_labels {asked[:5]}: this pipeline has no class names, pass class numbers"
             )
-        return class_numbers(
-            "class_labels", asked, self.labels, self.transformer.config.num_classes
-        )
+        names = {int(number): str(name) for number, name in self.config.id2label.items()}
+        return class_numbers("class_labels", asked, names, self.transformer.config.num_classes)
 
     @torch.no_grad()
     def __call__(

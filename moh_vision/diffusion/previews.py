@@ -147,7 +147,9 @@ class Previews(Samples):
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
                 log.pictures(run.done, "samples", images)
-                how = f"{self.sampler}, {c.steps} steps, {c.guidance}{', EMA' * bool(run.ema)}"
+                how = f"{self.sampler}, {c.steps} steps, {c.guidance}"
+                if run.ema:
+                    how = f"{how}, {run.averaged}"
                 log.say(f"preview ({how}): {path}")
         except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
@@ -195,4 +197,5 @@ class Scores(Samples):
         clear()
         self.failed += bool(problem)
         scores, text = (dict(error=problem), f"no scores: {problem}") if problem else drawn
-        run.event({"scores": scores}, f"scores after {run.done} steps:\n{text}")
+        of = f" ({run.averaged})" if run.ema else ""
+        run.event({"scores": scores}, f"scores after {run.done} steps{of}:\n{text}")

@@ -22,9 +22,11 @@ from moh_vision.attention import settings as attention
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import (
+    WRITTEN,
     Denoising,
     draw_class_rows,
     draw_image_grid,
+    refuse_strangers,
     write_images,
 )
 from moh_vision.diffusion.image_parts import ImageParts
@@ -155,13 +157,21 @@ def claim_outputs(config: SampleConfig, metadata: dict) -> None:
             raise ValueError(f"{option} {path} is a folder, expected a file")
         if path.is_file() and is_folder:
             raise ValueError(f"{option} {path} is a file, expected a folder")
-        if not config.overwrite and (any(path.iterdir()) if path.is_dir() else path.exists()):
+        there = {file.name for file in path.iterdir()} if path.is_dir() else {path.name}
+        if not config.overwrite and path.exists() and there - {WRITTEN}:
             use = (
                 f"; {fidelity_command(config)} scores what is there"
                 if config.score and name == "out"
                 else ""
             )
             raise ValueError(f"{option} {path} exists; give another path, or --overwrite true{use}")
+        if name == "out" and path.is_dir():
+            strangers = refuse_strangers(option, path, config.num_images)
+            if strangers:
+                more = f" and {len(strangers) - 1} more" if strangers[1:] else ""
+                say(
+                    f"{option} {path} also holds {strangers[0]}{more}, which sample.py did not write and leaves there"
+                )
         refuse_unwritable(option, path)
         path.parent.mkdir(parents=True, exist_ok=True)
 

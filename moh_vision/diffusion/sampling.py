@@ -82,13 +82,16 @@ class Guidance:
             applies = (self.scale, self.weak_scale) != (1, 1)
             applies = applies and self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
             of_label, of_weak = applies and self.scale != 1, applies and self.weak_scale != 1
-            t, y = t.to(x.device), both if of_label else labels
-            out = predict(torch.cat([x, x]) if of_label else x, t.expand(len(y)), y).float()
+            t = t.to(x.device).reshape(1)  # of all images
+            if of_label:
+                out = predict(torch.cat([x, x]), t, both).float()
+            else:
+                out = predict(x, t, labels).float()
             cond = out[: len(x)]
             out = self.combine(*out.chunk(2), x.shape[1]) if of_label else out
             if of_weak:
                 n = self.guided(x.shape[1])
-                away = cond[:, :n] - weak(x, t.expand(len(x)), labels).float()[:, :n]
+                away = cond[:, :n] - weak(x, t, labels).float()[:, :n]
                 out = torch.cat([out[:, :n] + (self.weak_scale - 1) * away, out[:, n:]], dim=1)
             return out
 

@@ -9,6 +9,7 @@ from torchvision.transforms import v2
 
 from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
 from moh_vision.data.order import rank_slice
+from moh_vision.data.splits import match_classes
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.evaluation.classifier_scores import score_with_classifier
@@ -16,6 +17,7 @@ from moh_vision.evaluation.fidelity import Reference, make_extractor, score
 from moh_vision.evaluation.fidelity.extractors import num_features
 from moh_vision.evaluation.fidelity.images import SourceImages, open_set
 from moh_vision.evaluation.fidelity.scoring import table
+from moh_vision.models.class_names import places
 from moh_vision.models.weights import from_run
 
 
@@ -25,13 +27,16 @@ class ClassifierScores:
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source, self.reference = reference.source, reference.name
         self.classifier, self.metadata = from_run(extractor, "classifier")
-        if self.metadata["classes"] != classes or self.source.classes != classes:
+        self.numbers = places(classes, self.metadata["classes"])
+        if self.numbers is None or {*self.source.classes} != {*classes}:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"
             raise ValueError(f"--extractor {extractor} and --score {self.reference} {needed}")
+        match_classes(self.metadata["classes"], extractor, self.source, self.reference)
 
     def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
         """Score samples with their labels [N]; return (scores, text)."""
         source, metadata, cfg = self.source, self.metadata, self.classifier.pretrained_cfg
+        labels = torch.tensor(self.numbers)[labels]  # as the classifier numbers them
         img_size = metadata["arguments"].get("img_size") or cfg["input_size"][-1]
         channels = metadata["arguments"].get("in_chans", 3)
         transform = image_transform(

@@ -25,6 +25,7 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
 from moh_vision.models.convert import share_strongest_heads
+from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
 from moh_vision.models.set_up import set_up_model
@@ -46,6 +47,7 @@ def train(run: Run) -> None:
     source, classes = inputs.source, inputs.source.classes
     check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
     say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
+    splits.say_transparent(f"data.root {d.root}", dict(train=source), say)
 
     # ---------------------------------------------------------------- objective and model
     objective = make_objective(config.tree())
@@ -79,7 +81,13 @@ def train(run: Run) -> None:
             objective, config.calibrate_images, unreadable, accelerator
         )
         share_strongest_heads(model, seen)
-    run.open(DataRecord(d.root, config.allow_change, train=source))
+    frozen = {}
+    if teacher:
+        frozen["repa.teacher"] = (config.repa.teacher, teacher.sha256)
+    if inputs.space:
+        frozen["vae"] = (inputs.space.name, inputs.space.sha256)
+    data = DataRecord(d.root, config.allow_change, train=source)
+    run.open(data, FrozenRecord(config.allow_change, frozen))
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())

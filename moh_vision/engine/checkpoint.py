@@ -4,7 +4,6 @@ A tensor that FSDP2 shards stays in its parts: every process writes the rows tha
 """
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.io import TensorFiles, write_tensors
+from moh_vision.engine.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 
 WEIGHTS, BESIDE, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
 MODEL = "model."  # prefix of the model's tensors in the task
-WRAPPED = re.compile(r"^module\.|_orig_mod\.")  # what DDP and torch.compile put into names
 
 
 class Snapshot(NamedTuple):
@@ -56,20 +54,11 @@ class TrainingState:
         }
         optimizers = []
         for number, optimizer in enumerate(self.optimizers):
-            state = optimizer.state_dict()
-            items = [
-                *state["state"].items(),
-                *((f"group{i}", group) for i, group in enumerate(state["param_groups"])),
-            ]
-            flat = {
-                f"{number}/{index}/{key}": value
-                for index, values in items
-                for key, value in values.items()
-            }
+            flat = _flat_state(optimizer, f"{number}/")
             files[OPTIMIZER] |= {
                 name: value for name, value in flat.items() if isinstance(value, Tensor)
             }
-            plain = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+            plain = _plain_values(flat)
             optimizers.append(dict(parameters=self._parameters(optimizer), plain=plain))
         sharded = any(isinstance(tensor, DTensor) for tensor in weights.values())
         if sharded:
@@ -93,6 +82,17 @@ class TrainingState:
         return Snapshot(
             {f: t for f, t in taken.items() if t}, dict(optimizers=optimizers, scaler=scaler)
         )
+
+    def check_options(self, name: str) -> None:
+        """Raise ValueError for an optimiser, called `name`, whose options no checkpoint can hold."""
+        for optimizer in self.optimizers:
+            for place, value in _plain_values(_flat_state(optimizer, "")).items():
+                try:
+                    json.dumps(value)
+                except (TypeError, ValueError):
+                    option = place.rpartition("/")[2]
+                    problem = f"its option {option} is {value!r}, a {type(value).__name__}"
+                    raise ValueError(f"optim.name {name!r} cannot be saved: {problem}") from None
 
     def restore(self, folder: Path, say: Callable[[str], None] = print) -> None:
         """Load a checkpoint, of any number of processes; refuse that of another model, or of other optimisers."""
@@ -215,6 +215,36 @@ def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
     return DTensor.from_local(rows, like.device_mesh, like.placements, **form)
 
 
+def _flat_state(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Any]:
+    """Return the values of an optimiser's state dict: of PREFIX"PARAMETER/KEY" or, for options, "groupN/KEY"."""
+    state = optimizer.state_dict()
+    items = [
+        *state["state"].items(),
+        *((f"group{i}", group) for i, group in enumerate(state["param_groups"])),
+    ]
+    return {
+        f"{prefix}{index}/{key}": value for index, values in items for key, value in values.items()
+    }
+
+
+def _plain_values(flat: dict[str, Any]) -> dict[str, Any]:
+    """Return what is no tensor of a `_flat_state`, for JSON: of a torch.dtype its name."""
+    plain = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
+    return {
+        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        for name, value in plain.items()
+    }
+
+
+def _from_json(value: Any, like: Any) -> Any:
+    """Return a plain value of a checkpoint in the type of the optimiser's own, `like`."""
+    if isinstance(like, tuple):  # such as betas
+        return tuple(value)
+    if isinstance(like, torch.dtype):
+        return getattr(torch, value)
+    return value
+
+
 def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: dict[str, Any]) -> dict:
     """Put an optimiser's state dict together, of which `plain` has what is no tensor."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -228,9 +258,6 @@ def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: dict[str,
         )
     for name, value in plain.items():
         _, index, key = name.split("/", 2)
-        # JSON has no tuples, such as betas.
-        parts[index][key] = (
-            tuple(value) if isinstance(optimizer.param_groups[0].get(key), tuple) else value
-        )
+        parts[index][key] = _from_json(value, optimizer.param_groups[0].get(key))
     groups = [parts.pop(f"group{i}") for i in range(len(optimizer.param_groups))]
     return dict(state={int(index): values for index, values in parts.items()}, param_groups=groups)

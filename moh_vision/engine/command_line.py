@@ -6,7 +6,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from moh_vision.engine.commands import message_of, nearest, say
+from moh_vision.engine.commands import message_of, nearest, reason_of, say
 from moh_vision.engine.io import run_of
 from moh_vision.engine.keys import (
     Key,
@@ -181,7 +181,7 @@ def _value(name: str, texts: list[str], known: Key) -> Any:
         return texts or [""]
     if not texts and known.hint is bool:  # a switch that stands alone
         return True
-    values = [load(text, "", text) for text in texts]
+    values = [load(text, f"--{name}", text) for text in texts]
     readings = (
         [values, texts] if len(texts) > 1 else [values[0], texts[0], values, texts] if texts else []
     )
@@ -207,6 +207,14 @@ def _put(earlier: Any, path: list[str], value: Any) -> Any:
     return {**whole, path[0]: _put(whole.get(path[0]), path[1:], value)}
 
 
+class WrittenTwice(ValueError):
+    """A key that a text gives two values."""
+
+    def __init__(self, name: Any, line: int, first: int):
+        before = "in it twice" if line == first else f"on line {first} already"
+        super().__init__(f"line {line}: {name!r} is {before}; keep one of the two")
+
+
 class _Loader(yaml.SafeLoader):
     """Plain values, a 1e-3 among the numbers; no aliases, and little depth."""
 
@@ -222,6 +230,18 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
+
+    def construct_mapping(self, node, deep=False):
+        first_lines: dict = {}
+        for key_node, _ in node.value:
+            name = self.construct_object(key_node, deep=True)
+            line = key_node.start_mark.line + 1
+            if not isinstance(name, Hashable):
+                continue  # PyYAML refuses it below
+            if name in first_lines:  # which YAML forbids; PyYAML keeps the last value alone
+                raise WrittenTwice(name, line, first_lines[name])
+            first_lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -242,10 +262,22 @@ def load(text: str, where: str, otherwise: str | None = None) -> Any:
     """Return the plain values of a YAML text, else `otherwise` or a ValueError that names `where`."""
     try:
         return _Loader(text).get_single_data()
+    except WrittenTwice as error:
+        raise ValueError(f"{where}: {error}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         if otherwise is not None:
             return otherwise
         raise ValueError(f"{where}: not readable as YAML: {message_of(error)}") from None
+
+
+def load_as(file: Path, text: str) -> Any:
+    """Return the plain values of a text of a .json, .jsonl or YAML file, or a ValueError that names the file."""
+    if file.suffix == ".yaml":
+        return load(text, str(file))
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
 
 
 def dump(tree: dict) -> str:
@@ -294,7 +326,11 @@ def _read(
 
 def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:
     """Dotted keys and values; ValueError, naming `where`, for a key that is none."""
+    found: set[str] = set()
     for name, value in flat(tree, keys):
+        if name in found:  # model.depth beside a section model with depth
+            raise ValueError(f"{where}: {name} is there twice; keep one of the two")
+        found.add(name)
         if any(known.startswith(f"{name}.") for known in keys) and name not in keys:
             raise ValueError(f'{where}: key "{name}" is a section of keys, got {value!r}')
         if name not in keys:

@@ -195,6 +195,13 @@ def nearest(name: str, allowed: Iterable[str], most: int = 3) -> list[str]:
     return sorted((a for a in alike if alike[a] >= LIKE), key=alike.get, reverse=True)[:most]
 
 
+def some_of(names: Iterable[str], most: int) -> str:
+    """Return the first `most` names, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+
+
 def closest(name: str, allowed: Iterable[str]) -> str:
     """'did you mean ...?', or all that is allowed where nothing is near."""
     allowed = list(allowed)

@@ -22,7 +22,8 @@ class ModelConfig(Section, section="model"):
     name: str = key("moh_vit_small_patch16_224")
     """Model name in timm's registry."""
     head_budget: HeadBudgets | None = key(None, ge=0)
-    """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; "uniform:0.75:0.4" also says the share of shared
+    """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; a number keeps the shape of the model's budget, a
+    ramp in a new one; "uniform:0.75:0.4" also says the share of shared
     heads among them; or one [shared, routed] per layer, as `python -m moh_vision search` writes it."""
     router: str | None = key(None, needs="not .pretrained")
     """Who chooses the heads."""
@@ -86,7 +87,8 @@ class ImagesConfig(Section, section="data"):
 
     root: str = key("digits", also="data_path dataset path")
     """"digits"; a folder of webdataset shards (train-*.tar and val-*.tar with images and .cls), or with train/CLASS/*.jpg
-    and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set; for diffusion also images without classes, or latents."""
+    and val/CLASS/*.jpg; hfds/NAME of a Hugging Face data set, or hfds/NAME?label=COLUMN; for diffusion also images
+    without classes, or latents."""
     img_size: int | None = key(None, ge=1, also="resolution")
     """Side in pixels; left out: that of the data (digits, latents) or of the model, with a VAE 256."""
     workers: int = key(2, ge=0, free=True)
@@ -156,7 +158,8 @@ class EmaConfig(Section, section="ema"):
     """Exponential moving average of the weights."""
 
     decay: float = key(0.0, ge=0, lt=1)
-    """Share of the average that stays in a step; 0: no average; the DiT papers use 0.9999."""
+    """Share of the average that stays in a step; 0: no average; the DiT papers use 0.9999. A run says before step 1 if it
+    is too short for it. A classifier is scored with the better of the EMA and the last weights."""
     warmup: bool = key(False, needs=".decay")
     """Let the decay grow as 1 - (1 + step) ** (-2 / 3) until it reaches `decay`, for short runs."""
 
@@ -224,7 +227,8 @@ class RunConfig(CommonConfig):
     """What learns: "all" weights; for fine-tuning MAE its "gates", or "gates_and_outputs": with the output matrices of
     attention (Peng 2020, section 5.2). The rest stays as it is, also a head that init_from makes anew."""
     budget_range: tuple[float | str, float | str] | None = key(None, ge=0)
-    """Smallest and largest share of active heads, such as [0.5, 1.0] or ["uniform:0.5", "uniform:1.0"]. Every step runs a
+    """Smallest and largest share of active heads, such as [0.5, 1.0], which keeps the shape of model.head_budget, or
+    ["uniform:0.5", "uniform:1.0"]. Every step runs a
     share drawn from it, and the model works at any of them afterwards. model.head_budget, best the smallest share, then
     says only how many heads are shared."""
     balance_weight: float = key(0.01, ge=0)

@@ -12,7 +12,9 @@ import os
 import re
 import shutil
 import socket
+import stat
 import time
+import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -22,6 +24,8 @@ from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
 LOCK = ".lock"
+# What DDP and torch.compile put into the names of tensors, in either order; torch.compile also of a single block.
+WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
 ATTEMPTS, PAUSE = 20, 0.1  # a process killed just now, or its children, may end a moment later
 
 
@@ -230,6 +234,28 @@ class TensorFiles:
         return torch.cat(pieces)
 
 
+def composed(name: str) -> str:
+    """Return a name in Unicode's composed form: macOS writes an umlaut in a folder's name as two characters."""
+    return unicodedata.normalize("NFC", name)
+
+
+def class_names(file: Path) -> list[str]:
+    """Read the names in a classes.txt, one a line; an empty file is of images without classes."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")  # Windows' editors begin with a mark
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8 ({error})") from None
+    names: dict[str, int] = {}
+    for number, line in enumerate(text.rstrip().splitlines(), 1):
+        name = composed(line.strip())
+        if not name:
+            raise ValueError(f"{file}: line {number} is empty, expected the name of a class")
+        if name in names:
+            raise ValueError(f"{file}: lines {names[name]} and {number} are both {name!r}")
+        names[name] = number
+    return list(names)
+
+
 def _json(text: str) -> object:
     """Read a metadata value: ours are JSON, others' any strings."""
     try:
@@ -261,7 +287,31 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file as hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def sha256_of(*paths: Path) -> str:
+    """Return the SHA-256 of a file as hex, or of several, one behind the other."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            hashlib.file_digest(file, lambda: digest)
+    return digest.hexdigest()
+
+
+def places_beside(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return where a file about a folder's files may be: in it, and in the user's cache."""
+    # Other folders have the same name.
+    which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
+
+
+def writable_place(folder: Path, name: str) -> Path:
+    """Return where a file about a folder's files is written: in it, or in the user's cache if that cannot be."""
+    beside, cached = places_beside(folder, name)
+    # The mode is asked too, because root may write into folders that are meant to be read-only.
+    writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
+    return beside if writable else cached
+
+
+def kept_beside(folder: Path, name: str) -> Path:
+    """Return where a file about a folder's files is kept: in it if it is there, else where it would be written."""
+    beside, _ = places_beside(folder, name)
+    return beside if beside.exists() else writable_place(folder, name)

@@ -39,7 +39,7 @@ from moh_vision.engine.saver import SaveError, Saver
 from moh_vision.engine.signals import StopSignals
 from moh_vision.engine.step import Step, average_over_step, learning_rate
 from moh_vision.engine.step_folders import export
-from moh_vision.engine.weights import make_ema
+from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
 
 
 class Run:
@@ -48,7 +48,7 @@ class Run:
         with Run("train_dit.py", DitConfig, argv, settings) as run:
             checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
             run.take_model(model, routers)          refuse what cannot be trained
-            run.open(data)                          end the set-up: from here on the folder is the run's
+            run.open(record, ...)                   end the set-up: from here on the folder is the run's
             run.prepare(task, optimizer, ...)       wrap, resume, open the log
             for step in run.steps():
                 run.step(batches, epoch)            forward, backward, update
@@ -152,8 +152,11 @@ class Run:
             self.accelerator, trained, mae_routers, c.compile, c.block_descent
         )
 
-    def open(self, data=None) -> None:
-        """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
+    def open(self, *records) -> None:
+        """Open the folder and write its records; earlier mistakes leave nothing.
+
+        `records`: a `DataRecord`, a `FrozenRecord`; a run that goes on is compared with them.
+        """
         c = self.config
 
         def changed(earlier: dict) -> list[str]:
@@ -161,7 +164,7 @@ class Run:
             return changed_keys(earlier, c, c.allow_change)
 
         self.folder = Path(c.output)
-        self._place.open(c.tree(), changed, data, self.settings, resumes=bool(self.checkpoint))
+        self._place.open(c.tree(), changed, records, self.settings, resumes=bool(self.checkpoint))
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
         name = (
@@ -200,6 +203,8 @@ class Run:
         self.ema = make_ema(
             self.model, ema.decay if ema else 0.0, bool(ema and ema.warmup), accelerator.device
         )
+        self._average = ema if self.ema else None
+        self._say_long_average()
         o = c.optim
         usual = dict(
             schedule=o.schedule, warmup_steps=o.warmup_steps, max_steps=self.stop, floor=o.min_lr
@@ -217,6 +222,8 @@ class Run:
         self.task = self._step.task
         self.model = accelerator.unwrap_model(self.task).model
         state = TrainingState(self.task, self.descent.optimizers, self.ema, accelerator.scaler)
+        with self.errors():
+            state.check_options(o.name)
         if self.checkpoint:
             with self.errors():
                 state.restore(self.checkpoint, say)
@@ -300,7 +307,9 @@ class Run:
         """Save a checkpoint if it is time or the last step; raise SaveError as `Saver` does."""
         last = self.done == self.stop or self._step.updater.stop > 0 or self._ends
         if last or self.done % self.config.save_every == 0:
-            self.saver.save(self.done, self.metadata, last)
+            left = self._first_weights_left()
+            about = dict(first_weights_left=round(left, 4)) if left else {}
+            self.saver.save(self.done, self.metadata | about, last)
             self.log.pause()
 
     def event(self, values: dict, show: str) -> None:
@@ -337,6 +346,25 @@ class Run:
         if self.accelerator.is_main_process:
             descent = self.descent.results() if self.done else {}
             write_json(self.folder / "results.json", dict(results, step=self.done, **descent))
+
+    @property
+    def averaged(self) -> str:
+        """The EMA in words, with the share of the weights of step 1 that it still has."""
+        left = self._first_weights_left()
+        return f"EMA, {left:.1%} of it still the weights of step 1" if left else "EMA"
+
+    def _first_weights_left(self) -> float:
+        return first_weights_left(self._average, self.done) if self._average else 0.0
+
+    def _say_long_average(self) -> None:
+        """Say before step 1 if the run is too short for its EMA, and what to set."""
+        if self._average and self.start < self.stop:
+            left = first_weights_left(self._average, self.stop)
+            if left:
+                say(
+                    f"ema.decay {self._average.decay:g}: after {self.stop} steps {left:.1%} of the EMA are still "
+                    f"the weights of step 1; set {short_enough(self._average, self.stop)}"
+                )
 
     def _say_new_schedule(self, lr: Callable[..., float]) -> None:
         """Print how a changed max_steps changes the next step's learning rate, if it does."""

@@ -1,7 +1,7 @@
 """The folder of a training run: its lock, its records, and what may be there when a run starts."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moh_vision.engine.command_line import dump, load
@@ -40,14 +40,14 @@ class RunFolder:
         return resume_point(Path(self.output), max_steps, self.fresh, say)
 
     def open(
-        self, config: dict, changed: Callable, data=None, attention=None, resumes: bool = False
+        self, config: dict, changed: Callable, records: Sequence = (), attention=None, resumes=False
     ) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
         A run that `resumes` calls `write_records` itself, with its checkpoint loaded: an allowed change may not fit.
         """
         self.config = config
-        self.records = [record for record in (data, attention) if record]
+        self.records = [*records, attention] if attention else [*records]
         folder, there = self.path, self.goes_on
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
@@ -65,8 +65,9 @@ class RunFolder:
                     f"--output {self.output} holds a run with another configuration: {'; '.join(differences)}. "
                     "Take another folder, --allow-change KEY, or --fresh to move that run aside"
                 )
-            elif data:
-                data.check(folder, say)
+            else:
+                for record in records:
+                    record.check(folder, say)
         elif folder.exists() and not self.fresh and {p.name for p in folder.iterdir()} - IN_NO_RUN:
             raise ValueError(
                 f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
@@ -104,7 +105,7 @@ class RunFolder:
 
 def only_records(folder: Path) -> bool:
     """Return whether a run left only records of its start: neither weights nor losses."""
-    records = {CONFIG, LOCK, "attention.json", "data.json", "environment.jsonl"}
+    records = {CONFIG, LOCK, "attention.json", "data.json", "frozen.json", "environment.jsonl"}
     empty = {
         "metrics.jsonl": lambda p: p.stat().st_size == 0,
         "checkpoints": lambda p: not any(p.iterdir()),

@@ -1,7 +1,9 @@
 """The weights of a model in training: their moving average, and FSDP2's shards, gathered where they are needed whole."""
 
 import contextlib
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from timm.utils import ModelEmaV3
@@ -9,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+from moh_vision.engine.config import EmaConfig
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -61,6 +65,33 @@ class ModelEma(ModelEmaV3):
     def set(self, model: nn.Module) -> None:
         """Start again from the weights of `model`."""
         self.apply_update_(model, 0.0)
+
+
+LEFT = 0.01  # from this share of the first weights on an average is said to hold them
+
+
+def first_weights_left(ema: EmaConfig, steps: int) -> float:
+    """Return the share of an average, after so many steps, that is still of the weights after step 1; 0 for a trace."""
+    some = nn.LayerNorm(1)  # made without random numbers
+    average = ModelEmaV3(some, decay=ema.decay, use_warmup=ema.warmup)
+    share = 1.0
+    for step in range(2, steps + 1):  # the first update copies the weights
+        share *= average.get_decay(step)
+        if share < LEFT:
+            return 0.0
+    return share
+
+
+def short_enough(ema: EmaConfig, steps: int) -> str:
+    """Return what to set for an average that forgets the first weights in so many steps."""
+    forgets = 1 - LEFT ** (1 / max(1, steps - 1))  # the smallest share that a step must bring
+    digits = math.ceil(-math.log10(forgets))
+    decay = round(1 - math.ceil(forgets * 10**digits) / 10**digits, digits)
+    choices = [f"ema.decay {decay:g}"]
+    warm = replace(ema, warmup=True)
+    if not ema.warmup and not first_weights_left(warm, steps):
+        choices.insert(0, "ema.warmup true")
+    return " or ".join(choices)
 
 
 def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> ModelEma | None:

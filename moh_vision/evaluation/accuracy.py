@@ -14,24 +14,29 @@ def evaluate(
     device,
     reduce: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Return dict(top1 and top5 in percent, loss: cross-entropy, images) of all processes' batches.
+    """Return dict(top1 and, of more than 5 classes, top5 in percent, loss: cross-entropy, images) of all processes.
 
     `predict` turns images [B, C, h, w] and the batch's labels into logits [B, classes] and labels [B], see `likeliest`;
     `batches` are dicts of both, this process's share; `reduce` sums a tensor over processes.
     """
-    totals = torch.zeros(4, dtype=torch.float64)  # on the CPU: not every device has float64
+    totals = torch.zeros(5, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
         logits, labels = predict(batch["images"].to(device), batch["labels"].to(device))
         logits = logits.float()
-        best = logits.topk(min(5, logits.shape[-1]), dim=-1).indices  # [B, 5]
+        classes = logits.shape[-1]
+        best = logits.topk(min(5, classes), dim=-1).indices  # [B, 5]
         hit = best == labels[:, None]
         loss = F.cross_entropy(logits, labels, reduction="sum")
-        totals += torch.tensor([hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels)])
-    top1, top5, loss, images = reduce(totals).tolist()
+        of_many = len(labels) if classes > 5 else 0
+        counts = [hit[:, 0].sum().item(), hit.sum().item(), loss.item(), len(labels), of_many]
+        totals += torch.tensor(counts)
+    top1, top5, loss, images, of_many = reduce(totals).tolist()
     if not images:
         raise ValueError("there are no images to evaluate")
-    scores = dict(top1=100 * top1 / images, top5=100 * top5 / images, loss=loss / images)
-    return dict(scores, images=int(images))
+    scores = dict(top1=100 * top1 / images)
+    if of_many:  # of 5 classes and fewer it is always 100 %
+        scores["top5"] = 100 * top5 / images
+    return dict(scores, loss=loss / images, images=int(images))
 
 
 def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
@@ -45,8 +50,9 @@ def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
 
 def summary(scores: dict) -> str:
     """Return one line of what validation found."""
+    top5 = f"top-5 {scores['top5']:.2f} %, " if "top5" in scores else ""
     bad = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
     return (
-        f"top-1 {scores['top1']:.2f} %, top-5 {scores['top5']:.2f} %, loss {scores['loss']:.4f}, "
+        f"top-1 {scores['top1']:.2f} %, {top5}loss {scores['loss']:.4f}, "
         f"{scores['images']} images{bad}, {scores['images_per_s']:.0f} img/s, peak {scores['peak_memory_mib']} MiB"
     )

@@ -202,8 +202,12 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
     """A translation has at most so many tokens more than its source."""
     batch_size: int = key(64, ge=1)
     """Sentences at a time."""
-    tokenizer: Literal["13a", "given"] = key("13a")
-    """Of the papers' BLEU: "13a", or "given" where the text is tokenised already, as with Moses."""
+    tokenizer: Literal["13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "given"] | None = key(
+        None
+    )
+    """Of BLEU, one of sacrebleu's; or "given" for text that is tokenised already, as with Moses: it is then scored as it
+    stands, and in sacreBLEU's form as without. Left out: sacrebleu's choice by data.target (zh, ja-mecab or ko-mecab, the
+    last two by packages of their own; else 13a)."""
     compound_split: bool = key(False)
     """There, split hyphenated words, as the papers do for WMT14 EN-DE."""
     gate_modes: list[Literal["soft", "argmax", "random"]] = key(["soft"])
@@ -227,8 +231,8 @@ class LanguageConfig(RunConfig):
     keep_weights_every: int = key(0, ge=0, free=True)
     """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, which from_pretrained reads; 0: none."""
     average: int = key(1, ge=1, free=True)
-    """The final scores are of the mean of so many last checkpoints' weights; 1: with patience of the weights of lowest loss
-    (best.safetensors), else of the last ones."""
+    """The final scores are of the mean of so many last checkpoints' weights, or of the last ones (with
+    patience also the best ones) if their validation loss is lower; 1: with patience of the weights of lowest loss (best.safetensors), else of the last ones."""
     model: TextModelConfig = field(default_factory=TextModelConfig)
     data: TextDataConfig = field(default_factory=TextDataConfig)
     optim: TextOptimConfig = field(default_factory=TextOptimConfig)

@@ -107,7 +107,7 @@ def open_run(
     **_,
 ) -> OpenedText:
     """See `moh_vision.open_run`; options are those of data and precision."""
-    file = weights_file(path, weights or "ema")
+    file = weights_file(path, weights)
     folder = run_of(file)
     if not (folder / "config.yaml").is_file():
         model = saved_model(path).to(device or "cpu").eval()

@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType, send_to_device
 
 from moh_vision.attention import settings
-from moh_vision.engine.best import earlier_scores
+from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.commands import user_errors
 from moh_vision.engine.optimizers import make_optimizer
@@ -21,20 +21,27 @@ from moh_vision.engine.run import Run
 from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
-from moh_vision.models.describe import describe, in_short
+from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import elastic_budget
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
 NAME = "train_text.py"
+MOST_AVERAGED = 0.2  # share of a run that its averaged checkpoints may reach back, without a word
 
 with user_errors(NAME):
     from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
     from moh_vision.language.evaluation.perplexity import summary
-    from moh_vision.language.evaluation.scores import evaluation_of, final_scores, final_weights
+    from moh_vision.language.evaluation.scores import (
+        evaluation_of,
+        final_scores,
+        final_weights,
+        notes_on_scores,
+    )
     from moh_vision.language.evaluation.translation import check_gate_modes
+    from moh_vision.language.evaluation.words import bleu_tokenizer
     from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
@@ -46,6 +53,9 @@ def train(run: Run) -> None:
             f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1"
         )
 
+    if task_for(config.model) == "mt":
+        bleu_tokenizer(config.data.target, config.generate.tokenizer)  # may lack a package
+
     # ---------------------------------------------------------------- data; a resumed run has its tokenizer
     checkpoint = run.take_up(config.max_steps)
     tokenizer = tokenizer_of(config, config.output if checkpoint else None)
@@ -54,16 +64,21 @@ def train(run: Run) -> None:
             d, cache_beside(config.output), config.seed, tokenizer
         )
 
+    notes = notes_on_scores(config, text)
     if config.max_steps and not checkpoint:  # an earlier run may go on
         say(text.scored_files())
+    for note in () if checkpoint else notes:
+        say(note)
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
     model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
     if config.dry_run:
-        elastic_budget(model, config)  # the largest share is shown
-        return say(describe(config.model.name, model, **text.example()))
+        elastic = elastic_budget(model, config)  # the largest share is shown
+        name = full_name(config.model.name, arguments)
+        shown = describe(name, model, **text.example())
+        return say("\n".join([shown, *([str(elastic)] if elastic else [])]))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
@@ -79,7 +94,8 @@ def train(run: Run) -> None:
             say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    say(in_short(config.model.name, model))
+    shown = in_short(full_name(config.model.name, arguments), model)
+    say("; ".join([shown, *([str(elastic)] if elastic else [])]))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()
@@ -109,6 +125,7 @@ def train(run: Run) -> None:
         ends_with_validation=False,
     )
     evaluate = evaluation_of(text, run.task, accelerator, run.log)
+    say_long_average(run)
 
     # ---------------------------------------------------------------- the loop
     stream = load_batches(text.train, batches, d.workers)
@@ -143,6 +160,20 @@ def train(run: Run) -> None:
         final_evaluation(run, text, evaluate)
 
 
+def say_long_average(run: Run) -> None:
+    """Say before step 1 if the checkpoints that are averaged reach far back, and what to set."""
+    config = run.config
+    if config.average == 1 or run.start == run.stop:
+        return
+    span = (config.average - 1) * config.save_every
+    if span > MOST_AVERAGED * run.stop:
+        most = max(1, int(MOST_AVERAGED * run.stop / (config.average - 1)))
+        say(
+            f"average {config.average}: its checkpoints, save_every {config.save_every} apart, reach {span} of the "
+            f"{run.stop} steps back, to weights that had learned less; set save_every to at most {most}, or average 1"
+        )
+
+
 def keep_weights(run: Run) -> None:
     """Write OUTPUT/weights/step_N, a transformers model with tokenizer; every process calls it."""
     folder = run.folder / "weights" / f"step_{run.done}"
@@ -162,7 +193,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
         looks = f"{run.best.waited} validations without a lower loss than {run.best.value:.4f}"
         run.log.say(f"stopped after {run.done} steps: {looks}")
     with run.errors():
-        results = final_weights(run)
+        results = final_weights(run, partial(evaluate, text.val))
         with whole_weights(run.task):
             scores = final_scores(run, text, evaluate)
             if run.elastic:
@@ -177,7 +208,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
                 )
     results.update(scores)
     for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
-        if step == run.done and results["weights"] != "model.safetensors":
+        if step == run.done and results["weights"] == BEST and run.config.average == 1:
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             run.log.say(
                 f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights"

@@ -1,10 +1,14 @@
-"""Names of the classes that weights were trained on."""
+"""Names of the classes that weights were trained on, and their order."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from timm.utils.misc import natural_key
+
 from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import class_names, composed
 from moh_vision.models.weight_files import read_safetensors
 
 
@@ -20,11 +24,11 @@ def listed(names: Any, where: str) -> list[str] | None:
         return None
     if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
         raise ValueError(f"{where} is no list of names")
-    return list(names)
+    return [composed(name) for name in names]
 
 
 def saved_with(file: Path) -> list[str] | None:
-    """Read the class names saved with weights by a run, timm or our pipeline; None without names."""
+    """Read the class names saved with weights by a run, timm or our pipeline, or in a classes.txt; None without names."""
     if file.suffix == ".safetensors":
         names = read_safetensors(file, lambda name: False)[1].get("classes")
         if names:
@@ -34,7 +38,40 @@ def saved_with(file: Path) -> list[str] | None:
     # diffusers' DiTPipeline names ImageNet's classes in its own words.
     if not names and "MoHDiTPipeline" in str(_read(pipeline).get("_class_name")):
         names = listed(_read(pipeline).get("id2label"), f"{pipeline}: id2label")
-    return names
+    listing = file.with_name("classes.txt")
+    if not names and listing.is_file():
+        names = class_names(listing)
+    return names or None
+
+
+def places(classes: Sequence[str], theirs: Sequence[str]) -> list[int] | None:
+    """Return the number that each of `classes` has in `theirs`; None unless both hold the same names, each once."""
+    number = {name: c for c, name in enumerate(theirs)}
+    if not len(number) == len(theirs) == len(classes) or set(number) != set(classes):
+        return None
+    return [number[name] for name in classes]
+
+
+def assumed_order(source: str, classes: Sequence[str]) -> tuple[list[str], str]:
+    """Return the names of the classes of weights that name none, and a line that says so.
+
+    timm's training sorts class folders naturally and in lower case; torchvision, and so most official code, and this
+    package sort them as text.
+
+    Args:
+        source: the weights: a file, a folder, or what `timm.create_model` takes.
+        classes: of the data.
+    """
+    local = Path(source.removeprefix("local-dir:"))
+    config = (local if local.is_dir() else local.parent) / "config.json"
+    if not local.exists() or "architecture" in _read(config):
+        ordered, rule = sorted(classes, key=natural_key), "timm's order (2 before 10, a before B)"
+    else:
+        ordered, rule = list(classes), "the order of the data"
+    shown = ", ".join([*ordered[:4], "..."] if len(ordered) > 5 else ordered)
+    otherwise = "; a classes.txt beside the weights, one name a line, says otherwise"
+    said = f"{source} does not name its {len(classes)} classes, which are taken in {rule}: {shown}"
+    return ordered, said + (otherwise if local.exists() else "")
 
 
 def _read(file: Path) -> dict:

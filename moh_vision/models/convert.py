@@ -21,10 +21,10 @@ from moh_vision.attention import (
     resolve_budget,
     runs_all_heads,
 )
-from moh_vision.attention.budget import converted_budget, log
+from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
-from moh_vision.models.head_budgets import record_head_budget
+from moh_vision.models.head_budgets import note_budget, record_head_budget
 from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.registry import converter_for
 
@@ -75,8 +75,8 @@ def convert(
         model: a timm VisionTransformer (augreg, DeiT, DINOv2, SigLIP; registers, LayerScale, qk-norm,
             any pooling) or Eva (DINOv3, EVA-02; rotary positions that all heads share), one of our dense
             models, diffusers' DiTTransformer2DModel, or a language model as above.
-        head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer. None:
-            all heads run, a fifth (at least one) is shared; with fewer than four heads none is.
+        head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer, here and in
+            later calls of set_head_budget. None: all heads run, a fifth (at least one) is shared; with fewer than four heads none is.
         router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in language
             models). None: "moh", in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
@@ -127,7 +127,8 @@ def route_heads(
         )
     attentions = dense_attentions(model)
     heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
-    spec = 1.0 if head_budget is None else converted_budget(head_budget)
+    # The same share in every layer costs the least accuracy untrained.
+    spec = shaped(1.0 if head_budget is None else head_budget, "uniform")
     pairs = spec
     if head_budget is None:
         pairs = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
@@ -148,7 +149,8 @@ def route_heads(
         update_model_args(
             model, **{name: value for name, value in options.items() if value is not None}
         )
-    model.head_budget_spec = spec
+    model.head_budget_shape = "uniform"
+    note_budget(model, spec)
     record_head_budget(model)
     return model
 

@@ -4,6 +4,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -15,6 +16,26 @@ from moh_vision.models.mae import mae_routers
 
 LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}  {name}"
 LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name: blocks.3.mlp
+# Arguments that make a model of another size than its name says.
+SIZES = (
+    *("patch_size", "embed_dim", "embed_dims", "depth", "depths", "num_heads", "mlp_ratio"),
+    *("hidden_size", "intermediate_size", "num_hidden_layers", "encoder_layers", "decoder_layers"),
+    *("num_attention_heads", "num_key_value_heads"),
+)
+
+
+def full_name(name: str, arguments: dict) -> str:
+    """Return a model's name with the sizes that its arguments change: moh_dit_small_patch2_75 with patch_size 4.
+
+    A pre-trained model, for which `name` says nothing, is called by its own.
+    """
+    source = arguments.get("pretrained")
+    name = f"{name} ({Path(source).name})" if isinstance(source, str) else name
+    changed = [f"{key} {arguments[key]}" for key in SIZES if arguments.get(key) is not None]
+    budget = arguments.get("head_budget")
+    if isinstance(budget, (int, float, str)):  # a list, one entry a layer, is in the table below
+        changed.append(f"head_budget {budget}")
+    return f"{name} with {', '.join(changed)}" if changed else name
 
 
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:

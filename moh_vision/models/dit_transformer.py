@@ -28,10 +28,12 @@ from moh_vision.attention import (
     run_block,
     runs_all_heads,
 )
+from moh_vision.attention.budget import shaped
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routers import shared_share
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
+from moh_vision.models.head_budgets import note_budget
 from moh_vision.models.velocity import PREDICTS, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -99,7 +101,8 @@ class DiTBlock(nn.Module):
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
-        route_by: [B, C], routes all tokens of an image together; None: every token by itself.
+        route_by: [B, C], routes all tokens of an image together, or [1, C], those of all images; None: every token by
+            itself.
         """
         shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(
             6, dim=1
@@ -143,6 +146,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         attention_head_dim: D; None: hidden_size / H, which H must then divide.
         mlp_ratio: width of the MLP over C.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 if a router is named.
+        head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
+            of a plain share. It is saved beside a list of pairs, which does not say it.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
         scope: "token": each token has its own heads (Jin 2024); "sample": an image's tokens share heads,
             and inactive heads cost nothing, keys and values included.
@@ -178,6 +183,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         attention_head_dim: int | None = None,
         mlp_ratio: float = 4.0,
         head_budget=None,
+        head_budget_shape: str | None = None,
         router: str | None = None,
         scope: str = "token",
         route_by: str = "condition",
@@ -194,7 +200,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         router = router or ("dense" if head_budget is None else "moh")
         if head_budget is None and router in ROUTERS and not runs_all_heads(router):
             head_budget = 0.75
-        self.head_budget_spec = head_budget
+        head_budget = shaped(head_budget, head_budget_shape)
+        self.head_budget_shape = head_budget_shape
+        note_budget(self, head_budget)
         budgets = _layer_budgets(
             head_budget,
             num_layers,
@@ -288,9 +296,11 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         c = t + self.y_embedder(class_labels)  # [B, C]
         route_by: Tensor | None = None
         if self.config.scope == "sample":
-            route_by = F.layer_norm(
-                t if self.config.route_by == "timestep" else c, c.shape[1:]
-            )  # [B, C]
+            read = c
+            if self.config.route_by == "timestep":
+                # One timestep for all images is one choice of heads for all of them.
+                read = t[:1] if timestep.numel() == 1 else t
+            route_by = F.layer_norm(read, c.shape[1:])  # [B, C] or [1, C]
         checkpoint = (
             self._gradient_checkpointing_func
             if self.gradient_checkpointing and torch.is_grad_enabled()

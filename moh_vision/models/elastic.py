@@ -27,7 +27,7 @@ class ElasticBudget:
     Args:
         model: any model whose layers all route heads.
         ends: smallest and largest share for `set_head_budget`: 0.5, "ramp:0.5" or "uniform:0.5"; both
-            ramps or both uniform.
+            ramps, both uniform, or both numbers, which keep the shape of the model's budget.
         seed: of the run. Seed and step give the share: equal on all processes, and after a resume.
 
     Attributes:
@@ -41,7 +41,7 @@ class ElasticBudget:
             kind, low, high = _parse_ends(ends)
             for number in range(SHARES):
                 share = f"{low + (high - low) * number / (SHARES - 1):g}"
-                share = share if kind == "ramp" else f"{kind}:{share}"
+                share = f"{kind}:{share}" if kind else share
                 self.budgets[share] = list(routed_budgets(model, share))
             self.smallest, *self.between, self.largest = self.budgets
             set_head_budget(model, self.largest)
@@ -55,6 +55,12 @@ class ElasticBudget:
                 and "; model.head_budget says how many heads are shared: give the smallest share there"
             )
             raise ValueError(f"budget_range {list(ends)}: {reason}{advice}") from None
+
+    def __str__(self) -> str:
+        low, high = (100 * self.active_share(share) for share in (self.smallest, self.largest))
+        return (
+            f"elastic: trained at {low:.1f} to {high:.1f} % of the heads, saved with {high:.1f} %"
+        )
 
     def active_share(self, share: str) -> float:
         """Active heads over all heads, rounded to whole heads."""
@@ -95,13 +101,19 @@ def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
 
 
 def _parse_ends(ends) -> tuple[str, float, float]:
-    """Kind, smallest and largest share."""
+    """Shape ("" for numbers), smallest and largest share."""
+    numbers = [":" not in str(end) for end in ends]
     try:
         (kind, low, shared), (other, high, also_shared) = map(parse_share, ends)
     except ValueError:
         kind, other, low, high, shared, also_shared = "", "", 0, 0, None, None
-    if not low < high or kind != other or (shared, also_shared) != (None, None):
+    if (
+        not low < high
+        or kind != other
+        or len(set(numbers)) != 1
+        or (shared, also_shared) != (None, None)
+    ):
         raise ValueError(
             "expected two shares above 0 and up to 1, the smallest first, such as [0.5, 1.0] or [uniform:0.5, uniform:1.0]"
         )
-    return kind, low, high
+    return "" if numbers[0] else kind, low, high

@@ -14,6 +14,7 @@ from timm.models._hub import load_model_config_from_path
 from torch import nn
 
 from moh_vision.attention import attention_layers
+from moh_vision.attention.budget import shape_of
 from moh_vision.engine.commands import closest, reason_of
 from moh_vision.engine.io import tensor_files
 from moh_vision.models.convert import convert
@@ -72,6 +73,10 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
         converted = m.convert is not None or m.head_budget is not None
         arguments = {k: v for k, v in arguments.items() if k != "head_budget"}
         arguments["router"] = "moh" if converted else "dense"
+        if converted:  # as `convert` spreads a share
+            arguments["head_budget_shape"] = "uniform"
+    elif shape_of(arguments.get("head_budget")):  # which a number of model.head_budget keeps
+        arguments.setdefault("head_budget_shape", shape_of(arguments["head_budget"]))
     return name, {**arguments, **m.arguments()}
 
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from moh_vision.models.describe import describe, in_short
+from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget
-from moh_vision.models.head_budgets import budget_pairs
+from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
 from moh_vision.models.weights import check_side, create, keep_shared_heads
@@ -47,7 +47,8 @@ def set_up_model(
         inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
         if kind == "diffusion":
             inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-        return run.say(describe(name, model, *inputs))
+        shown = describe(full_name(name, arguments), model, *inputs)
+        return run.say("\n".join([shown, *([str(elastic)] if elastic else [])]))
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -55,6 +56,7 @@ def set_up_model(
         )
         enable()
     if elastic:
-        arguments["head_budget"] = budget_pairs(model)
-    run.say(in_short(name, model))
+        arguments.update(saved_budget(model))
+    shown = in_short(full_name(name, arguments), model)
+    run.say("; ".join([shown, *([str(elastic)] if elastic else [])]))
     return model, elastic

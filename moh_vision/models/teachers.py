@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.models.class_names import listed
+from moh_vision.models.class_names import listed, saved_with
+from moh_vision.models.frozen import digest_of
+from moh_vision.models.weight_files import weights_file
 from moh_vision.models.weights import from_run, near_model
 
 
@@ -27,11 +29,14 @@ class Teacher(nn.Module):
 
     Attributes:
         classes: class names in order; None if only their number is known.
+        order: its number of each class of the data; None: the data number the classes in the same way.
+        sha256: of its weights, and of the normalisation of its images.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
         super().__init__()
         self.name = f"{key} {source}"
+        self.order: list[int] | None = None
         self.size: int | None = None  # side of the images that `tokens` takes
         try:
             if Path(source).exists():
@@ -39,8 +44,14 @@ class Teacher(nn.Module):
                 self.classes = metadata.get("classes")
             else:
                 model = timm.create_model(source, pretrained=True, in_chans=len(mean))
-                self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
+                local = source.removeprefix("local-dir:")
+                if local == source:
+                    self.classes = listed(model.pretrained_cfg.get("label_names"), "label_names")
+                else:
+                    self.classes = saved_with(weights_file(local))
             self.teacher = DistillationTeacher(model).requires_grad_(False).eval()
+            seen = {name: getattr(self.teacher, name) for name in ("mean_kd", "std_kd")}
+            self.sha256 = digest_of({**model.state_dict(), **seen})
         except Exception as error:  # files of others may hold anything
             raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):
@@ -57,7 +68,8 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
         """images [B, C, h, w] -> logits [B, classes]."""
-        return self.teacher(self.normalised(images))
+        logits = self.teacher(self.normalised(images))
+        return logits if self.order is None else logits[:, self.order]
 
     def check_logits(self, shape: Sequence[int], classes: int) -> None:
         """Raise ValueError unless it takes images [C, h, w] and has this many classes."""

@@ -3,11 +3,11 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from timm.models import register_model, resolve_pretrained_cfg
 from torch import nn
 
-from moh_vision.attention import BudgetSpec
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_safetensors
 
@@ -28,12 +28,14 @@ def register_variants(
 
     def register(variant: str, description: str, arguments: dict) -> None:
         def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
-            trained = trained_budget(variant, kwargs) if pretrained else None
-            if trained is None:
+            trained = trained_budget(variant, kwargs) if pretrained else {}
+            if not trained:
                 return create(variant, pretrained, arguments, **kwargs)
             wanted = kwargs.pop("head_budget", None)
-            model = create(variant, pretrained, arguments, head_budget=trained, **kwargs)
-            return model if wanted in (None, trained) else set_head_budget(model, wanted)
+            model = create(variant, pretrained, arguments, **{**kwargs, **trained})
+            if wanted in (None, trained["head_budget"]):
+                return model
+            return set_head_budget(model, wanted)
 
         entrypoint.__name__ = entrypoint.__qualname__ = variant
         entrypoint.__module__, entrypoint.__doc__ = module, description
@@ -51,18 +53,26 @@ def image_cfg(**kwargs) -> dict:
     return dict(common, classifier="head", license="apache-2.0", **kwargs)
 
 
-def trained_budget(variant: str, kwargs: dict) -> BudgetSpec | None:
-    """Return the head budget recorded with the pretrained weights of a timm entrypoint's arguments.
+def trained_budget(variant: str, kwargs: dict) -> dict[str, Any]:
+    """Return the head budget recorded with the pretrained weights of a timm entrypoint's arguments, and its shape.
 
-    `timm.models.save_for_hf` records it in config.json, a run in its files' metadata. None: not recorded.
+    `timm.models.save_for_hf` records them in config.json, a run in its files' metadata. Empty: not recorded.
     """
-    saved = (kwargs.get("pretrained_model_args") or {}).get("head_budget")
-    if saved is not None:
+    saved = _budget_in(kwargs.get("pretrained_model_args"))
+    if saved:
         return saved
     file = resolve_pretrained_cfg(
         variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
     ).file
     if file is None or not str(file).endswith(".safetensors"):
-        return None
-    arguments = read_safetensors(Path(file), lambda name: False)[1].get("arguments")
-    return arguments.get("head_budget") if isinstance(arguments, dict) else None
+        return {}
+    return _budget_in(read_safetensors(Path(file), lambda name: False)[1].get("arguments"))
+
+
+def _budget_in(arguments: Any) -> dict[str, Any]:
+    """Return head_budget, and with it head_budget_shape, of a model's arguments."""
+    if not isinstance(arguments, dict) or arguments.get("head_budget") is None:
+        return {}
+    return {
+        name: arguments[name] for name in ("head_budget", "head_budget_shape") if name in arguments
+    }

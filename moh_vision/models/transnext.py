@@ -36,7 +36,7 @@ from moh_vision.attention import (
     run_block,
     runs_all_heads,
 )
-from moh_vision.attention.budget import SHARED_SHARE
+from moh_vision.attention.budget import SHARED_SHARE, shaped
 from moh_vision.attention.routers import shared_share
 from moh_vision.models.foveal_attention import (
     AggregatedAttention,
@@ -44,7 +44,7 @@ from moh_vision.models.foveal_attention import (
     Positions,
     position_tables,
 )
-from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
+from moh_vision.models.head_budgets import RecordedArguments, note_budget, take_shared_heads
 from moh_vision.models.timm_factory import image_cfg, register_variants
 from moh_vision.models.weight_files import rename_routers
 
@@ -239,6 +239,8 @@ class TransNeXt(nn.Module):
         pools: per stage, how many tokens of a side make one key; 1: no pooling and no window.
         head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
             stage. None: all heads.
+        head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
+            of a plain share. It is saved beside a list of pairs, which does not say it.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
@@ -264,6 +266,7 @@ class TransNeXt(nn.Module):
         mlp_ratios: Sequence[float] = (8, 8, 4, 4),
         pools: Sequence[int] = (8, 4, 2, 1),
         head_budget=None,
+        head_budget_shape: str | None = None,
         router: str = "dense",
         scope: str = "token",
         executor: str = "auto",
@@ -299,8 +302,10 @@ class TransNeXt(nn.Module):
         check_pool(global_pool)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.grad_checkpointing = False
+        head_budget = shaped(head_budget, head_budget_shape)
         budgets = stage_budgets(head_budget, depths, num_heads, embed_dims, shared_share(router))
-        self.head_budget_spec = head_budget
+        self.head_budget_shape = head_budget_shape
+        note_budget(self, head_budget)
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
             attn_drop=attn_drop_rate, proj_drop=proj_drop_rate, fused_attn=use_fused_attn(),

@@ -33,9 +33,10 @@ from moh_vision.attention import (
     runs_all_heads,
     set_budgets,
 )
+from moh_vision.attention.budget import shaped
 from moh_vision.attention.routers import MoHRouter, shared_share
 from moh_vision.models.convert import route_heads
-from moh_vision.models.head_budgets import RecordedArguments, take_shared_heads
+from moh_vision.models.head_budgets import RecordedArguments, note_budget, take_shared_heads
 from moh_vision.models.registry import converter_for
 from moh_vision.models.timm_factory import image_cfg, register_variants
 
@@ -119,6 +120,8 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
 
     Args:
         head_budget: see `moh_vision.attention.resolve_budget`; default 0.75, or all heads with the dense router.
+        head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
+            of a plain share. It is saved beside a list of pairs, which does not say it.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.
@@ -139,6 +142,7 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         depth: int = 12,
         num_heads: int = 12,
         head_budget=None,
+        head_budget_shape: str | None = None,
         router: str = "moh",
         scope: str = "token",
         executor: str = "auto",
@@ -160,10 +164,12 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
             check_image_size(img_size, patch_size)
         if head_budget is None:
             head_budget = [(num_heads, 0)] * depth if runs_all_heads(router) else 0.75
+        head_budget = shaped(head_budget, head_budget_shape)
         budgets = resolve_budget(
             head_budget, depth, num_heads, embed_dim // num_heads, shared_share=shared_share(router)
         )
-        self.head_budget_spec = head_budget
+        self.head_budget_shape = head_budget_shape
+        note_budget(self, head_budget)
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(
             router=router,
@@ -300,6 +306,7 @@ def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
 def _converted(
     base: str,
     head_budget=None,
+    head_budget_shape=None,
     router="moh",
     scope="token",
     executor="auto",
@@ -310,9 +317,13 @@ def _converted(
     if head_budget is None and not runs_all_heads(router):
         head_budget = 0.75
     model = model_entrypoint(base)(**kwargs)
-    return converter_for(model, route_heads)(
+    head_budget = shaped(head_budget, head_budget_shape)
+    model = converter_for(model, route_heads)(
         model, head_budget, router, scope, executor, router_kwargs, None, False
     )
+    if head_budget_shape is not None:
+        model.head_budget_shape = head_budget_shape
+    return model
 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTransformer:

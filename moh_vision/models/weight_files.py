@@ -1,6 +1,7 @@
 """Read files of weights as tensors, without running any code in them."""
 
 import argparse
+import json
 import math
 import re
 import zipfile
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.engine.commands import reason_of
-from moh_vision.engine.io import TensorFiles, tensor_files
+from moh_vision.engine.io import WRAPPED, TensorFiles, by_age, tensor_files
 
 EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
 STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)  # in this order
@@ -20,10 +21,10 @@ NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}  # routers in the 
 MAX_UNPACKED = 10
 
 
-def weights_file(path: str, weights: str = "ema") -> Path:
+def weights_file(path: str, weights: str | None = None) -> Path:
     """Find the file of a `path`: itself, or in a run or checkpoint folder the EMA (if any) or the model.
 
-    timm's and diffusers' folders (of a model, or a pipeline with a transformer) hold one kind of weights.
+    `weights` None: of a run with results the weights that they are of, see `scored_weights`; else as "ema". timm's and diffusers' folders (of a model, or a pipeline with a transformer) hold one kind of weights.
     """
     file = Path(path)
     if not file.is_dir():
@@ -32,6 +33,10 @@ def weights_file(path: str, weights: str = "ema") -> Path:
                 f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it"
             )
         return file
+    scored = scored_weights(file) if weights is None else None
+    if scored:
+        return scored
+    weights = weights or "ema"
     names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
     stems = ("diffusion_pytorch_model", "transformer/diffusion_pytorch_model")
     theirs = [f"{stem}.{kind}" for kind in ("safetensors", "bin") for stem in stems]
@@ -48,13 +53,41 @@ def weights_file(path: str, weights: str = "ema") -> Path:
     return files[0]
 
 
+def scored_weights(run: Path) -> Path | None:
+    """Return the weights that a run's results.json is of; None: there are none, or newer ones."""
+    try:
+        results = json.loads((run / "results.json").read_text())
+        # Of a classifier "ema" or "model", of a language model the file.
+        file = (run / Path(results["weights"]).name).with_suffix(".safetensors")
+        step = results["step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of others, or damaged
+        return None
+    newest = next((number for number, _ in by_age(run / "checkpoints")), step)
+    return file if file.is_file() and newest == step else None
+
+
+def said_of_first_weights(file: Path, metadata: dict) -> str:
+    """Say how much of an EMA, in a file with this metadata, is of the weights of step 1; "" for a trace."""
+    left = metadata.get("first_weights_left")
+    if file.name != "ema.safetensors" or not isinstance(left, (int, float)):
+        return ""
+    return f"{file}: {left:.1%} of this EMA are still the weights of step 1; model.safetensors has the last weights"
+
+
 def read_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
     """Read the state dict in a .safetensors, .pt or .pth file; `weights`: see `read_pickled_tensors`."""
     if file.suffix == ".safetensors":
-        return read_safetensors(file)[0]
-    if not file.is_file():
+        state = read_safetensors(file)[0]
+    elif file.is_file():
+        state = read_pickled_tensors(file, weights)
+    else:
         raise FileNotFoundError(f"{file}: no such file")
-    return read_pickled_tensors(file, weights)
+    plain = {WRAPPED.sub("", name): tensor for name, tensor in state.items()}
+    if len(plain) < len(state):
+        raise ValueError(
+            f"{file}: tensors have the same name with and without module. or _orig_mod."
+        )
+    return plain
 
 
 def read_safetensors(
@@ -131,9 +164,7 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
         ):
             described = f"{name[:100]} {list(tensor.shape)}"
             raise ValueError(f"{file}: {described} is not a plain tensor of a file of {size} bytes")
-    return {
-        re.sub(r"^(module\.|_orig_mod\.)+", "", name): tensor for name, tensor in content.items()
-    }
+    return content
 
 
 def refuse_unpacking(file: Path) -> None:

@@ -1,6 +1,7 @@
 """Models from runs, and weights for new runs."""
 
 import contextlib
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +15,14 @@ from torch import Tensor, nn
 
 from moh_vision.engine.commands import closest, nearest, reason_of
 from moh_vision.engine.io import tensor_files
-from moh_vision.models.class_names import listed, saved_with
+from moh_vision.models.class_names import assumed_order, listed, places, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
 from moh_vision.models.weight_files import (
     read_safetensors,
     read_tensors,
     refuse_unpacking,
+    said_of_first_weights,
     weights_file,
     weights_said,
 )
@@ -122,16 +124,23 @@ def image_models() -> dict[str, str]:
     }
 
 
-def from_run(path: str, kind: str | None, weights: str = "ema") -> tuple[nn.Module, dict]:
+def from_run(path: str, kind: str | None, weights: str | None = None) -> tuple[nn.Module, dict]:
     """Open a run's model in eval mode (kind None: any); also return its metadata and file."""
     file = weights_file(path, weights)
     state, metadata = read_described(file, kind)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
+    _warn_of_first_weights(file, metadata)
     model = create(metadata["architecture"], kind, **metadata["arguments"])
     take_shared_heads(model, state)
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
+
+
+def _warn_of_first_weights(file: Path, metadata: dict) -> None:
+    said = said_of_first_weights(file, metadata)
+    if said:
+        logging.getLogger(__name__).warning(said)
 
 
 def described_by(path: str, kind: str | None) -> dict:
@@ -250,6 +259,7 @@ def to_validate(
     of_run = "architecture" in metadata
     if of_run:
         name, arguments = metadata["architecture"], metadata["arguments"]
+        _warn_of_first_weights(Path(path), metadata)
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
     model = create(name, "classifier", **arguments)
     check_side(model, img_size)
@@ -261,24 +271,47 @@ def to_validate(
     fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
     if fresh:
         raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
+    names = metadata.get("classes")
+    if not names and Path(path).is_file():
+        names = saved_with(Path(path))
     metadata.update(
         architecture=name,
         arguments=arguments,
-        classes=metadata.get("classes"),
+        classes=names,
         weights=weights_said(path),
     )
     return model.eval(), dict(metadata, of_run=of_run)
 
 
-def _other_classes(
-    table: str, classes: Sequence[str], theirs: Sequence[str] | None, source: str
-) -> str:
-    """Say what becomes of the tensor `table`, a source's head or label table, whose classes are others or unnamed."""
-    kind = "label table" if table.startswith("y_embedder.") else "head"
+def _fit_classes(
+    state: dict[str, Tensor], classes: Sequence[str], theirs: Sequence[str] | None, source: str
+) -> tuple[dict[str, Tensor], str]:
+    """Give the head and label table in `state` the order of `classes`, or leave them out; also say which.
+
+    Args:
+        theirs: class names of the source, in its order; None: it names none.
+    """
+    of_classes = [name for name in state if name.startswith(OF_CLASSES)]
+    is_table = of_classes[0].startswith("y_embedder.")
+    kind = "label table" if is_table else "head"
     if theirs is None:
-        return f"the {kind} is kept; {source} does not name its {len(classes)} classes"
-    odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
-    return f"the {kind} is made anew: class {odd!r} is not in the same place in {source}"
+        theirs, assumed = assumed_order(source, classes)
+        said = f"the {kind} is kept; {assumed}"
+        if is_table:
+            said += '; its last row is taken for "no class"'
+    else:
+        said = f"the {kind} is put into the order of the data: {source} has its classes in another"
+    order = places(classes, theirs)
+    if order is None:
+        odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
+        left = {name: tensor for name, tensor in state.items() if name not in of_classes}
+        return left, f"the {kind} is made anew: class {odd!r} is not in the same place in {source}"
+    rows = torch.tensor(order)
+    ordered = {
+        name: torch.cat([state[name][rows], state[name][len(order) :]])  # "no class" stays the last
+        for name in of_classes
+    }
+    return {**state, **ordered}, said
 
 
 def init_from(
@@ -290,8 +323,8 @@ def init_from(
 ) -> bool:
     """Load weights into a new model; return whether they are dense.
 
-    Changes are reported through `say`: a new head or label table for other classes, resized position
-    tables and patch kernels, a DiT's new last layer if learn_sigma differs, and fresh routers if the source
+    Changes are reported through `say`: a head or label table in the order of the classes, or a new one for
+    other classes, resized position tables and patch kernels, a DiT's new last layer if learn_sigma differs, and fresh routers if the source
     has none. The model takes the source's shared heads but keeps its number of active heads.
 
     Args:
@@ -341,11 +374,10 @@ def init_from(
         changes.append(
             f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}"
         )
-    of_classes = [name for name in state if name in own and name.startswith(OF_CLASSES)]
-    if classes and of_classes and theirs != list(classes):
-        changes.append(f"{key}: {_other_classes(of_classes[0], classes, theirs, source)}")
-        if theirs is not None:
-            state = {name: tensor for name, tensor in state.items() if name not in of_classes}
+    has_classes = any(name in own and name.startswith(OF_CLASSES) for name in state)
+    if classes and has_classes and theirs != list(classes):
+        state, said = _fit_classes(state, classes, theirs, source)
+        changes.append(f"{key}: {said}")
     refuse_other_shapes(
         f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE)
     )
@@ -387,7 +419,11 @@ def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") ->
     file = weights_file(str(path), weights)
     if file.suffix == ".npz" and isinstance(model, MoHVisionTransformer) and file.is_file():
         return _load_npz(model, file)
-    state = read_tensors(file, weights)
+    return load_tensors(model, read_tensors(file, weights), file)
+
+
+def load_tensors(model: nn.Module, state: dict[str, Tensor], file: Path) -> nn.Module:
+    """Load a state dict that was read from `file`, as `load_checkpoint` does."""
     if hasattr(model, "checkpoint_filter"):
         state = zero_missing_routers(_translated(str(file), state, model), model)
     refuse_other_shapes(file, state, model)

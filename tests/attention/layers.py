@@ -22,6 +22,8 @@ ROUTERS = {
 CASES = {  # options of a layer, and what `call_of` takes out of them
     "self": {},
     "sample scope": dict(scope="sample"),
+    "a condition of each": dict(scope="sample", conditions=B),
+    "one condition for all": dict(scope="sample", conditions=1),
     "cross": dict(contexts=B),
     "cross, one context for all": dict(contexts=1),
     "cross, no key": dict(contexts=B, keys=0),
@@ -81,6 +83,8 @@ def call_of(options, dtype, width=D):
         call["context"] = torch.randn(
             contexts, options.pop("keys", 9), C, dtype=dtype, requires_grad=True
         )
+    if conditions := options.pop("conditions", 0):
+        call["condition"] = torch.randn(conditions, C, dtype=dtype)
     if options.pop("is_causal", False):
         call["is_causal"] = True
     if options.pop("padding", False):

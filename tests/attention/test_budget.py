@@ -1,3 +1,4 @@
+import contextlib
 import re
 
 import pytest
@@ -96,11 +97,16 @@ def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
         assert budget is ways[
             0
         ] or "give the lower budget when the model is made or converted" in str(error.value)
-        budget(f"{kind}:{least}")
-        refuse("the smallest share", budget, f"{kind}:{least - 0.001}")
-    layers = [HeadBudget(10, 64, 2, 8)] * 5  # one that floats reach
-    refuse("the smallest share is 0.291;", change_routed, "ramp:0.1", layers)
-    change_routed("ramp:0.291", layers)
+        active = [layer.active for layer in budget(f"{kind}:{least}")]
+        assert sum(active) / sum(heads) == pytest.approx(least, abs=6e-4)  # whole heads reach it
+        for total in range(1, sum(active)):
+            with contextlib.suppress(ValueError):
+                fewer = budget(f"{kind}:{total / sum(heads)}")
+                assert sum(layer.active for layer in fewer) != total
+        refuse("the smallest share", budget, f"{kind}:0.02")
+    layers = [HeadBudget(10, 64, 2, 8)] * 5
+    refuse("the smallest share is 0.3;", change_routed, "ramp:0.1", layers)
+    change_routed("ramp:0.3", layers)
 
 
 def test_a_share_that_whole_heads_miss_is_logged(caplog):

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -73,9 +74,14 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
     asked = takes(0.5)
     rows = moh_vision.measure(layer, x)
     assert [row for kind in rows.values() for row in kind] == [[9, 9, 4, 2, SKIPS[path], 0.5]]
-    assert capsys.readouterr().out.splitlines()[1:] == [
-        f"  {SKIPS[path]:<15} 0.50 of the time of all heads"
-    ]
+    call, way, whole = capsys.readouterr().out.splitlines()
+    assert call == "inference, 4 sequences of 9 tokens, 2 of 4 heads run: heads are skipped"
+    words = dict(cpp="per sequence, C++", torch="per sequence, PyTorch")[path]
+    assert way.split("  ", 2)[1] == words and way.endswith("0.50 of the time of all heads")
+    assert re.fullmatch(
+        r"the whole model, forward: [\d.e+-]+ ms, with all heads [\d.e+-]+ ms; skipping takes [\d.]+ of the time",
+        whole,
+    )
     assert picked(layer, x) == [SKIPS[path]]
     assert picked(layer.train(), x) == ["Masked"]  # training was not measured
     takes(0.96)
@@ -95,22 +101,45 @@ def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
         HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), torch.randn(4, 9, 32)
     )
     training, *of_training, inference, _, _, _, tokens = capsys.readouterr().out.splitlines()
-    assert training.startswith("training 4 heads") and training.endswith(
-        "4 x 9 to 9 tokens, 2 heads: all heads"
-    )
-    assert [line.split(maxsplit=1) for line in of_training] == [
-        ["WholeSequences", "needs heads that are chosen per sequence"],
-        ["Sequences", "needs heads that are chosen per sequence"],
-        ["OnGpu", "no Triton kernel runs the call"],
-        ["Tokens", "no compiled operator runs the call (dropout)"],
+    sizes = "4 sequences of 9 tokens, 2 of 4 heads run"
+    assert training == f"training, {sizes}: all heads are computed"
+    assert [re.split(r"  +", line.strip()) for line in of_training] == [
+        ["per sequence, C++", "needs heads that are chosen per sequence"],
+        ["per sequence, PyTorch", "needs heads that are chosen per sequence"],
+        ["Triton kernels", "no Triton kernel runs the call"],
+        ["per token, C++", "no compiled operator runs the call (dropout)"],
     ]
-    assert inference.startswith("inference") and inference.endswith("all heads")
+    assert inference == f"inference, {sizes}: all heads are computed"
     took = (
         "0.96 of the time of all heads"
         if path == "cpp"
         else "no compiled operator runs the call (attention runs"
     )
-    assert tokens.split(maxsplit=1)[0] == "Tokens" and took in tokens
+    assert tokens.strip().startswith("per token, C++") and took in tokens
+
+
+def test_the_time_of_the_whole_model_leaves_it_as_it_was(takes, capsys):
+    """In training mode with gradients; other keys have other lengths, and batch norms other statistics."""
+    takes(0.5)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.layer = nn.BatchNorm1d(32), layer_of(training=True)
+
+        def forward(self, x):
+            return self.layer(self.norm(x.transpose(1, 2)).transpose(1, 2), context=x[:, :5])[0]
+
+    model, x = Model(), torch.randn(4, 9, 32)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    moh_vision.measure(model, x)
+    first, *_, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("training, 4 sequences of 9 tokens that look at 5, 2 of 4 heads run")
+    assert last.startswith("the whole model, forward and backward: ")
+    assert same(model, before) and model.training and model.layer.executor == "auto"
+    assert all(p.grad is None for p in model.parameters())
+    moh_vision.measure(model.eval(), x)
+    assert "the whole model, forward: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ test_refused_budgets = each_refused(
     (lambda: set_routed_heads(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
     (
         lambda: set_routed_heads(model(), 0.25),
-        r"head_budget 0.25: .* \(counted in groups of 4 heads\)",
+        r"head_budget 'ramp:0.25': .* \(counted in groups of 4 heads\)",
     ),
     (
         lambda: model(group=2),

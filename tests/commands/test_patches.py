@@ -1,6 +1,8 @@
 """Figures of one image: which heads each patch runs."""
 
 import json
+import unicodedata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -137,3 +139,11 @@ def test_the_command(run, folder, tmp_path, run_command):
     numbers = json.loads((tmp_path / "last.json").read_text())
     assert numbers["true"] is None and numbers["layers"][0]["layer"] == 1
     assert Image.open(tmp_path / "last.png").size[0] > 600
+
+
+def test_the_true_class_is_known_in_folders_of_a_mac():
+    metadata = dict(weights="w.pth", of_run=False, architecture="vit", img_size=16)
+    metadata["classes"] = ["ant", "Übersee", "bee"]
+    opened = SimpleNamespace(model=vit(), metadata=metadata)
+    file = unicodedata.normalize("NFD", "/images/Übersee/0.png")
+    assert patches.classified(opened, torch.zeros(3, 16, 24), file)[0]["true"] == "Übersee"

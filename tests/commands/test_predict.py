@@ -52,7 +52,8 @@ def test_the_probabilities_are_the_models(run, folder, run_command):
     other, more = folder / "other.png", ["--output", folder / "classes.json"]
     images = [folder / "torn.png", folder / "images", other]
     code, said, errors = run_command("predict", run, *images, *more, "--data.eval_batch_size", "3")
-    told, torn, count = errors.splitlines()
+    left_out, told, torn, count = errors.splitlines()
+    assert left_out == f"left out of {folder}/images: 1 hidden (.hidden.png)"
     assert code == 2 and told == f"weights of {run}/ema.safetensors"
     assert (
         torn.startswith(f"{folder}/torn.png: ")

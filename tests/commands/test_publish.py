@@ -18,6 +18,7 @@ from PIL import Image
 from moh_vision import load_run
 from moh_vision.__main__ import main
 from moh_vision.attention import head_budget
+from moh_vision.classification import train as train_cls
 from moh_vision.commands.publish import data_of, datasets_of, without_paths
 from moh_vision.commands.runs import TEXT, ScoredRun
 from moh_vision.diffusion import sample
@@ -84,9 +85,10 @@ same(space["model"], f"{runs}/text/averaged.safetensors", input_ids=ids, decoder
 def runs(trained, tmp_path_factory):
     """A folder with a run of each wing."""
     folder = tmp_path_factory.mktemp("runs")
-    kinds = dict(
-        cls=(4, "--eval_every", "2"), dit=(2,), text=(2, "--save-every", 1, "--average", "2")
-    )
+    # A learning rate that makes every step worse, so that the average is better than the last weights.
+    worse = "--optim.schedule constant --optim.warmup_steps 0 --optim.lr 0.3".split()
+    text = (2, "--save-every", 1, "--average", "2", *worse)
+    kinds = dict(cls=(4, "--eval_every", "2"), dit=(2,), text=text)
     for kind, made in kinds.items():
         shutil.copytree(trained(kind, *made), folder / kind)
     draw = f"--checkpoint {folder}/dit --num-images 8 --batch-size 8 --steps 2 --sampler ddim"
@@ -129,9 +131,9 @@ def test_card(runs, published):
     assert head == dict(
         library_name="timm", pipeline_tag="image-classification", tags=["moh_vision"]
     )
-    assert "\n# moh_vit_tiny_patch16_224\n" in text, (
-        "the name of the folder says nothing of the model"
-    )
+    # The name of the folder says nothing of the model, nor that of a larger one alone.
+    sizes = "patch_size 2, embed_dim 32, depth 2, num_heads 8, head_budget 0.75"
+    assert f"\n# moh_vit_tiny_patch16_224 with {sizes}\n" in text
     results = small_runs.results(runs / "cls")
     assert (
         f"| top-1, % | {results['top1']:.2f} |" in text
@@ -214,7 +216,7 @@ def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
     head, text = head_and_text(tmp_path / "card")
     assert head["license"] == "apache-2.0"  # of timm's weights
     assert (
-        "\n# vit_tiny_patch16_224\n" in text
+        "\n# vit_tiny_patch16_224 with patch_size 2, embed_dim 32, depth 2, num_heads 8\n" in text
         and "import moh_vision" not in text
         and "is needed" not in text
     )
@@ -246,6 +248,27 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     assert (
         "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
     )
+
+
+def test_a_converted_model_is_not_titled_as_its_base(tmp_path, run_command):
+    base = dict(img_size=8, patch_size=2, in_chans=1, num_classes=10, embed_dim=32, depth=2)
+    model = timm.create_model("vit_tiny_patch16_224", num_heads=4, **base)
+    timm.models.save_for_hf(model, str(tmp_path / "base"), model_args=dict(num_heads=4, **base))
+    argv = f"--max-steps 1 --optim.batch_size 8 --data.workers 0 --output {tmp_path}/run".split()
+    argv += [
+        "--model.name",
+        "pretrained",
+        "--model.pretrained",
+        f"local-dir:{tmp_path}/base",
+        "--model.head_budget",
+        "0.5",
+    ]
+    train_cls.main(argv)
+    done = run_command("publish", tmp_path / "run", "--output", tmp_path / "a folder")
+    assert f"hf upload OWNER/NAME '{tmp_path}/a folder' ." in done.out, "words for a shell"
+    _, text = head_and_text(tmp_path / "a folder")
+    title = "vit_tiny_patch16_224 converted to moh with patch_size 2, embed_dim 32, depth 2"
+    assert f"\n# {title}" in text
 
 
 def test_the_card_of_a_repository_loads_it(runs, tmp_path, run_command):

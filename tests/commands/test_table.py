@@ -148,7 +148,28 @@ def test_scores_of_sample_py_come_first(runs, tmp_path, run_command):
     assert one["FD"] == "-" and other["FID"] == "-"
 
 
-def test_translation_beside_the_paper(runs, run_command, capsys):
+def paper_row(monkeypatch, model, **changed):
+    """Give a paper's row of a model other numbers."""
+    rows = [row | changed if row["model"] == model else row for row in table.PAPER_ROWS]
+    monkeypatch.setattr(table, "PAPER_ROWS", rows)
+
+
+def test_a_row_of_a_paper_is_of_a_model_of_the_same_size(runs, run_command, monkeypatch):
+    """A small model of the paper's name, or one of other classes, is another model."""
+    assert len(cells(run_command("table", runs["text"]).out)) == 1
+    name = "moh_vit_tiny_patch16_224"
+    monkeypatch.setattr(table, "OWN", set())
+    (own,) = cells(run_command("table", runs["cls0"]).out)
+    row = dict(model=name, row="ViT", source="A paper", top1="80.0")
+    row["parameters"] = own["parameters, M"]
+    for data, count in (("ImageNet-1K", 1), ("digits", 2)):
+        monkeypatch.setattr(table, "PAPER_ROWS", [dict(row, data=data)])
+        assert len(cells(run_command("table", runs["cls0"]).out)) == count
+
+
+def test_translation_beside_the_paper(runs, run_command, capsys, monkeypatch):
+    parameters = sum(p.numel() for p in load_run(runs["text"]).parameters())
+    paper_row(monkeypatch, "mt_mae_7", parameters=f"{parameters / 1e6:.4g}")
     out = run_command("table", runs["text"]).out
     found = small_runs.results(runs["text"])
     row, paper = cells(out)
@@ -158,7 +179,6 @@ def test_translation_beside_the_paper(runs, run_command, capsys):
     assert paper["runs"] == "paper" and paper["val. perplexity"] == "-"
     assert "BLEU of 40 pairs of val" in out
     # A tied table counts once, here as in --dry-run.
-    parameters = sum(p.numel() for p in load_run(runs["text"]).parameters())
     assert row["parameters, M"] == f"{parameters / 1e6:.4g}"
     train_text.main([*small_runs.arguments("text", runs["text"], 2, 100), "--dry-run"])
     assert f"parameters:   {parameters:,}\n" in capsys.readouterr().out
@@ -172,7 +192,7 @@ def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, 
         (folder / "results.json").write_text(
             json.dumps(small_runs.results(folder) | dict(step=step))
         )
-    row, _ = cells(run_command("table", tmp_path / "seed0", tmp_path / "seed1").out)
+    (row,) = cells(run_command("table", tmp_path / "seed0", tmp_path / "seed1").out)
     assert row["runs"] == "2" and row["steps"] == "900 to 1,200"
 
 

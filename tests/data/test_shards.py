@@ -1,5 +1,6 @@
 import hashlib
 import io
+import itertools
 import json
 import multiprocessing
 import os
@@ -13,12 +14,15 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image, ImageOps
+from refusals import refuse
 from test_writers import told
 
 from moh_vision.__main__ import main
 from moh_vision.data import write_shards
 from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.folder import IMAGES, ImageFolder
 from moh_vision.data.shards import Shards
+from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
 from moh_vision.engine import commands
 
@@ -192,10 +196,10 @@ def test_rotated_photographs_are_turned_upright_when_reencoded(orientation):
         (b"not an image", None, "cannot identify the image format"),
         (save(photograph(), "PNG")[:-40], None, "truncated|broken"),
         (save(photograph(size=(200, 200)), "JPEG")[:500], 20, "(?i)truncated"),
-        (save(photograph(), "BMP"), None, "BMP inside; training reads jpg"),
+        (save(photograph(), "GIF"), None, "GIF inside; shards store jpg, png, webp, bmp, ppm, tif"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EOF\n", 20, "cannot identify"),
     ],
-    ids="empty text png jpeg bmp eps".split(),
+    ids="empty text png jpeg gif eps".split(),
 )
 def test_bad_images_say_what_is_wrong(data, size, words):
     with pytest.raises(UnreadableImage, match=words):
@@ -286,6 +290,35 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     assert run(root, out, "--samples-per-shard", 6) == 0
 
 
+def test_shards_store_every_format_that_folders_have(tmp_path):
+    """The bytes of a file unchanged, whether its samples are read by number or as they stream."""
+    root, endings = tmp_path / "images", [ending.removeprefix(".") for ending in IMAGES]
+    for ending in endings:
+        write_folder(root, each=1, extension=ending, first=endings.index(ending))
+    assert run(root, tmp_path / "out") == 0
+    folder, shards = ImageFolder(root), Shards(str(tmp_path / "out"), "train")
+    read = {shards.read(i) for i in range(len(shards))}
+    assert read == {folder.read(i) for i in range(len(folder))} and len(shards) == 3 * len(endings)
+    stream = ShardStream([str(shards.paths[0])], shards.classes, len(shards), "out")
+    names = itertools.islice(stream.names(0, 0, 1), len(shards))
+    assert {stream.image(name).size for name in names} == {shards.image(0).size}
+
+
+def test_the_rule_of_names_is_in_the_message(tmp_path):
+    """Photographs are called 2021.05.01.jpg: all of a month are one sample, as in webdataset."""
+    rule = "; a sample is what its files' names have before the first dot"
+    for names, words in (
+        (["2021.05.01.jpg", "2021.cls"], "sample 2021 has no image"),
+        (["2021.jpg", "2021.jpeg", "2021.cls"], "2021.jpeg is a second image of the same sample"),
+    ):
+        with tarfile.open(tmp_path / "train-000000.tar", "w") as tar:
+            for name in names:
+                member = tarfile.TarInfo(name)
+                member.size = 1
+                tar.addfile(member, io.BytesIO(b"1"))
+        refuse(words + rule, Shards, str(tmp_path), "train")
+
+
 def test_what_is_left_out_is_said(tmp_path, capfd):
     root = tmp_path / "images"
     write_folder(root / "train", each=1)
@@ -296,11 +329,14 @@ def test_what_is_left_out_is_said(tmp_path, capfd):
     (root / "train" / "cat" / "._00.png").write_text("hidden")
     assert run(root, tmp_path / "out") == 0
     shown = capfd.readouterr().out
-    assert (
-        "left out, not in a split or no images by their names (3): devkit, test, cat/Thumbs.db\n"
-        in shown
-    )
+    assert f"left out of {root}: 2 in no split (devkit, test)\n" in shown
+    train = f"left out of {root}/train: 1 .db (cat/Thumbs.db), 1 hidden (cat/._00.png)\n"
+    assert train in shown and shown.count("left out of") == 2
     assert not (tmp_path / "out" / "test-000000.tar").exists()
+    for name in "abcd":
+        (root / name).mkdir()
+    assert run(root, tmp_path / "more") == 0
+    assert "6 in no split (a, b, c, d, devkit and 1 more)\n" in capfd.readouterr().out
 
 
 def test_a_class_called_train(tmp_path):
@@ -342,10 +378,6 @@ def test_names_that_are_not_utf8(tmp_path):
             "{root}/train holds no images",
         ),
         (lambda root: write_folder(root / "validation"), "both val and validation are there"),
-        (
-            lambda root: write_folder(root / "train", ["cat"], each=1, extension="bmp"),
-            "{root}/train/cat/00.bmp: training reads jpg, png and webp; give --size",
-        ),
         (
             lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),
             "class folder 'cat ': a class name must be UTF-8",

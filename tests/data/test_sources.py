@@ -1,16 +1,19 @@
 import hashlib
 import io
 import os
+import shutil
 import sys
 import tarfile
 
 import numpy as np
 import pytest
 import webdataset
+from pictures import convert, write_folder
 from PIL import Image
 from refusals import refuse, refused
 
 from moh_vision.classification import train as cls
+from moh_vision.data import shards
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
@@ -65,7 +68,7 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     before = index.stat().st_mtime_ns
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
-    os.utime(folder / "train-000001.tar")
+    append(folder / "train-000001.tar", "0100.txt", bytes(20_000))
     refuse(
         f"{folder}/train-000001.tar was changed since the index {index} was made",
         Shards,
@@ -73,7 +76,65 @@ def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
         "train",
     )
     index.unlink()
-    assert len(Shards(str(folder), "train")) == 23
+    refuse("train-000001.tar: sample 0100 has no image", Shards, str(folder), "train")
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The files whose sha256 the reader of shards took."""
+    files = []
+
+    def sha256_of(path):
+        files.append(path.name)
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+
+    monkeypatch.setattr(shards, "sha256_of", sha256_of)
+    return files
+
+
+def test_a_copy_of_shards_is_hashed_once_against_its_record(tmp_path, hashed):
+    write_folder(tmp_path / "images")
+    assert convert(tmp_path / "images", tmp_path / "d", "--samples-per-shard 5") == 0
+    whole = Shards(str(tmp_path / "d"), "train")
+    assert not hashed and not whole.remarks
+    copy = shutil.copytree(tmp_path / "d", tmp_path / "copy", copy_function=shutil.copy)
+    source = Shards(str(copy), "train")
+    assert hashed == [path.name for path in source.paths] and len(hashed) == 3
+    (line,) = source.remarks
+    assert "copy: 3 of 3 shards have another time than their index; their sha256 is that of" in line
+    assert (source.labels == whole.labels).all() and list(source.listing()) == list(whole.listing())
+    assert source.read(0) == whole.read(0)
+    assert list(source.identities()) == list(whole.identities())  # latents of a copy go on
+    again = Shards(str(copy), "train")
+    assert len(hashed) == 3 and not again.remarks
+    # Bytes that differ at the same size are no copy.
+    data = bytearray((copy / "train-000001.tar").read_bytes())
+    data[600] ^= 1
+    (copy / "train-000001.tar").write_bytes(data)
+    refuse(
+        "train-000001.tar was changed since .*: it does not have the sha256 of train.shards.json",
+        Shards,
+        str(copy),
+        "train",
+    )
+
+
+def test_a_copy_of_shards_without_a_record_is_indexed_anew(tmp_path, hashed, monkeypatch):
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    folder = write_shards(tmp_path / "d")
+    whole = Shards(str(folder), "train")
+    for place, mode in (("copy", 0o755), ("fixed", 0o555)):  # into a read-only folder too
+        copy = shutil.copytree(folder, tmp_path / place, copy_function=shutil.copy)
+        copy.chmod(mode)
+        try:
+            source = Shards(str(copy), "train")
+            (line,) = source.remarks
+            assert "3 of 3 shards have another time than their index; they are indexed anew" in line
+            assert (source.labels == whole.labels).all() and source.read(3) == whole.read(3)
+            assert not Shards(str(copy), "train").remarks
+        finally:
+            copy.chmod(0o755)
+    assert not hashed
 
 
 def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
@@ -92,7 +153,7 @@ def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
         before = {file: file.stat().st_mtime_ns for file in kept.iterdir()}
         assert [len(Shards(str(place), "train")) for place in (other, folder)] == [7, 23]
         assert {file: file.stat().st_mtime_ns for file in kept.iterdir()} == before
-        os.utime(folder / "train-000001.tar")
+        append(folder / "train-000001.tar", "0100.txt", bytes(20_000))
         changed = f"was changed since the index {kept}/.train-000001.tar.index.npy was made"
         refuse(changed, Shards, str(folder), "train")
     finally:
@@ -144,8 +205,54 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
         opened,
         [0, -1, 1],
     )
-    plain = datasets.Features(image=datasets.Image(), label=datasets.Value("int64"))
-    refuse("0 class-label columns among image, label; expected one", opened, [0, 1, 1], plain)
+
+
+def test_columns_of_a_table_of_the_hub_are_chosen(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    picture, label = datasets.Image(), datasets.ClassLabel(names=["cat", "dog"])
+    columns = dict(
+        image=(picture, [Image.new("RGB", (6, 4), (i, 0, 0)) for i in range(3)]),
+        mask=(picture, [Image.new("L", (6, 4), 200) for _ in range(3)]),
+        fine=(label, [1, 0, 1]),
+        coarse=(datasets.ClassLabel(names=["pet"]), [0, 0, 0]),
+        number=(datasets.Value("int64"), [2, 0, 2]),
+        word=(datasets.Value("string"), ["owl", "ant", "owl"]),
+        score=(datasets.Value("float32"), [0.0, 1.0, 1.0]),
+        year=(datasets.Value("int32"), [2024, 2**30, 1]),
+    )
+
+    def opened(root, *names):
+        features = datasets.Features({name: columns[name][0] for name in names})
+        rows = {name: columns[name][1] for name in names}
+        table = datasets.Dataset.from_dict(rows, features=features)
+        monkeypatch.setattr(datasets, "load_dataset", lambda name, config: dict(train=table))
+        return open_source(f"hfds/anna/pets{root}", "train")
+
+    for column, classes, labels in (
+        ("fine", ["cat", "dog"], [1, 0, 1]),
+        ("coarse", ["pet"], [0, 0, 0]),
+        ("number", ["0", "1", "2"], [2, 0, 2]),
+        ("word", ["ant", "owl"], [1, 0, 1]),
+        ("none", [], [0, 0, 0]),
+    ):
+        source = opened(f"?label={column}", "image", "fine", "coarse", "number", "word")
+        assert (source.classes, source.labels.tolist()) == (classes, labels)
+        assert source.name == "pets" and not source.remarks
+    assert opened("?image=mask&label=fine", "image", "mask", "fine").image(0).mode == "L"
+    bare = opened("", "image", "number")
+    assert (bare.classes, bare.labels.tolist()) == ([], [0, 0, 0])
+    said = "no class-label column among image, number, so that the images are without classes"
+    assert said in bare.remarks[0] and "hfds/anna/pets?label=COLUMN chooses one" in bare.remarks[0]
+    for root, names, words in (
+        ("", ("image", "fine", "coarse"), "2 class-label columns .*label=COLUMN chooses one"),
+        ("?label=fine", ("image", "mask", "fine"), "2 image columns .*fine&image=COLUMN chooses"),
+        ("?label=breed", ("image", "fine"), "no column breed; there are image, fine"),
+        ("?class=fine", ("image", "fine"), "class=fine; expected .*label=COLUMN"),
+        ("?label", ("image", "fine"), "label=; expected .*label=COLUMN"),
+        ("?label=score", ("image", "score"), "column score is of float32"),
+        ("?label=year", ("image", "year"), "column year holds 1073741824; expected labels"),
+    ):
+        refuse(words, opened, root, *names)
 
 
 def test_a_package_that_the_hub_needs_is_named(tmp_path, capsys, monkeypatch):

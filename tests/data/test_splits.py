@@ -6,10 +6,12 @@ import shutil
 
 import numpy as np
 import pytest
-from pictures import write_folder
+from pictures import convert, write_folder
+from PIL import Image
 from refusals import refuse
 from test_sources import write_shards
 
+from moh_vision.classification import train as train_cls
 from moh_vision.data.splits import DataRecord, in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
 
@@ -137,3 +139,31 @@ def test_latents_of_another_vae_are_other_data():
     one = DataRecord("x", (), train=latents).splits
     shards["train-000000.npy"]["sha256"] = "2"
     assert one != DataRecord("x", (), train=latents).splits
+
+
+def test_transparent_pixels_are_said(tmp_path, capsys):
+    """Decoding drops alpha: what lies under it is seen. An opaque alpha channel, as of screenshots, changes nothing."""
+    root = write_folder(tmp_path / "set")
+    for file in (root / "train").glob("*/*.png"):
+        image = Image.open(file).convert("RGBA")
+        if file.parent.name == "dog":
+            image.putalpha(Image.linear_gradient("L").resize(image.size))
+        image.save(file)
+    palette = Image.open(root / "val" / "cat" / "2.png").convert("P")
+    palette.save(root / "val" / "cat" / "2.png", transparency=int(np.asarray(palette)[0, 0]))
+    (root / "val" / "cat" / "0.png").write_bytes(b"no image")
+    given = f"--data.root {root} --data.img_size 8 --dry-run --model.depth 1"
+    train_cls.main(["--config", "quickstart/cls", *given.split()])
+    said = [line for line in capsys.readouterr().out.splitlines() if "transparent pixels" in line]
+    first = root / "train" / "dog" / "0.png"
+    assert said[0].startswith(
+        f"data.root {root}, train: 6 of 12 images that were looked at have transparent pixels (first {first}): alpha is dropped"
+    )
+    assert (
+        f"val: 1 of 8 images that were looked at have transparent pixels (first {root}/val/cat/2.png)"
+        in said[1]
+    )
+    (root / "val" / "cat" / "0.png").unlink()
+    for options, count in (("", 0), ("--size 8", 2)):
+        assert convert(root, tmp_path / f"shards{count}", options) == 0
+        assert capsys.readouterr().out.count("transparent pixels") == count

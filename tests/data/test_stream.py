@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import io
 import itertools
 import os
 import shutil
@@ -13,7 +14,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pictures import convert, write_folder
+from pictures import convert, encoded, write_folder
+from PIL import Image
 from processes import on_two_ranks
 from refusals import one_line, refused
 from small_runs import logged
@@ -24,6 +26,7 @@ from moh_vision.data import stream
 from moh_vision.data.batches import BadSamples, LabelledImages, image_transform, training_batches
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.order import StepBatches
+from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream, StreamedFile
 from moh_vision.diffusion import train as dit
 from moh_vision.engine import command_line
@@ -344,3 +347,46 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     )  # whoever counts them says that they are no longer those of the record
     names = opened("--data.stream", first, "--data.samples", "7").names(0, 0, 1)
     assert len(set(itertools.islice(names, 50))) == 4
+
+
+def write_tar(file, names):
+    """Members of these names: images, whose red value is the place in the list, labels of 1, and other texts."""
+    with tarfile.open(file, "w") as tar:
+        for place, name in enumerate(names):
+            ending = name.rpartition(".")[2].lower()
+            data = b"1" if ending == "cls" else b"some text"
+            if ending in ("bmp", "png", "tif"):
+                data = encoded(
+                    Image.new("RGB", (6, 4), (place, 0, 0)), ending.replace("tif", "tiff")
+                )
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return file
+
+
+def test_both_orders_read_the_same_members(tmp_path):
+    """Files of a Mac, of a browser, and of a data set's author; endings in capitals; what webdataset passes over."""
+    names = "README LICENSE .DS_Store ._a.png ._a.cls __meta__/info.json a.PNG a.CLS a.JSON".split()
+    names += "x/.DS_Store x/._b.png x/b.tif x/b.cls x/b.txt c.bmp c.Cls".split()
+    write_tar(tmp_path / "train-000000.tar", names)
+    (tmp_path / "classes.txt").write_text("ant\nbee\n")
+    exact = open_source(str(tmp_path), "train")
+    found = [exact.image(i).getpixel((0, 0))[0] for i in range(len(exact))]
+    assert [names[place] for place in found] == ["a.PNG", "x/b.tif", "c.bmp"]
+    assert exact.labels.tolist() == [1, 1, 1]
+    arriving = source_of([str(tmp_path / "train-000000.tar")], 3)
+    streamed = set()
+    for name in itertools.islice(arriving.names(0, 0, 1), 60):  # of many passes, shuffled
+        streamed.add(arriving.image(name).getpixel((0, 0))[0])
+        assert arriving.labels == {name: 1}
+    assert sorted(streamed) == found
+
+
+def test_two_images_of_one_sample_are_refused_in_both_orders(tmp_path):
+    file = write_tar(tmp_path / "train-000000.tar", ["a.png", "a.bmp", "a.cls"])
+    (tmp_path / "classes.txt").write_text("ant\nbee\n")
+    with one_line("a.bmp is a second image of the same sample"):
+        open_source(str(tmp_path), "train")
+    with one_line("a: .* is a second image of the same sample", UnreadableImage):
+        source_of([str(file)], 1).check()

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from moh_vision.diffusion.fonts import _font_file
 from moh_vision.diffusion.image_grid import _in_lines, image_grid
 
 
@@ -16,6 +17,22 @@ def test_grid_with_names(channels):
     )  # beside the images, not on them
     ink = (named[:, :margin] < 128).sum(1)
     assert 0 < ink[:34].sum() < ink[34:].sum()  # one a row
+
+
+def test_every_letter_of_a_name_is_drawn(monkeypatch):
+    """Pillow's own font draws a box for each letter that is not of English; a font that has it is taken."""
+    images = torch.zeros(1, 1, 32, 32, dtype=torch.uint8)
+    drawn = {name: np.asarray(image_grid(images, 1, names=[name])) for name in ("ß", "é", "Ж", "ł")}
+    for one in drawn:
+        for other in drawn:
+            same = drawn[one].shape == drawn[other].shape and (drawn[one] == drawn[other]).all()
+            assert same == (one == other)
+    # Where none has it, the name says it in ASCII.
+    monkeypatch.setattr("matplotlib.font_manager.findSystemFonts", lambda: [])
+    _font_file.cache_clear()
+    asked = np.asarray(image_grid(images, 1, names=["Straße 猫"]))
+    assert (asked == np.asarray(image_grid(images, 1, names=["Straße \\u732b"]))).all()
+    _font_file.cache_clear()
 
 
 @pytest.mark.parametrize("side", [8, 40, 64])

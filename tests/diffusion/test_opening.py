@@ -8,12 +8,13 @@ import refusals
 import timm
 import torch
 from diffusers import DDIMScheduler, DiTPipeline
+from refusals import one_line
 from safetensors.torch import load_file
 from test_dit_checkpoints import diffusers_dit
 from test_sample import by_pipeline
-from tiny_vae import save_tiny_vae, tiny_vae
+from tiny_vae import no_longer_zero, save_tiny_vae, tiny_vae
 
-from moh_vision.diffusion import MoHDiTPipeline, sample
+from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample
 from moh_vision.models.weights import create, load_checkpoint
 
 FEW = "--num-images 3 --batch-size 3 --sampler ddim --steps 2 --cfg-scale 2".split()
@@ -213,3 +214,45 @@ def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
         assert words in refused(capsys, "--checkpoint", file, *how)
     error = refused(capsys, "--checkpoint", pipe / "transformer", *how)
     assert "--weights model has no effect" in error and "holds one kind" in error
+
+
+def test_label_tables_without_no_class(tmp_path, capsys):
+    """The official DiT has no row for "no class" after class_dropout_prob 0; nothing in the file says so."""
+    name, sizes = "dit_small_patch2", dict(img_size=8, in_chans=3, learn_sigma=False)
+    torch.manual_seed(0)
+    model = create(name, "diffusion", num_classes=3, **sizes)
+    table = no_longer_zero(model, 0.2).y_embedder.embedding_table.weight.detach()
+    state = model.state_dict()
+    file = tmp_path / "dit.pt"
+
+    def draw(*more):
+        argv = f"--checkpoint {file} --model {name} --num-images 3 --steps 2 --batch-size 3"
+        sample.main([*argv.split(), "--out", f"{tmp_path}/drawn.npz", "--overwrite", *more])
+        return np.load(tmp_path / "drawn.npz")["arr_0"]
+
+    torch.save(state, file)
+    expected = draw()
+    assert "the label table has 4 rows, taken for 3 classes and" in capsys.readouterr().out
+    torch.save({**state, "y_embedder.embedding_table.weight": table[:3]}, file)
+    assert set(np.load(tmp_path / "drawn.npz")["arr_1"]) == {0, 1, 2}
+    (tmp_path / "classes.txt").write_text("ant\nbee\ncat\n")
+    assert (draw() == expected).all()
+    with pytest.raises(SystemExit):
+        draw("--cfg-scale", "2")
+    assert "--cfg-scale 2 needs a run trained with label_drop above 0" in capsys.readouterr().err
+    (tmp_path / "classes.txt").unlink()
+    torch.save({**state, "y_embedder.embedding_table.weight": table[:1]}, file)
+    with pytest.raises(SystemExit):
+        draw()
+    assert "the label table has one row, which may be a class" in capsys.readouterr().err
+    (tmp_path / "classes.txt").write_text("ant\n")
+    assert (draw()[0] == expected[0]).all()
+
+
+def test_classes_of_one_name_are_asked_for_by_number(tmp_path):
+    model = create("dit_small_patch2", "diffusion", num_classes=3, img_size=8, in_chans=3, depth=1)
+    names = {0: "crane", 1: "ant", 2: "crane"}
+    pipe = MoHDiTPipeline(model, make_scheduler("ddim", 2, True, True), None, names, 0.1)
+    assert pipe.get_label_ids("ant") == [1]
+    with one_line("class_labels crane: classes 0, 2 are called so; give a number"):
+        pipe.get_label_ids("crane")

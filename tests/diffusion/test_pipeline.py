@@ -265,7 +265,7 @@ test_mistakes = each_refused(
     (
         [0],
         dict(guide="heads:0.2", guide_scale=2.0),
-        "guide: head_budget '0.2'.* the smallest share is",
+        "guide: head_budget '(ramp|uniform):0.2'.* the smallest share is",
     ),
     (
         [0],

@@ -16,8 +16,8 @@ from moh_vision.models.teachers import Teacher
 SIZES = dict(embed_dim=24, depth=1, num_heads=3, num_classes=0)
 
 
-def saved(folder, **sizes) -> str:
-    torch.manual_seed(1)
+def saved(folder, seed=1, **sizes) -> str:
+    torch.manual_seed(seed)
     model = timm.create_model("vit_tiny_patch16_224", **SIZES, **sizes)
     timm.models.save_for_hf(model, folder, model_args=dict(SIZES, **sizes))
     return f"local-dir:{folder}"
@@ -122,6 +122,16 @@ def test_a_run_goes_on_to_the_bit_and_its_weights_are_the_models(teacher, tmp_pa
         f"alignment.projector.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")
     }
     assert not any(torch.equal(states[0][name], states[1][name]) for name in projector)
+
+
+def test_a_teacher_that_changed_between_two_starts_is_refused(tmp_path, capsys):
+    sizes = dict(img_size=32, patch_size=8, in_chans=1)
+    teacher, run = saved(tmp_path / "t", **sizes), tmp_path / "run"
+    options = ["--repa.teacher", teacher, "--repa.block", 2]
+    train_dit.main(arguments("dit", run, 1, 1, *options))
+    saved(tmp_path / "t", **sizes, seed=2)
+    said = refused(capsys, train_dit.main, *arguments("dit", run, 2, 1, *options))
+    assert f"repa.teacher {teacher}: other weights than those that {run} began with" in said
 
 
 def test_teachers_that_do_not_fit(teacher, tmp_path, capsys):

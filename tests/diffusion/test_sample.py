@@ -788,3 +788,47 @@ def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
             capsys, run, "--num-images", 30, "--score", *argv
         )
         assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
+
+
+def test_overwriting_a_folder_leaves_what_others_put_there(tmp_path, capsys):
+    run, out = run_of(tmp_path / "run", 3), tmp_path / "out"
+    out.mkdir()
+    photo = out / "holiday.png"
+    photo.write_bytes(b"a user's own")
+    call(run, "--out", out, "--overwrite", "true")
+    assert len(list(out.glob("0*.png"))) == 5
+    said = capsys.readouterr().out
+    assert f"{out} also holds holiday.png, which sample.py did not write" in said
+    call(run, "--out", out, "--overwrite", "true", "--num-images", "2")
+    assert {file.name for file in out.glob("*.png")} == {"000000.png", "000001.png", "holiday.png"}
+    assert photo.read_bytes() == b"a user's own"
+    # A name that a sample would get, and nobody says that it is one.
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "000001.png").write_bytes(b"a user's own")
+    error = refused(capsys, run, "--out", mine, "--overwrite", "true")
+    assert f"--out {mine} holds 000001.png, which sample.py did not write there" in error
+    assert [file.name for file in mine.iterdir()] == ["000001.png"]
+
+
+def test_a_judge_of_the_classes_in_another_order_says_the_same(tmp_path):
+    classes, parts = [str(i) for i in range(10)], ImageParts(tmp_path, 30, 30, {})
+    parts.add(0, torch.randint(0, 256, (30, 1, 8, 8), dtype=torch.uint8))
+    sizes = dict(img_size=8, patch_size=4, in_chans=1, **JUDGE_SIZES)
+    (tmp_path / "one").mkdir()
+    model = exported(tmp_path / "one", JUDGE, classes, **sizes)
+    about = read_safetensors(tmp_path / "one" / "model.safetensors")[1]
+    with torch.no_grad():
+        model.head.weight.copy_(model.head.weight.flip(0))
+        model.head.bias.copy_(model.head.bias.flip(0))
+    (tmp_path / "other").mkdir()
+    turned = dict(about, classes=classes[::-1])
+    export_weights(model, tmp_path / "other" / "model.safetensors", turned)
+    found = []
+    for place in ("one", "other"):
+        reference = SourceImages(Digits("val"), "digits")
+        judge = ClassifierScores(reference, str(tmp_path / place), classes)
+        found.append(judge(parts, torch.arange(30) % 10, "cpu")[0])
+    assert 0 < found[0]["recognised_real"] < 1
+    for name in ("recognised", "recognised_real"):
+        assert found[0][name] == found[1][name]

@@ -18,10 +18,12 @@ from small_runs import entries
 from tiny_vae import coarse_vae, save_tiny_vae, write_latents
 
 from moh_vision.__main__ import main
+from moh_vision.data import records
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, open_inputs
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.objectives import draw_step
+from moh_vision.engine.io import sha256_of
 from moh_vision.models.counts import count_macs
 from moh_vision.models.weights import from_run
 
@@ -244,6 +246,49 @@ def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_pa
     assert not (tmp_path / "no").exists()
 
 
+def test_shards_that_changed_are_refused_and_hashed_only_where_they_may_have(
+    made, tmp_path, capsys, monkeypatch
+):
+    """By the sums of the record: once for a copy, whose times are new, and never for what was written here."""
+    hashed = []
+
+    def counted(*paths):
+        hashed.append(paths[0].name)
+        return sha256_of(*paths)
+
+    monkeypatch.setattr(records, "sha256_of", counted)
+    train(tmp_path / "first", "--data.root", made["cache"])
+    assert hashed == []
+    cache = tmp_path / "copy"
+    shutil.copytree(made["cache"], cache, copy_function=shutil.copyfile)
+    names = sorted(path.name for path in cache.glob("train-*.npy"))
+    for run in ("second", "third"):
+        train(tmp_path / run, "--data.root", str(cache))
+        assert hashed == names
+    shard = cache / names[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # of the same size
+    argv = [*ARGV, "--output", tmp_path / "run", "--data.root", cache]
+    said = refused(capsys, train_dit.main, *argv)
+    assert f"{shard}: changed since it was written, its sha256 is not that of " in said
+    assert not (tmp_path / "run").exists()
+    shard.write_bytes(whole)
+    train(tmp_path / "run", "--data.root", str(cache))
+
+
+def test_a_vae_that_changed_between_two_starts_is_refused(made, tmp_path, capsys):
+    vae, run = tmp_path / "vae", tmp_path / "run"
+    shutil.copytree(made["vae"], vae)
+    online = ["--data.root", made["images"], "--vae", str(vae), "--data.img_size", "16"]
+    train(run, *online)
+    shutil.copytree(made["other"], vae, dirs_exist_ok=True)
+    argv = [*ARGV, *online, "--output", run, "--max-steps", 3]
+    said = refused(capsys, train_dit.main, *argv)
+    assert f"vae {vae}: other weights than those that {run} began with" in said
+    train(run, *online, "--max-steps", "3", "--allow-change", "vae")
+    assert "other weights" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "more, words",
     [
@@ -263,7 +308,10 @@ def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_pa
             "{cache} --repa.teacher x",
             "repa.teacher x needs images: data.root {cache} holds stored latents",
         ),
-        ("{images}", "data.img_size is needed for {images}: the images there have no one size"),
+        (
+            "{images}",
+            "data.img_size is needed for {images}: images are cropped to it; the first has ",
+        ),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing_behind(made, tmp_path, capsys, more, words):

@@ -84,6 +84,13 @@ def test_options(tmp_path, kind, text, argv, values):
     ("cls", "base: nowhere", "", "c.yaml: base nowhere: no such file"),
     ("cls", "base: c.yaml", "", "c.yaml: base 'c.yaml': expected a file, and at most 20 of them upon each other"),
     ("cls", "base: b.yaml", "", "b.yaml: unknown key 'modle', did you mean 'model'"),
+    # written twice: YAML forbids it, and PyYAML keeps the last alone
+    ("cls", "model: {depth: 2}\noptim: {lr: 1.0}\nmodel: {num_heads: 3}", "", "c.yaml: line 3: 'model' is on line 1 already; keep one"),
+    ("cls", "optim:\n  lr: 1.0\n  eps: 1.0\n  lr: 2.0", "", "c.yaml: line 4: 'lr' is on line 2 already"),
+    ("cls", "model: {kwargs: {a: 1, a: 2}}", "", "c.yaml: line 1: 'a' is in it twice"),
+    ("cls", "model.depth: 3\nmodel: {depth: 2}", "", "c.yaml: model.depth is there twice"),
+    ("cls", "", "--model '{depth: 3, depth: 2}'", "--model: line 1: 'depth' is in it twice"),
+    ("cls", "", "--model.kwargs '{a: 1, a: 2}'", "--model.kwargs: line 1: 'a' is in it twice"),
     ("cls", "seed: many", "--log-every 3", 'c.yaml: key "seed": Expected int. Got value: many'),
 ])  # fmt: skip
 def test_mistakes_are_one_line(tmp_path, kind, text, argv, words):

@@ -3,12 +3,15 @@
 import pytest
 import timm
 from refusals import each_refused
-from small_runs import logged, results, whole_and_resumed
+from small_runs import arguments, logged, results, whole_and_resumed
 
 import moh_vision
+from moh_vision.__main__ import main
+from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands.table import make_table
 from moh_vision.models.elastic import CYCLE, ElasticBudget
+from moh_vision.models.head_load import HeadLoad
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
 
@@ -85,4 +88,40 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     )
     validate.main(f"--checkpoint {whole} --model.head_budget 0.5 --data.workers 0".split())
     assert f"loss {validation['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
-    assert any("top-1" in title for title in make_table([whole]).titles)
+    # The table, the card and the figure of head load show what each share gives.
+    capsys.readouterr()
+    table = make_table([whole])
+    active, top1 = (table.titles.index(title) for title in ("active heads, %", "top-1, %"))
+    rows = {row[0].rpartition(", ")[2]: row for row in table.rows}
+    shares = {"0.5": "50", "0.75": "75", "1": "100"}
+    assert list(rows) == [f"at a share of {share}" for share in shares]
+    for share, percent in shares.items():
+        row = rows[f"at a share of {share}"]
+        assert row[active] == percent
+        assert row[top1] == f"{validation['by_share'][share]['top1']:.2f}"
+    macs = [float(row[table.titles.index("MACs, M")]) for row in table.rows]
+    assert macs == sorted(macs) and macs[0] < macs[2]
+    folder = tmp_path / "published"
+    assert main(["publish", str(whole), "--output", str(folder)]) == 0
+    card = (folder / "README.md").read_text()
+    assert (
+        "heads active; it is trained at shares of 0.5 to 1.0, `moh_vision.set_head_budget" in card
+    )
+    half = f"{validation['by_share']['0.5']['top1']:.2f}"
+    assert f"| top-1, %, at a share of 0.5 | {half} |" in card
+    load = HeadLoad.read(whole / "head_load.json")
+    assert load.choosing() and sum(layer["routed"] + layer["shared"] for layer in load.layers) == 8
+    assert main(["head-load", str(whole), "--output", str(tmp_path / "load.png")]) == 0
+
+
+def test_an_elastic_run_says_so_and_a_dense_one_names_no_command_that_fails(tmp_path, capsys):
+    """All heads of the largest share are active: the first line and --dry-run say at which shares it is trained."""
+    said = "elastic: trained at 50.0 to 100.0 % of the heads, saved with 100.0 %"
+    train_cls.main(arguments("cls", tmp_path / "none", 1, 1, *ELASTIC, "--dry-run"))
+    assert f"{said}\n" in capsys.readouterr().out
+    train_cls.main(arguments("cls", tmp_path / "elastic", 1, 1, *ELASTIC))
+    out = capsys.readouterr().out
+    assert f"16 of 16 heads active (100.0 %); {said}\n" in out and "moh_vision head-load" in out
+    dense = ["--model.router", "dense", "--model.head_budget", "null"]
+    train_cls.main(arguments("cls", tmp_path / "dense", 1, 1, *dense))
+    assert "moh_vision head-load" not in capsys.readouterr().out  # nothing there is chosen

@@ -1,18 +1,23 @@
 """Optimisers by timm's names: what they are given, which weights muon takes, and that a stopped run goes on to the bit."""
 
 import copy
-import io
 
 import pytest
 import timm
 import torch
-from refusals import refuse
+from accelerate import PartialState
+from refusals import refuse, refused
+from small_runs import arguments, same
 
 import moh_vision  # noqa: F401
+from moh_vision.classification import train as train_cls
 from moh_vision.classification.config import ClsConfig
+from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.config import OptimConfig
 from moh_vision.engine.optimizers import check_sharded, make_optimizer, names
+from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import set_learning_rate
+from moh_vision.engine.step_folders import latest_checkpoint
 from moh_vision.language import create_text_model
 
 
@@ -77,33 +82,35 @@ def test_muon_takes_the_matrices_of_the_layers(family):
     } <= own
 
 
-def test_every_optimiser_goes_on_to_the_bit_from_its_state():
-    """What a checkpoint needs of them; and no gradient of zero moves a weight, as MAE's gates need in joint training."""
+def test_every_optimiser_goes_on_to_the_bit_from_its_checkpoint(tmp_path):
+    """And no gradient of zero moves a weight, as MAE's gates need in joint training."""
+    PartialState(cpu=True)
     start = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     data = torch.randn(4, 16, 6)
 
-    def steps(name, model, those, state=None):
+    def steps(name, model, numbers, run, resumes=False):
         optimizer = make_optimizer(model, OptimConfig(name=name, weight_decay=0.0))
-        if state:
-            optimizer.load_state_dict(torch.load(state, weights_only=True))
-        for number in those:
+        state = TrainingState(model, [optimizer])
+        state.check_options(name)
+        if resumes:
+            state.restore(latest_checkpoint(run, pytest.fail)[1])
+        for number in numbers:
             set_learning_rate(optimizer, 1e-3 * (number + 1))
             model(data[number]).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return optimizer
+        Saver(PartialState(), run, state, keep=1).save(numbers[-1] + 1, {}, last=True)
+        return optimizer.state_dict()
 
     for name in names():
         whole, parts, still = (copy.deepcopy(start) for _ in range(3))
-        steps(name, whole, range(4))
-        state = io.BytesIO()
-        torch.save(steps(name, parts, (0, 1)).state_dict(), state)
-        state.seek(0)
-        steps(name, parts, (2, 3), state)
-        for ours, theirs, first in zip(
-            parts.parameters(), whole.parameters(), start.parameters(), strict=True
-        ):
-            assert torch.equal(ours, theirs) and not torch.equal(ours, first), name
+        expected = steps(name, whole, range(4), tmp_path / name / "whole")
+        steps(name, parts, (0, 1), tmp_path / name / "parts")
+        again = copy.deepcopy(start)
+        found = steps(name, again, (2, 3), tmp_path / name / "parts", resumes=True)
+        assert same(again, whole) and not same(again, start), name
+        assert found["param_groups"] == expected["param_groups"], name
+        assert _bits(found["state"]) == _bits(expected["state"]), name
         optimizer = make_optimizer(still, OptimConfig(name=name, weight_decay=0.0))
         for p in still.parameters():
             p.data.add_(1)
@@ -111,3 +118,26 @@ def test_every_optimiser_goes_on_to_the_bit_from_its_state():
             before = p.clone()
             optimizer.step()
             assert torch.equal(p, before), name
+
+
+def _bits(state):
+    """The state of an optimiser as values that compare: of a tensor type, shape and numbers."""
+    return {
+        (index, key): (value.dtype, value.tolist()) if torch.is_tensor(value) else value
+        for index, values in state.items()
+        for key, value in values.items()
+    }
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_step_0(tmp_path, capsys, monkeypatch):
+    """An optimiser with an option that no checkpoint can hold loses no step."""
+
+    def with_odd_option(model, optim, undecayed=None):
+        optimizer = make_optimizer(model, optim, undecayed)
+        optimizer.param_groups[0]["odd"] = object()
+        return optimizer
+
+    monkeypatch.setattr("moh_vision.classification.train.make_optimizer", with_odd_option)
+    error = refused(capsys, train_cls.main, *arguments("cls", tmp_path / "run", 2, 1))
+    assert "optim.name 'adamw' cannot be saved: its option odd is" in error
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

@@ -154,6 +154,38 @@ def test_scores_of_fixed_inputs(offset, kid):
         assert result[name] == pytest.approx(want, rel=1e-9, abs=0), name
 
 
+class Colours(Extractor):
+    """Features and 3 classes of the mean of each channel."""
+
+    name, published, weights_sha256 = "colours", True, "1" * 64
+
+    def forward(self, images):
+        means = images.double().mean((2, 3)) / 255
+        return Extracted(means, None, 12 * means)
+
+
+def test_images_in_the_order_of_their_classes_are_said(tmp_path, monkeypatch, capsys):
+    """Splits of one class each have a score of 1."""
+    monkeypatch.setattr(kept, "SPLIT", 30)
+    x = torch.zeros(90, 3, 8, 8, dtype=torch.uint8)
+    for number in range(90):
+        x[number, number // 30] = 200 + number % 30
+    mixed = x[torch.randperm(90, generator=torch.Generator().manual_seed(0))]
+    in_order, shuffled = (score(some, x, extractor=Colours()) for some in (x, mixed))
+    assert in_order["inception_score"] < 1.01 and shuffled["inception_score"] > 2.6
+    assert shuffled["notes"] == score(mixed[:30], x, extractor=Colours())["notes"] == []
+    (note,) = in_order["notes"]
+    assert note.startswith("inception score: the images are not in mixed order: its splits of 30")
+    assert float(note.split()[-7]) > 2.6  # of all images as one split
+    monkeypatch.setattr(
+        "moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Colours()
+    )
+    for name, place in zip("abc", (0, 30, 60)):
+        write_folder(tmp_path / "set" / name, x[place : place + 30])
+    assert main([str(tmp_path / "set"), str(tmp_path / "set")]) == 0
+    assert f"note: {note}\n" in capsys.readouterr().out
+
+
 def write_folder(folder, x):
     folder.mkdir(parents=True)
     for i, image in enumerate(x):
@@ -326,6 +358,35 @@ def test_images_of_another_size_are_said(tmp_path, capsys):
     )
 
 
+def test_compression_of_one_set_alone_is_said(tmp_path, capsys):
+    """JPEG's blocks are part of every score: of generated images, and of references that are compared with PNG."""
+    x, y = images(40), images(40, 1)
+    folders = {name: write_folder(tmp_path / name, x) for name in ("png", "jpeg", "both")}
+    for name, count in (("jpeg", 40), ("both", 10)):
+        for file in sorted(folders[name].iterdir())[:count]:
+            Image.open(file).save(file.with_suffix(".jpg"))
+            file.unlink()
+
+    def notes(generated, reference):
+        return score(generated, reference, extractor=Tiny())["notes"]
+
+    files = dict(png="40 PNG", jpeg="40 JPEG", both="10 JPEG, 30 PNG")
+    for one, other in (("jpeg", "png"), ("png", "both"), ("both", "jpeg")):
+        (note,) = notes(folders[one], folders[other])
+        assert note.startswith(f"the generated images are {files[one]}, those of {folders[other]} ")
+        assert f"{files[other]}; the scores see" in note
+    (note,) = notes(folders["jpeg"], y)
+    assert note.startswith("the generated images are 40 JPEG; the scores see")
+    assert notes(folders["png"], folders["png"]) == notes(folders["png"], y) == []
+    assert notes(folders["jpeg"], folders["jpeg"]) == []
+    assert main([str(folders["jpeg"]), str(folders["png"])]) == 0
+    assert "note: the generated images are 40 JPEG" in capsys.readouterr().out
+    saved = tmp_path / "saved.npz"
+    assert main([str(folders["jpeg"]), "--save-statistics", str(saved)]) == 0
+    (note,) = notes(folders["png"], saved)
+    assert "40 JPEG" in note
+
+
 def test_a_rotation_noted_in_exif_is_applied(tmp_path):
     """As in data sets: the folder of a camera's files is what a data set of them is."""
     x, sizes = torch.cat([images(30), images(30, 1)], 3), {}  # 16 x 8 pixels
@@ -352,17 +413,13 @@ def test_a_rotation_noted_in_exif_is_applied(tmp_path):
 def test_bad_files_in_a_folder(tmp_path):
     """Unreadable ones: tests/reliability/test_bad_images.py."""
     folder = write_folder(tmp_path / "bad", images(30))
-    for mode, size, words in (
-        ("L", 8, "00020.png: its mode is L, that of 00000.png is RGB"),
-        ("RGBA", 8, "00020.png: its mode is RGBA"),
-        ("RGB", 9, "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"),
-    ):
-        Image.new(mode, (size, 8)).save(folder / "00020.png")
-        refuse(words, lambda: open_images(folder, "x"))
+    Image.new("RGB", (9, 8)).save(folder / "00020.png")
+    words = "00020.png has 9 x 8 pixels, 00000.png has 8 x 8"
+    refuse(words, lambda: open_images(folder, "x"))
 
 
 def test_images_in_the_folders_of_a_folder(tmp_path):
-    """They are read where the folder itself has none, and only then."""
+    """They are read at any depth, beside those of the folder itself."""
     for name, part in dict(cat=images(20), dog=images(20, 1)).items():
         write_folder(tmp_path / "both" / name, part)
     together, one = torch.cat([images(20), images(20, 1)]), images(30, 2)
@@ -371,7 +428,7 @@ def test_images_in_the_folders_of_a_folder(tmp_path):
         score(one, together, **how)["fid"], rel=1e-9
     )
     next((tmp_path / "both" / "cat").iterdir()).rename(tmp_path / "both" / "one.png")
-    assert open_images(tmp_path / "both", "x").count == 1
+    assert open_images(tmp_path / "both", "x").count == 40
     (tmp_path / "empty" / "deeper").mkdir(parents=True)
     refuse(
         "empty: holds no images .*, nor do the folders in it",
@@ -485,11 +542,11 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
     for argv, words in (
         (
             [data, data],
-            f"{data}, train split: its images have no one size; --size PIXELS crops them",
+            f"{data}, train split: --size PIXELS is needed, images are cropped to it; the first has ",
         ),
         (
             [data, statistics],
-            f"{data}, train split: its images have no one size; --size PIXELS crops them",
+            f"{data}, train split: --size PIXELS is needed, images are cropped to it; the first has ",
         ),
         ([folder, folder, "--size", "8"], "--size 8 has no effect: there is no data set"),
         (

@@ -3,7 +3,7 @@ import weakref
 import pytest
 import torch
 
-from moh_vision.evaluation.accuracy import evaluate
+from moh_vision.evaluation.accuracy import evaluate, summary
 from moh_vision.evaluation.classifier_scores import score_with_classifier
 from moh_vision.evaluation.fidelity.metrics import frechet_distance
 
@@ -24,6 +24,17 @@ def test_accuracy_counts_every_sample_once_over_ranks():
     top1, top5 = (100 * hits[:, :k].any(1).double().mean().item() for k in (1, 5))
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
     assert scores == pytest.approx(dict(top1=top1, top5=top5, loss=loss, images=23))
+
+
+@pytest.mark.parametrize("classes, shown", [(5, False), (6, True)])
+def test_top_5_of_five_classes_is_not_told(classes, shown):
+    """It is 100 % whatever the model does."""
+    logits, labels = torch.randn(20, classes), torch.randint(0, classes, (20,))
+    batches = [dict(images=logits, labels=labels)]
+    scores = evaluate(lambda *both: both, batches, "cpu", lambda own: own)
+    assert ("top5" in scores) == shown
+    line = summary(dict(scores, unreadable=0, images_per_s=1.0, peak_memory_mib=1))
+    assert ("top-5" in line) == shown and f"top-1 {scores['top1']:.2f} %" in line
 
 
 class Brightest(torch.nn.Module):

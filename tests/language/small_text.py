@@ -49,8 +49,9 @@ def write_ids(store, ids, vocabulary):
     store.mkdir(parents=True, exist_ok=True)
     data = np.asarray(ids, "<u2").tobytes()
     (store / "ids.bin").write_bytes(data)
-    record = dict(
-        dtype="uint16", tokens=len(ids), words=len(ids), sha256=hashlib.sha256(data).hexdigest()
-    )
+    np.save(store / "ends.npy", [len(ids)])  # one text
+    digest = hashlib.sha256(data + (store / "ends.npy").read_bytes())
+    counts = dict(tokens=len(ids), words=len(ids))
+    record = dict(dtype="uint16", **counts, sha256=digest.hexdigest())
     (store / "meta.json").write_text(json.dumps(dict(record, tokenizer=vocabulary.fingerprint)))
     return store

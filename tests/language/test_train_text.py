@@ -127,13 +127,16 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
     assert (
         f"validation: {data[kind]}/{'val.de' if kind == 'mt' else 'valid.txt'}" in said
     )  # how data.val was found
-    assert said.count(f"{PRESETS[kind]}: {parameters:,} parameters, ") == 1
+    shown = rf"^{PRESETS[kind]} with hidden_size 32, .*: {parameters:,} parameters, "
+    assert len(re.findall(shown, said, re.M)) == 1
     assert ("heads active (100.0 %); MAE: 4 experts of 3 heads each\n" in said) == (kind != "mlm")
-    own, last = (f"{e['loss']:.4f}" for e in (found["validation"], looks[1]))
-    assert (
-        f"validation loss: {own} with averaged.safetensors, which the scores are of; {last} with the"
-        in said
-    )
+    averaged, last = found["averaged_loss"], looks[1]["loss"]
+    losses = f"{averaged:.4f} with the average of steps 20, 40, {last:.4f} with the last weights"
+    assert f"validation loss: {losses}; the scores are of model.safetensors\n" in said
+    assert found["validation"]["loss"] == pytest.approx(last) and last < averaged
+    assert found["weights"] == "model.safetensors"
+    assert "average 2: its checkpoints, save_every 20 apart, reach 20 of the 40 steps back" in said
+    assert "set save_every to at most 8, or average 1\n" in said
     made, _, following = said.partition("run has ")[2].partition("\nnext\n")
     named = set(made.split(", "))
     assert {
@@ -188,6 +191,35 @@ def test_a_run_learns_and_leaves_what_it_promises(kind, data, tmp_path, capsys):
         own = model.state_dict()
         assert type(model) is type(loaded) and not model.training
         assert all(torch.equal(own[name], tensor) for name, tensor in weights.items())
+
+
+def test_the_better_of_the_average_and_the_last_weights_is_opened(data, tmp_path, capsys):
+    """The average wins where the learning rate is too high at the end, and is what opens and publishes the run."""
+    run = tmp_path / "run"
+    few = "--save-every 1 --average 6 --keep-checkpoints 6 --optim.schedule constant --optim.lr 0.05".split()
+    train("clm", data, run, 40, *few)
+    found, said = results(run), capsys.readouterr().out
+    assert "average 6: its checkpoints" not in said  # 5 of 40 steps back
+    assert found["weights"] == "averaged.safetensors"
+    assert found["averaged_loss"] < found["last_loss"]
+    assert found["validation"]["loss"] == pytest.approx(found["averaged_loss"])
+    opened = moh_vision.open_run(run)
+    assert opened.metadata["weights"] == str(run / "averaged.safetensors")
+    assert opened.scores()["loss"] == pytest.approx(found["averaged_loss"], rel=1e-4)
+    assert moh_vision.open_run(run, "model").metadata["weights"] == str(run / "model.safetensors")
+
+
+def test_with_patience_an_average_is_scored_only_if_it_is_the_best(data, tmp_path, capsys):
+    worse = "--optim.schedule constant --optim.warmup_steps 0 --optim.lr 1".split()
+    often = "--eval-every 1 --patience 2 --save-every 1 --average 2".split()
+    run = tmp_path / "run"
+    train("clm", data, run, 9, *often, *worse)
+    found, said = results(run), capsys.readouterr().out
+    assert found["weights"] == "best.safetensors" and found["best_step"] < found["step"]
+    assert found["validation"]["loss"] == pytest.approx(found["best_loss"])
+    assert (
+        f"{found['best_loss']:.4f} with those of step {found['best_step']}; the scores are" in said
+    )
 
 
 def test_the_mean_of_the_newest_whole_checkpoints(data, tmp_path):

@@ -16,10 +16,17 @@ from safetensors.torch import load_file
 from small_runs import entries, results, same
 from small_text import ENGLISH, write_plain
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import moh_vision
 from moh_vision.__main__ import main as command
+from moh_vision.engine.io import sha256_of
 from moh_vision.language import train as train_text
 from moh_vision.models.head_load import HeadLoad
 
@@ -182,6 +189,66 @@ def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
     assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
 
 
+def chat_folder(folder, extra=("<|user|>", "<|end|>")):
+    """A LLaMA with a tokenizer as a chat model has it."""
+    words(folder, [*ENGLISH, *extra])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        additional_special_tokens=list(extra),
+        padding_side="left",
+        pad_token="</s>",
+        model_max_length=48,
+        chat_template="{% for m in messages %}<|user|> {{ m['content'] }} <|end|>{% endfor %}",
+    )
+    tokenizer.save_pretrained(folder)
+    size = dict(vocab_size=len(tokenizer), max_position_embeddings=64)
+    model = LlamaForCausalLM(LlamaConfig(**size, **SIZES))
+    model.generation_config.update(eos_token_id=[2, 14], temperature=0.6, do_sample=True)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["one file", "files of transformers 4"])
+def test_what_a_foreign_tokenizer_and_model_say_is_carried_over(place, tmp_path, form):
+    """Of a chat model its template, left padding, length, extra special tokens and end tokens, in every folder."""
+    llama = chat_folder(tmp_path / "llama")
+    if form == "files of transformers 4":
+        companion = json.loads((llama / "tokenizer_config.json").read_text())
+        special = {name: companion.pop(name) for name in ("unk_token", "eos_token", "bos_token")}
+        special["additional_special_tokens"] = companion.pop("extra_special_tokens")
+        special["pad_token"] = companion.pop("pad_token")
+        companion["chat_template"] = (llama / "chat_template.jinja").read_text()
+        (llama / "chat_template.jinja").unlink()
+        (llama / "tokenizer_config.json").write_text(json.dumps(companion))
+        (llama / "special_tokens_map.json").write_text(json.dumps(special))
+    run = tmp_path / "run"
+    data = ["--data.root", place / "plain", "--keep-weights-every", 1]
+    train(run, 1, *data, *CLM, "--model.pretrained", llama)
+    train(tmp_path / "next", 1, *data, *CLM, "--model.pretrained", run)
+    assert command(["publish", str(run), "--output", str(tmp_path / "out")]) == 0
+    theirs = AutoTokenizer.from_pretrained(llama)
+    assert theirs.padding_side == "left" and theirs.all_special_tokens[-2:] == [
+        "<|user|>",
+        "<|end|>",
+    ]
+    for folder in (run, run / "weights" / "step_1", tmp_path / "out", tmp_path / "next"):
+        ours = AutoTokenizer.from_pretrained(folder)
+        assert (ours.padding_side, ours.model_max_length) == ("left", 48), folder
+        assert ours.chat_template == theirs.chat_template
+        assert ours.special_tokens_map == theirs.special_tokens_map
+        assert ours.all_special_tokens == theirs.all_special_tokens
+        chat = [dict(role="user", content="one two")]
+        asked = dict(tokenize=False)
+        assert ours.apply_chat_template(chat, **asked) == "<|user|> one two <|end|>"
+        assert ours("<|user|> one two <|end|>").input_ids == [13, 4, 5, 14]
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.config.eos_token_id == 2 and model.generation_config.eos_token_id == [2, 14]
+        assert model.generation_config.temperature == 0.6
+
+
 def test_ids_and_rows_to_spare(place, tmp_path, capsys):
     """Such a run is resumed too, with the same ids."""
     shutil.copytree(place / "ids", tmp_path / "ids")
@@ -257,6 +324,21 @@ def test_from_scratch(place, tmp_path):
     assert found["ids"][0, 0] == 2 and len(found["ids"][0]) > len(
         found["tokenizer"]("The first album").input_ids
     )
+
+    # A batch is padded before its texts, so that each goes on as it does alone.
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.model_max_length == model.config.max_position_embeddings
+    texts = ["one two three four five", "seven"]
+    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    assert batch.attention_mask[1, 0] == 0
+    told = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    together = model.generate(**batch, **told)[:, -3:]
+    for text, row in zip(texts, together):
+        alone = model.generate(**tokenizer(text, return_tensors="pt"), **told)
+        assert alone[0, -3:].tolist() == row.tolist()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
+    assert tokenizer.padding_side == "left"
 
     # The perplexity of one text, which needs no training split: as token by token, each behind what its window holds.
     lines = (place / "plain" / "valid.txt").read_text().splitlines()[:6]
@@ -354,8 +436,11 @@ def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
     shutil.copytree(place / "ids", tmp_path / "ids")
     file = tmp_path / "ids" / "train-00000" / "ids.bin"
     ids = np.fromfile(file, "<u2")
-    ids[len(ids) // 2] = 77  # where a file is damaged
+    ids[len(ids) // 2] = 77
     ids.tofile(file)
+    meta = file.with_name("meta.json")  # of a writer with that fault: damage is found before step 0
+    written = dict(json.loads(meta.read_text()), sha256=sha256_of(file, file.with_name("ends.npy")))
+    meta.write_text(json.dumps(written))
     argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", place / "new", *CLM]
     argv += ["--data.workers", 1, "--max-steps", 900]
     argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]

@@ -177,7 +177,9 @@ def test_budgets_of_a_converted_model(caplog):
     model, x = moh_vision.convert(dense()), images()
     assert not caplog.messages
     before = model(x)
-    assert moh_vision.set_head_budget(model, 0.5) is model
+    assert moh_vision.set_head_budget(model, 0.5) is model  # as convert(model, 0.5)
+    assert not caplog.messages and moh_vision.head_budget(model) == table
+    moh_vision.set_head_budget(model, "ramp:0.5")
     told = "one routed head in layers [0]: only the balance loss trains those routers"
     assert caplog.messages == [told]
     table = moh_vision.head_budget(model)

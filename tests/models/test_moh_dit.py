@@ -146,6 +146,38 @@ def test_sample_scope_runs_what_it_chose(route_by, timesteps):
     assert all(g.norm() > 0 for g in results[0][1:])
 
 
+@pytest.mark.parametrize("executor", ["masked", "packed"])
+def test_one_timestep_for_all_images_is_one_choice_of_heads(executor):
+    """In training too: outputs, statistics and gradients of the timestep that is repeated; weights are sliced once."""
+    results = []
+    taken = []
+    x, _, y = inputs()
+    for timestep in (torch.tensor(500), torch.tensor([500]), torch.full((len(x),), 500)):
+        torch.manual_seed(0)
+        model = awake(tiny(scope="sample", route_by="timestep", executor=executor))
+        layer = model.blocks[0].attn
+        choose = layer.choose
+
+        def keep(call, choose=choose):
+            executor = choose(call)
+            taken.append(type(getattr(executor, "products", executor)).__name__)
+            return executor
+
+        layer.choose = keep
+        output, stats = model.forward_routed(x, timestep, y)
+        assert stats[0].counts.shape[0] == len(x)
+        loss = output.square().mean() + load_balance_loss(stats)
+        learned = [p for p in model.parameters() if p.requires_grad]
+        results.append([output.detach(), *torch.autograd.grad(loss, learned)])
+    for result in results[:2]:
+        for got, want in zip(result, results[2], strict=True):
+            torch.testing.assert_close(
+                got, want, atol=1e-6 + 1e-5 * want.abs().max().item(), rtol=1e-4
+            )
+    if executor == "packed":
+        assert taken[:2] == ["Sliced", "Sliced"] and taken[2] != "Sliced"
+
+
 def test_inputs_out_of_range():
     model, (x, t, labels) = tiny(), inputs()
     refuse(

@@ -11,7 +11,7 @@ import torch
 from pictures import write_folder
 from PIL import Image
 from refusals import refused
-from small_runs import logged, same
+from small_runs import logged
 from test_dit_checkpoints import diffusers_dit
 
 import moh_vision
@@ -102,7 +102,7 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
 
 @pytest.mark.parametrize("names", [["cat", "dog"], ["dog", "cat"], ["cow", "hen"], None])
 def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
-    """By name and in order, of what timm has saved and of a run; weights that name none keep theirs, and it is said."""
+    """By name, of what timm has saved and of a run; weights that name none keep theirs, and it is said."""
     torch.manual_seed(0)
     data, sizes = (
         write_folder(tmp_path / "d", size=(32, 32), train=4, val=2),
@@ -123,10 +123,12 @@ def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
         steps=1,
     )
     said = capsys.readouterr().out
-    kept = torch.allclose(
-        moh_vision.load_run(tmp_path / "run").head.weight, dense.head.weight, atol=1e-6
-    )
-    assert kept == (names in (["cat", "dog"], None))
+    ours = moh_vision.load_run(tmp_path / "run").head.weight
+    turned = names == ["dog", "cat"]
+    theirs = dense.head.weight.flip(0) if turned else dense.head.weight
+    kept = torch.allclose(ours, theirs, atol=1e-6)
+    assert kept == (names != ["cow", "hen"])
+    assert ("the head is put into the order of the data" in said) == turned
     odd = "the head is made anew: class 'cat' is not in the same place in local-dir:"
     assert (f"model.pretrained: {odd}" in said) != kept
     assert ("t does not name its 2 classes" in said) == (names is None)
@@ -134,12 +136,10 @@ def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
         state, record = read_safetensors(tmp_path / "run" / "model.safetensors")
         write_tensors(tmp_path / "w.safetensors", state, dict(record, classes=names))
         other = create("moh_vit", "classifier", **record["arguments"])
-        before = other.head.weight.clone()
         init_from(other, str(tmp_path / "w.safetensors"), print, classes=["cat", "dog"])
-        assert (
-            torch.equal(other.head.weight, before)
-            and "init_from: the head is made anew" in capsys.readouterr().out
-        )
+        assert torch.equal(other.head.weight, state["head.weight"].flip(0))
+        assert torch.equal(other.head.bias, state["head.bias"].flip(0))
+        assert "init_from: the head is put into the order" in capsys.readouterr().out
 
 
 def test_a_label_table_is_kept_only_for_the_same_classes(tmp_path):
@@ -149,15 +149,16 @@ def test_a_label_table_is_kept_only_for_the_same_classes(tmp_path):
     MoHDiTPipeline(first, make_scheduler("ddim", 5, False, True), None, names, 0.1).save_pretrained(
         tmp_path
     )
-    for classes in (["dog", "cat"], ["cat", "dog"]):
-        said = []
+    rows = first.y_embedder.embedding_table.weight
+    fresh = second.y_embedder.embedding_table.weight.clone()
+    said = []
+    init_from(second, str(tmp_path), said.append, classes=["cat", "cow"])
+    assert torch.equal(second.y_embedder.embedding_table.weight, fresh)
+    assert any("the label table is made anew: class 'cow'" in line for line in said)
+    # "No class" stays the last row.
+    for classes, order in ((["dog", "cat"], [1, 0, 2]), (["cat", "dog"], [0, 1, 2])):
         init_from(second, str(tmp_path), said.append, classes=classes)
-        kept = same(first.y_embedder.embedding_table, second.y_embedder.embedding_table)
-        assert (
-            kept
-            == (classes == ["cat", "dog"])
-            != any("the label table is made anew" in line for line in said)
-        )
+        assert torch.equal(second.y_embedder.embedding_table.weight, rows[order])
 
 
 def test_patches_cover_the_whole_image(vit, tmp_path, capsys):

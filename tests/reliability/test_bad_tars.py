@@ -343,7 +343,6 @@ CHANGES = {
     "no file of numpy": (lambda t: b"PK\3\4" + bytes(40), "that can be read"),
     "a header without end": (lambda t: b"\x93NUMPY\x03\x00" + b"[" * 10**5, "that can be read"),
     "a size of another file": (changed(0, 1, 1), ANOTHER),
-    "a label of another file": (changed(0, 2, 1), ANOTHER),
 }
 
 

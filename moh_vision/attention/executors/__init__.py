@@ -1,7 +1,7 @@
 """Executors do the work of equation (*) in three steps, `project`, `attend`, `combine`, and all equal `Reference`.
 
     Masked          all heads, by one fused call
-    Sequences       whole heads of every sequence, on any device: products of PyTorch, attention by C++ where it can
+    Sequences       whole heads of every sequence, on any device: products with the weights of these heads alone
     WholeSequences  the same in float32, all by the C++ operators
     Tokens          the pairs of heads and tokens that run, by the C++ operators
     OnGpu           the same by Triton: attention alone

@@ -11,7 +11,7 @@ from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors.masked import Masked, Reference, Unfused
 from moh_vision.attention.executors.measured import rows_of
 from moh_vision.attention.executors.packed import OnGpu, Tokens, WholeSequences
-from moh_vision.attention.executors.sequences import Sequences
+from moh_vision.attention.executors.sequences import Sequences, why_not_looked_up
 from moh_vision.attention.linear import is_traced, plain, product_dtype
 from moh_vision.attention.routing import Call
 
@@ -91,10 +91,17 @@ def ways(
         once = "needs heads that are chosen per sequence"
     elif cache is not None or layer.grouped:
         once = "keys are cached, or shared by groups of heads"
+    one_for_all = routing.active.shape[0] < call.x.shape[0]
+    if path == "triton" and not one_for_all:
+        once = once or why_not_looked_up(layer, call)
     if not none and (path != "cpp" or not kernels.native(call.x.device, product_dtype(call.x))):
         whole = "no C++ operator projects such numbers"
     elif not none and (call.q is not None or compiling):
         whole = "compiled, or the router has projected the queries"
+    if one_for_all:
+        whole = (
+            "one choice serves all sequences, which plain products by a smaller weight do faster"
+        )
     varies = (
         "compiled, and the number of heads varies" if compiling and routing.count is None else ""
     )
@@ -159,6 +166,8 @@ def key_of(
     )
     flags += ["queries"] * (call.q is not None) + ["context"] * (call.context is not None)
     flags += ["dropout"] * (call.dropout_p > 0) + [layer.variant] * bool(layer.variant)
+    if call.routing.active is not None and call.routing.active.shape[0] < call.x.shape[0]:
+        flags.append("one choice")
     if mask is not None:
         flags += [str(mask.dtype), *[axis for axis, size in zip("BHN", mask.shape) if size > 1]]
         flags += ["learned"] * mask.requires_grad

@@ -17,11 +17,12 @@ class Tokens(Masked):
 
     def __init__(self, layer: nn.Module, call: Call):
         super().__init__(layer, call)
-        routing, N = call.routing, call.x.shape[1]
-        listed = routing.pairs is not None and routing.active.shape[1] == N
-        self.pairs = (
-            routing.pairs if listed else kernels.list_pairs(routing.active.expand(-1, N, -1))
-        )
+        routing = call.routing
+        B, N, _ = call.x.shape
+        if routing.pairs is not None and routing.active.shape[:2] == (B, N):
+            self.pairs = routing.pairs
+        else:
+            self.pairs = kernels.list_pairs(routing.active.expand(B, N, -1))
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [P, D], k and v [B, G, M, D]."""
@@ -67,7 +68,7 @@ class WholeSequences(Tokens):
         key_pairs = (
             self.pairs
             if M == call.x.shape[1]
-            else kernels.list_pairs(call.routing.active.expand(-1, M, -1))
+            else kernels.list_pairs(call.routing.active.expand(call.x.shape[0], M, -1))
         )
         queries, *keys_values = layer.weights()
         k, v = (
@@ -89,13 +90,18 @@ class WholeSequences(Tokens):
 class OnGpu(Masked):
     """All queries are projected. One kernel in Triton attends for the pairs that run, weighs, and puts in place."""
 
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Masked`. Where q, k and v are views of one product, attention reads that."""
+        self.product = self.layer.product(self.call)
+        return self.layer.project(self.call._replace(product=self.product))
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """[B, N, H*D], weighted."""
         layer, call = self.layer, self.call
-        if call.product is not None and layer.attends_product(call):
-            # q, k and v are its views. Read as one tensor, it gets one gradient, and nothing is joined afterwards.
+        if self.product is not None:
+            # It gets one gradient, and nothing is joined afterwards.
             return kernels.attend_product_on_gpu(
-                call.product,
+                self.product,
                 layer.num_heads,
                 layer.kv_heads,
                 call.routing,

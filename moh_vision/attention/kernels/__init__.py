@@ -77,8 +77,9 @@ def attend_on_gpu(
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    pairs = _list_on_gpu(routing, q.shape[2])
-    return gpu.attend(q, k, v, in_float(routing.weights), *pairs, is_causal, mask)[0]
+    pairs = _list_on_gpu(routing, q.shape[0], q.shape[2])
+    gates = in_float(routing.weights).expand(q.shape[0], -1, -1)
+    return gpu.attend(q, k, v, gates, *pairs, is_causal, mask)[0]
 
 
 def attend_product_on_gpu(
@@ -92,19 +93,68 @@ def attend_product_on_gpu(
     """`attend_on_gpu` of queries, keys and values as one product [B, N, (H + 2 * G) * D]; its gradient is one tensor."""
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    pairs = _list_on_gpu(routing, product.shape[1])
+    pairs = _list_on_gpu(routing, *product.shape[:2])
     gates = in_float(routing.weights)
     return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
 
 
-def _list_on_gpu(routing: Routing, tokens: int) -> Pairs:
+def _list_on_gpu(routing: Routing, batch: int, tokens: int) -> Pairs:
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    per_token = routing.active.shape[1] == tokens
-    if per_token and routing.pairs is not None:
+    if routing.pairs is not None and routing.active.shape[:2] == (batch, tokens):
         return routing.pairs
-    active = routing.active.expand(-1, tokens, -1)
+    active = routing.active.expand(batch, tokens, -1)
     return Pairs(*gpu.OPS.pairs(active.contiguous(), routing.count))
+
+
+def looks_up_heads(x: Tensor) -> bool:
+    """Whether Triton multiplies sequences by the weights of their own heads; it has no gradients."""
+    on_gpu = path(x.device.type) == "triton" and not is_traced(x)
+    return on_gpu and product_dtype(x) in DTYPES and not torch.is_grad_enabled()
+
+
+def fills_tiles(tokens: int) -> bool:
+    """Whether the tiles of `project_heads` are nearly full with so many tokens.
+
+    Measured on an H100, half of the heads: with 197 tokens, in tiles for 256, products of all heads are faster.
+    """
+    return -(-tokens // 128) * 128 <= 1.15 * tokens
+
+
+def plan_heads(
+    active: Tensor, weights: Tensor, count: int, head_dim: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `project_heads` and `combine_heads` read of a choice for sequences; the first is which heads run [B, K].
+
+    active, weights: [B, 1, H]; count: K; head_dim: D.
+    """
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+
+    return gpu.OPS.plan(active, weights, count, head_dim)
+
+
+def project_heads(
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and gated values [B, N, K, D] of the heads that each sequence runs.
+
+    Args:
+        x: [B, N, C].
+        weight, bias: [3 * H * D, C], grouped q | k | v and by head, and [3 * H * D] or None.
+        plan: of `plan_heads`.
+    """
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+
+    return gpu.OPS.project_heads(x, weight, bias, *plan)
+
+
+def combine_heads(
+    o: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor, Tensor]
+) -> Tensor:
+    """The output projection of the heads that each sequence runs: o [B, N, K, D], weight [C, H * D] -> [B, N, C]."""
+    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+
+    return gpu.OPS.combine_heads(o, weight, bias, plan[2])
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
@@ -115,7 +165,7 @@ def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
         return None
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    return gpu.OPS.weigh(o, weights)
+    return gpu.OPS.weigh(o, weights.expand(o.shape[0], -1, -1))
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:

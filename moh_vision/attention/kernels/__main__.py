@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from moh_vision.attention.kernels.build import COMMAND, build, library_path, load
+from moh_vision.attention.kernels.build import BUILDING, COMMAND, build, library_path, load
 from moh_vision.engine.commands import Parser, exit_code, say
 
 
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         if place.is_file() and not force:
             say(f"the C++ operators are built already: {place}")
         else:
+            say(BUILDING)
             start = time.perf_counter()
             compiler = build()
             say(

@@ -22,12 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from moh_vision.engine.io import cache_folder, whole_file
 
 log = logging.getLogger("moh_vision.attention")
 
 COMMAND = "python -m moh_vision.attention.kernels"
+BUILDING = "building the C++ operators: up to a minute"
 VARIABLE = "MOH_VISION_KERNELS"
 # "auto": the first model that runs on a CPU builds the operators; set by commands, which may say "later" first.
 BUILD = "MOH_VISION_BUILD"
@@ -163,9 +165,21 @@ def _find(device: str, builds: str | None) -> tuple[str, str]:
         )
     path, text = choice
     line = f"attention runs {text}"
+    if device == "cuda":
+        line += f"; {fused_attention()}"
     missing = wish == "auto" and device == "cpu" and path == "torch" and builds is None
     log.log(logging.WARNING if missing else logging.INFO, line)
     return path, line
+
+
+def fused_attention() -> str:
+    """Which backend PyTorch's own attention takes on the GPU at hand, for 16 bits without a mask, and the cuDNN found.
+
+    A system's CUDA libraries on LD_LIBRARY_PATH can bring another cuDNN, and with it a slower backend.
+    """
+    q = torch.empty(1, 8, 256, 64, device="cuda", dtype=torch.float16)
+    backend = SDPBackend(torch._fused_sdp_choice(q, q, q)).name.lower()
+    return f"PyTorch's own attention is {backend}, cuDNN {torch.backends.cudnn.version()}"
 
 
 def load() -> bool:
@@ -227,10 +241,7 @@ def _built() -> bool:
         with open(place.with_name(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
             if not (place.is_file() or failed.is_file()):
-                print(
-                    f"building the C++ operators, once: about half a minute; {BUILD}=off skips it",
-                    flush=True,
-                )
+                print(f"{BUILDING}, once; {BUILD}=off skips it", flush=True)
                 start = time.perf_counter()
                 build()
                 print(

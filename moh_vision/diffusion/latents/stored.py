@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.records import entries_for, read_record, refuse_difference
+from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.engine.commands import reason_of
@@ -40,11 +40,14 @@ class LatentCache:
     `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are the latents'.
     """
 
+    numbered, remarks = False, ()
+
     def __init__(self, root: str, split: str):
         folder, file = Path(root), latents_path(Path(root), split)
         if not file.is_file():
             raise FileNotFoundError(f"data.root {root}: no {file.name} in it, which latents have")
-        self.record = record = read_record(file)
+        self.file, self.record = file, read_record(file)
+        record = self.record
         try:
             self.space = LatentSpace(**record["vae"])
             self.size, self.classes = record["size"], record["classes"]
@@ -69,6 +72,11 @@ class LatentCache:
         for path, status, samples in zip(self.paths, self._stats, self.shard_sizes):
             refuse_difference(path, status.st_size, samples, entries[path.name], file)
         self.labels = _read_labels(labels_path(folder, split), len(self), len(self.classes))
+
+    def check_sums(self) -> None:
+        """Raise ValueError for a shard with another SHA-256 than its record; see `moh_vision.data.records.check_sums`."""
+        sums = {p.name: ([p], self.record["shards"][p.name]["sha256"]) for p in self.paths}
+        check_sums(self.file, sums)
 
     def __len__(self) -> int:
         return int(self._ends[-1])

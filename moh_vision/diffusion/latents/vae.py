@@ -1,6 +1,5 @@
 """VAEs of latent diffusion: image autoencoders of diffusers, loaded and used."""
 
-import hashlib
 import inspect
 import json
 import math
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moh_vision.engine.commands import reason_of
+from moh_vision.models.frozen import digest_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
 VAES = (
@@ -293,12 +293,7 @@ def vae_fingerprint(vae) -> str:
     if _is_rae(vae):
         changed = {k: v for k, v in changed.items() if not k.startswith("decoder")}
         tensors = {k: v for k, v in tensors.items() if not k.startswith("decoder")}
-    digest = hashlib.sha256(json.dumps([type(vae).__name__, changed], sort_keys=True).encode())
-    for name, tensor in sorted(tensors.items()):
-        tensor = tensor.detach().cpu().contiguous()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
+    return digest_of(tensors, json.dumps([type(vae).__name__, changed], sort_keys=True))
 
 
 @torch.no_grad()

@@ -34,9 +34,14 @@ from torch import Tensor
 
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_batches
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
-from moh_vision.data.splits import latents_path, open_source
+from moh_vision.data.splits import latents_path, open_source, say_transparent
 from moh_vision.diffusion.batches import cropped
-from moh_vision.diffusion.latents.stored import DTYPES, LatentCache, labels_path, stored_shape
+from moh_vision.diffusion.latents.stored import (
+    DTYPES,
+    LatentCache,
+    labels_path,
+    stored_shape,
+)
 from moh_vision.diffusion.latents.vae import (
     DEFAULT_VAE,
     LatentSpace,
@@ -46,7 +51,7 @@ from moh_vision.diffusion.latents.vae import (
 )
 from moh_vision.engine.commands import Progress, refuse_unwritable
 from moh_vision.engine.io import only_one, whole_file, write_whole
-from moh_vision.engine.ranks import first, from_first
+from moh_vision.engine.ranks import first, from_first, say
 
 KEPT = "shards"  # what an interrupted command finds again
 
@@ -102,6 +107,9 @@ def write_latents(o: Namespace) -> None:
     """Encode the images of a split and their mirror images, on all ranks; after a mistake on rank 0 others exit with 2."""
     from_first(lambda: _check(o))
     source = first(lambda: open_source(o.root, o.split))
+    for remark in source.remarks:
+        say(remark)
+    say_transparent(f"--data {o.root}", {o.split: source}, say)
     model = first(lambda: load_vae(o.vae, decodes=False))
     space, out = LatentSpace.of(model, o.vae), Path(o.out)
     shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])

@@ -7,6 +7,7 @@ import argparse
 from pathlib import Path
 
 from moh_vision.data.batches import check_images_fit
+from moh_vision.data.sources import first_size
 from moh_vision.engine.commands import Parser, exit_code, refuse_output, say
 from moh_vision.engine.logging import versions, write_json
 from moh_vision.engine.run import finish, make_accelerator
@@ -104,7 +105,8 @@ def _open_sets(options: argparse.Namespace) -> list:
     for one in data_sets:
         one.size = options.size or (square[0] if square else one.size)
         if one.size is None:
-            raise ValueError(f"{one.name}: its images have no one size; --size PIXELS crops them")
+            hint = first_size(one.source)
+            raise ValueError(f"{one.name}: --size PIXELS is needed, images are cropped to it{hint}")
     return sets
 
 

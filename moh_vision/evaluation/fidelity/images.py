@@ -2,7 +2,8 @@
 
 import math
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,14 +14,13 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
-from moh_vision.data.decode import MAX_PIXELS, center_crop, open_image, upright, upright_size
-from moh_vision.data.folder import split_folder
+from moh_vision.data.decode import MAX_PIXELS, center_crop, in_8_bits, open_image, upright_size
+from moh_vision.data.folder import IMAGES, image_files, left_out_line, split_folders
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.engine.commands import reason_of, refuse_missing
 
-EXTENSIONS = (".png", ".jpg", ".jpeg", ".webp")
-FORMATS = ("PNG", "JPEG", "WEBP")  # some of Pillow's other formats start programs
+GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L")  # modes that `in_8_bits` makes "L"
 Batch = tuple[int, Tensor]  # number of the first image in the set, images
 
 
@@ -28,6 +28,8 @@ class ImageSet:
     """A number of images of one size; `read(first, stop)` returns uint8 [B, H, W, 3 or 1]."""
 
     size: tuple[int, int] | None = None  # width and height; None: not known
+    remarks: Sequence[str] = ()  # lines on what was left out, for the user
+    formats: dict[str, int] | None = None  # number of files by format; None: not known
 
     def __init__(self, name: str, count: int, channels: int):
         self.name, self.count = name, count  # the name is for messages and results
@@ -51,44 +53,40 @@ class ImageSet:
 
 
 class ScoredFolder(ImageSet):
-    """The images directly in a folder, in order of name, or else those of its subfolders; EXIF rotation is applied.
+    """The images in a folder at any depth, in order of name, read as in training, but of one size.
 
-    PNG files of one size, all RGB or all grey. JPEG and WebP are read too; then compression is part of the score.
+    PNG is expected. JPEG and WebP are read too; then compression is part of the score.
     """
 
     def __init__(self, folder: Path):
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder}: no such folder or .npz file")
-        images = (
-            sorted(p for p in folder.glob(depth) if p.suffix.lower() in EXTENSIONS)
-            for depth in ("*", "*/*")
-        )
-        self.files: list[Path] = next(filter(None, images), [])
+        names, left_out = image_files(folder)
+        self.files = [folder / name for name in names]
         if not self.files:
             raise ValueError(
-                f"{folder}: holds no images ({', '.join(EXTENSIONS)}), nor do the folders in it, nor shards"
+                f"{folder}: holds no images ({', '.join(IMAGES)}), nor do the folders in it, nor shards"
             )
-        self.mode, self.pool = "", ThreadPoolExecutor(4)
+        if left_out:
+            self.remarks = [left_out_line(folder, left_out)]
+        self.pool = ThreadPoolExecutor(4)
+        channels = 1
+        formats: Counter = Counter()
         for file in self.files:
             with _opened(file) as image:
-                mode, size = image.mode, upright_size(image)
-            self._check(file, mode, size)
-        super().__init__(str(folder), len(self.files), 1 if self.mode == "L" else 3)
+                if image.mode not in GREY:
+                    channels = 3
+                formats[image.format] += 1
+                self._check(file, upright_size(image))
+        self.formats = dict(sorted(formats.items()))
+        super().__init__(str(folder), len(self.files), channels)
 
     def read(self, first: int, stop: int) -> np.ndarray:
         return np.stack(list(self.pool.map(self._pixels, self.files[first:stop])))
 
-    def _check(self, file: Path, mode: str, size: tuple[int, int]) -> None:
-        """Raise ValueError unless an image has the first one's mode and upright size."""
-        self.mode, self.size = self.mode or mode, self.size or size
-        if mode not in ("RGB", "L"):
-            raise ValueError(
-                f"{file}: its mode is {mode}; expected RGB, or grey L, 8 bits a channel"
-            )
-        if mode != self.mode:
-            raise ValueError(
-                f"{file}: its mode is {mode}, that of {self.files[0].name} is {self.mode}"
-            )
+    def _check(self, file: Path, size: tuple[int, int]) -> None:
+        """Raise ValueError unless an image has the first one's upright size."""
+        self.size = self.size or size
         if size != self.size:
             one, first = ("{} x {}".format(*pixels) for pixels in (size, self.size))
             raise ValueError(
@@ -98,17 +96,15 @@ class ScoredFolder(ImageSet):
 
     def _pixels(self, file: Path) -> np.ndarray:
         with _opened(file) as image:
-            image.load()
-            turned = upright(image)
-            pixels = np.asarray(turned.convert("RGB"))
-        self._check(file, turned.mode, turned.size)
+            pixels = np.asarray(in_8_bits(image).convert("RGB"))
+        self._check(file, pixels.shape[1::-1])
         return pixels
 
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Image.Image]:
     try:
-        with open_image(file, FORMATS) as image:
+        with open_image(file) as image:
             yield image
     except Exception as error:  # decoders raise many kinds
         raise ValueError(f"{file}: not a readable image ({reason_of(error)})") from None
@@ -119,7 +115,7 @@ class SourceImages(ImageSet):
 
     def __init__(self, source, name: str):
         super().__init__(name, len(source), source.channels)
-        self.source, self.size = source, source.img_size
+        self.source, self.size, self.remarks = source, source.img_size, source.remarks
 
     def read(self, first: int, stop: int) -> np.ndarray:
         rgb = v2.RGB()
@@ -168,7 +164,8 @@ class ImageArchive(ImageSet):
 class ImageTensors:
     """A tensor of images, or an iterator of batches, which is read once, uint8 [B, 3, H, W]; see `ImageSet`."""
 
-    channels = count = None  # not known
+    channels = count = formats = None  # not known
+    remarks: Sequence[str] = ()
 
     def __init__(self, images: Tensor | Iterable[Tensor], name: str):
         self.images, self.name = images, name
@@ -214,7 +211,7 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
     """
     is_set = path == "digits" or path.startswith(PREFIX) or any(Path(path).glob("*.tar"))
     if not is_set and not any(
-        split_folder(path, name) or is_latent_cache(path, name) for name in ("train", "val")
+        name in split_folders(path) or is_latent_cache(path, name) for name in ("train", "val")
     ):
         refuse_missing(key, path)
         if split is not None:

@@ -134,7 +134,8 @@ def statistics_of(
         raise ValueError(f"{title}: no images in {images.name}")
     return Statistics(
         moments["pooled"], moments.get("spatial"), images.name, count, kept.all_features(), network.name,
-        weights_sha256=network.weights_sha256, channels=images.channels, size=kept.size, classes=kept.parts.get("logits"),
+        weights_sha256=network.weights_sha256, channels=images.channels, size=kept.size,
+        formats=getattr(images, "formats", None), classes=kept.parts.get("logits"),
     )  # fmt: skip
 
 

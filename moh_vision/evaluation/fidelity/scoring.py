@@ -18,6 +18,7 @@ from moh_vision.evaluation.fidelity.reference import Reference, on_all, place, s
 from moh_vision.evaluation.fidelity.statistics import Statistics
 
 ImageSource = str | Path | Tensor | Iterable[Tensor]
+LOSSY = ("JPEG", "WEBP")  # formats that may change pixels
 # Names of the numbers without Inception's published weights.
 OTHER_NAMES = dict(
     fid="fd", sfid="spatial_fd", inception_score="class_score", inception_score_std="class_score_std", kid="kernel_distance"
@@ -74,7 +75,10 @@ def score(
     real = reference.read(network, batch_size, device)
     compared = real.features is not None  # else no score needs features themselves
     fake = statistics_of(images, network, batch_size, device, "generated", compared)
-    how = fake, reference, network, device, allow_biased
+    notes = list(getattr(images, "remarks", ()))
+    if reference.images is not None:
+        notes += getattr(reference.images, "remarks", ())
+    how = fake, reference, network, device, allow_biased, notes
     return on_all(lambda: _numbers(*how) if place()[0] == 0 else None)[0]
 
 
@@ -84,13 +88,14 @@ def _numbers(
     network: Extractor,
     device: torch.device,
     allow_biased: bool,
+    notes: list[str],
 ) -> dict:
     real, dims = reference.statistics, len(fake.pooled[0])
     reference.check(network, dims, fake.count, allow_biased)
     values = dict.fromkeys(
         ("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall")
     )
-    missing, notes = {}, []
+    missing = {}
     values["fid"] = frechet_distance(*fake.pooled, *real.pooled)
     if fake.spatial is None:
         missing["sfid"] = f"{network.name} has no spatial features"
@@ -102,10 +107,8 @@ def _numbers(
         missing["inception_score"] = f"{network.name} gives no class probabilities"
     else:
         values["inception_score"], values["inception_score_std"] = fake.classes.result()
-        if fake.classes.short:
-            notes.append(
-                f"{'inception' if network.published else 'class'} score: {fake.classes.short}"
-            )
+        title = TITLES["inception_score" if network.published else "class_score"]
+        notes += [f"{title}: {note}" for note in fake.classes.notes]
     if real.features is None:
         why = f"{real.source} holds statistics only, no images (arr_0)"
         missing.update(kid=why, precision=why, recall=why)
@@ -117,6 +120,7 @@ def _numbers(
     if real.size and tuple(real.size) != fake.size:
         one, two = ("{1} x {0}".format(*size) for size in (fake.size, real.size))
         notes.append(f"the generated images have {one} pixels, those of {real.source} {two}")
+    notes += _compression(fake, real)
     label = "FID"
     if not network.published:
         label = f"FD-{network.name}"
@@ -136,6 +140,25 @@ def _numbers(
         notes=notes,
         reference_sha256=reference.sha256,
     )
+
+
+def _compression(fake: Statistics, real: Statistics) -> list[str]:
+    """Return a note if one of the sets alone may be compressed."""
+    made, compared = (set(one.formats or ()) for one in (fake, real))
+    if not {*made, *compared} & set(LOSSY) or made == compared:
+        return []
+    found = []
+    if made:
+        found.append(f"the generated images are {_counted(fake.formats)}")
+    if compared:
+        found.append(f"those of {real.source} {'' if made else 'are '}{_counted(real.formats)}")
+    return [
+        f"{', '.join(found)}; the scores see compression as a difference between the sets: PNG has none"
+    ]
+
+
+def _counted(formats: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in formats.items())
 
 
 def table(result: dict, generated: str, reference: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,13 +10,14 @@ import numpy as np
 from torch import Tensor
 
 from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.records import check_sums
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
 from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks
 from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
-from moh_vision.language.data.tokens import Tokens, encoded
+from moh_vision.language.data.tokens import META, Tokens, encoded, sums_of
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import (
     TOKENIZER,
@@ -36,6 +38,7 @@ class TextInputs:
 
     first: object  # what the data set calls its first sample
     foreign = False  # whether foreign tokenizers are allowed
+    padding_side = "right"  # of batches, in the saved tokenizers
 
     def __init__(
         self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True
@@ -73,6 +76,13 @@ class TextInputs:
             )
         return "; ".join(named)
 
+    def scored_lines(self, count: int) -> list[str]:
+        """Return the first `count` lines of what is scored: of data.test, or else of data.val; [] of token ids."""
+        split = self.data.test or self.data.val
+        if find_tokens(self.data.root, split):
+            return []
+        return list(islice(find_lines(self.data.root, split), count))
+
     def record(self, micro_batches: int) -> dict:
         """Record what a resumed run must match: text, and in translation micro-batches per step."""
         return dict(train=[tokens.fingerprint() for tokens in self.train.stores])
@@ -80,9 +90,9 @@ class TextInputs:
     def save(self, run: Path, micro_batches: int) -> None:
         """Save the vocabularies, for `data.tokenizer`, and the record. A step has `micro_batches` over all processes."""
         source, target = self.vocabularies
-        source.save(run / TOKENIZER)
+        source.save(run / TOKENIZER, self.padding_side)
         if target is not source:
-            target.save(run / TARGET_TOKENIZER)
+            target.save(run / TARGET_TOKENIZER, self.padding_side)
         write_whole(run / RECORD, json.dumps(self.record(micro_batches)) + "\n")
 
     def check(self, run: Path, micro_batches: int) -> None:
@@ -157,6 +167,9 @@ class TranslationInputs(TextInputs):
         )
         say(f"{d.train}: {pairs.summary()}")
         return pairs
+
+    def scored_lines(self, count: int) -> list[str]:
+        return list(islice(self.pair(self.data.test or self.data.val).target, count))
 
     def model_arguments(self) -> dict:
         source, target = self.vocabularies
@@ -240,6 +253,7 @@ class CausalInputs(BlockInputs):
     """Inputs of causal language models: text or token ids, of one source or several weighted."""
 
     foreign = True
+    padding_side = "left"  # a text goes on behind its last token
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
         for root in self.roots():
@@ -270,6 +284,8 @@ class CausalInputs(BlockInputs):
                 f"{tokens.name}: made with another tokenizer.json (sha256 {min(strange)[:12]}...) than data.tokenizer "
                 f"({vocabulary.fingerprint[:12]}...)"
             )
+        for store, meta in zip(stores, tokens.metas):
+            check_sums(store / META, sums_of(store, meta))
         return tokens
 
     def windows(self, root: str, split: str, stride: int) -> CausalWindows:

@@ -3,14 +3,16 @@
 import gzip
 import itertools
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from moh_vision.data.hub import PREFIX, hub_split
-from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.commands import Progress, reason_of, some_of
 from moh_vision.engine.io import sha256_of
+from moh_vision.engine.ranks import say
 
 # What a validation split is called elsewhere; other splits go by their own name.
 SPLIT_NAMES = {"val": ("val", "valid", "validation", "dev")}
@@ -18,6 +20,8 @@ IDS = "ids.bin"  # in a folder of token ids
 TEXTS = (".txt", ".jsonl")  # of language models, or these with .gz
 MAX_LINE = 1 << 28  # bytes; a file may have no line breaks
 BYTE_ORDER_MARK = "\ufeff"
+INDENTED = re.compile(r"\t|  |\u3000")  # how a line begins whose blanks mean something
+SAID: set[str] = set()  # files whose blanks this process has told of: they are read more than once
 
 
 class TextFile:
@@ -32,6 +36,7 @@ class TextFile:
 
     def read(self, progress: Progress | None = None) -> Iterator[str]:
         """Yield the lines, without what is blank at either end, or the texts of objects; `progress` counts bytes."""
+        indented: list[int] = []
         with (
             open(self.path, "rb") as raw,
             gzip.open(raw, "rb") if self.path.suffix == ".gz" else raw as file,
@@ -46,7 +51,10 @@ class TextFile:
                 if not line:
                     break
                 try:
-                    text = _decoded(line, number == 1)
+                    whole = _decoded(line, number == 1)
+                    text = whole.strip()
+                    if text and INDENTED.match(whole):
+                        indented.append(number)
                     if text and self.key is not None:
                         text = _under(self.key, text)
                 except (ValueError, RecursionError) as error:
@@ -57,6 +65,12 @@ class TextFile:
                     progress.add(raw.tell() - progress.done)
         if number == 1:
             raise ValueError(f"{self.name}: the file is empty")
+        if indented and self.key is None and self.name not in SAID:
+            SAID.add(self.name)
+            say(
+                f"{self.name}: {len(indented)} of {number - 1} lines are indented (first line {indented[0]}); "
+                "what is blank at either end of a line is left out, a .jsonl keeps it"
+            )
 
     def fingerprint(self) -> str:
         """sha256 of the file."""
@@ -81,16 +95,23 @@ class HubText:
 
     def __iter__(self) -> Iterator[str]:
         """The texts, on one line each."""
-        row = 0
+        row = several = 0
         for row, cell in enumerate(self.table, 1):
             text = cell["translation"].get(self.language) if self.language else cell["text"]
             if not isinstance(text, str) or "\0" in text:
                 raise ValueError(
                     f"{self.name}, row {row}: {'a NUL character' if text else 'no text'}"
                 )
+            several += len(text.splitlines()) > 1 or bool(INDENTED.match(text) and text.strip())
             yield " ".join(text.splitlines()).strip()
         if not row:
             raise ValueError(f"{self.name}: no rows")
+        if several and self.name not in SAID:
+            SAID.add(self.name)
+            say(
+                f"{self.name}: {several} of {row} texts have several lines or are indented; they are joined to one "
+                "line, without what is blank at either end, a .jsonl keeps them as they are"
+            )
 
     def fingerprint(self) -> str:
         """The one that `datasets` gives the table, with the column."""
@@ -189,9 +210,7 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
     for endings, paths in zip(sides, files[best]):
         if not paths:
             held = sorted(p.name for p in folder.iterdir() if p.name[0] != ".")
-            listed = ", ".join(held[:12]) + (
-                f" and {len(held) - 12} more" if len(held) > 12 else ""
-            )
+            listed = some_of(held, 12)
             wanted = " or ".join(name + ending for name in names for ending in endings)
             raise FileNotFoundError(
                 f"data.root {folder}: no {wanted} (or .gz); it holds {listed or 'nothing'}"
@@ -206,7 +225,7 @@ def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
 
 
 def _decoded(line: bytes, first: bool) -> str:
-    """Decode a line, without what is blank at either end."""
+    """Decode a line."""
     if len(line) > MAX_LINE:
         raise ValueError(f"more than {MAX_LINE >> 20} MiB; expected a sentence or document a line")
     if b"\0" in line:
@@ -217,7 +236,7 @@ def _decoded(line: bytes, first: bool) -> str:
         raise ValueError(
             f"not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})"
         ) from None
-    return (text.removeprefix(BYTE_ORDER_MARK) if first else text).strip()
+    return text.removeprefix(BYTE_ORDER_MARK) if first else text
 
 
 def _under(key: str, line: str) -> str:

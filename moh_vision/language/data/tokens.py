@@ -8,6 +8,7 @@ as a whole.
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 
 from moh_vision.engine.commands import Progress, reason_of
 from moh_vision.engine.io import whole_file, write_whole
+from moh_vision.engine.ranks import say
 from moh_vision.language.data.sources import IDS
 from moh_vision.language.data.vocabulary import FORMAT, Vocabulary, cached
 
@@ -125,11 +127,13 @@ def write_store(
     `made_from`. Memory grows by 8 bytes a text."""
     kind = "uint16" if len(vocabulary) <= 1 << 16 else "uint32"
     lengths, words, largest, digest = [], 0, 0, hashlib.sha256()
+    marked: Counter = Counter()  # texts by the first special token that stands in them
     try:
         with whole_file(place / IDS, shared=True) as file:
             for batch in _batched(texts):
                 rows = [[*ids, vocabulary.eos] for ids in vocabulary.encode(batch)]
                 lengths += map(len, rows)
+                marked.update(filter(None, map(vocabulary.marker_in, batch)))
                 words += sum(len(text.split()) + 1 for text in batch)
                 ids = np.array([i for row in rows for i in row], DTYPES[kind])
                 largest = max(largest, int(ids.max()))
@@ -141,6 +145,11 @@ def write_store(
         with contextlib.suppress(OSError):
             place.rmdir()
         raise
+    if marked:
+        say(
+            f"{name}: {marked.total()} of {len(lengths)} texts hold special tokens of the tokenizer, such as "
+            f"{marked.most_common(1)[0][0]}: they are encoded as any other text, not as these tokens"
+        )
     ends = np.cumsum(lengths, dtype=np.int64)
     with whole_file(place / ENDS, shared=True) as file:
         np.save(file, ends)
@@ -151,6 +160,11 @@ def write_store(
     meta = dict(dtype=kind, eos=vocabulary.eos, **counts, **sums, **made_from)
     write_whole(place / META, json.dumps(meta, indent=1) + "\n", shared=True)
     return meta
+
+
+def sums_of(store: Path, meta: dict) -> dict:
+    """Return the SHA-256 of a store's files by its meta.json, for `moh_vision.data.records.check_sums`."""
+    return {IDS: ([store / IDS, store / ENDS], meta["sha256"])}
 
 
 def read_meta(store: Path) -> dict:

@@ -7,6 +7,7 @@ words, split at blanks as in WikiText and numbered by falling frequency, for ada
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -29,6 +30,16 @@ KINDS = {
     models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit),
 }
 TOKENIZER, COMPANION = "tokenizer.json", "tokenizer_config.json"
+SPECIAL_MAP = "special_tokens_map.json"  # of transformers before 5: roles that COMPANION may lack
+CHAT_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
+# Of a foreign COMPANION these are not carried over: code, paths of its machine, and what would build a tokenizer that
+# encodes otherwise than its tokenizer.json, which is what training reads.
+NOT_CARRIED = (
+    *("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "merges_file"),
+    *("special_tokens_map_file", "is_local", "backend", "post_processor"),
+    *("add_bos_token", "add_eos_token", "add_prefix_space", "split_special_tokens"),
+)
 # Our texts have no bos: eos stands before the first token too.
 OWN_ROLES = dict(eos_token=SPECIALS[EOS], bos_token=SPECIALS[EOS], pad_token=SPECIALS[PAD])
 # Of foreign tokenizers without a tokenizer_config.json: the names in LLaMA, GPT-2 and their successors.
@@ -40,18 +51,20 @@ USUAL_ROLES = {
 
 
 class Vocabulary:
-    """A tokenizer.json: its bytes, its name for messages and, if it may be `foreign`, the tokens by role that its
-    tokenizer_config.json names.
+    """A tokenizer.json: its bytes, its name for messages and, if it may be `foreign`, its `companion`: what its
+    tokenizer_config.json and the other files beside it say.
 
     Attributes:
         kind: "bpe", "word" or "foreign".
         specials: ids below this are special in our own: 4, or 5 with a mask.
         bos, eos, pad: ids; bos and pad may be None.
+        markers: pattern of a foreign one's special tokens; None: it has none, or it is our own.
+        companion: of a foreign one what is carried over into the tokenizer_config.json of every folder that has it.
         fingerprint: sha256 of tokenizer.json, kept in checkpoints.
     """
 
     def __init__(
-        self, data: bytes, where: str, roles: dict[str, str] | None = None, foreign: bool = False
+        self, data: bytes, where: str, companion: dict | None = None, foreign: bool = False
     ):
         self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
         try:
@@ -72,8 +85,13 @@ class Vocabulary:
         self.kind = "foreign" if reason else KINDS[type(self._tokenizer.model)][0]
         self.lowercase = not reason and self._tokenizer.normalizer is not None
         self.specials = 0 if reason else MASK + (numbers.get(SPECIALS[MASK]) == MASK)
-        self.roles = _roles(roles or {}, numbers, where) if reason else OWN_ROLES
+        self.companion = (companion or {}) if reason else {}
+        self.roles = _roles(self.companion, numbers, where) if reason else OWN_ROLES
         self.eos, self.bos, self.pad = (numbers.get(self.roles.get(role)) for role in USUAL_ROLES)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if reason and token.special]
+        # In the text of a foreign tokenizer its special tokens are markers, as of a chat, that were meant as tokens.
+        self.markers = re.compile("|".join(map(re.escape, special))) if special else None
         self._tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -84,10 +102,14 @@ class Vocabulary:
         """Read a tokenizer.json; `foreign`: of any tokenizer."""
         return cls(_read(path), str(path), _companion(path) if foreign else None, foreign)
 
-    def save(self, path: Path) -> None:
-        """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs."""
+    def save(self, path: Path, padding_side: str = "right") -> None:
+        """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs.
+
+        Batches are padded on `padding_side`, unless a foreign tokenizer says where.
+        """
         write_whole(Path(path), self.data, shared=True)
-        companion = dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
+        named = dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
+        companion = dict(dict(padding_side=padding_side), **self.companion) | named
         text = json.dumps(companion, indent=1, ensure_ascii=False) + "\n"
         write_whole(Path(path).with_name(COMPANION), text, shared=True)
 
@@ -96,7 +118,7 @@ class Vocabulary:
         return self._size
 
     def __reduce__(self):
-        return Vocabulary, (self.data, self.where, self.roles, True)
+        return Vocabulary, (self.data, self.where, self.companion, True)
 
     def token(self, number: int) -> str:
         """A token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
@@ -110,6 +132,11 @@ class Vocabulary:
         if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
             return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
         return rows
+
+    def marker_in(self, text: str) -> str | None:
+        """Return the first of `markers` that stands in a text; None without one."""
+        found = self.markers.search(text) if self.markers else None
+        return found and found[0]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text, on one line, without special tokens but "<unk>"."""
@@ -231,25 +258,45 @@ def _read(path: Path) -> bytes:
     return Path(path).read_bytes()
 
 
-def _companion(path: Path) -> dict[str, str]:
-    """Read the tokens by role from the tokenizer_config.json beside a file; empty without one."""
-    file = Path(path).with_name(COMPANION)
+def _companion(path: Path) -> dict:
+    """Read what the files beside a tokenizer.json say of it, as one tokenizer_config.json; empty without them."""
+    folder = Path(path).parent
+    content = _json_beside(folder / SPECIAL_MAP) | _json_beside(folder / COMPANION)
+    templates = {"default": folder / CHAT_TEMPLATE}
+    templates |= {file.stem: file for file in sorted((folder / CHAT_TEMPLATES).glob("*.jinja"))}
+    texts = {
+        name: _read(file).decode("utf-8", "replace")
+        for name, file in templates.items()
+        if file.is_file()
+    }
+    if list(texts) == ["default"]:
+        content["chat_template"] = texts["default"]
+    elif texts:
+        content["chat_template"] = [dict(name=name, template=texts[name]) for name in texts]
+    return {name: value for name, value in content.items() if name not in NOT_CARRIED}
+
+
+def _json_beside(file: Path) -> dict:
+    """Read the keys and values of a JSON file; empty without one."""
     if not file.is_file():
         return {}
     try:
         content = json.loads(_read(file))
-        values = {role: content.get(role) for role in USUAL_ROLES}
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{file}: not a tokenizer_config.json ({reason_of(error)})") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{type(content).__name__}; expected keys and values")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not a {file.name} ({reason_of(error)})") from None
+    return content
+
+
+def _roles(companion: dict, numbers: dict[str, int], where: str) -> dict[str, str]:
+    """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
+    values = {role: companion.get(role) for role in USUAL_ROLES}
     texts = {
         role: value.get("content") if isinstance(value, dict) else value
         for role, value in values.items()
     }
-    return {role: text for role, text in texts.items() if isinstance(text, str)}
-
-
-def _roles(named: dict[str, str], numbers: dict[str, int], where: str) -> dict[str, str]:
-    """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
+    named = {role: text for role, text in texts.items() if isinstance(text, str)}
     roles = {}
     for role, usual in USUAL_ROLES.items():
         there = (

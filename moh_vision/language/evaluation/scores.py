@@ -9,11 +9,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.attention import RoutingStats, head_budget
-from moh_vision.engine.best import BEST
+from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.ranks import total
+from moh_vision.engine.ranks import from_first, total
 from moh_vision.engine.run import Run
 from moh_vision.engine.step_folders import damage
 from moh_vision.engine.weights import load_whole, whole_weights
@@ -27,10 +27,18 @@ from moh_vision.language.evaluation.translation import (
     tokenised_bleu,
     translate,
 )
+from moh_vision.language.evaluation.words import (
+    bleu_tokenizer,
+    join_pieces,
+    notes_on_bleu,
+    notes_on_perplexity,
+    pieces_in,
+)
 from moh_vision.models.head_load import FILE, HeadLoad
 
 AVERAGED = "averaged.safetensors"
 FORMS = dict(bleu="sacreBLEU's default", tokenised_bleu="as the papers count")
+LOOKED_AT = 1000  # lines whose words are looked at before training
 RANDOM_DRAWS = 5  # of random experts, as in Peng 2020, table 5
 
 
@@ -52,25 +60,64 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
     return evaluate
 
 
-def final_weights(run: Run) -> dict:
-    """Load the weights that are scored at the end; return their file's name and averaged_steps. Every process calls it.
+def notes_on_scores(config, text: TextInputs) -> list[str]:
+    """Return lines on what the final scores count, by the first lines of what is scored.
 
-    They are the average of the last checkpoints, which is written here, with patience the best, or the last.
+    Raises:
+        ValueError: BLEU of the target language needs a package that is missing.
+    """
+    lines = text.scored_lines(LOOKED_AT)
+    name = f"{config.data.root}, {config.data.test or config.data.val}"
+    if isinstance(text, TranslationInputs):
+        asked, target = config.generate.tokenizer, config.data.target
+        tokenizer = bleu_tokenizer(target, asked)
+        return notes_on_bleu(lines, asked or tokenizer, f"{name}.{target}")
+    return notes_on_perplexity(lines, name) if isinstance(text, CausalInputs) else []
+
+
+def final_weights(run: Run, validate: Callable[[str], dict]) -> dict:
+    """Load the weights that are scored at the end; return their file's name, and what else results.json says of them.
+
+    They are the last weights, with patience the best ones, and with `average` the mean of the last checkpoints, which is
+    written here, if its validation loss is lower. `validate` takes a title. Every process calls it.
     """
     config = run.config
     if config.average > 1:
-        run.accelerator.wait_for_everyone()
-        state, steps = average_checkpoints(run.folder, config.average, config.save_every)
-        load_whole(run.model, state)
-        if run.accelerator.is_main_process:
-            metadata = dict(run.metadata, averaged_steps=steps)
-            export_weights(run.model, run.folder / AVERAGED, metadata)
-        run.log.say(f"averaged the weights of steps {', '.join(map(str, reversed(steps)))}")
-        return dict(weights=AVERAGED, averaged_steps=steps)
+        return _best_beside_average(run, validate)
     if config.patience and (run.folder / BEST).exists():
         load_whole(run.model, load_file(run.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
+
+
+def _best_beside_average(run: Run, validate: Callable[[str], dict]) -> dict:
+    """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
+    config = run.config
+    run.accelerator.wait_for_everyone()
+    averaged, steps = average_checkpoints(run.folder, config.average, config.save_every)
+    last = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    validations = earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]
+    known = from_first(lambda: dict(validations).get(run.done))
+    last_loss = validate("validation of the last weights")["loss"] if known is None else known
+    load_whole(run.model, averaged)
+    if run.accelerator.is_main_process:
+        metadata = dict(run.metadata, averaged_steps=steps)
+        export_weights(run.model, run.folder / AVERAGED, metadata)
+    averaged_loss = validate("validation of the average")["loss"]
+    losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
+    of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
+    said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
+    if config.patience and (run.folder / BEST).exists():
+        losses[BEST] = run.best.value
+        said.append(f"{run.best.value:.4f} with those of step {run.best.step}")
+    better = min(losses, key=losses.get)
+    if better == BEST:
+        load_whole(run.model, load_file(run.folder / BEST))
+    elif better != AVERAGED:
+        load_whole(run.model, last)
+    run.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
+    found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
+    return dict(weights=better, **found)
 
 
 def average_checkpoints(
@@ -163,6 +210,10 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
         (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     )
     references = text.references(split, pairs)
+    cut = pieces_in(references)
+    references = [join_pieces(line, cut) for line in references]
+    asked = config.generate.tokenizer
+    tokenizer = bleu_tokenizer(config.data.target, asked)
     lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
     scores: dict[str, dict] = {}
     for mode in config.generate.gate_modes:
@@ -174,10 +225,12 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
                 log.say(f"{title}: translating {len(references)} sentences{number}")
                 how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
                 lines = translate(run.model, pairs, *how)
+            lines = [join_pieces(line, cut) for line in lines]
             papers = tokenised_bleu(
-                lines, references, config.generate.tokenizer, config.generate.compound_split
+                lines, references, asked or tokenizer, config.generate.compound_split
             )
-            draws.append(dict(bleu=bleu(lines, references), tokenised_bleu=papers))
+            default = bleu(lines, references, tokenizer)
+            draws.append(dict(bleu=default, tokenised_bleu=papers))
             if run.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
                 write_whole(run.folder / name, "".join(line + "\n" for line in lines))
@@ -192,6 +245,7 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
         bleu_split=split,
         bleu_pairs=len(references),
         bleu_lowercase=lowercase,
+        bleu_joined=cut,
         left_out=pairs.left_out,
     )
     return dict(bleu=scores, **of)

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from sacrebleu.metrics import BLEU
-from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 from torch import nn
 
 from moh_vision.engine.seeds import derive_seed
@@ -92,9 +91,9 @@ def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
             router.set_mode(kept)
 
 
-def bleu(hypotheses: Sequence[str], references: Sequence[str]) -> dict:
-    """Return BLEU of plain (detokenised) sentences, by sacrebleu's default, tokenizer 13a; see `_score`."""
-    return _score(BLEU(tokenize="13a"), hypotheses, references)
+def bleu(hypotheses: Sequence[str], references: Sequence[str], tokenizer: str = "13a") -> dict:
+    """Return BLEU of plain (detokenised) sentences by one of sacrebleu's tokenizers; see `_score`."""
+    return _score(BLEU(tokenize=tokenizer), hypotheses, references)
 
 
 def tokenised_bleu(
@@ -105,11 +104,11 @@ def tokenised_bleu(
 ) -> dict:
     """Return BLEU of tokenised text without smoothing, as in multi-bleu.perl and the papers (Zhang 2022, 5.1).
 
-    The papers tokenised with Moses. Text in their form is scored with tokenizer "given"; "13a", sacrebleu's own, is near
-    to Moses' but not the same. `compound_split` then writes "rich-text" as "rich ##AT##-##AT## text" on both sides: for
+    The papers tokenised with Moses. Text in their form is scored with tokenizer "given"; else it is one of sacrebleu's,
+    of which "13a" is near to Moses' but not the same. `compound_split` then writes "rich-text" as "rich ##AT##-##AT## text" on both sides: for
     EN-DE only, as in both papers (Vaswani et al. 2017); worth up to about a point. The signature names both.
     """
-    tokenise = Tokenizer13a() if tokenizer == "13a" else str
+    tokenise = str if tokenizer == "given" else BLEU(tokenize=tokenizer).tokenizer
 
     def tokens(lines: Sequence[str]) -> list[str]:
         lines = [tokenise(line.rstrip()) for line in lines]

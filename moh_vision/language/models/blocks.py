@@ -16,7 +16,7 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.executors import Masked
 from moh_vision.attention.routing import Call
-from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig
+from moh_vision.language.models.configs import ROUTED_SHARE, ROUTER_KEYS, TextConfig
 
 
 def with_positions(x: Tensor, positions: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def build_attention(
         kind = ExpertBiasAttention if bias else kind
     else:
         routes = router in ("moh", "query_norm")
-        share = spec.get("head_budget", 0.75) if routes else [(heads, 0)] * layers
+        share = spec.get("head_budget", ROUTED_SHARE) if routes else [(heads, 0)] * layers
         budgets = resolve_budget(share, layers, heads, dim // heads)
     if router == "mae":
         kwargs["pool"] = pool

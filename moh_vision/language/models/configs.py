@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import BudgetSpec, HeadBudget, all_heads, resolve_budget
-from moh_vision.attention.budget import parse_share
+from moh_vision.attention.budget import parse_share, shape_of, shaped
 from moh_vision.engine.commands import closest
 
 # Allowed keys of an attention dict, for router and layer ("bias": of its projections).
@@ -23,10 +23,13 @@ LAYER_KEYS = {
     "query_norm": ("head_budget",),
 }
 
+ROUTED_SHARE = 0.75  # of active heads, where an attention dict does not say it
+
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
 MOH_FIELDS = {
     "router": "query_norm",
     "head_budget": None,
+    "head_budget_shape": None,
     "executor": "auto",
     "group": False,
     "router_kwargs": None,
@@ -76,6 +79,7 @@ class TextConfig(PreTrainedConfig):
         dropout: after embeddings, attention and feed-forward layers; attention_dropout: of the attention
             matrix; activation_dropout: inside the feed-forward layers.
         layer_budgets: [shared, routed] of every attention layer, as `set_head_budget` left them; None: as made.
+        head_budget_shape: "ramp" or "uniform", which a share keeps; None: that of `attention`'s head_budget.
     """
 
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
@@ -91,6 +95,7 @@ class TextConfig(PreTrainedConfig):
     attention_dropout: float = 0.0
     activation_dropout: float = 0.0
     layer_budgets: list | None = None
+    head_budget_shape: str | None = None
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
@@ -235,7 +240,9 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
         if key not in ROUTER_KEYS[router]:
             allowed = ", ".join(ROUTER_KEYS[router]) or "nothing"
             raise ValueError(f"router_kwargs: router {router!r} has no {key!r}, it takes {allowed}")
-    moh["head_budget"] = budget_pairs(moh["head_budget"], router, moh["group"], config)
+    spec = shaped(moh["head_budget"], moh["head_budget_shape"])
+    moh["head_budget_shape"] = shape_of(spec) or moh["head_budget_shape"]
+    moh["head_budget"] = budget_pairs(spec, router, moh["group"], config)
     return moh
 
 
@@ -256,6 +263,7 @@ class RoutedConfig:
         moh: None: every head runs. Else a dict of
             router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
             head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
+            head_budget_shape: "ramp" or "uniform", which a share keeps; None: of a list that does not say it;
             executor: a name in `moh_vision.attention.EXECUTORS`;
             group: choose query heads by whole key-value groups ("query_norm" only);
             router_kwargs: gate_scale and two_stage of "moh".

@@ -50,7 +50,10 @@ def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dic
             raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
         for name, number in text.special_tokens().items():
             for each in configs_of(model):
-                setattr(each, name, number)
+                named = getattr(each, name, None)
+                # A chat model ends at one of several tokens; the tokenizer's is one of them.
+                several = isinstance(named, list)
+                setattr(each, name, list(dict.fromkeys([*named, number])) if several else number)
     if config.checkpointing:
         # Not reentrant: reentrant checkpointing loses routing statistics.
         enable = getattr(

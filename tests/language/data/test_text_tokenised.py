@@ -41,6 +41,36 @@ def llama_like(folder, bos="<s>", eos="</s>", **extra):
     return folder
 
 
+def test_what_is_lost_of_a_text_is_said(tmp_path, capsys):
+    """Indentation of lines, and markers of a chat, which are no special tokens in a text."""
+    folder = llama_like(tmp_path / "t", eos="<|end|>", eos_token="<|end|>")
+    (tmp_path / "code.txt").write_text("a:\n    b\n\tc\n d \n\u3000e\n")
+    texts = ["a <|end|> b", "<s> a <|end|>", "c", "    d"]
+    rows = [json.dumps(dict(text=text)) for text in texts]
+    (tmp_path / "chat.jsonl").write_text("\n".join(rows) + "\n")
+    for name in ("code.txt", "chat.jsonl"):
+        argv = [
+            "tokenise",
+            tmp_path / name,
+            "--tokenizer",
+            folder,
+            "--out",
+            tmp_path / f"{name}.out",
+        ]
+        assert main([str(a) for a in argv]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path}/code.txt: 3 of 5 lines are indented (first line 2); what is blank" in out
+    assert (
+        f"{tmp_path}/chat.jsonl: 2 of 4 texts hold special tokens of the tokenizer, such as " in out
+    )
+    assert out.count("indented") == out.count("special tokens of the tokenizer") == 1
+    # Read for a vocabulary of our own and to be encoded: said once.
+    (tmp_path / "again.txt").write_text((tmp_path / "code.txt").read_text())
+    data = TextDataConfig(root=str(tmp_path), train="again", val="again", merges=5, block=3)
+    CausalInputs(data, str(tmp_path / "cache"), 0)
+    assert capsys.readouterr().out.count("lines are indented") == 1
+
+
 def read(root):
     return Tokens(find_tokens(str(root), "train"))
 
@@ -265,3 +295,20 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path):
         "train-00000, token 16: token id 77, but the vocabulary has 12 tokens",
         lambda: [*map(train.__getitem__, enumerate(range(5)))],
     )
+
+
+def test_ids_that_changed_since_they_were_written_are_refused(tmp_path):
+    """By the sum in meta.json, though their number is the same; ids that are as written are taken."""
+    (tmp_path / "a.txt").write_text("a b c\n" * 9)
+    tokenizer = llama_like(tmp_path / "t")
+    assert run(tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", tmp_path / "o") == 0
+    file = tmp_path / "o" / "train-00000" / "ids.bin"
+    inputs(tmp_path / "o", tokenizer=str(tokenizer))
+    whole = file.read_bytes()
+    file.write_bytes(whole[2:] + whole[:2])
+    refuse(
+        f"{file}: changed since it was written, its sha256 is not that of .*meta.json",
+        lambda: inputs(tmp_path / "o", tokenizer=str(tokenizer)),
+    )
+    file.write_bytes(whole)
+    inputs(tmp_path / "o", tokenizer=str(tokenizer))

@@ -247,7 +247,8 @@ def test_macs_of_table_a():
 def test_overrides_are_fields():
     fields = dict(router="query_norm", head_budget="uniform:0.5", group=True, executor="masked")
     model = create_text_model("clm_small", **SIZES, **fields)
-    assert model.config.moh == dict(fields, head_budget=[[2, 2]] * 2, router_kwargs=None)
+    budget = dict(head_budget=[[2, 2]] * 2, head_budget_shape="uniform")
+    assert model.config.moh == {**fields, **budget, "router_kwargs": None}
     assert [layer.executor for layer in attention_layers(model)] == ["masked"] * 2
     assert model.lm_head.weight.shape == (40, 32)
     for router in ("query_norm", "moh"):  # a budget may say how many heads are shared

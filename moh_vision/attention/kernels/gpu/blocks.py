@@ -38,10 +38,9 @@ class Row(NamedTuple):
 # only the 16-bit ones of large cards were. Few tokens: small blocks, because the last tile of a segment is half empty on
 # average. The kernel of keys is limited by registers: few queries with many keys do best.
 TABLE = (
-    Row("16 bits", HOPPER,  64, False,  512, Block(64, 64, 4, 2, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
-    Row("16 bits", HOPPER,  64, False, 2048, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
-    Row("16 bits", HOPPER,  64, False, None, Block(64, 64, 4, 2, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
-    Row("16 bits", HOPPER,  80, False, None, Block(64, 64, 4, 3),        Block(64, 32, 4, 3),       Block(16, 64, 4, 3)),
+    Row("16 bits", HOPPER,  64, False,  512, Block(64, 32, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
+    Row("16 bits", HOPPER,  64, False, None, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
+    Row("16 bits", HOPPER,  80, False, None, Block(64, 64, 4, 3),        Block(64, 32, 4, 3),       Block(32, 64, 4, 2)),
     Row("16 bits", HOPPER, 128, False, None, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 64, 4, 3)),
     Row("16 bits", LARGE,   48, True,  None, Block(64, 32, 4, 2),        Block(64, 32, 8, 2),       Block(16, 64, 4, 3)),
     Row("16 bits", LARGE,   80, True,  None, Block(64, 64, 4, 2),        Block(64, 32, 8, 2),       Block(16, 64, 4, 3)),

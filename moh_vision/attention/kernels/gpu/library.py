@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.contract import DTYPES, WIDEST, describe_route, differentiate
-from moh_vision.attention.kernels.gpu import project_route, route, weigh
+from moh_vision.attention.kernels.gpu import project_route, route, sequences, weigh
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 from moh_vision.attention.kernels.gpu.attend_backward import Gradients
 from moh_vision.attention.kernels.gpu.attend_backward import backward as attend_backward
@@ -359,3 +359,41 @@ define(
     _fake_weigh_backward,
 )
 differentiate(f"{NAME}::weigh", _weigh_oracle, _weigh)
+
+
+# ---- sequences that choose their heads, without gradients
+
+
+def _fake_plan(active, weights, count, head_dim):
+    S = active.shape[0]
+    heads, index = (
+        active.new_empty(S, width, dtype=torch.int32) for width in (count, count * head_dim)
+    )
+    return heads, weights.new_empty(S, count), index
+
+
+def _fake_project_heads(x, weight, bias, heads, gates, index):
+    shape = *x.shape[:2], heads.shape[1], index.shape[1] // heads.shape[1]
+    return tuple(x.new_empty(shape) for _ in range(3))
+
+
+def _fake_combine_heads(o, weight, bias, index):
+    return o.new_empty(*o.shape[:2], weight.shape[0])
+
+
+define(
+    "plan(Tensor active, Tensor weights, int count, int head_dim) -> (Tensor, Tensor, Tensor)",
+    sequences.plan,
+    _fake_plan,
+)
+define(
+    "project_heads(Tensor x, Tensor weight, Tensor? bias, Tensor heads, Tensor gates, Tensor index)"
+    " -> (Tensor, Tensor, Tensor)",
+    sequences.project,
+    _fake_project_heads,
+)
+define(
+    "combine_heads(Tensor o, Tensor weight, Tensor? bias, Tensor index) -> Tensor",
+    sequences.combine,
+    _fake_combine_heads,
+)

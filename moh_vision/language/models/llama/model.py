@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from moh_vision.attention import BudgetSpec, RoutingStats
-from moh_vision.attention.budget import converted_budget
+from moh_vision.attention.budget import shape_of
 from moh_vision.language.models.base import RoutedLoss, register
 from moh_vision.language.models.configs import (
     MoHLlamaConfig,
@@ -72,11 +72,17 @@ class RoutedCausalLM(RoutedLoss):
         ):
             layer.self_attn = attention
 
+    @property
+    def head_budget_shape(self) -> str | None:
+        """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
+        return self.config.moh and self.config.moh["head_budget_shape"]
+
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
         """Make the attention of every layer that a config describes, around the layer's modules; the model is unchanged."""
         moh = dict(config.moh or {"router": "dense"})
-        moh.pop("head_budget", None)
+        for name in ("head_budget", "head_budget_shape"):  # the layers' budgets say it
+            moh.pop(name, None)
         layers = zip(model.model.layers, layer_budgets(config), strict=True)
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
@@ -190,7 +196,11 @@ def convert_llama(
     router = "query_norm" if router is None else router
     ours = family_of(model)
     moh = dict(
-        router=router, head_budget=converted_budget(head_budget), executor=executor, group=group
+        router=router,
+        head_budget=head_budget,
+        head_budget_shape=shape_of(head_budget) if ":" in str(head_budget) else "uniform",
+        executor=executor,
+        group=group,
     )
     moh["router_kwargs"] = router_kwargs or None
     config = model.config

@@ -1,0 +1,266 @@
+"""Products of sequences with the weights of their own heads, in Triton: no weight is gathered. For inference.
+
+Every sequence s runs K heads; slot j is the j-th of them. A tile of a product looks up which rows or columns of the weight
+belong to its slots:
+
+    q, k, v   y[s, t, j, d] = sum_c x[s, t, c] W[head * D + d, c]     rows looked up along the result
+    output    y[s, t, c] = sum_jd o[s, t, j, d] W[c, head * D + d]    columns looked up along the sum
+
+The gate of a head is a factor of its values: softmax(q k) (g v) = g softmax(q k) v.
+
+Training does not go this way. On an H100, with half of the heads of ViT-B, looking rows up for the gradient of x takes 1.3
+times and for that of the weight 2.7 times as long as the library's product for all heads (docs/results/speed.md).
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moh_vision.attention.kernels.gpu.blocks import numbers_of
+
+SIZES = ["S", "T"]
+
+
+class ProductBlock(NamedTuple):
+    """How a product divides its work."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+
+# By numbers.
+ROWS = {
+    "16 bits": ProductBlock(128, 128, 64, 4, 3),
+    "tf32": ProductBlock(128, 64, 32, 8, 2),
+    "float32": ProductBlock(32, 32, 32, 4, 1),
+}
+# What stands where in the weight is loaded one stage before the weight.
+COLUMNS = {
+    "16 bits": ProductBlock(128, 128, 64, 8, 4),
+    "tf32": ProductBlock(128, 64, 32, 8, 3),
+    "float32": ProductBlock(32, 32, 32, 4, 1),
+}
+
+
+# ---- Plan
+
+
+@triton.jit
+def _plan_kernel(
+    active, weights, heads, gates, index, H, K, D, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """A program plans one sequence. Its slots are the heads that run, in rising order, then others that fill up."""
+    s = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, COLUMNS)
+    runs = (tl.load(active + s * H + head, mask=head < H, other=0) != 0).to(tl.int32)
+    idle = ((runs == 0) & (head < H)).to(tl.int32)
+    after = tl.sum(runs, 0) + tl.cumsum(idle, 0) - 1
+    slot = tl.where(runs != 0, tl.cumsum(runs, 0) - 1, after)
+    taken = (head < H) & (slot < K)
+    gate = tl.load(weights + s * H + head, mask=head < H, other=0.0)
+    tl.store(heads + s * K + slot, head, mask=taken)
+    tl.store(gates + s * K + slot, tl.where(runs != 0, gate, 0.0), mask=taken)
+    d = tl.arange(0, WIDTH)
+    at = (s * K + slot)[:, None] * D + d[None, :]
+    tl.store(index + at, head[:, None] * D + d[None, :], mask=taken[:, None] & (d < D)[None, :])
+
+
+def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Tensor, ...]:
+    """What the products read of a choice for sequences.
+
+    Args:
+        active: bool [S, 1, H].
+        weights: float32 [S, 1, H].
+        count: K, at least as many as any sequence runs.
+        head_dim: D.
+
+    Returns:
+        heads int32 [S, K]; gates float32 [S, K]; and where the numbers of the slots stand in a weight of all heads, int32
+        [S, K * D].
+    """
+    S, _, H = active.shape
+    heads = torch.empty((S, count), dtype=torch.int32, device=active.device)
+    gates = torch.empty((S, count), dtype=torch.float32, device=active.device)
+    index = torch.empty((S, count * head_dim), dtype=torch.int32, device=active.device)
+    if S * count:
+        _plan_kernel[(S,)](
+            active.contiguous().view(torch.uint8), weights.contiguous(), heads, gates, index, H, count, head_dim,
+            COLUMNS=triton.next_power_of_2(H), WIDTH=triton.next_power_of_2(head_dim), num_warps=1,
+        )  # fmt: skip
+    return heads, gates, index
+
+
+# ---- Products
+
+
+@triton.jit
+def _tile_of(tiles_m, tiles_n):
+    """Sequence, tile of rows and tile of columns of this program. Tiles of one sequence follow each other."""
+    program = tl.program_id(0)
+    s = program // (tiles_m * tiles_n)
+    left = program % (tiles_m * tiles_n)
+    return s, left % tiles_m, left // tiles_m
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _rows_kernel(
+    x, w, bias, gates, index, q, k, v, S, T, C, K, H, x_by, w_row,
+    D: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x [S, T, C] times the rows of W [3 * H * D, C] that a sequence looks up -> q, k and gated v [S, T, K * D]."""
+    width = K * D
+    tiles_of_part = tl.cdiv(width, BLOCK_N)
+    s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), 3 * tiles_of_part)
+    part = n // tiles_of_part
+    t = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = (n % tiles_of_part) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # What lies beyond the end is read again from the beginning, and not stored.
+    inside = column % width
+    row = part * H * D + tl.load(index + s * width + inside)
+    c = tl.arange(0, BLOCK_K)
+    x_tiles = (
+        x
+        + s.to(tl.int64) * x_by[0]
+        + tl.minimum(t, T - 1).to(tl.int64)[:, None] * x_by[1]
+        + c[None, :]
+    )
+    w_tiles = w + row.to(tl.int64)[:, None] * w_row + c[None, :]
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, C, BLOCK_K):
+        if EVEN:
+            x_tile = tl.load(x_tiles)
+            w_tile = tl.load(w_tiles)
+        else:
+            real = (start + c < C)[None, :]
+            x_tile = tl.load(x_tiles, mask=real, other=0.0)
+            w_tile = tl.load(w_tiles, mask=real, other=0.0)
+        total = tl.dot(x_tile, tl.trans(w_tile), total, input_precision=PRECISION)
+        x_tiles += BLOCK_K
+        w_tiles += BLOCK_K
+    if bias is not None:
+        total += tl.load(bias + row).to(tl.float32)[None, :]
+    y = q
+    if part == 1:
+        y = k
+    if part == 2:
+        y = v
+        total *= tl.load(gates + s * K + inside // D)[None, :]
+    rows = (s.to(tl.int64) * T + t)[:, None] * width
+    mask = (t < T)[:, None] & (column < width)[None, :]
+    tl.store(
+        tl.multiple_of(y, 16) + rows + column[None, :], total.to(y.dtype.element_ty), mask=mask
+    )
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _columns_kernel(
+    o, w, bias, index, y, S, T, C, width, w_row,
+    UNIT: tl.constexpr, UNIT_C: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """o [S, T, K * D] times the columns of W [C, H * D] that a sequence looks up -> y [S, T, C]."""
+    s, m, n = _tile_of(tl.cdiv(T, BLOCK_M), tl.cdiv(C, BLOCK_N))
+    t = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = tl.max_contiguous(tl.multiple_of(column % C, UNIT_C), UNIT_C)
+    i = tl.arange(0, BLOCK_K)
+    o_tiles = o + (s.to(tl.int64) * T + tl.minimum(t, T - 1))[:, None] * width + i[None, :]
+    w_rows = w + c.to(tl.int64)[:, None] * w_row
+    places = index + s * width + i
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, width, BLOCK_K):
+        if EVEN:
+            place = tl.load(places)
+            o_tile = tl.load(o_tiles)
+        else:
+            real = start + i < width
+            place = tl.load(places, mask=real, other=0)
+            o_tile = tl.load(o_tiles, mask=real[None, :], other=0.0)
+        place = tl.max_contiguous(tl.multiple_of(place, UNIT), UNIT)
+        w_tile = tl.load(w_rows + place[None, :])
+        total = tl.dot(o_tile, tl.trans(w_tile), total, input_precision=PRECISION)
+        o_tiles += BLOCK_K
+        places += BLOCK_K
+    if bias is not None:
+        total += tl.load(bias + c).to(tl.float32)[None, :]
+    to = (s.to(tl.int64) * T + t)[:, None] * C + column[None, :]
+    mask = (t < T)[:, None] & (column < C)[None, :]
+    tl.store(y + to, total.to(y.dtype.element_ty), mask=mask)
+
+
+# ---- Launches
+
+
+def _unit(number: int) -> int:
+    """8 where a number is a multiple of it, else 1: how many neighbours lie side by side in memory."""
+    return 8 if number % 8 == 0 else 1
+
+
+def _block(table: dict[str, ProductBlock], dtype: torch.dtype) -> tuple[ProductBlock, str]:
+    """The block of a kernel, and how its products are computed."""
+    numbers = numbers_of(dtype)
+    return table[numbers], "tf32" if numbers == "tf32" else "ieee"
+
+
+def project(
+    x: Tensor, weight: Tensor, bias: Tensor | None, heads: Tensor, gates: Tensor, index: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and gated values of the heads that each sequence runs.
+
+    Args:
+        x: [S, T, C].
+        weight: [3 * H * D, C], rows grouped q | k | v and by head; bias [3 * H * D] or None. Numbers as x.
+        heads, gates, index: see `plan`.
+
+    Returns:
+        Three tensors [S, T, K, D].
+    """
+    S, T, C = x.shape
+    K = heads.shape[1]
+    D = index.shape[1] // K
+    x = x if x.stride(2) == 1 else x.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    q, k, v = (x.new_empty(S, T, K, D) for _ in range(3))
+    block, precision = _block(ROWS, x.dtype)
+    programs = S * triton.cdiv(T, block.rows) * 3 * triton.cdiv(K * D, block.columns)
+    if programs:
+        _rows_kernel[(programs,)](
+            x, weight, bias, gates, index, q, k, v, S, T, C, K, weight.shape[0] // (3 * D),
+            x.stride()[:2], weight.stride(0),
+            D=D, EVEN=C % block.inner == 0, PRECISION=precision,
+            BLOCK_M=block.rows, BLOCK_N=block.columns, BLOCK_K=block.inner,
+            num_warps=block.warps, num_stages=block.stages,
+        )  # fmt: skip
+    return q, k, v
+
+
+def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
+    """The output projection of the heads that each sequence runs: o [S, T, K, D] -> [S, T, C].
+
+    Args:
+        o: gated already, through the values.
+        weight: [C, H * D]; bias [C] or None. Numbers as o.
+        index: see `plan`.
+    """
+    S, T, K, D = o.shape
+    o = o.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    C = weight.shape[0]
+    y = o.new_empty(S, T, C)
+    block, precision = _block(COLUMNS, o.dtype)
+    programs = S * triton.cdiv(T, block.rows) * triton.cdiv(C, block.columns)
+    if programs:
+        _columns_kernel[(programs,)](
+            o, weight, bias, index, y, S, T, C, K * D, weight.stride(0),
+            UNIT=_unit(D), UNIT_C=_unit(C), EVEN=K * D % block.inner == 0, PRECISION=precision,
+            BLOCK_M=block.rows, BLOCK_N=block.columns, BLOCK_K=block.inner,
+            num_warps=block.warps, num_stages=block.stages,
+        )  # fmt: skip
+    return y

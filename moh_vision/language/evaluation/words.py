@@ -1,0 +1,86 @@
+"""What counts as a word in the text that is scored: sacrebleu's tokenizers by language, and words cut into pieces."""
+
+import re
+from collections.abc import Iterable, Sequence
+
+from sacrebleu.metrics import BLEU
+
+# The languages that sacrebleu has a tokenizer for, by their other codes (ISO 639-2 and 639-3).
+CODES = dict(zho="zh", chi="zh", cmn="zh", yue="zh", jpn="ja", jp="ja", kor="ko")
+CUT_WORD = re.compile(r"\S@@(?= |$)")  # of subword-nmt: "con@@ tinu@@ ation"
+BLANK = "\u2581"  # of SentencePiece, in the place of a blank: "\u2581con tinu ation"
+CUT_LINES = 0.1  # from this share of the lines on a text is cut
+LONG = 10  # characters of a mean word or token from which on it is none; words of German or Finnish have 6 to 8
+
+
+def bleu_tokenizer(target: str, asked: str | None = None) -> str:
+    """Return the name of sacrebleu's tokenizer: the one `asked` for, or sacrebleu's choice by the target's language.
+
+    Raises:
+        ValueError: a package is missing that it needs.
+    """
+    if asked in (None, "given"):
+        language = re.split("[-_]", target.lower())[0]
+        how = dict(trg_lang=CODES.get(language, language))
+    else:
+        how = dict(tokenize=asked)
+    try:
+        signature = BLEU(**how).tokenizer_signature
+    except (ImportError, RuntimeError):
+        code = (asked or how["trg_lang"]).partition("-")[0]
+        raise ValueError(
+            f"BLEU into {target} needs a package: pip install 'sacrebleu[{code}]', "
+            "or --generate.tokenizer char, which counts characters"
+        ) from None
+    # The signature of a dictionary's tokenizer also has its versions: ja-mecab-0.996-IPA.
+    return next(name for name in BLEU.TOKENIZERS if signature.startswith(name))
+
+
+def pieces_in(lines: Sequence[str]) -> str:
+    """Return the sign of words that are cut into pieces, "@@" or U+2581; "" for whole words."""
+    least = CUT_LINES * len(lines)
+    if sum(BLANK in line for line in lines) > least:
+        return BLANK
+    return "@@" if sum(bool(CUT_WORD.search(line)) for line in lines) > least else ""
+
+
+def join_pieces(line: str, sign: str) -> str:
+    """Make whole words of a line's pieces; "": the line as it is."""
+    if sign == BLANK:
+        return line.replace(" ", "").replace(BLANK, " ").strip()
+    return re.sub(r"@@( |$)", "", line) if sign else line
+
+
+def mean_length(lines: Iterable[str]) -> float:
+    """Return the mean number of characters between blanks."""
+    words = [word for line in lines for word in line.split()]
+    return sum(map(len, words)) / max(1, len(words))
+
+
+def notes_on_bleu(lines: Sequence[str], tokenizer: str, name: str) -> list[str]:
+    """Lines on references, called `name`, whose tokens are no words; `tokenizer` is "given" or one of sacrebleu's."""
+    sign, notes = pieces_in(lines), []
+    if sign:
+        notes.append(f"{name} is cut into pieces ({sign}): BLEU is of whole words, joined again")
+    whole = [join_pieces(line, sign) for line in lines]
+    tokenise = str if tokenizer == "given" else BLEU(tokenize=tokenizer).tokenizer
+    length = mean_length(map(tokenise, whole))
+    if length > LONG:
+        notes.append(
+            f"{name}: the tokens of BLEU have {length:.0f} characters on average by {tokenizer}, so they are no words: "
+            "a language without blanks needs --generate.tokenizer char, or the one of its language"
+        )
+    return notes
+
+
+def notes_on_perplexity(lines: Sequence[str], name: str) -> list[str]:
+    """Lines on text whose words, as blanks divide them, are no words: perplexity per word is of something else."""
+    sign = pieces_in(lines)
+    if sign:
+        return [f"{name} is cut into pieces ({sign}): perplexity per word is per piece"]
+    length = mean_length(lines)
+    if length > LONG:
+        return [
+            f"{name}: {length:.0f} characters between two blanks on average: perplexity per word is per such stretch"
+        ]
+    return []

@@ -1,0 +1,65 @@
+"""Models that a run uses and does not train, such as a teacher: a record of their weights."""
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moh_vision.engine.commands import reason_of
+from moh_vision.engine.io import write_whole
+
+RECORD = "frozen.json"
+
+
+def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
+    """Return the SHA-256 of tensors with their names, types and shapes, behind that of a text."""
+    digest = hashlib.sha256(about.encode())
+    for name, tensor in sorted(tensors.items()):
+        tensor = tensor.detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+class FrozenRecord:
+    """The weights of a run's frozen models, kept in RUN/frozen.json: a resumed run must find the same ones.
+
+    Args:
+        allowed: configuration keys that may change, as of --allow-change.
+        models: key that names a model, such as "distill.teacher" -> (its name, SHA-256 of its weights).
+    """
+
+    def __init__(self, allowed: Collection[str], models: dict[str, tuple[str, str]]):
+        self.allowed, self.models = allowed, models
+
+    def check(self, run: Path, say: Callable[[str], None]) -> None:
+        """Compare with the record in a run's folder, and `say` each change that is allowed."""
+        file = run / RECORD
+        if not file.exists():  # killed while it began
+            return
+        try:
+            began = json.loads(file.read_text("utf-8"))
+            changed = [key for key, (_, now) in self.models.items() if began.get(key) != now]
+        except Exception as error:  # what is not there, or of another kind, fails anywhere
+            raise ValueError(
+                f"{file}: not a record of frozen models that can be read ({reason_of(error)}); --fresh moves the run "
+                "aside and starts over"
+            ) from None
+        for key in changed:
+            name, now = self.models[key]
+            problem = f"{key} {name}: other weights than those that {run} began with"
+            if key not in self.allowed:
+                raise ValueError(
+                    f"{problem} (sha256 {now[:12]}, in {file.name} {str(began.get(key))[:12]}). "
+                    f"Bring them back, or accept the change: --allow-change {key}"
+                )
+            say(f"{problem}; accepted")
+
+    def save(self, run: Path) -> None:
+        """Write the record into a run's folder."""
+        sums = {key: now for key, (_, now) in self.models.items()}
+        if sums:
+            write_whole(run / RECORD, json.dumps(sums) + "\n")

@@ -1,0 +1,178 @@
+"""Heads chosen once for a sequence: Triton's looked-up products beside gathered weights, and one choice for all."""
+
+import attend_backends as backends
+import pytest
+import torch
+from attend_backends import DEVICE, TRITON
+from layers import C, H, angles, build
+
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
+from moh_vision.attention.executors.sequences import Gathered, LookedUp, Sliced
+from moh_vision.attention.losses import load_balance_loss
+from moh_vision.attention.routing import Call
+
+
+@pytest.fixture
+def triton():
+    with TRITON.running():
+        yield backends.gpu.OPS
+
+
+def slots_of(active, weights, count):
+    """Heads and gates of every sequence by a loop: those that run in rising order, then others with gate 0."""
+    heads, gates = [], []
+    for runs, gate in zip(active[:, 0].tolist(), weights[:, 0].tolist()):
+        order = [h for h in range(len(runs)) if runs[h]] + [
+            h for h in range(len(runs)) if not runs[h]
+        ]
+        heads.append(order[:count])
+        gates.append([gate[h] if runs[h] else 0.0 for h in order[:count]])
+    return torch.tensor(heads), torch.tensor(gates)
+
+
+def test_the_plan_of_random_choices(triton):
+    """1,000 choices: ties of gates, heads of nobody, all heads, and sequences that run fewer heads than others."""
+    generator = torch.Generator().manual_seed(0)
+    for case in range(1000):
+        S, heads = (int(n) for n in torch.randint(1, 10, (2,), generator=generator))
+        share = torch.rand((), generator=generator)
+        active = torch.rand(S, 1, heads, generator=generator) < share
+        if case % 5 == 0:
+            active[:] = True
+        count = max(1, int(active.sum(-1).max()))
+        weights = torch.randint(0, 3, (S, 1, heads), generator=generator) / 2
+        width = (3, 8, 16)[case % 3]
+        got = triton.plan(active.to(DEVICE), weights.to(DEVICE), count, width)
+        want, gates = slots_of(active, weights, count)
+        assert torch.equal(got[0].cpu().long(), want)
+        assert torch.equal(got[1].cpu(), gates)
+        places = want.unsqueeze(-1) * width + torch.arange(width)
+        assert torch.equal(got[2].cpu().long(), places.flatten(1))
+
+
+SHAPES = {  # heads, D, tokens
+    "blocks divide": (4, 32, 128),
+    "72": (2, 72, 130),
+    "nothing divides": (5, 20, 7),
+    "one token": (3, 16, 1),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_looked_up_products_equal_those_of_gathered_weights(shape, dtype, bias, triton):
+    heads, D, tokens = SHAPES[shape]
+    layer = HeadMixtureAttention(
+        heads * D,
+        HeadBudget(heads, D, 1, 1),
+        scope="sample",
+        qkv_bias=bias,
+        proj_bias=bias,
+        dtype=dtype,
+        device=DEVICE,
+    )
+    torch.nn.init.normal_(layer.router.routed.weight)
+    x = torch.randn(3, tokens, layer.dim, dtype=dtype, device=DEVICE)
+    with torch.no_grad():
+        call = Call(x, layer.route(x)[0])
+        ours = LookedUp(layer, call)
+        q, k, v = ours.project(x, x)
+        y = ours.combine(v)
+        other = Gathered(layer, call)
+        wanted = other.project(x, x)
+        assert torch.equal(ours.heads, other.heads)
+        gates = call.routing.weights.squeeze(1).gather(1, other.heads)[:, None, :, None]
+        want = other.combine(wanted[2])
+    tolerance = dict(rtol=0, atol=1e-5 if dtype == torch.float32 else 5e-3)
+    torch.testing.assert_close(q, wanted[0], **tolerance)
+    torch.testing.assert_close(k, wanted[1], **tolerance)
+    torch.testing.assert_close(v, (wanted[2] * gates).to(dtype), **tolerance)
+    torch.testing.assert_close(y, want, **tolerance)
+
+
+@pytest.mark.parametrize(
+    "tokens, grad, products",
+    [(128, False, LookedUp), (128, True, None), (7, False, None)],
+    ids=["inference", "training", "tiles half empty"],
+)
+def test_what_a_gpu_takes(tokens, grad, products, triton):
+    layer = build((2, 2), scope="sample", executor="packed").to(DEVICE).train(grad)
+    x = torch.randn(2, tokens, C, device=DEVICE)
+    with torch.set_grad_enabled(grad):
+        executor = layer.choose(Call(x, layer.route(x)[0]))
+        packed = layer(x)[0]
+        layer.executor = "reference"
+        torch.testing.assert_close(packed, layer(x)[0], rtol=0, atol=1e-5)
+    if products is None:
+        assert type(executor).__name__ == "OnGpu"
+    else:
+        assert type(executor.products) is products
+
+
+@pytest.mark.parametrize("options", [{}, dict(qk_norm=True), dict(rotary=True)], ids=str)
+def test_looked_up_in_a_layer(options, triton):
+    options = dict(options)
+    rotary = angles(120) if options.pop("rotary", False) else None
+    layer = build((2, 2), scope="sample", **options).to(DEVICE).eval()
+    x = torch.randn(3, 120, C, device=DEVICE)
+    call = {} if rotary is None else dict(rotary=tuple(t.to(DEVICE) for t in rotary))
+    results = []
+    for layer.executor in ("packed", "reference"):
+        with torch.no_grad():
+            results.append(layer(x, **call)[0])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+
+
+def test_opcheck(triton):
+    active = torch.tensor([[[True, True, False]], [[False, True, True]]], device=DEVICE)
+    weights = torch.rand(2, 1, 3, device=DEVICE) * active
+    torch.library.opcheck(triton.plan.default, (active, weights, 2, 8))
+    plan = triton.plan(active, weights, 2, 8)
+    x, o = torch.randn(2, 5, 24, device=DEVICE), torch.randn(2, 5, 2, 8, device=DEVICE)
+    weight, bias = torch.randn(72, 24, device=DEVICE), torch.randn(72, device=DEVICE)
+    torch.library.opcheck(triton.project_heads.default, (x, weight, bias, *plan))
+    torch.library.opcheck(triton.combine_heads.default, (o, weight[:24], None, plan[2]))
+
+
+def test_one_condition_is_one_choice_and_counts_for_all():
+    """The same output and statistics as the condition repeated; weights are sliced, not gathered for each sequence."""
+    layer = build((2, 2), torch.float64, scope="sample", executor="packed")
+    x = torch.randn(5, 7, C, dtype=torch.float64)
+    one = torch.randn(1, C, dtype=torch.float64)
+    y, stats = layer(x, condition=one)
+    want, repeated = layer(x, condition=one.expand(5, -1))
+    torch.testing.assert_close(y, want)
+    for got, expected in zip(stats, repeated):
+        assert got.shape == expected.shape
+        torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(load_balance_loss([stats]), load_balance_loss([repeated]))
+    executor = layer.choose(Call(x, layer.route(x, condition=one)[0]))
+    assert type(executor.products) is Sliced
+    assert executor.project()[0].shape == (5, layer.budget.active, 7, layer.head_dim)
+    assert layer.budget.active < H
+
+
+def test_one_condition_asks_the_device_nothing(monkeypatch):
+    """The heads of one choice are tensors throughout: no value of them decides a shape."""
+    layer = build((2, 2), scope="sample", executor="packed")
+    x, one = torch.randn(3, 7, C), torch.randn(1, C)
+    for name in ("item", "tolist", "__bool__", "__int__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
+    with torch.no_grad():
+        layer(x, condition=one)
+
+
+def test_without_operators_one_choice_skips_too():
+    kernels.use("torch")
+    try:
+        layer = build((2, 2), scope="sample", executor="packed")
+        executor = layer.choose(
+            Call(
+                torch.randn(3, 7, C),
+                layer.route(torch.randn(3, 7, C), condition=torch.randn(1, C))[0],
+            )
+        )
+        assert type(executor.products) is Sliced
+    finally:
+        kernels.use(None)

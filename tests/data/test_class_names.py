@@ -1,0 +1,53 @@
+"""Names of classes as people and their systems write them: marks, empty lines, umlauts of two characters."""
+
+import unicodedata
+
+import pytest
+from pictures import convert, write_folder
+from refusals import one_line
+from test_sources import write_shards
+
+from moh_vision.data.splits import open_source, open_splits
+from moh_vision.diffusion.config import chosen_classes
+from moh_vision.engine.io import class_names
+
+APART = unicodedata.normalize("NFD", "Übersee")  # as a folder's name on a Mac
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\r\n", "\n\n \n"])
+def test_a_mark_and_lines_at_the_end_are_no_names(tmp_path, end):
+    root = write_shards(tmp_path / "shards")
+    text = "\ufeffant\r\nbee  \n" + APART + end
+    (root / "classes.txt").write_text(text, encoding="utf-8", newline="")
+    assert open_source(str(root), "train").classes == ["ant", "bee", "Übersee"]
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("ant\n\nbee\ncat\n", "classes.txt: line 2 is empty, expected the name of a class"),
+        ("\nant\nbee\ncat\n", "classes.txt: line 1 is empty"),
+        ("ant\nbee\nant\n", "classes.txt: lines 1 and 3 are both 'ant'"),
+        (f"Übersee\nbee\n{APART}\n", "classes.txt: lines 1 and 3 are both 'Übersee'"),
+    ],
+)
+def test_lines_that_shift_or_repeat_names_are_refused(tmp_path, text, words):
+    root = write_shards(tmp_path / "shards")
+    (root / "classes.txt").write_text(text, encoding="utf-8")
+    with one_line(words):
+        open_source(str(root), "train")
+
+
+def test_umlauts_of_a_mac_are_those_that_are_typed(tmp_path):
+    root = write_folder(tmp_path / "data", classes=("Zoo", "Übersee"), train=2, val=1)
+    (root / "train" / "Übersee").rename(root / "train" / APART)
+    train, val = open_splits(str(root))
+    assert train.classes == val.classes == ["Zoo", "Übersee"]
+    assert [train.image(i).size for i in range(4)] == 4 * [(12, 8)]  # by the folder's own name
+    assert chosen_classes("--classes", [APART], train.classes) == [1]
+    assert chosen_classes("--classes", ["Übersee"], ["Zoo", APART]) == [1]
+    assert convert(root, tmp_path / "shards") == 0
+    assert class_names(tmp_path / "shards" / "classes.txt") == ["Zoo", "Übersee"]
+    (root / "train" / "Übersee").mkdir()
+    with one_line("two class folders are called Übersee, .*; join them"):
+        open_source(str(root), "train")
