@@ -609,7 +609,8 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
     given["weigh_backward"] = ops.weigh(o, gates), o, gates
 
     names = {name.split("::")[1] for name in backends.gpu.LIBRARY._op_defs}
-    assert given.keys() == names
+    of_sequences = {"plan", "project_heads", "combine_heads"}  # see test_sequences.py
+    assert given.keys() | of_sequences == names
     for name, inputs in given.items():
         if name.endswith("backward"):
             inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]
