@@ -20,6 +20,8 @@ import torch
 # Bytes of shared memory that a program has on an A100, on small GPUs (RTX 4090, L4) and on an H100, by capability.
 CARDS = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 SPILLED = 144  # bytes of a thread that may lie in memory in place of registers (Triton 3.8: 136 in one kernel)
+# Of 16 columns in bfloat16 on an H100, where it was measured to be the fastest all the same.
+OTHERS_SPILL = {"_route_kernel": 344}
 SIX = [
     (80, 64, "bfloat16", 1024, "none"),
     (80, 128, "float32", 197, "bool"),
@@ -29,7 +31,7 @@ SIX = [
     (90, 128, "bfloat16", 1024, "float"),
 ]
 BUDGETS = 1, 2, 16, 23
-WIDTHS = 32, 64, 72, 128, 256
+WIDTHS = 32, 48, 64, 72, 128, 256
 TOKENS = 511, 1024, 4095
 ATTENTION = {"forward_kernel", "pack_kernel", "queries_kernel", "keys_kernel"}
 AROUND = {
@@ -41,6 +43,7 @@ AROUND = {
     "_weigh_kernel",
     "_weigh_backward_kernel",
 }
+OF_SEQUENCES = {"_plan_kernel", "_rows_kernel", "_columns_kernel"}
 
 
 def compiled(tasks):
@@ -59,7 +62,8 @@ def compiled(tasks):
 def assert_fit(kernels):
     for kernel in kernels:
         wide = kernel["task"][2:4] == [256, "float32"]
-        assert kernel["spilled"] <= (320 if wide else SPILLED), kernel
+        allowed = 320 if wide else OTHERS_SPILL.get(kernel["name"], SPILLED)
+        assert kernel["spilled"] <= allowed, kernel
         assert kernel["shared"] <= CARDS[kernel["task"][1]], kernel
 
 
@@ -110,9 +114,10 @@ def test_routers_and_products_with_gates_as_a_matrix(card):
     routers = [(10, 2, 4), (23, 1, 5), (64, 0, 8), (128, 0, 8), (200, 0, 5)]
     tasks = [("route", card, dtype, *router) for dtype in dtypes for router in routers]
     tasks += itertools.product(["weigh"], [card], [16, 72, 128, 256], dtypes)
+    tasks += itertools.product(["of_sequences"], [card], [64, 72, 128], dtypes)
     kernels = compiled(tasks)
     assert_fit(kernels)
-    assert {kernel["name"] for kernel in kernels} == AROUND
+    assert {kernel["name"] for kernel in kernels} == AROUND | OF_SEQUENCES
 
 
 def matrix(cards, widths):
@@ -214,6 +219,18 @@ def weigh(D, dtype, tokens=64, H=4):
 
     o = torch.zeros(1, H, tokens, D, dtype=products_in(dtype), requires_grad=True)
     OPS.weigh(o, torch.zeros(1, tokens, H, requires_grad=True)).sum().backward()
+
+
+def of_sequences(D, dtype, H=6, K=3, tokens=200):
+    """Products with the weights of the heads that each sequence runs."""
+    from moh_vision.attention.kernels.gpu.library import OPS
+
+    dtype = products_in(dtype)
+    active = torch.zeros(2, 1, H, dtype=torch.bool)
+    plan = OPS.plan(active, torch.zeros(2, 1, H), K, D)
+    x, weight = torch.zeros(2, tokens, H * D, dtype=dtype), torch.zeros(3 * H * D, H * D).to(dtype)
+    OPS.project_heads(x, weight, weight[:, 0].contiguous(), *plan)
+    OPS.combine_heads(torch.zeros(2, tokens, K, D, dtype=dtype), weight[: H * D], None, plan[2])
 
 
 def ones():

@@ -294,10 +294,10 @@ def assert_near(got, want, tolerance):
 
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
-@pytest.mark.parametrize("tokens", [65, 80, 100, 128, 197])
+@pytest.mark.parametrize("tokens", [65, 80, 197])
 @on(TRITON, TRITON16[1])
 def test_the_last_block_of_keys_may_be_small(backend, tokens, tma, monkeypatch):
-    """1, 16, 36, 64 and 5 keys against blocks of 64."""
+    """1, 16 and 5 keys against blocks of 64."""
     use_blocks(monkeypatch, 64, 64, tma)
     given = draw(Case((), 1, tokens, 2, 2, 16, share=0.5, gates="tokens"), backend.dtype)
     do = slope_of(given)
@@ -323,14 +323,14 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("name", PRODUCTS)
-@on(TRITON, TRITON16[1])
+@on(TRITON)
 def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monkeypatch):
-    """The same bits, in one gradient; the product's rows may lie apart."""
+    """The same bits, in one gradient; by pointers also of rows that lie apart."""
     use_blocks(monkeypatch, 16, 16, tma)
     how = dict(gates="tokens") | PRODUCTS[name]
-    case = Case((), 2, 35, 4, share=0.5, **how)
+    case = Case((), 2, 19, 4, share=0.5, **how)
     H, G, D = case.H, case.G, case.D
-    given = draw(case, backend.dtype)
+    given = draw(case)
     rest = [
         *list_for_triton(given["active"]),
         given["is_causal"],
@@ -338,22 +338,21 @@ def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monke
     ]
     gates = given["gates"]
     gates = None if gates is None else gates.to(DEVICE).requires_grad_()
-    wide = torch.randn(2, 35, (H + 2 * G) * D + 8, device=DEVICE, dtype=backend.dtype)
-    do = torch.randn(2, 35, H * D, device=DEVICE, dtype=backend.dtype)
-    for product in (wide[..., :-8].contiguous(), wide[..., :-8]):
-        product = product.detach().requires_grad_()
-        leaves = [product] if gates is None else [product, gates]
-        results = []
-        for whole in (True, False):
-            with backends.fresh_memory_is_nan():
-                if whole:
-                    o, lse = backends.gpu.attend_product(product, H, G, gates, *rest)
-                else:
-                    parts = backends.gpu.split_product(product, H, G)
-                    o, lse = backends.gpu.attend(*parts, gates, *rest)
-                grads = torch.autograd.grad(o, leaves, do)
-            results.append([o, lse[: rest[1][-1]], *grads])
-        assert all(map(torch.equal, *results))
+    product = torch.randn(2, 19, (H + 2 * G) * D + 8, device=DEVICE)[..., :-8]
+    product = (product.contiguous() if tma else product).detach().requires_grad_()
+    do = torch.randn(2, 19, H * D, device=DEVICE)
+    leaves = [product] if gates is None else [product, gates]
+    results = []
+    for whole in (True, False):
+        with backends.fresh_memory_is_nan():
+            if whole:
+                o, lse = backends.gpu.attend_product(product, H, G, gates, *rest)
+            else:
+                parts = backends.gpu.split_product(product, H, G)
+                o, lse = backends.gpu.attend(*parts, gates, *rest)
+            grads = torch.autograd.grad(o, leaves, do)
+        results.append([o, lse[: rest[1][-1]], *grads])
+    assert all(map(torch.equal, *results))
 
 
 WEIGHED = {  # of o: whether heads of a token lie side by side, and of weights: one of a sequence
@@ -610,7 +609,8 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
     given["weigh_backward"] = ops.weigh(o, gates), o, gates
 
     names = {name.split("::")[1] for name in backends.gpu.LIBRARY._op_defs}
-    assert given.keys() == names
+    of_sequences = {"plan", "project_heads", "combine_heads"}  # see test_sequences.py
+    assert given.keys() | of_sequences == names
     for name, inputs in given.items():
         if name.endswith("backward"):
             inputs = [t.detach() if isinstance(t, torch.Tensor) else t for t in inputs]

@@ -42,6 +42,7 @@ TABLE = (
     Row("16 bits", HOPPER,  64, False, None, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
     Row("16 bits", HOPPER,  80, False, None, Block(64, 64, 4, 3),        Block(64, 32, 4, 3),       Block(32, 64, 4, 2)),
     Row("16 bits", HOPPER, 128, False, None, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 64, 4, 3)),
+    Row("16 bits", LARGE,   48, True,  None, Block(64, 32, 4, 2),        Block(64, 32, 8, 2),       Block(16, 64, 4, 3)),
     Row("16 bits", LARGE,   80, True,  None, Block(64, 64, 4, 2),        Block(64, 32, 8, 2),       Block(16, 64, 4, 3)),
     Row("16 bits", LARGE,  128, True,  None, Block(64, 32, 8, 2),        Block(64, 32, 8, 2),       Block(16, 64, 8, 3)),
     Row("16 bits", LARGE,  256, True,  None, Block(64, 32, 8, 2),        Block(32, 32, 8, 2),       Block(32, 32, 8, 3)),

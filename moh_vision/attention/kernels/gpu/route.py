@@ -396,7 +396,7 @@ def forward(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     block, columns, warps = tile(max(router.ROWS, H))
     short = x.dtype == weight.dtype != torch.float32
-    channels = 64 if short else 32
+    channels = 64 if short and columns <= 128 else 32
     if short and columns == 16:  # measured, see docs/results/speed.md
         channels, warps = 128, 2
     _route_kernel[(B * cdiv(N, block),)](
@@ -440,7 +440,8 @@ def backward(
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _route_backward_kernel[(cdiv(T, block),)](
         *grads, rows.contiguous(), as_bytes(padding), weight, dlogits, dx, T, C, weight.stride(0), routed,
-        router=router, BLOCK_N=block, BLOCK_C=64, COLUMNS=columns, PRECISION=precision, num_warps=warps,
+        router=router, BLOCK_N=block, BLOCK_C=64 if columns <= 128 else 32, COLUMNS=columns,
+        PRECISION=precision, num_warps=warps,
     )  # fmt: skip
     return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)
 
@@ -451,12 +452,14 @@ def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
     C = x.shape[1]
     x = x if x.stride(1) == 1 else x.contiguous()
     _, columns, warps = tile(R)
-    columns_of_x = 128 if columns <= 64 else 64
+    # What a program holds in registers and in shared memory grows with the rows of the weight.
+    columns_of_x = min(128, 8192 // columns)
+    tokens = WEIGHT_TOKENS if columns <= 64 else WEIGHT_TOKENS // 2
     # About four programs for each multiprocessor of a large card; their sums are added up in a fixed order.
-    parts = min(cdiv(T, WEIGHT_TOKENS), max(1, 528 // cdiv(C, columns_of_x)))
+    parts = min(cdiv(T, tokens), max(1, 528 // cdiv(C, columns_of_x)))
     sums = x.new_empty((parts, R, C), dtype=torch.float32)
     _weight_gradient_kernel[(cdiv(C, columns_of_x) * parts,)](
         dlogits, x, sums, T, R, C, x.stride(0), parts,
-        BLOCK_T=WEIGHT_TOKENS, BLOCK_C=columns_of_x, COLUMNS=columns, PRECISION=precision, num_warps=warps,
+        BLOCK_T=tokens, BLOCK_C=columns_of_x, COLUMNS=columns, PRECISION=precision, num_warps=warps,
     )  # fmt: skip
     return sums.sum(0)

@@ -61,6 +61,12 @@ def weights_by(weights: Tensor) -> tuple[int, int, int]:
     return (by[0], 0, by[2]) if weights.shape[1] == 1 else by
 
 
+def options(D: int) -> dict[str, int]:
+    """What a kernel is compiled for."""
+    warps = 4 if D <= 128 else 8  # 4 would not hold a wider tile in their registers
+    return dict(D=D, WIDTH=next_power_of_2(D), TOKENS=TOKENS, num_warps=warps)
+
+
 def forward(o: Tensor, weights: Tensor) -> Tensor:
     """o [B, H, N, D] times weights [B, N or 1, H] -> [B, N, H*D]."""
     if not lies_by_token(o):
@@ -71,7 +77,7 @@ def forward(o: Tensor, weights: Tensor) -> Tensor:
     if programs:
         _weigh_kernel[(programs,)](
             o, weights, y, B * N, N, H, (o.stride(0), o.stride(2)), weights_by(weights),
-            D=D, WIDTH=next_power_of_2(D), TOKENS=TOKENS, num_warps=4,
+            **options(D),
         )  # fmt: skip
     return y
 
@@ -88,7 +94,7 @@ def backward(dy: Tensor, o: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         _weigh_backward_kernel[(programs,)](
             dy.contiguous(), o, weights, do, dweights, B * N, N, H,
             (o.stride(0), o.stride(2)), weights_by(weights),
-            D=D, WIDTH=next_power_of_2(D), TOKENS=TOKENS, num_warps=4,
+            **options(D),
         )  # fmt: skip
     if weights.shape[1] == 1:
         dweights = dweights.sum(1, keepdim=True)
