@@ -25,10 +25,13 @@ class Best:
         return not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
 
     def take(self, step: int, value: float, better: bool) -> None:
-        """Note the score after `step` steps; `better`: it is the best so far."""
+        """Note the score after `step` steps; `better`: it is the best so far.
+
+        A run that goes on from a checkpoint before its best validation has that one still ahead, and waits for none.
+        """
         if better:
             self.value, self.step, self.waited = value, step, 0
-        else:
+        elif step > self.step:
             self.waited += 1
 
     def replay(self, run: Path, start: int, from_file: bool) -> Self:
@@ -43,8 +46,7 @@ class Best:
                     f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
                 ) from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
-            if step > self.step:
-                self.take(step, value, not from_file and self.better(value))
+            self.take(step, value, not from_file and self.better(value))
         return self
 
     @property
