@@ -62,6 +62,12 @@ class Run:
 
     `settings` is an `AttentionRecord`, or None on a device without operators; `checkpoint` the folder that the run goes
     on from, or None; `start`, `stop` and `done` count steps; `stopped` is a signal's number, or 0.
+
+    Args:
+        name: the script's.
+        kind: the class of its configuration, a `RunConfig`.
+        argv: the command line without the program; None: that of the process.
+        attention: the module `moh_vision.attention.settings`, whose settings the run keeps, see `keep_settings`.
     """
 
     def __init__(self, name: str, kind: type, argv: list[str] | None, attention):
@@ -190,8 +196,11 @@ class Run:
     ) -> None:
         """Wrap the task, restore `take_up`'s checkpoint, open the log (`title`, `log_options`: see `RunLog`).
 
-        Exported weights have `metadata` too. `schedule` has arguments of `learning_rate` beyond config.optim; `ema` is an
-        `EmaConfig`, `unreadable` a `BadSamples`.
+        Args:
+            metadata: what exported weights have beside the configuration: of which model they are.
+            schedule: arguments of `learning_rate` beyond config.optim.
+            ema: an `EmaConfig`, or None.
+            unreadable: a `BadSamples`, or None.
         """
         c, accelerator = self.config, self.accelerator
         if c.compile:
@@ -428,7 +437,11 @@ def make_accelerator(
 
 
 def finish(accelerator, signum: int = 0) -> None:
-    """End a run, for which nothing may hold the wrapped task: gloo with DDP would abort about once in four times."""
+    """End a run: wait for all, destroy the process group, exit with 128 + signum after a signal.
+
+    The caller has dropped its references to the wrapped task and optimiser: else gloo with DistributedDataParallel
+    aborts at exit about once in four times.
+    """
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     gc.collect()

@@ -44,7 +44,8 @@ class RunFolder:
     ) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
-        A run that `resumes` calls `write_records` itself, with its checkpoint loaded: an allowed change may not fit.
+        What `attention`, an `AttentionRecord`, refuses counts as changed. A run that `resumes` calls `write_records`
+        itself, with its checkpoint loaded: an allowed change may not fit.
         """
         self.config = config
         self.records = [record for record in (data, attention) if record]
