@@ -51,9 +51,9 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
 }
 
 
-def build(budget, dtype=torch.float32, kind=HeadMixtureAttention, width=D, **options):
+def build(budget, dtype=torch.float32, kind=HeadMixtureAttention, width=D, heads=H, **options):
     """A layer in training whose router chooses otherwise for every token, and whose gates have seen batches."""
-    layer = kind(C, HeadBudget(H, width, *budget), dtype=dtype, **options)
+    layer = kind(C, HeadBudget(heads, width, *budget), dtype=dtype, **options)
     for p in layer.router.parameters():
         if p.ndim > 1:
             nn.init.normal_(p)
