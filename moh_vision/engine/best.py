@@ -63,5 +63,15 @@ class Best:
 
 def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float]]:
     """Return (steps done, score) of validations in metrics.jsonl up to step `start`."""
-    looks = [entry for entry in logged(metrics) if "validation" in entry and entry["step"] <= start]
-    return [(look["step"], look["validation"][key]) for look in looks]
+    scores = []
+    for entry in logged(metrics):
+        if "validation" not in entry or entry["step"] > start:
+            continue
+        validation = entry["validation"]
+        value = validation.get(key, "missing") if isinstance(validation, dict) else "missing"
+        if value is None:  # JSON has no other word for it
+            value = math.nan
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{metrics}: the validation after step {entry['step']} has no {key}")
+        scores.append((entry["step"], value))
+    return scores

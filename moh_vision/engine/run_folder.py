@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from moh_vision.engine.command_line import dump, load
+from moh_vision.engine.command_line import dump, load_tree
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
+from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
@@ -53,9 +54,8 @@ class RunFolder:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
         if there:
-            differences = changed(
-                load(self.saved.read_text(errors="surrogateescape"), str(self.saved))
-            )
+            differences = changed(load_tree(self.saved))
+            list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
             differences += attention.settle(build=not differences) if attention else []
             if differences and only_records(folder):
                 say(

@@ -43,6 +43,8 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
         False,
     )
     assert earlier_scores(tmp_path / "none", "loss", 5) == []
+    log.write_text(json.dumps(dict(step=10, validation=dict(loss=None))) + "\n")  # nan in JSON
+    assert Best("loss", 1).replay(tmp_path, 20, from_file=False).exhausted
 
 
 def write_best(folder, **metadata):

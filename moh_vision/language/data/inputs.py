@@ -88,8 +88,8 @@ class TextInputs:
     def check(self, run: Path, micro_batches: int) -> None:
         """Raise ValueError, in one line, unless the run can resume with its first settings."""
         try:
-            began = json.loads((run / RECORD).read_text())
-        except (OSError, ValueError):
+            began = dict(json.loads((run / RECORD).read_text()))
+        except (OSError, ValueError, TypeError, RecursionError):
             raise ValueError(
                 f"{run / RECORD}: not there or damaged; --fresh moves the run aside, starts over"
             ) from None
