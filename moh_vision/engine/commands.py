@@ -221,7 +221,7 @@ def _one_edit_apart(a: str, b: str) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text on one line, without the traceback of a loader's worker."""
+    """Return an exception's text on one line, without colours and the traceback of a loader's worker."""
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     else:
@@ -229,6 +229,7 @@ def message_of(error: BaseException) -> str:
     brought = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
     if brought:
         text = re.split(rf"^(?:\w+\.)*{brought[1]}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return " ".join(text.split()) or type(error).__name__
 
 
