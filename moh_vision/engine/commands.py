@@ -239,8 +239,18 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
-    """Turn a user's mistake into one line and an exit code, on `every_rank` with it or once a machine."""
+def user_errors(
+    command: str,
+    kinds: tuple = MISTAKES,
+    every_rank: bool = False,
+    code: int = 2,
+    resumes: bool = False,
+):
+    """Turn a user's mistake into one line and an exit code, on `every_rank` with it or once a machine.
+
+    Where another process of the same launch has ended, this one says so in one line and ends with code 1; `resumes`:
+    the same command goes on where it was.
+    """
     # Say once that a hub cannot be reached, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
@@ -257,6 +267,21 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
             where = "" if rank == "0" else f"(rank {rank}) "
             print(f"{command}: error: {where}{text}", file=sys.stderr)
         raise SystemExit(code) from None
+    except RuntimeError as error:
+        if not lost_a_process(error):
+            raise
+        again = "resumes the run" if resumes else "starts again"
+        text = f"another process has ended (its own lines say why, if it was not killed); the same command {again}"
+        sys.stdout.flush()
+        os.write(2, f"{command}: error: (rank {os.environ.get('RANK', '0')}) {text}\n".encode())
+        os._exit(1)  # to clean up might wait for the process that is no more
+
+
+def lost_a_process(error: BaseException | None) -> bool:
+    """Return whether an error is that of a collective whose other processes are no more."""
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "DistBackendError" or "gloo/transport" in str(error)
+    )
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:

@@ -22,7 +22,7 @@ from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState, export_weights
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import MISTAKES, BadData, user_errors
+from moh_vision.engine.commands import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import (
     RunLog,
@@ -98,6 +98,9 @@ class Run:
 
     def __exit__(self, kind, error, traceback) -> None:
         with self._held:
+            if lost_a_process(error):
+                with self.errors():
+                    raise error
             if self.saver:
                 self.saver.wait()
             if error is None:
@@ -115,7 +118,7 @@ class Run:
 
     def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
         """`user_errors` of this script."""
-        return user_errors(self.name, kinds, **options)
+        return user_errors(self.name, kinds, resumes=True, **options)
 
     def take_up(self, steps: int) -> Path | None:
         """Lock an earlier run in config.output; return the checkpoint to resume from, or None."""

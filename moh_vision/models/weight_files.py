@@ -99,6 +99,9 @@ def _unpickled(file: Path, mmap: bool = False):
 def unpickling_problem(error: Exception, file: Path) -> str:
     """Say why `torch.load` refused a file, and what helps, in place of its advice to programmers."""
     text = message_of(error)
+    blocked = re.search(r"unsupported GLOBAL (\S+) whose module \S+ is blocked", text)
+    if blocked:
+        return f"would call {blocked[1]}, which no file of weights needs; it is not read, and may be an attack"
     other = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text)
     if other:
         load = f"torch.load({str(file)!r}, weights_only=False)"
