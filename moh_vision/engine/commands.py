@@ -24,6 +24,7 @@ EXTRAS = {  # packages that a plain install does not bring, and the extra that d
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a path that the user named
 BUILD = "MOH_VISION_BUILD"  # "auto": the first model on a CPU builds the operators; "later": a set-up goes on
 LIKE = 0.6  # from this likeness on a name may be meant, where 1 is the same one
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")  # of files of weights
 LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines in a log, and until the first
 
 
@@ -94,16 +95,34 @@ def refuse_missing(option: str, path: str) -> None:
     """Raise FileNotFoundError for a missing path, naming a folder beside it with nearly the same name."""
     if os.path.exists(path):
         return
+    near = near_folder(path)
+    meant = f", did you mean {near}?" if near else ""
+    raise FileNotFoundError(f"{option} {path}: no such file or folder{meant}")
+
+
+def refuse_missing_source(option: str, source: str) -> None:
+    """Do as `refuse_missing` for what may also be a name of timm's or the hub's, where it is written as a path."""
+    path = source.removeprefix("local-dir:")
+    folder = os.path.dirname(path)
+    written_as_path = (
+        path != source
+        or path.startswith((".", "/", "~"))
+        or path.endswith(("/", *WEIGHT_SUFFIXES))
+        or (folder and os.path.isdir(folder))  # a name of the hub has a / too
+        or path.count("/") > 1
+    )
+    if written_as_path and ":" not in path:
+        refuse_missing(option, path)
+
+
+def near_folder(path: str) -> str | None:
+    """Return the folder beside a missing path that has nearly the same name, if there is one."""
     folder, name = os.path.split(os.path.normpath(path))
-    beside = (
-        [e.name for e in os.scandir(folder or ".") if e.is_dir()]
-        if os.path.isdir(folder or ".")
-        else []
-    )
-    near = [os.path.join(folder, other) for other in nearest(name, beside, 1)]
-    raise FileNotFoundError(
-        f"{option} {path}: no such file or folder{f', did you mean {near[0]}?' if near else ''}"
-    )
+    if not os.path.isdir(folder or "."):
+        return None
+    beside = [entry.name for entry in os.scandir(folder or ".") if entry.is_dir()]
+    near = nearest(name, beside, 1)
+    return os.path.join(folder, near[0]) if near else None
 
 
 def say(text: str) -> bool:

@@ -9,7 +9,7 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import reason_of, refuse_missing_source
 from moh_vision.models.class_names import listed
 from moh_vision.models.weights import from_run, near_model
 
@@ -33,6 +33,7 @@ class Teacher(nn.Module):
         super().__init__()
         self.name = f"{key} {source}"
         self.size: int | None = None  # side of the images that `tokens` takes
+        refuse_missing_source(key, source)
         try:
             if Path(source).exists():
                 model, metadata = from_run(source, "classifier")
