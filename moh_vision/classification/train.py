@@ -75,10 +75,7 @@ def train(run: Run) -> None:
     if d.img_size or source.img_size:
         decided["img_size"] = d.img_size or source.img_size
     arguments |= config.model.decided(**decided)
-    made = set_up_model(run, "classifier", name, arguments, source.classes, stop)
-    if made is None:
-        return
-    model, elastic = made
+    model, elastic = set_up_model(run, "classifier", name, arguments, source.classes, stop)
     img_size = arguments["img_size"]
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
@@ -86,7 +83,7 @@ def train(run: Run) -> None:
     to_tensor, val_to_tensor = classification_transforms(
         d, model.pretrained_cfg, img_size, source.channels
     )
-    if config.calibrate_images and not run.checkpoint:
+    if config.calibrate_images and not run.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
         some = evaluation_batches(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
         share_strongest_heads(model, (batch["images"] for batch in some))
@@ -95,6 +92,8 @@ def train(run: Run) -> None:
         with accelerator.main_process_first():
             teacher = open_teacher(config, model, val, img_size)
     run.open(record)
+    if config.dry_run:
+        return
     if config.eval_every:  # else the only validation is that of model.safetensors
         run.keep_best("top1")
 

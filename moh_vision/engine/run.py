@@ -81,7 +81,7 @@ class Run:
                 c = self.config
                 self.accelerator = make_accelerator(c.mixed_precision, c.tf32, c.tracker)
                 lock = held.enter_context(contextlib.ExitStack())
-                self._place = RunFolder(c.output, c.fresh, self.accelerator, lock)
+                self._place = RunFolder(c.output, c.fresh, self.accelerator, lock, dry=c.dry_run)
                 # Before any model runs.
                 earlier = Path(c.output) if self._place.goes_on else None
                 self.settings = keep_settings(
@@ -93,6 +93,7 @@ class Run:
         self.setting_up, self.stopped, self._ends = True, 0, False
         self.log = self.saver = None
         self.best: Best | None = None
+        self.description = ""  # of the model, printed by a dry run
         self._earlier_stop: int | None = None  # max_steps of the resumed config.yaml
         return self
 
@@ -122,7 +123,7 @@ class Run:
 
     def take_up(self, steps: int) -> Path | None:
         """Lock an earlier run in config.output; return the checkpoint to resume from, or None."""
-        point = self._place.take_up(steps, lock=not self.config.dry_run)
+        point = self._place.take_up(steps)
         self.start, self.checkpoint = point or (0, None)
         self.stop, self.done = steps, self.start
         return self.checkpoint
@@ -162,7 +163,10 @@ class Run:
         )
 
     def open(self, data=None) -> None:
-        """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing."""
+        """Open the folder and write its records, also `data` (a `DataRecord`); earlier mistakes leave nothing.
+
+        A dry run has then met all that the run would refuse, and prints the model's `description`.
+        """
         c = self.config
 
         def changed(earlier: dict) -> list[str]:
@@ -171,6 +175,8 @@ class Run:
 
         self.folder = Path(c.output)
         self._place.open(c.tree(), changed, data, self.settings, resumes=bool(self.checkpoint))
+        if c.dry_run:
+            return say(self.description)
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
         name = (

@@ -16,10 +16,19 @@ IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
 
 
 class RunFolder:
-    """A run's folder, written by the main process; `held` releases its lock, `fresh` moves a run aside."""
+    """A run's folder, written by the main process.
 
-    def __init__(self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack):
-        self.output, self.fresh = output, fresh
+    Args:
+        output: the folder.
+        fresh: move a run that is there aside.
+        held: releases the lock.
+        dry: look for mistakes alone: neither lock nor write.
+    """
+
+    def __init__(
+        self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack, dry: bool = False
+    ):
+        self.output, self.fresh, self.dry = output, fresh, dry
         self.accelerator, self.held = accelerator, held
         self.path = Path(output).resolve()
         self.saved = self.path / CONFIG
@@ -29,11 +38,11 @@ class RunFolder:
         """Whether the folder holds a run that is not moved aside."""
         return self.saved.exists() and not self.fresh
 
-    def take_up(self, max_steps: int, lock: bool = True) -> tuple[int, Path] | None:
+    def take_up(self, max_steps: int) -> tuple[int, Path] | None:
         """Lock an existing run; return the checkpoint to resume from, as `resume_point`."""
 
         def lock_it():
-            if lock and self.saved.exists():
+            if self.saved.exists() and not self.dry:
                 check_writable(self.path)
                 self.held.enter_context(only_one(self.path, "--output"))
 
@@ -56,7 +65,7 @@ class RunFolder:
         if there:
             differences = changed(load_tree(self.saved))
             list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
-            differences += attention.settle(build=not differences) if attention else []
+            differences += self._settle(attention, build=not differences)
             if differences and only_records(folder):
                 say(
                     f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}"
@@ -72,10 +81,16 @@ class RunFolder:
             raise ValueError(
                 f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
             )
-        elif attention:
-            attention.settle(build=True)
+        else:
+            self._settle(attention, build=True)
+        if self.dry:
+            return by_main(lambda: check_writable(folder), self.accelerator)
         self.accelerator.wait_for_everyone()  # all have looked before one writes
         by_main(lambda: self._write(there, resumes), self.accelerator)
+
+    def _settle(self, attention, build: bool) -> list[str]:
+        """Settle an `AttentionRecord`, if there is one; return what it refuses."""
+        return attention.settle(build=build and not self.dry) if attention else []
 
     def _write(self, there: bool, resumes: bool) -> None:
         folder = self.path

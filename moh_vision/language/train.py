@@ -61,9 +61,6 @@ def train(run: Run) -> None:
     torch.manual_seed(config.seed)
     model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
-    if config.dry_run:
-        elastic_budget(model, config)  # the largest share is shown
-        return say(describe(config.model.name, model, **text.example()))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
@@ -79,10 +76,15 @@ def train(run: Run) -> None:
             say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    say(in_short(config.model.name, model))
+    if config.dry_run:  # shows an elastic budget's largest share
+        run.description = describe(config.model.name, model, **text.example())
+    else:
+        say(in_short(config.model.name, model))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()
+    if config.dry_run:
+        return
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
         for each in configs_of(model):  # with model.safetensors what from_pretrained reads

@@ -15,7 +15,7 @@ from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 def set_up_model(
     run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
-) -> tuple[nn.Module, ElasticBudget | None] | None:
+) -> tuple[nn.Module, ElasticBudget | None]:
     """Create the model of a run and load its weights; lock the run, if there is one.
 
     Args:
@@ -26,7 +26,7 @@ def set_up_model(
         steps: of the whole run.
 
     Returns:
-        (model, elastic budget or None); None after a dry run, which prints the model.
+        (model, elastic budget or None). Of a dry run, `run.description` describes the model.
     """
     config = run.config
     torch.manual_seed(config.seed)
@@ -47,7 +47,7 @@ def set_up_model(
         inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
         if kind == "diffusion":
             inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-        return run.say(describe(name, model, *inputs))
+        run.description = describe(name, model, *inputs)
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -56,5 +56,6 @@ def set_up_model(
         enable()
     if elastic:
         arguments["head_budget"] = budget_pairs(model)
-    run.say(in_short(name, model))
+    if not config.dry_run:
+        run.say(in_short(name, model))
     return model, elastic

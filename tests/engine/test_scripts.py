@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 from unittest import mock
@@ -173,6 +174,48 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
             and "init_from" not in out
             and not (tmp_path / "run").exists()
         )
+
+
+REFUSED_SET_UPS = {  # of runs of 2 steps in {run}
+    "another run": ("cls dit text clm", "{run} --seed 1"),
+    "a file": ("cls dit text clm", "{run}/config.yaml"),
+    "no run": ("cls dit text clm", "{other}"),
+    "a damaged log": ("cls dit text clm", "{damaged}"),
+    "a teacher": ("cls", "{new} --distill.teacher ./none"),
+    "another teacher": ("dit", "{new} --repa.teacher ./none"),
+    "classes": ("dit", "{new} --preview.every 1 --preview.classes dog"),
+    "a reference": ("dit", "{new} --score.every 1 --score.reference none.npz"),
+    "weights": ("text clm", "{new} --init-from none"),
+    "nothing to do": ("text clm", "{new} --max-steps 0"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, case", [(kind, case) for case, row in REFUSED_SET_UPS.items() for kind in row[0].split()]
+)
+def test_a_dry_run_refuses_what_the_run_refuses(trained, tmp_path, capsys, kind, case):
+    run = trained(kind, 2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    (damaged / "metrics.jsonl").write_text("[1]\n")
+    places = dict(run=run, other=tmp_path / "other", damaged=damaged, new=tmp_path / "new")
+    output, *more = REFUSED_SET_UPS[case][1].format(**places).split()
+    argv = arguments(kind, output, 2, 100, *more)
+    main = script(kind).main
+    assert refused(capsys, main, *argv) == refused(capsys, main, *argv, "--dry-run")
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_dry_run_writes_nothing(trained, tmp_path):
+    """Neither in a run that is there, whose next steps it describes, nor a new folder."""
+    for kind in ("cls", "dit", "clm"):
+        run = shutil.copytree(trained(kind, 2), tmp_path / kind)
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
+        for output in (run, tmp_path / "new"):
+            script(kind).main(arguments(kind, output, 3, 100, "--dry-run"))
+        assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
+        assert not (tmp_path / "new").exists()
 
 
 def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, capsys):
