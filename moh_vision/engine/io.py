@@ -58,6 +58,20 @@ def by_age(parent: Path) -> list[tuple[int, Path]]:
     return sorted(((int(folder.name[5:]), folder) for folder in folders), reverse=True)
 
 
+def memory_limit(device) -> int | None:
+    """Return the bytes of a torch device that a process can have, or None if they are not known."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu":
+        return None
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):  # "max" where a container has no limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
     """Let one process at a time write into a folder, which exists; `option` named it.

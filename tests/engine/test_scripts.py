@@ -13,7 +13,9 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import timm
 import torch
+from attention import saved_bytes
 from conftest import ROOT
 from PIL import Image
 from refusals import refused
@@ -30,7 +32,8 @@ from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
-from moh_vision.models import dit_transformer, vit
+from moh_vision.models import dit_transformer, set_up, vit
+from moh_vision.models.counts import least_activations
 from moh_vision.models.weights import create, from_run
 
 STEPS = 30
@@ -135,7 +138,7 @@ def test_a_changed_configuration_is_refused(runs, capsys):
     ("cls", "--model.name dit_small_patch2 --model.head_budget null", "is a diffusion model, a classifier model is needed, did you mean moh_vit_"),
     ("cls", "--model.kwargs '{headz: 3}'", "headz"),
     ("cls", "--optim.batch_size 7 --optim.accumulation 2", "batch_size 7 is not a multiple of accumulation 2"),
-    ("cls", "--init-from /no/where", "init_from /no/where: neither a run"),
+    ("cls", "--init-from /no/where", "init_from /no/where: no such file or folder"),
     ("dit", "--model.name DiT-S/2", "is not a registered model, did you mean dit_small_patch2?"),
     ("dit", "--preview.every 5 --preview.steps 600", "preview.steps 600: the steps of DDIMScheduler would begin at"),
     ("dit", "--preview.every 5 --preview.classes 12", "preview.classes 12: no such class; there are 10"),
@@ -205,6 +208,28 @@ def test_a_dry_run_refuses_what_the_run_refuses(trained, tmp_path, capsys, kind,
     main = script(kind).main
     assert refused(capsys, main, *argv) == refused(capsys, main, *argv, "--dry-run")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_a_step_that_cannot_fit_in_memory_is_refused(tmp_path, capsys, monkeypatch, kind):
+    """Before the system would kill it; activation checkpointing keeps much less."""
+    monkeypatch.setattr(set_up, "memory_limit", lambda device: 2**16)
+    argv = arguments(kind, tmp_path / "run", 1, 1)
+    for more in ([], ["--dry-run"]):
+        error = refused(capsys, script(kind).main, *argv, *more)
+        assert "a step of 8 images of 8 x 8 pixels or latents keeps at least " in error
+        assert not (tmp_path / "run").exists()
+    script(kind).main([*argv, "--checkpointing"])
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["moh_vit_tiny_patch16_224", "moh_transnext_small_75"])
+def test_what_a_forward_surely_keeps(name):
+    """No more than what it keeps."""
+    model = timm.create_model(name, num_classes=3).train()
+    images = torch.randn(1, 3, 224, 224)
+    least = 4 * least_activations(model, images)
+    assert 0.2 * saved_bytes(model, images) < least < saved_bytes(model, images)
 
 
 def test_a_dry_run_writes_nothing(trained, tmp_path):
