@@ -203,7 +203,7 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
                 continue
             if mode == "train":
                 row["saved_bytes"] = saved_bytes(contestants[name], x)
-            if name.startswith("auto"):
+            if name.startswith("auto") and shape.scope != "one":
                 row["picked"] = picked(contestants[name], x, mode)
 
 

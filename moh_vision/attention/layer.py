@@ -195,7 +195,8 @@ class HeadMixtureAttention(nn.Module):
             attn_mask, is_causal, hidden, crosses, x.shape[1], keys, past, x.device
         )
 
-        routing, q, product = None, None, None
+        q = None
+        product = None
         if not crosses and cache is None:
             routing, product = self.route_and_project(x, padded)
         if product is None:
@@ -288,7 +289,7 @@ class HeadMixtureAttention(nn.Module):
         choose heads for whole sequences leave out projections, and those in float64 have no operator.
         """
         router = self.router
-        linear = isinstance(router, TopKRouter) and unhooked(router)
+        linear = isinstance(router, TopKRouter) and router.routes_linearly and unhooked(router)
         if self.scope != "token" or not linear or not self.fused_attn:
             return None, None
         if not self.projects_at_once() or is_traced(x):

@@ -85,10 +85,7 @@ def train(run: Run) -> None:
     if d.img_size or source.img_size:
         decided["img_size"] = d.img_size or source.img_size
     arguments |= config.model.decided(**decided)
-    made = set_up_model(run, "classifier", name, arguments, source.classes, stop)
-    if made is None:
-        return
-    model, elastic = made
+    model, elastic = set_up_model(run, "classifier", name, arguments, source.classes, stop)
     img_size = arguments["img_size"]
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
@@ -96,7 +93,7 @@ def train(run: Run) -> None:
     to_tensor, val_to_tensor = classification_transforms(
         d, model.pretrained_cfg, img_size, source.channels
     )
-    if config.calibrate_images and not run.checkpoint:
+    if config.calibrate_images and not run.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
         some = evaluation_batches(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
         share_strongest_heads(model, (batch["images"] for batch in some))
@@ -106,6 +103,8 @@ def train(run: Run) -> None:
             teacher = open_teacher(config, model, val, img_size)
     frozen = {"distill.teacher": (config.distill.teacher, teacher.sha256)} if teacher else {}
     run.open(record, FrozenRecord(config.allow_change, frozen))
+    if config.dry_run:
+        return
     if config.eval_every:  # else the only validation is that of model.safetensors
         run.keep_best("top1")
 

@@ -150,14 +150,16 @@ def options(add) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="layers from 0 (a middle and the last that leave heads out)",
+        help="layers from 0 (a middle and the last one of those that leave heads out)",
     )
 
 
 def figure(options) -> Drawn:
     kind = kind_of(options.run, options.rest)
     if kind != "classification":
-        raise ValueError(f"{options.run} is a {kind} model; expected a classifier")
+        raise ValueError(
+            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
+        )
     picture = decode_image(Path(options.image).read_bytes(), options.image)
     opened = open_run(options.run, options=options.rest, command="patches")
     cfg = opened.model.pretrained_cfg

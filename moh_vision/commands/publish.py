@@ -14,6 +14,7 @@ from pathlib import Path
 
 import timm
 from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub.utils import validate_repo_id
 from timm.data import ImageNetInfo
 from timm.models import get_pretrained_cfg
 from torch import nn
@@ -35,7 +36,7 @@ from moh_vision.commands.runs import (
 )
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
-from moh_vision.engine.commands import say
+from moh_vision.engine.commands import reason_of, say
 from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.describe import describe, full_name
@@ -354,6 +355,16 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w.:/<~-])~?(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
 
 
+def check_repo(repo: str) -> None:
+    """Refuse what the hub does not take as OWNER/NAME of a repository."""
+    if repo.count("/") != 1:
+        raise ValueError(f"--repo {repo}: expected OWNER/NAME")
+    try:
+        validate_repo_id(repo)
+    except ValueError as error:
+        raise ValueError(f"--repo {repo}: {reason_of(error)}") from None
+
+
 def options(add) -> None:
     add("run", type=Path, metavar="RUN", help="run, its checkpoint, or a file of weights in either")
     add("--output", type=Path, required=True, metavar="FOLDER", help="a new folder")
@@ -365,8 +376,8 @@ def options(add) -> None:
 
 def work(options) -> None:
     path, folder, repo = options.run, options.output, options.repo
-    if repo and not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
-        raise ValueError(f"--repo {repo}: expected OWNER/NAME")
+    if repo:
+        check_repo(repo)
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))

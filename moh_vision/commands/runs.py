@@ -193,10 +193,15 @@ def find_run(folder: Path) -> ScoredRun:
             {f"{key}.{inner}": v for inner, v in value.items()} if section else {key: value}
         )
     name, kind = config.get("model.name"), kind_of(folder)
-    if kind == "text":
-        kind = TEXT.get(str(name).partition("_")[0])
-    if kind is None or not isinstance(name, str):
+    if not isinstance(name, str):
         raise ValueError(f"{file}: model.name {name!r}; expected the name of a model")
+    if kind == "text":
+        kind = TEXT.get(name.partition("_")[0])
+    if kind is None:
+        beginnings = " or ".join(f"{beginning}_" for beginning in TEXT)
+        raise ValueError(
+            f"{file}: model.name {name!r}; expected a text model's, which begins with {beginnings}"
+        )
     return ScoredRun(folder, kind, config, 0, {}, "")
 
 

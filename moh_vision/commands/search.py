@@ -154,7 +154,7 @@ def options(add) -> None:
         type=int,
         default=512,
         metavar="N",
-        help="images, or blocks of text, to look at (%(default)s)",
+        help="images, or blocks of text, that the search looks at (%(default)s)",
     )
 
 

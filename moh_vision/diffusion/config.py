@@ -242,7 +242,8 @@ class SampleConfig(Guided):
 
     checkpoint: str = key(also="ckpt")
     """Folder of a diffusion run, one of its checkpoints (RUN/checkpoints/step_N), or a .safetensors file in either; the
-    folder of a pipeline, ours or diffusers' DiTPipeline; with --model other weights."""
+    folder of a pipeline, ours or diffusers' DiTPipeline; with --model other weights. The name of a model, such as
+    moh_dit_xlarge_patch2_90, fetches its published weights."""
     model: str | None = key(None)
     """Name of a model, such as moh_dit_xlarge_patch2_90, for weights that `load_checkpoint` reads."""
     weights: Literal["ema", "model"] = key("ema", needs="checkpoint!=*.safetensors")

@@ -22,12 +22,27 @@ from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
-from moh_vision.models.weights import FAMILIES, create, from_run, load_tensors
+from moh_vision.models.weights import FAMILIES, create, from_run, image_models, load_tensors
 
 # Sizes come from files that strangers write; these limits bound the memory that a model takes.
 LARGEST = dict(img_size=1024, in_chans=1024)
 MOST_CLASSES = 100_000
 TABLE = "embedding_table.weight"  # how the name of a label table ends
+
+
+def find_checkpoint(config: SampleConfig) -> None:
+    """Refuse a --checkpoint that is neither there nor the name of a model, whose published weights are fetched."""
+    name = config.checkpoint
+    named = image_models().get(name.split(".")[0]) == "diffusion" and not Path(name).exists()
+    if named and config.model is None:
+        config.model = name
+    if not (named and config.model == name):
+        refuse_missing("--checkpoint", name)
+    elif not timm.is_model_pretrained(name):
+        raise ValueError(
+            f"--checkpoint {name}: no such file or folder, and no weights of this model are published; "
+            f"for a file of it: --checkpoint FILE --model {name}"
+        )
 
 
 def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
@@ -174,11 +189,11 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
         try:
             model = create(name, "diffusion", pretrained=True).eval()
             return model, dict(classes=unnamed_classes(model.config.num_classes))
-        except (RuntimeError, OSError) as error:  # none are published, or the fetch failed
+        except (ValueError, RuntimeError, OSError) as error:
             raise ValueError(
-                f"{name}: no weights ({reason_of(error)}); give --checkpoint FILE"
+                f"--checkpoint {name}: its weights cannot be fetched ({reason_of(error)}); "
+                f"for a file of them: --checkpoint FILE --model {name}"
             ) from None
-    refuse_missing("--checkpoint", path)
     file = weights_file(path, weights)
     if weights == "model" and file.suffix == ".safetensors" and file.name != "model.safetensors":
         raise ValueError(f"--weights {weights} has no effect: {file} holds one kind")

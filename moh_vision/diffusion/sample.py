@@ -31,13 +31,13 @@ from moh_vision.diffusion.image_grid import (
 )
 from moh_vision.diffusion.image_parts import ImageParts
 from moh_vision.diffusion.latents.vae import image_channels, vae_fingerprint
-from moh_vision.diffusion.loading import open_guide, open_pipeline
+from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipeline
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, user_errors
+from moh_vision.engine.commands import Progress, refuse_unwritable, user_errors
 from moh_vision.engine.io import only_one, sha256_of, step_of, tensor_files
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.ranks import by_main, say
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     with user_errors(NAME):
         config = parse_config(SampleConfig, argv, NAME)
         accelerator = make_accelerator(config.mixed_precision)
-        refuse_missing("--checkpoint", config.checkpoint)
+        find_checkpoint(config)
         if accelerator.is_main_process:
             say(f"loading {config.checkpoint}")
         pipe, metadata = open_pipeline(config)

@@ -55,10 +55,7 @@ def train(run: Run) -> None:
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
     decided["predict"] = getattr(objective, "predict", None)
     arguments |= config.model.decided(**decided)
-    made = set_up_model(run, "diffusion", name, arguments, classes, config.max_steps)
-    if made is None:
-        return inputs.space and say(inputs.describe_vae())
-    model, elastic = made
+    model, elastic = set_up_model(run, "diffusion", name, arguments, classes, config.max_steps)
     origin = config.model.pretrained or config.init_from
     now = objective_said(config.tree())
     before = trained_objective(origin) if origin and not run.checkpoint else now
@@ -76,7 +73,7 @@ def train(run: Run) -> None:
         source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion()
     )
     unreadable = BadSamples(len(source), d.max_bad_fraction)
-    if config.calibrate_images and not run.checkpoint:
+    if config.calibrate_images and not run.checkpoint and not config.dry_run:
         seen = inputs.calibration_batches(
             objective, config.calibrate_images, unreadable, accelerator
         )
@@ -88,6 +85,8 @@ def train(run: Run) -> None:
         frozen["vae"] = (inputs.space.name, inputs.space.sha256)
     data = DataRecord(d.root, config.allow_change, train=source)
     run.open(data, FrozenRecord(config.allow_change, frozen))
+    if config.dry_run:
+        return inputs.space and say(inputs.describe_vae())
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())

@@ -25,10 +25,13 @@ class Best:
         return not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
 
     def take(self, step: int, value: float, better: bool) -> None:
-        """Note the score after `step` steps; `better`: it is the best so far."""
+        """Note the score after `step` steps; `better`: it is the best so far.
+
+        A run that goes on from a checkpoint before its best validation has that one still ahead, and waits for none.
+        """
         if better:
             self.value, self.step, self.waited = value, step, 0
-        else:
+        elif step > self.step:
             self.waited += 1
 
     def replay(self, run: Path, start: int, from_file: bool) -> Self:
@@ -43,8 +46,7 @@ class Best:
                     f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
                 ) from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
-            if step > self.step:
-                self.take(step, value, not from_file and self.better(value))
+            self.take(step, value, not from_file and self.better(value))
         return self
 
     @property
@@ -61,5 +63,15 @@ class Best:
 
 def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float]]:
     """Return (steps done, score) of validations in metrics.jsonl up to step `start`."""
-    looks = [entry for entry in logged(metrics) if "validation" in entry and entry["step"] <= start]
-    return [(look["step"], look["validation"][key]) for look in looks]
+    scores = []
+    for entry in logged(metrics):
+        if "validation" not in entry or entry["step"] > start:
+            continue
+        validation = entry["validation"]
+        value = validation.get(key, "missing") if isinstance(validation, dict) else "missing"
+        if value is None:  # JSON has no other word for it
+            value = math.nan
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{metrics}: the validation after step {entry['step']} has no {key}")
+        scores.append((entry["step"], value))
+    return scores

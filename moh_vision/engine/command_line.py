@@ -280,6 +280,17 @@ def load_as(file: Path, text: str) -> Any:
         raise ValueError(f"{file} is not readable ({reason_of(error)})") from None
 
 
+def load_tree(file: Path, option: str = "") -> dict:
+    """Read the keys and values of a YAML file; `option` named it."""
+    where = f"{option} {file}".strip()
+    tree = load(file.read_text("utf-8", "surrogateescape"), where)  # refuses broken UTF-8
+    if tree is None:
+        raise ValueError(f"{where}: the file is empty; expected keys and values")
+    if not isinstance(tree, dict):
+        raise ValueError(f"{where}: expected keys and values, found {type(tree).__name__}")
+    return tree
+
+
 def dump(tree: dict) -> str:
     """The YAML text of plain values, in their order."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
@@ -307,11 +318,7 @@ def _read(
         raise ValueError(
             f"{option} {path}: {path.stat().st_size} bytes, a configuration has at most {MAX_BYTES}"
         )
-    tree = (
-        load(path.read_text("utf-8", "surrogateescape"), f"{option} {path}") or {}
-    )  # refuses broken UTF-8
-    if not isinstance(tree, dict):
-        raise ValueError(f"{option} {path}: expected keys and values, found {type(tree).__name__}")
+    tree = load_tree(path, option)
     base = tree.pop("base", None)
     if base is not None:
         if not isinstance(base, str) or upon >= MAX_DEPTH:

@@ -24,6 +24,7 @@ EXTRAS = {  # packages that a plain install does not bring, and the extra that d
 MISTAKES = (ValueError, OSError)  # during set-up an OSError is of a path that the user named
 BUILD = "MOH_VISION_BUILD"  # "auto": the first model on a CPU builds the operators; "later": a set-up goes on
 LIKE = 0.6  # from this likeness on a name may be meant, where 1 is the same one
+WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")  # of files of weights
 LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines in a log, and until the first
 
 
@@ -94,16 +95,34 @@ def refuse_missing(option: str, path: str) -> None:
     """Raise FileNotFoundError for a missing path, naming a folder beside it with nearly the same name."""
     if os.path.exists(path):
         return
+    near = near_folder(path)
+    meant = f", did you mean {near}?" if near else ""
+    raise FileNotFoundError(f"{option} {path}: no such file or folder{meant}")
+
+
+def refuse_missing_source(option: str, source: str) -> None:
+    """Do as `refuse_missing` for what may also be a name of timm's or the hub's, where it is written as a path."""
+    path = source.removeprefix("local-dir:")
+    folder = os.path.dirname(path)
+    written_as_path = (
+        path != source
+        or path.startswith((".", "/", "~"))
+        or path.endswith(("/", *WEIGHT_SUFFIXES))
+        or (folder and os.path.isdir(folder))  # a name of the hub has a / too
+        or path.count("/") > 1
+    )
+    if written_as_path and ":" not in path:
+        refuse_missing(option, path)
+
+
+def near_folder(path: str) -> str | None:
+    """Return the folder beside a missing path that has nearly the same name, if there is one."""
     folder, name = os.path.split(os.path.normpath(path))
-    beside = (
-        [e.name for e in os.scandir(folder or ".") if e.is_dir()]
-        if os.path.isdir(folder or ".")
-        else []
-    )
-    near = [os.path.join(folder, other) for other in nearest(name, beside, 1)]
-    raise FileNotFoundError(
-        f"{option} {path}: no such file or folder{f', did you mean {near[0]}?' if near else ''}"
-    )
+    if not os.path.isdir(folder or "."):
+        return None
+    beside = [entry.name for entry in os.scandir(folder or ".") if entry.is_dir()]
+    near = nearest(name, beside, 1)
+    return os.path.join(folder, near[0]) if near else None
 
 
 def say(text: str) -> bool:
@@ -228,7 +247,7 @@ def _one_edit_apart(a: str, b: str) -> bool:
 
 
 def message_of(error: BaseException) -> str:
-    """Return an exception's text on one line, without the traceback of a loader's worker."""
+    """Return an exception's text on one line, without colours and the traceback of a loader's worker."""
     if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) and error.strerror:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     else:
@@ -236,6 +255,7 @@ def message_of(error: BaseException) -> str:
     brought = re.match(r"Caught (\w+) in DataLoader worker process \d+\.", text)
     if brought:
         text = re.split(rf"^(?:\w+\.)*{brought[1]}: ", text, maxsplit=1, flags=re.MULTILINE)[-1]
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     return " ".join(text.split()) or type(error).__name__
 
 
@@ -245,8 +265,18 @@ def reason_of(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False, code: int = 2):
-    """Turn a user's mistake into one line and an exit code, on `every_rank` with it or once a machine."""
+def user_errors(
+    command: str,
+    kinds: tuple = MISTAKES,
+    every_rank: bool = False,
+    code: int = 2,
+    resumes: bool = False,
+):
+    """Turn a user's mistake into one line and an exit code, on `every_rank` with it or once a machine.
+
+    Where another process of the same launch has ended, this one says so in one line and ends with code 1; `resumes`:
+    the same command goes on where it was.
+    """
     # Say once that a hub cannot be reached, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     try:
@@ -263,6 +293,21 @@ def user_errors(command: str, kinds: tuple = MISTAKES, every_rank: bool = False,
             where = "" if rank == "0" else f"(rank {rank}) "
             print(f"{command}: error: {where}{text}", file=sys.stderr)
         raise SystemExit(code) from None
+    except RuntimeError as error:
+        if not lost_a_process(error):
+            raise
+        again = "resumes the run" if resumes else "starts again"
+        text = f"another process has ended (its own lines say why, if it was not killed); the same command {again}"
+        sys.stdout.flush()
+        os.write(2, f"{command}: error: (rank {os.environ.get('RANK', '0')}) {text}\n".encode())
+        os._exit(1)  # to clean up might wait for the process that is no more
+
+
+def lost_a_process(error: BaseException | None) -> bool:
+    """Return whether an error is that of a collective whose other processes are no more."""
+    return isinstance(error, RuntimeError) and (
+        type(error).__name__ == "DistBackendError" or "gloo/transport" in str(error)
+    )
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:

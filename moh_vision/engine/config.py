@@ -203,7 +203,7 @@ class RunConfig(CommonConfig):
     kind: Literal["classification", "diffusion", "text"] = key("")
     """What is trained."""
     dry_run: bool = key(False, kept=False)
-    """Print model, budget, parameters and MACs, and stop."""
+    """Print model, budget, parameters and MACs, and stop. What the run would refuse is refused, and nothing is written."""
     fresh: bool = key(False, kept=False)
     """Move an earlier run in --output aside and start over."""
     allow_change: list[str] = key([], kept=False)

@@ -62,12 +62,31 @@ def by_age(parent: Path) -> list[tuple[int, Path]]:
     return sorted(((int(folder.name[5:]), folder) for folder in folders), reverse=True)
 
 
+def memory_limit(device) -> int | None:
+    """Return the bytes of a torch device that a process can have, or None if they are not known."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type != "cpu":
+        return None
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):  # "max" where a container has no limit
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(limits)
+
+
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
     """Let one process at a time write into a folder, which exists; `option` named it.
 
-    The lock is on `folder`/.lock, which names the owner. The system releases it when the process ends in any way; over
-    NFS a crashed machine loses it with its lease. `with_children` holds it until forked children have ended too.
+    The lock is on `folder`/.lock, which names the owner's process and host. The system releases it when the process
+    ends in any way; an unlocked .lock that a killed process left does not matter. Over NFS the server keeps the lock
+    for all clients, and a crashed machine loses it with its lease. A file system without locks gets a warning, and
+    there a second process is not noticed.
+
+    Args:
+        with_children: hold the lock until forked children, which write into the folder, have ended too.
     """
     place = Path(folder) / LOCK
     # POSIX locks (lockf) belong to the process; flock's to the open file, which children inherit.

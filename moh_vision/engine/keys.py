@@ -326,12 +326,8 @@ def _in_words(need: str, keys: dict[str, Key]) -> str:
     return " or ".join(condition.words(keys) for condition in conditions(need))
 
 
-def changed_keys(old: Any, new: Section, allowed: Iterable[str]) -> list[str]:
+def changed_keys(old: dict, new: Section, allowed: Iterable[str]) -> list[str]:
     """Return keys, with both values, that differ from a saved configuration's and may not."""
-    if not isinstance(old, dict):
-        raise ValueError(
-            f"the config.yaml that is there holds no keys and values but {type(old).__name__}"
-        )
     keys = keys_of(type(new))
     before, now = dict(flat(old, keys)), dict(flat(new.tree(), keys))
     free = {*allowed, *(name for name, key in keys.items() if key.options["free"])}

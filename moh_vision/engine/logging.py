@@ -194,10 +194,22 @@ def numbers(values: dict, prefix: str = "") -> dict:
 
 
 def logged(metrics: Path) -> Iterator[dict]:
-    """Yield the entries of metrics.jsonl, without a torn last one."""
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+    """Yield the entries of metrics.jsonl, without torn lines; raise ValueError, naming the file, if it is no log."""
+    if not metrics.exists():
+        return
+    remedy = "move the file away to go on without it"
+    try:
+        lines = metrics.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{metrics}: not the log of a run ({error.reason}); {remedy}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue  # torn by a kill or a full disk
+        if not isinstance(entry, dict) or type(entry.get("step")) is not int:
+            raise ValueError(f"{metrics}, line {number}: not an entry with its step; {remedy}")
+        yield entry
 
 
 def record_start(folder: Path, **start) -> None:
@@ -207,8 +219,8 @@ def record_start(folder: Path, **start) -> None:
         commit=commit(Path(__file__).parents[2]), versions=versions(), cores=os.cpu_count()
     )
     file = folder / "environment.jsonl"
-    earlier = file.read_text() if file.exists() else ""
-    write_whole(file, earlier + json.dumps(start) + "\n")
+    earlier = file.read_bytes() if file.exists() else b""
+    write_whole(file, earlier + json.dumps(start).encode() + b"\n")
 
 
 def versions() -> dict[str, str]:

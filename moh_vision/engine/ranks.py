@@ -22,7 +22,10 @@ def say(text: str) -> None:
 
 
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
-    """Call it on every process; return None, or the first failed one's message. A thread needs a process `group` of its own."""
+    """Call it on every process and wait for the others; return None, or the first failed process's message.
+
+    Exceptions of other `kinds` are raised here. A thread beside others needs a process `group` of its own.
+    """
     problem = None
     try:
         call()

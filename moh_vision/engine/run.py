@@ -22,7 +22,7 @@ from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState, export_weights
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import MISTAKES, BadData, user_errors
+from moh_vision.engine.commands import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import (
     RunLog,
@@ -62,6 +62,12 @@ class Run:
 
     `settings` is an `AttentionRecord`, or None on a device without operators; `checkpoint` the folder that the run goes
     on from, or None; `start`, `stop` and `done` count steps; `stopped` is a signal's number, or 0.
+
+    Args:
+        name: the script's.
+        kind: the class of its configuration, a `RunConfig`.
+        argv: the command line without the program; None: that of the process.
+        attention: the module `moh_vision.attention.settings`, whose settings the run keeps, see `keep_settings`.
     """
 
     def __init__(self, name: str, kind: type, argv: list[str] | None, attention):
@@ -75,7 +81,7 @@ class Run:
                 c = self.config
                 self.accelerator = make_accelerator(c.mixed_precision, c.tf32, c.tracker)
                 lock = held.enter_context(contextlib.ExitStack())
-                self._place = RunFolder(c.output, c.fresh, self.accelerator, lock)
+                self._place = RunFolder(c.output, c.fresh, self.accelerator, lock, dry=c.dry_run)
                 # Before any model runs.
                 earlier = Path(c.output) if self._place.goes_on else None
                 self.settings = keep_settings(
@@ -87,11 +93,15 @@ class Run:
         self.setting_up, self.stopped, self._ends = True, 0, False
         self.log = self.saver = None
         self.best: Best | None = None
+        self.description = ""  # of the model, printed by a dry run
         self._earlier_stop: int | None = None  # max_steps of the resumed config.yaml
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         with self._held:
+            if lost_a_process(error):
+                with self.errors():
+                    raise error
             if self.saver:
                 self.saver.wait()
             if error is None:
@@ -109,11 +119,11 @@ class Run:
 
     def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
         """`user_errors` of this script."""
-        return user_errors(self.name, kinds, **options)
+        return user_errors(self.name, kinds, resumes=True, **options)
 
     def take_up(self, steps: int) -> Path | None:
         """Lock an earlier run in config.output; return the checkpoint to resume from, or None."""
-        point = self._place.take_up(steps, lock=not self.config.dry_run)
+        point = self._place.take_up(steps)
         self.start, self.checkpoint = point or (0, None)
         self.stop, self.done = steps, self.start
         return self.checkpoint
@@ -156,6 +166,7 @@ class Run:
         """Open the folder and write its records; earlier mistakes leave nothing.
 
         `records`: a `DataRecord`, a `FrozenRecord`; a run that goes on is compared with them.
+        A dry run has then met all that the run would refuse, and prints the model's `description`.
         """
         c = self.config
 
@@ -165,6 +176,8 @@ class Run:
 
         self.folder = Path(c.output)
         self._place.open(c.tree(), changed, records, self.settings, resumes=bool(self.checkpoint))
+        if c.dry_run:
+            return say(self.description)
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
         name = (
@@ -193,8 +206,11 @@ class Run:
     ) -> None:
         """Wrap the task, restore `take_up`'s checkpoint, open the log (`title`, `log_options`: see `RunLog`).
 
-        Exported weights have `metadata` too. `schedule` has arguments of `learning_rate` beyond config.optim; `ema` is an
-        `EmaConfig`, `unreadable` a `BadSamples`.
+        Args:
+            metadata: what exported weights have beside the configuration: of which model they are.
+            schedule: arguments of `learning_rate` beyond config.optim.
+            ema: an `EmaConfig`, or None.
+            unreadable: a `BadSamples`, or None.
         """
         c, accelerator = self.config, self.accelerator
         if c.compile:
@@ -456,7 +472,11 @@ def make_accelerator(
 
 
 def finish(accelerator, signum: int = 0) -> None:
-    """End a run, for which nothing may hold the wrapped task: gloo with DDP would abort about once in four times."""
+    """End a run: wait for all, destroy the process group, exit with 128 + signum after a signal.
+
+    The caller has dropped its references to the wrapped task and optimiser: else gloo with DistributedDataParallel
+    aborts at exit about once in four times.
+    """
     accelerator.wait_for_everyone()
     accelerator.free_memory()
     gc.collect()

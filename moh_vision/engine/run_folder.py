@@ -4,8 +4,9 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moh_vision.engine.command_line import dump, load
+from moh_vision.engine.command_line import dump, load_tree
 from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
+from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
@@ -15,10 +16,19 @@ IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
 
 
 class RunFolder:
-    """A run's folder, written by the main process; `held` releases its lock, `fresh` moves a run aside."""
+    """A run's folder, written by the main process.
 
-    def __init__(self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack):
-        self.output, self.fresh = output, fresh
+    Args:
+        output: the folder.
+        fresh: move a run that is there aside.
+        held: releases the lock.
+        dry: look for mistakes alone: neither lock nor write.
+    """
+
+    def __init__(
+        self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack, dry: bool = False
+    ):
+        self.output, self.fresh, self.dry = output, fresh, dry
         self.accelerator, self.held = accelerator, held
         self.path = Path(output).resolve()
         self.saved = self.path / CONFIG
@@ -28,11 +38,11 @@ class RunFolder:
         """Whether the folder holds a run that is not moved aside."""
         return self.saved.exists() and not self.fresh
 
-    def take_up(self, max_steps: int, lock: bool = True) -> tuple[int, Path] | None:
+    def take_up(self, max_steps: int) -> tuple[int, Path] | None:
         """Lock an existing run; return the checkpoint to resume from, as `resume_point`."""
 
         def lock_it():
-            if lock and self.saved.exists():
+            if self.saved.exists() and not self.dry:
                 check_writable(self.path)
                 self.held.enter_context(only_one(self.path, "--output"))
 
@@ -44,7 +54,8 @@ class RunFolder:
     ) -> None:
         """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
 
-        A run that `resumes` calls `write_records` itself, with its checkpoint loaded: an allowed change may not fit.
+        What `attention`, an `AttentionRecord`, refuses counts as changed. A run that `resumes` calls `write_records`
+        itself, with its checkpoint loaded: an allowed change may not fit.
         """
         self.config = config
         self.records = [*records, attention] if attention else [*records]
@@ -52,10 +63,9 @@ class RunFolder:
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
         if there:
-            differences = changed(
-                load(self.saved.read_text(errors="surrogateescape"), str(self.saved))
-            )
-            differences += attention.settle(build=not differences) if attention else []
+            differences = changed(load_tree(self.saved))
+            list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
+            differences += self._settle(attention, build=not differences)
             if differences and only_records(folder):
                 say(
                     f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}"
@@ -72,10 +82,16 @@ class RunFolder:
             raise ValueError(
                 f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
             )
-        elif attention:
-            attention.settle(build=True)
+        else:
+            self._settle(attention, build=True)
+        if self.dry:
+            return by_main(lambda: check_writable(folder), self.accelerator)
         self.accelerator.wait_for_everyone()  # all have looked before one writes
         by_main(lambda: self._write(there, resumes), self.accelerator)
+
+    def _settle(self, attention, build: bool) -> list[str]:
+        """Settle an `AttentionRecord`, if there is one; return what it refuses."""
+        return attention.settle(build=build and not self.dry) if attention else []
 
     def _write(self, there: bool, resumes: bool) -> None:
         folder = self.path

@@ -25,7 +25,17 @@ class Saver:
     """Saves a run, counts what fails, and gives up after three failures in a row.
 
     A thread of each process writes what `TrainingState.snapshot` copied; in the meantime training goes on, also after
-    a failure: a full disk may have room at the next save. Every process calls the methods. `keep`, `every`: see `rotate`.
+    a failure: a full disk may have room at the next save, and earlier checkpoints are whole. Every process calls the
+    methods.
+
+    Args:
+        keep: how many checkpoints stay, see `rotate`.
+        every: steps between saves; the checkpoint of a stop between two of them goes first.
+        background: whether threads write; else `save` returns when all is written.
+
+    Attributes:
+        failed: saves that failed since the process started.
+        in_a_row: saves that failed since the last that did not.
     """
 
     def __init__(
@@ -48,7 +58,8 @@ class Saver:
     def save(self, step: int, metadata: dict[str, object], last: bool = False) -> None:
         """Begin to save after `step` steps; the `last` save, or without `background` any, also ends here.
 
-        SaveError on every process, after three failures in a row or a failed `last` save.
+        The weights have `metadata`, by which the model is built again. Every process raises SaveError after three
+        failures in a row or a failed `last` save.
         """
         if self.writing and not self.writing.done():
             say(f"step {step} waits for the checkpoint that is being written")

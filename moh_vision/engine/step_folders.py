@@ -146,7 +146,7 @@ def rotate(run: Path, step: int, keep: int, every: int) -> None:
 def export(run: Path, folder: Path, join: bool) -> None:
     """Give a checkpoint's weights their names in the run: as links, where the file system has them.
 
-    Parts of a sharded model are put together, if `join` says so; until then `io.tensor_files` finds them.
+    Parts of a sharded model are put together in main memory, if `join` says so; until then `io.tensor_files` finds them.
     """
     for name in EXPORTED:
         source, place, hidden = folder / name, run / name, hidden_path(run / name)

@@ -24,8 +24,9 @@ def is_sharded(model: nn.Module) -> bool:
 def whole_weights(task: nn.Module) -> Iterator[None]:
     """Keep all weights gathered, so that each process may call any module as often as it likes.
 
-    Outside, a sharded module's forward waits for all processes: one with fewer batches would block the others. Every
-    process enters and leaves. Without FSDP, or in another such context, nothing is done.
+    Outside, a sharded module's forward gathers its weights and waits for all processes: one with fewer batches would
+    block the others forever. Every process enters and leaves. Without FSDP, or in another such context, nothing is
+    done. The `task` is what accelerate wraps, or holds it.
     """
     units: list[FSDPModule] = (
         [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
@@ -49,7 +50,8 @@ def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
 class ModelEma(ModelEmaV3):
     """timm's ModelEmaV3, whose `module` stays whole on every process with sharded weights.
 
-    Make it before accelerate shards the model. An update gathers one tensor at a time.
+    Make it before accelerate shards the model. An update then gathers one tensor at a time: it costs the traffic of
+    one more forward pass, and every process has memory for the whole average.
     """
 
     def apply_update_(self, model: nn.Module, decay: float) -> None:
@@ -64,7 +66,8 @@ class ModelEma(ModelEmaV3):
     @torch.no_grad()
     def set(self, model: nn.Module) -> None:
         """Start again from the weights of `model`."""
-        self.apply_update_(model, 0.0)
+        for average, (_, value) in zip(self.module.state_dict().values(), gathered(model)):
+            average.copy_(value)
 
 
 LEFT = 0.01  # from this share of the first weights on an average is said to hold them

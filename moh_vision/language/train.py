@@ -74,11 +74,6 @@ def train(run: Run) -> None:
     torch.manual_seed(config.seed)
     model, arguments = build_model(config, text, bool(checkpoint))
     check_gate_modes(model, config.generate.gate_modes)
-    if config.dry_run:
-        elastic = elastic_budget(model, config)  # the largest share is shown
-        name = full_name(config.model.name, arguments)
-        shown = describe(name, model, **text.example())
-        return say("\n".join([shown, *([str(elastic)] if elastic else [])]))
     if not (config.max_steps or config.init_from or config.model.pretrained):
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
@@ -94,11 +89,18 @@ def train(run: Run) -> None:
             say(f"init_from: {len(fresh)} router tensors start fresh")
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
-    shown = in_short(full_name(config.model.name, arguments), model)
-    say("; ".join([shown, *([str(elastic)] if elastic else [])]))
+    name = full_name(config.model.name, arguments)
+    said_of_budget = [str(elastic)] if elastic else []
+    if config.dry_run:  # shows an elastic budget's largest share
+        shown = describe(name, model, **text.example())
+        run.description = "\n".join([shown, *said_of_budget])
+    else:
+        say("; ".join([in_short(name, model), *said_of_budget]))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()
+    if config.dry_run:
+        return
     if accelerator.is_main_process and not checkpoint:
         text.save(run.folder, micro_batches)
         for each in configs_of(model):  # with model.safetensors what from_pretrained reads

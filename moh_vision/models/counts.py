@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention, Routing
+from moh_vision.attention import (
+    ROUTERS,
+    HeadBudget,
+    HeadMixtureAttention,
+    Routing,
+    attention_layers,
+)
 from moh_vision.models.foveal_attention import WINDOW, AggregatedAttention
 
 
@@ -136,6 +142,33 @@ def without_memory(model: nn.Module) -> nn.Module:
     memo: dict[int, Tensor] = {id(b): b.to("meta") for b in model.buffers()}
     memo.update((id(p), nn.Parameter(p.to("meta"), p.requires_grad)) for p in model.parameters())
     return copy.deepcopy(model, memo)
+
+
+def least_activations(model: nn.Module, *inputs: Tensor) -> int:
+    """Count numbers that a forward surely keeps for backward: a bound from below.
+
+    They are the inputs of attention layers, of norms, GELUs and linear layers elsewhere, and queries, keys, values and
+    outputs of active heads; what else attention keeps depends on how it is computed.
+
+    Args:
+        model: on any device; unchanged.
+        inputs: arguments of its forward, batch 1; only their shapes matter.
+    """
+    shadow = without_memory(model).eval()
+    layers = attention_layers(shadow)
+    within = {module for layer in layers for module in layer.modules()}
+    numbers: list[int] = []
+    for module in shadow.modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm, nn.GELU)) and module not in within:
+            module.register_forward_pre_hook(lambda _, args: numbers.append(args[0].numel()))
+    for layer in layers:
+        width = layer.dim + 4 * layer.budget.active * layer.head_dim
+        layer.register_forward_hook(
+            lambda _, args, output, width=width: numbers.append(output[0][..., 0].numel() * width)
+        )
+    with torch.no_grad():
+        shadow(*(i.to("meta") for i in inputs))
+    return sum(numbers)
 
 
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:

@@ -15,7 +15,7 @@ from torch import nn
 
 from moh_vision.attention import attention_layers
 from moh_vision.attention.budget import shape_of
-from moh_vision.engine.commands import closest, reason_of
+from moh_vision.engine.commands import closest, reason_of, refuse_missing_source
 from moh_vision.engine.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
@@ -58,6 +58,7 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
         metadata = read_safetensors(saved, lambda name: False)[1]
         if (metadata.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
             return metadata["architecture"], metadata["arguments"]
+    refuse_missing_source("model.pretrained", m.pretrained)
     try:
         name, arguments, _ = of_source(m.pretrained, kind)
         with torch.device("meta"):

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from moh_vision.engine.io import memory_limit
+from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget
 from moh_vision.models.head_budgets import saved_budget
@@ -15,7 +17,7 @@ from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 def set_up_model(
     run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
-) -> tuple[nn.Module, ElasticBudget | None] | None:
+) -> tuple[nn.Module, ElasticBudget | None]:
     """Create the model of a run and load its weights; lock the run, if there is one.
 
     Args:
@@ -26,7 +28,7 @@ def set_up_model(
         steps: of the whole run.
 
     Returns:
-        (model, elastic budget or None); None after a dry run, which prints the model.
+        (model, elastic budget or None). Of a dry run, `run.description` describes the model.
     """
     config = run.config
     torch.manual_seed(config.seed)
@@ -43,12 +45,13 @@ def set_up_model(
     ):  # model.pretrained weights fit, and may need a download
         load_source(model, config, classes, run.say)
     elastic = elastic_budget(model, config)
+    inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
+    if kind == "diffusion":
+        inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
+    refuse_what_exceeds_memory(run, model, inputs)
     if config.dry_run:  # shows an elastic budget's largest share
-        inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
-        if kind == "diffusion":
-            inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
         shown = describe(full_name(name, arguments), model, *inputs)
-        return run.say("\n".join([shown, *([str(elastic)] if elastic else [])]))
+        run.description = "\n".join([shown, *([str(elastic)] if elastic else [])])
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -57,6 +60,24 @@ def set_up_model(
         enable()
     if elastic:
         arguments.update(saved_budget(model))
-    shown = in_short(full_name(name, arguments), model)
-    run.say("; ".join([shown, *([str(elastic)] if elastic else [])]))
+    if not config.dry_run:
+        shown = in_short(full_name(name, arguments), model)
+        run.say("; ".join([shown, *([str(elastic)] if elastic else [])]))
     return model, elastic
+
+
+def refuse_what_exceeds_memory(run, model: nn.Module, inputs: list[torch.Tensor]) -> None:
+    """Refuse a run whose first step needs more memory than there is: the system would kill it without a word."""
+    config, limit = run.config, memory_limit(run.accelerator.device)
+    if config.checkpointing or config.train_only != "all":  # then much less is kept
+        return
+    if limit is None:
+        return
+    bytes_each = 4 if config.mixed_precision == "no" else 2
+    needed = run.micro_batch * least_activations(model, *inputs) * bytes_each
+    if needed > limit:
+        raise ValueError(
+            f"a step of {run.micro_batch} images of {inputs[0].shape[-1]} x {inputs[0].shape[-1]} pixels or latents keeps "
+            f"at least {needed / 2**30:.1f} GiB for backward, and there are {limit / 2**30:.1f} GiB: take a smaller "
+            "optim.batch_size, a larger optim.accumulation or model.patch_size, smaller images, or --checkpointing"
+        )

@@ -9,7 +9,7 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import reason_of, refuse_missing_source
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.frozen import digest_of
 from moh_vision.models.weight_files import weights_file
@@ -38,6 +38,7 @@ class Teacher(nn.Module):
         self.name = f"{key} {source}"
         self.order: list[int] | None = None
         self.size: int | None = None  # side of the images that `tokens` takes
+        refuse_missing_source(key, source)
         try:
             if Path(source).exists():
                 model, metadata = from_run(source, "classifier")

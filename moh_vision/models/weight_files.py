@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.commands import message_of, reason_of
 from moh_vision.engine.io import WRAPPED, TensorFiles, by_age, tensor_files
 
 EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
@@ -126,7 +126,25 @@ def _unpickled(file: Path, mmap: bool = False):
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # damaged files make many kinds
-        raise ValueError(f"{file}: not a readable file of tensors ({reason_of(error)})") from None
+        raise ValueError(f"{file}: {unpickling_problem(error, file)}") from None
+
+
+def unpickling_problem(error: Exception, file: Path) -> str:
+    """Say why `torch.load` refused a file, and what helps, in place of its advice to programmers."""
+    text = message_of(error)
+    blocked = re.search(r"unsupported GLOBAL (\S+) whose module \S+ is blocked", text)
+    if blocked:
+        return f"would call {blocked[1]}, which no file of weights needs; it is not read, and may be an attack"
+    other = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", text)
+    if other:
+        load = f"torch.load({str(file)!r}, weights_only=False)"
+        return (
+            f"holds a {other[1]} beside tensors, which is not read, because reading it may run any code. If you trust the "
+            f'file, save its weights alone, by the key that they have in it: python -c "import torch; '
+            f"torch.save({load}['model'], 'weights.pth')\""
+        )
+    inner = re.search(r"WeightsUnpickler error: (.*?)(?: Check the documentation|$)", text)
+    return f"not a readable file of tensors ({inner[1] if inner else reason_of(error)})"
 
 
 def _state_key(content: object, weights: str) -> str | None:

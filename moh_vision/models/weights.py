@@ -13,7 +13,13 @@ import torch
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from moh_vision.engine.commands import closest, nearest, reason_of
+from moh_vision.engine.commands import (
+    closest,
+    near_folder,
+    nearest,
+    reason_of,
+    refuse_missing_source,
+)
 from moh_vision.engine.io import tensor_files
 from moh_vision.models.class_names import assumed_order, listed, places, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
@@ -349,6 +355,7 @@ def init_from(
         ) as error:  # no weights are named for it, or they cannot be fetched
             raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
     else:
+        refuse_missing_source(key, source)
         nothing = "neither a run, a file of weights, nor a registered model name"
         raise FileNotFoundError(f"{key} {source}: {nothing}{near_model(source)}")
     own = model.state_dict()
@@ -392,9 +399,11 @@ def init_from(
 
 
 def near_model(source: str) -> str:
-    """Suggest a similar model name of timm's or ours for a message; empty without one."""
-    is_name = not ({":", "/"} & {*source} or Path(source).exists())
-    near = nearest(source, timm.list_models(pretrained="." in source), 1) if is_name else []
+    """Suggest a similar folder, or model name of timm's or ours, for a message; empty without one."""
+    if {":", "/"} & {*source} or Path(source).exists():
+        return ""
+    folder = near_folder(source)
+    near = [folder] if folder else nearest(source, timm.list_models(pretrained="." in source), 1)
     return f", did you mean {near[0]}?" if near and near != [source] else ""
 
 

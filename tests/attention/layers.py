@@ -26,8 +26,10 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
     "one condition for all": dict(scope="sample", conditions=1),
     "cross": dict(contexts=B),
     "cross, one context for all": dict(contexts=1),
+    "cross, fewer keys than queries": dict(contexts=B, keys=4),
     "cross, no key": dict(contexts=B, keys=0),
     "sample scope, cross": dict(scope="sample", contexts=B),
+    "sample scope, cross, fewer keys than queries": dict(scope="sample", contexts=B, keys=4),
     "causal": dict(is_causal=True),
     "padding": dict(padding=True),
     "mask": dict(mask=(N, N)),
@@ -51,9 +53,9 @@ CASES = {  # options of a layer, and what `call_of` takes out of them
 }
 
 
-def build(budget, dtype=torch.float32, kind=HeadMixtureAttention, width=D, **options):
+def build(budget, dtype=torch.float32, kind=HeadMixtureAttention, width=D, heads=H, **options):
     """A layer in training whose router chooses otherwise for every token, and whose gates have seen batches."""
-    layer = kind(C, HeadBudget(H, width, *budget), dtype=dtype, **options)
+    layer = kind(C, HeadBudget(heads, width, *budget), dtype=dtype, **options)
     for p in layer.router.parameters():
         if p.ndim > 1:
             nn.init.normal_(p)

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, kernels
 from moh_vision.attention.losses import load_balance_loss
+from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routing import RoutingStats, run_block
 
 # "called projections": the layer may not read their weights, and packs queries that are projected for all. "unfused": every
@@ -101,9 +102,15 @@ def test_triton_equals_the_reference(router, case, path):
 
 
 NODE = ["project_and_route", "pairs", "attend_product"]
+<<<<<<< HEAD
 BESIDE = ["route", "pairs", "attend_product"]
 NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
 APART = ["route", "pairs", "attend"]  # the product may not be read as one
+=======
+APART = ["route", "pairs", "attend"]
+ONE_PRODUCT = ["route", "pairs", "attend_product"]
+NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
+>>>>>>> main
 OF_PARTS = ["project_and_route", "pairs", "attend"]  # queries or keys are changed after the product
 
 
@@ -128,6 +135,17 @@ def replaced_forward(layer):
     layer.qkv.forward = lambda x: forward(x)
 
 
+class LastHeads(MoHRouter):
+    """Routes otherwise than its base: by the tokens' negatives."""
+
+    def forward(self, x, q=None, padding_mask=None):
+        return super().forward(-x, q, padding_mask)
+
+
+def of_a_subclass(layer):
+    layer.router.__class__ = LastHeads
+
+
 def in_64_bits(layer):
     layer.double()
 
@@ -145,9 +163,15 @@ CHANGED = {  # what changes a layer with router "moh", and what it launches then
     "pre-hook on qkv": (hooked("qkv", "forward_pre_hook"), APART),
     "backward hook on qkv": (hooked("qkv", "full_backward_hook"), APART),
     "backward pre-hook on qkv": (hooked("qkv", "full_backward_pre_hook"), APART),
+<<<<<<< HEAD
     "hook on the router": (hooked("router", "forward_hook"), BESIDE),
     "pre-hook on the router": (hooked("router", "forward_pre_hook"), BESIDE),
     "backward hook on the router": (hooked("router", "full_backward_hook"), BESIDE),
+=======
+    "hook on the router": (hooked("router", "forward_hook"), ONE_PRODUCT),
+    "pre-hook on the router": (hooked("router", "forward_pre_hook"), ONE_PRODUCT),
+    "backward hook on the router": (hooked("router", "full_backward_hook"), ONE_PRODUCT),
+>>>>>>> main
     "hook on the router's linear layer": (hooked("router.routed", "forward_hook"), NO_ROUTER),
     "backward hook on the router's linear layer": (
         hooked("router.routed", "full_backward_hook"),
@@ -156,6 +180,7 @@ CHANGED = {  # what changes a layer with router "moh", and what it launches then
     "adapter": (adapted, APART),
     "parametrisation": (parametrised, APART),
     "forward of qkv is replaced": (replaced_forward, APART),
+    "router of a subclass": (of_a_subclass, ONE_PRODUCT),
     "64 bits": (in_64_bits, []),
 }
 
@@ -195,7 +220,11 @@ LAYERS = {  # a layer and its call, and what it launches
     "qk-norm": (dict(budget=(2, 2), qk_norm=True), OF_PARTS),
     "query_norm": (ROUTERS["query_norm"], ["weigh"]),  # its gradient needs all heads
     "mae": (ROUTERS["mae"], NO_ROUTER),
+<<<<<<< HEAD
     "sample scope": (dict(budget=(2, 2), scope="sample"), BESIDE),
+=======
+    "sample scope": (dict(budget=(2, 2), scope="sample"), ONE_PRODUCT),
+>>>>>>> main
     "cross": (dict(budget=(2, 2), contexts=B), APART),
     "separate projections": (dict(CASES["separate projections"], budget=(2, 2)), APART),
 }

@@ -52,7 +52,8 @@ def compiled(tasks):
 
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]  # which may have another Triton
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     command = [sys.executable, __file__, json.dumps(tasks)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr[-3000:]

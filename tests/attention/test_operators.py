@@ -641,6 +641,69 @@ def test_other_operands_are_refused(backend):
             kernels.attend(q, k, v, (token, offsets), 3, 5, mask=torch.zeros(size))
 
 
+FIRST = torch.tensor([0])
+LAST = torch.tensor([-1])
+# Changes to the list of 3 heads, 2 sequences of 5 tokens, all of which run head 0; the operators follow it blindly.
+WRONG_LISTS = {
+    "a token beyond the last": lambda token, offsets: token.index_fill(0, LAST, 10),
+    "a token before the first": lambda token, offsets: token.index_fill(0, FIRST, -1),
+    "a token of another sequence": lambda token, offsets: token.index_fill(0, FIRST + 4, 5),
+    "one token twice": lambda token, offsets: token.index_fill(0, FIRST + 1, 0),
+    "fewer pairs than the offsets say": lambda token, offsets: token[:-1],
+    "not one after the other": lambda token, offsets: token.repeat_interleave(2)[::2],
+    "offsets that begin later": lambda token, offsets: (token, offsets.index_fill(0, FIRST, 1)),
+    "offsets that go back": lambda token, offsets: (token, offsets.index_fill(0, FIRST + 1, 99)),
+    "offsets of fewer sequences": lambda token, offsets: (token, offsets[:-1]),
+    "no offsets": lambda token, offsets: (token, offsets[:0]),
+}
+
+
+@on(CPP, *CPP16[:1])
+@pytest.mark.parametrize("wrong", WRONG_LISTS)
+def test_lists_that_point_beyond_their_tensors_are_refused(backend, wrong):
+    for name, given in arguments(backend.dtype, N=5, D=16).items():
+        if backend != CPP and name != "attend":
+            continue
+        given = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
+        at = {"project": 3, "attend": 3, "combine": 4}[name]
+        changed = WRONG_LISTS[wrong](*given[at : at + 2])
+        if isinstance(changed, torch.Tensor):
+            changed = changed, given[at + 1]
+        forward, backward = (getattr(OPS, name + end) for end in ("", "_backward"))
+        outputs = forward(*given)
+        if name == "attend":
+            inputs = [outputs[0], *given[:3], *outputs]
+        else:
+            inputs = [outputs, *(t for i, t in enumerate(given[:at]) if i != at - 1)]  # no bias
+        backward(*inputs, *given[at:])
+        for run, tensors in ((forward, given[:at]), (backward, inputs)):
+            with pytest.raises((ValueError, RuntimeError)):
+                run(*tensors, *changed, *given[at + 2 :])
+
+
+@on(CPP)
+@pytest.mark.parametrize("source", [[0, 1, 2, 3, 4, 6], [0, 1, -1, 3, 4, 5], [0, 1, 2, 3, 4]])
+def test_sources_that_are_no_keys_are_refused(backend, source):
+    q, k, v = torch.randn(30, 16), *torch.randn(2, 1, 6, 5, 16)
+    pairs = kernels.list_pairs(torch.ones(2, 5, 3, dtype=torch.bool))
+    kernels.attend(q, k, v, pairs, 3, 5, source=torch.arange(6, dtype=torch.int32))
+    with pytest.raises(ValueError, match="source"):
+        kernels.attend(q, k, v, pairs, 3, 5, source=torch.tensor(source, dtype=torch.int32))
+
+
+@on(CPP)
+def test_gradients_of_other_sizes_are_refused(backend):
+    x, w = torch.randn(2, 5, 8), torch.randn(8, 8)  # 4 candidates, 2 shared heads, the balance
+    gates, active, rows, probs, *_ = OPS.route(x, w, 4, 2, 2, "released", None)
+    rest = x, w, 4, 2, 2, "released", None
+    OPS.route_backward(gates, probs, rows, rows, *rest)
+    for place, name in enumerate(("dweights", "dprobs", "drows", "rows")):
+        given = [gates, probs, rows, rows]
+        given[place] = given[place][:, 1:]
+        with pytest.raises(ValueError, match=f"{name} is"):
+            OPS.route_backward(*given, *rest)
+
+
 @on(TRITON)
 def test_other_operands_are_refused_by_triton(backend):
     q, k, v, weights, token, offsets, *_ = arguments_of_triton()

@@ -15,6 +15,9 @@ LAYERS = {
     ),
     "mae": dict(router="mae", budget=(6, 0), router_kwargs=dict(dropout=0.0)),
     "mae, one expert": ROUTERS["mae"],
+    "one shared head alone": dict(router="moh", budget=(1, 0), heads=1),  # its gate is constant
+    "two shared heads alone": dict(router="moh", budget=(2, 0), heads=2),
+    "one routed head alone": dict(router="moh", budget=(0, 1), heads=1),
 }
 # A sum hands backward a gradient without a graph; there once_differentiable dropped terms without a word.
 LOSSES = {"sum": torch.Tensor.sum, "squares": lambda y: y.square().sum()}
@@ -49,6 +52,23 @@ def test_equal_to_the_reference(router, scope, dtype, loss, path):
     for name, got in results.items():
         for a, b in zip(got, results["reference"], strict=True):
             assert (a - b).norm() <= tolerance * (1 + b.norm()), name
+
+
+@pytest.mark.parametrize("scope", ["token", "sample"])
+def test_of_the_output_alone(scope, path):
+    """No output of the router that is differentiated has a graph."""
+    layer = build(scope=scope, **LAYERS["one shared head alone"])
+    x = torch.randn(B, N, C, requires_grad=True)
+    norms = []
+    for executor in EXECUTORS:
+        layer.executor = executor
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = layer(x)[0].square().sum()
+            (first,) = torch.autograd.grad(loss, x, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), x)
+        norms.append(second.norm())
+    torch.testing.assert_close(norms, [norms[0]] * len(norms), rtol=1e-4, atol=0)
+    assert norms[0] > 0
 
 
 @pytest.mark.parametrize("scope", ["token", "sample"])

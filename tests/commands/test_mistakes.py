@@ -33,7 +33,7 @@ LINES = {
     "head-load CLS --layer 2": "--layer 2: expected 0 to 1",
     "gates DENSE": "cls (classification): expected runs of train_text.py",
     "gates TEXT --split test": "text has no data.test",
-    "patches TEXT --image IMAGE": "text is a text model; expected a classifier",
+    "patches TEXT --image IMAGE": "text is a text model; expected a classifier, whose tokens are patches",
     "patches DENSE --image IMAGE": "cls: every patch runs every head with gate 1, so there is nothing",
     "patches CLS --image none.png": "none.png: No such file or directory",
     "patches CLS --image CLS/config.yaml": "config.yaml: cannot identify the image format",
@@ -70,7 +70,14 @@ LINES = {
     "export FOREIGN --format torch-export": "does not say of which model it is",
     "export CLS --format torch-export --static-heads no.json": "no.json",
     "publish none --output a": "none: no such file or folder",
+    "publish CLS --output a --repo digits": "--repo digits: expected OWNER/NAME",
     "publish CLS --output a --repo anna/a/b": "--repo anna/a/b: expected OWNER/NAME",
+    # The hub's own rules.
+    "publish CLS --output a --repo anna/": "--repo anna/: ",
+    "publish CLS --output a --repo anna/a--b": "--repo anna/a--b: ",
+    "publish CLS --output a --repo anna/-a": "--repo anna/-a: ",
+    "publish CLS --output a --repo anna/a.git": "--repo anna/a.git: ",
+    "publish CLS --output a --repo änna/a": "--repo änna/a: ",
 }
 
 
@@ -115,6 +122,18 @@ def test_lines(places, tmp_path, refused, monkeypatch, line, words):
             "config.yaml",
             "kind: text\nmodel: {name: 3}\n",
             "config.yaml: model.name 3; expected the name of",
+        ),
+        (
+            "table",
+            "config.yaml",
+            "kind: classification\nmodel: {name: null}\n",
+            "config.yaml: model.name None; expected the name of",
+        ),
+        (
+            "table",
+            "config.yaml",
+            "kind: text\nmodel: {name: llama_base}\n",
+            "model.name 'llama_base'; expected a text model's, which begins with mt_ or mlm_ or clm_",
         ),
         (
             "report",

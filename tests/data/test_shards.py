@@ -377,6 +377,16 @@ def test_names_that_are_not_utf8(tmp_path):
             ],
             "{root}/train holds no images",
         ),
+        (
+            lambda root: (
+                [
+                    file.rename(root / "train" / f"{file.parent.name}.png")
+                    for file in root.glob("train/*/*")
+                ]
+                + [folder.rmdir() for folder in root.glob("train/*/")]
+            ),
+            "--in {root}: 0 classes in train, 3 in val; class 'cat' is only in val",
+        ),
         (lambda root: write_folder(root / "validation"), "both val and validation are there"),
         (
             lambda root: (root / "train" / "cat").rename(root / "train" / "cat "),
@@ -404,6 +414,10 @@ def test_folders_that_cannot_be_converted(tmp_path, capfd, change, words):
             "--out {root}/cat/out is inside --in {root}",
         ),
         (["--in", "{root}", "--out", "{root}"], "is inside --in"),
+        (
+            ["--in", "{root}", "--out", "{file}"],
+            "--out {file}/train.shards.json cannot be written: {file}: Not a directory",
+        ),
         (
             ["--in", "{root}", "--out", "{file}/x"],
             "--out {file}/x/train.shards.json cannot be written: {file}: Not a directory",

@@ -4,12 +4,14 @@ import contextlib
 import http.server
 import io
 import itertools
+import math
 import os
 import shutil
 import sys
 import tarfile
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -150,6 +152,40 @@ def test_parts_read_shards_of_their_own(shards, monkeypatch):
     assert len(seen[0]) == len(seen[1]) == 20 and len(set.union(*seen)) == 40
     monkeypatch.setenv("RANK", "1")  # of fewer shards than parts each has one all the same
     assert set(numbers(source_of(paths(shards)[:1]), 400, parts=4)) == set(range(10))
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("world, workers", [(1, 1), (2, 1), (3, 1), (3, 2), (2, 4)])
+def test_parts_read_every_image_equally_often(shards, monkeypatch, count, world, workers):
+    """Once a pass, or as often as it takes to give each process and worker a shard."""
+    monkeypatch.setattr(stream, "BUFFER", 1)  # so that a pass ends before the next begins
+    urls = paths(shards)[:count]
+    copies = math.ceil(world * workers / count)
+    dataset = LabelledImages(source_of(urls), image_transform("flip", 4, 3, **PIXELS), seed=0)
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    monkeypatch.setenv("NUM_WORKERS", str(workers))
+    seen = Counter()
+    for rank, worker in itertools.product(range(world), range(workers)):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORKER", str(worker))
+        info = SimpleNamespace(id=worker, num_workers=workers)
+        monkeypatch.setattr(stream, "get_worker_info", lambda info=info: info)
+        order = StepBatches(
+            [10 * count],
+            group=8,
+            seed=0,
+            batch_size=world,
+            accumulation=1,
+            rank=rank,
+            world=world,
+            start=0,
+            stop=1000,
+        )
+        own_shards = len(range(count * copies)[rank::world][worker::workers])
+        images = iter(stream.StreamedBatches(dataset, order, lambda items: items[0]["images"]))
+        for image in itertools.islice(images, 10 * own_shards):
+            seen[round(image[0, 0, 0].item() * 255)] += 1
+    assert seen == dict.fromkeys(range(10 * count), copies)
 
 
 def test_epochs_go_on_for_ever_and_the_order_follows_from_the_seed(shards):
@@ -319,6 +355,21 @@ def test_mistakes_are_told_before_the_run(shards, tmp_path, capsys):
     assert not (tmp_path / "canary").exists() and not (tmp_path / "run").exists()
     (shards / "train.meta.json").write_text("{}")
     assert "latents, which data.exact_order false does not read" in said(*there, kind=dit)
+
+
+@pytest.mark.parametrize(
+    "processes, workers, shared",
+    [(1, 5, False), (5, 0, False), (5, 1, False), (1, 6, True), (6, 0, True), (3, 2, True)],
+)
+def test_shards_that_several_parts_read_are_told(shards, capsys, processes, workers, shared):
+    argv = ["--data.root", str(shards), "--data.exact_order", "false", "--data.samples", "46"]
+    config = command_line.parse_config(
+        cls.ClsConfig, [*argv, "--data.workers", str(workers)], "test"
+    )
+    accelerator = SimpleNamespace(is_main_process=True, num_processes=processes)
+    stream.open_stream(config.data, [], accelerator)
+    line = "5 shards for 6 processes x workers: some read the same shards\n"
+    assert capsys.readouterr().out == stream.PROMISE + "\n" + (line if shared else "")
 
 
 def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):

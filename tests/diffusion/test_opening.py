@@ -15,6 +15,7 @@ from test_sample import by_pipeline
 from tiny_vae import no_longer_zero, save_tiny_vae, tiny_vae
 
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample
+from moh_vision.models import dit
 from moh_vision.models.weights import create, load_checkpoint
 
 FEW = "--num-images 3 --batch-size 3 --sampler ddim --steps 2 --cfg-scale 2".split()
@@ -49,6 +50,46 @@ def draw(tmp_path):
 
 def refused(capsys, *argv):
     return refusals.refused(capsys, sample.main, *FEW, "--grid", "never.png", *argv)
+
+
+@pytest.mark.parametrize("options", [[], ["--model", "moh_dit_xlarge_patch2_90"]])
+def test_published_weights_are_fetched_by_their_name(tmp_path, monkeypatch, capsys, draw, options):
+    """As from the hub, of a smaller model."""
+    name, vae = "moh_dit_xlarge_patch2_90", tmp_path / "vae"
+    save_tiny_vae(vae, seed=5)
+    argv = ["--checkpoint", name, *options]
+    small = dict(embed_dim=32, depth=2, num_heads=4, head_budget=[(1, 2)] * 2)
+    for key, value in small.items():
+        monkeypatch.setitem(dit.VARIANTS[name], key, value)
+    file = published(tmp_path, name, img_size=32)
+    fetched = []
+    monkeypatch.setattr(dit, "hf_hub_download", lambda *place, **_: fetched.append(place) or file)
+    images, _ = draw(*argv, "--vae", vae)
+    assert images.shape[0] == 3 and fetched
+    error = refused(capsys, *argv)
+    assert (
+        "--vae is needed, such as stabilityai/sd-vae-ft-ema: moh_dit_xlarge_patch2_90 works"
+        in error
+    )
+
+    def offline(*place, **_):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr(dit, "hf_hub_download", offline)
+    words = f"--checkpoint {name}: its weights cannot be fetched (no route to host); for a file"
+    assert words in refused(capsys, *argv)
+
+
+def test_names_without_published_weights_are_refused(capsys):
+    name = "moh_dit_small_patch2_75"
+    error = refused(capsys, "--checkpoint", name)
+    assert (
+        f"no weights of this model are published; for a file of it: --checkpoint FILE --model {name}"
+        in error
+    )
+    error = refused(capsys, "--checkpoint", name, "--model", "moh_dit_xlarge_patch2_90")
+    assert f"--checkpoint {name}: no such file or folder" in error
+    assert "no such file or folder" in refused(capsys, "--checkpoint", "moh_vit_tiny_patch16_224")
 
 
 def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):

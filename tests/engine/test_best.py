@@ -2,8 +2,10 @@ import json
 import math
 
 import pytest
+import torch
 
-from moh_vision.engine.best import Best, earlier_scores
+from moh_vision.engine.best import BEST, Best, earlier_scores
+from moh_vision.engine.io import write_tensors
 
 
 @pytest.mark.parametrize("key, patience, scores, better, ends", [
@@ -41,3 +43,66 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
         False,
     )
     assert earlier_scores(tmp_path / "none", "loss", 5) == []
+    log.write_text(json.dumps(dict(step=10, validation=dict(loss=None))) + "\n")  # nan in JSON
+    assert Best("loss", 1).replay(tmp_path, 20, from_file=False).exhausted
+
+
+def write_best(folder, **metadata):
+    write_tensors(folder / BEST, dict(weight=torch.zeros(1)), metadata)
+
+
+def write_log(folder, key, scores):
+    looks = [dict(step=n, validation={key: score}) for n, score in enumerate(scores, 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(look) + "\n" for look in looks))
+
+
+def validate(best, scores, first, folder=None):
+    """Judge scores from step `first` on, as a run does, until patience is exhausted; return the last step."""
+    for step in range(first, len(scores) + 1):
+        value = scores[step - 1]
+        better = best.better(value)
+        if better and folder:
+            write_best(folder, **{f"best_{best.key}": value}, step=step)
+        best.take(step, value, better)
+        if best.exhausted:
+            return step
+
+
+@pytest.mark.parametrize("key", ["loss", "top1"])
+@pytest.mark.parametrize("killed", range(7))  # after so many validations
+@pytest.mark.parametrize("start", range(7))  # of the checkpoint that the run goes on from
+@pytest.mark.parametrize("written", [True, False])
+def test_a_killed_run_ends_as_one_that_was_not(tmp_path, key, killed, start, written):
+    """best.safetensors is newer than the checkpoint where a run was killed between them."""
+    if start > killed:
+        return
+    scores = [5.0, 6.0, 4.0, 7.0, 3.0, 3.0, 8.0, 8.0, 8.0, 2.0]
+    if key == "top1":
+        scores = [-score for score in scores]
+    folder = tmp_path if written else None
+    whole = Best(key, 3)
+    assert validate(whole, scores, 1) == 8
+    assert whole.results() == {f"best_{key}": scores[4], "best_step": 5}
+    validate(Best(key, 3), scores[:killed], 1, folder)
+    write_log(tmp_path, key, scores[:killed])
+    resumed = Best(key, 3).replay(tmp_path, start, from_file=written)
+    assert validate(resumed, scores, start + 1) == 8
+    assert vars(resumed) == vars(whole)
+
+
+def test_only_the_file_says_which_weights_it_has(tmp_path):
+    """A better score whose file could not be written is not the best; without files the log alone counts."""
+    write_best(tmp_path, best_loss=5.0, step=1)
+    write_log(tmp_path, "loss", [5.0, 4.0, 6.0])
+    best = Best("loss", 3).replay(tmp_path, 3, from_file=True)
+    assert (best.value, best.step, best.waited) == (5.0, 1, 2)
+    write_best(tmp_path, best_loss=3.0, step=1)  # left from when files were written
+    best = Best("loss", 3).replay(tmp_path, 3, from_file=False)
+    assert (best.value, best.step, best.waited) == (4.0, 2, 1)
+
+
+@pytest.mark.parametrize("metadata", [dict(best_top1=50.0, step=1), dict(best_loss=1.0)])
+def test_a_file_without_its_score_or_step_is_refused(tmp_path, metadata):
+    write_best(tmp_path, **metadata)
+    with pytest.raises(ValueError, match=f"{tmp_path / BEST}: not a readable .safetensors file"):
+        Best("loss").replay(tmp_path, 1, from_file=True)

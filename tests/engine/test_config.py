@@ -147,8 +147,6 @@ def test_changed_keys():
     # What has no effect in the new run makes no difference: min_lr, of a schedule that is constant.
     falls = parse("--optim.min_lr", "1e-5").tree()
     assert changed_keys(falls, parse("--optim.schedule", "constant"), ["optim.schedule"]) == []
-    for saved in (None, 5, "x", [1]):
-        refuse("config.yaml that is there holds no keys and values", changed_keys, saved, new, [])
 
 
 def test_a_saved_configuration_reads_back(tmp_path):

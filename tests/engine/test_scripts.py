@@ -7,13 +7,16 @@ import math
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
+import timm
 import torch
+from attention import saved_bytes
 from conftest import ROOT
 from PIL import Image
 from refusals import refused
@@ -30,7 +33,8 @@ from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.step_folders import damage
-from moh_vision.models import dit_transformer, vit
+from moh_vision.models import dit_transformer, set_up, vit
+from moh_vision.models.counts import least_activations
 from moh_vision.models.weights import create, from_run
 
 STEPS = 30
@@ -135,7 +139,7 @@ def test_a_changed_configuration_is_refused(runs, capsys):
     ("cls", "--model.name dit_small_patch2 --model.head_budget null", "is a diffusion model, a classifier model is needed, did you mean moh_vit_"),
     ("cls", "--model.kwargs '{headz: 3}'", "headz"),
     ("cls", "--optim.batch_size 7 --optim.accumulation 2", "batch_size 7 is not a multiple of accumulation 2"),
-    ("cls", "--init-from /no/where", "init_from /no/where: neither a run"),
+    ("cls", "--init-from /no/where", "init_from /no/where: no such file or folder"),
     ("dit", "--model.name DiT-S/2", "is not a registered model, did you mean dit_small_patch2?"),
     ("dit", "--preview.every 5 --preview.steps 600", "preview.steps 600: the steps of DDIMScheduler would begin at"),
     ("dit", "--preview.every 5 --preview.classes 12", "preview.classes 12: no such class; there are 10"),
@@ -174,6 +178,70 @@ def test_a_dry_run_loads_the_weights_that_the_run_starts_from(runs, tmp_path, ca
             and "init_from" not in out
             and not (tmp_path / "run").exists()
         )
+
+
+REFUSED_SET_UPS = {  # of runs of 2 steps in {run}
+    "another run": ("cls dit text clm", "{run} --seed 1"),
+    "a file": ("cls dit text clm", "{run}/config.yaml"),
+    "no run": ("cls dit text clm", "{other}"),
+    "a damaged log": ("cls dit text clm", "{damaged}"),
+    "a teacher": ("cls", "{new} --distill.teacher ./none"),
+    "another teacher": ("dit", "{new} --repa.teacher ./none"),
+    "classes": ("dit", "{new} --preview.every 1 --preview.classes dog"),
+    "a reference": ("dit", "{new} --score.every 1 --score.reference none.npz"),
+    "weights": ("text clm", "{new} --init-from none"),
+    "nothing to do": ("text clm", "{new} --max-steps 0"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind, case", [(kind, case) for case, row in REFUSED_SET_UPS.items() for kind in row[0].split()]
+)
+def test_a_dry_run_refuses_what_the_run_refuses(trained, tmp_path, capsys, kind, case):
+    run = trained(kind, 2)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    damaged = shutil.copytree(run, tmp_path / "damaged")
+    (damaged / "metrics.jsonl").write_text("[1]\n")
+    places = dict(run=run, other=tmp_path / "other", damaged=damaged, new=tmp_path / "new")
+    output, *more = REFUSED_SET_UPS[case][1].format(**places).split()
+    argv = arguments(kind, output, 2, 100, *more)
+    main = script(kind).main
+    assert refused(capsys, main, *argv) == refused(capsys, main, *argv, "--dry-run")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("kind", ["cls", "dit"])
+def test_a_step_that_cannot_fit_in_memory_is_refused(tmp_path, capsys, monkeypatch, kind):
+    """Before the system would kill it; activation checkpointing keeps much less."""
+    monkeypatch.setattr(set_up, "memory_limit", lambda device: 2**16)
+    argv = arguments(kind, tmp_path / "run", 1, 1)
+    for more in ([], ["--dry-run"]):
+        error = refused(capsys, script(kind).main, *argv, *more)
+        assert "a step of 8 images of 8 x 8 pixels or latents keeps at least " in error
+        assert not (tmp_path / "run").exists()
+    script(kind).main([*argv, "--checkpointing"])
+    assert (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("name", ["moh_vit_tiny_patch16_224", "moh_transnext_small_75"])
+def test_what_a_forward_surely_keeps(name):
+    """No more than what it keeps."""
+    model = timm.create_model(name, num_classes=3).train()
+    images = torch.randn(1, 3, 224, 224)
+    least = 4 * least_activations(model, images)
+    assert 0.2 * saved_bytes(model, images) < least < saved_bytes(model, images)
+
+
+def test_a_dry_run_writes_nothing(trained, tmp_path):
+    """Neither in a run that is there, whose next steps it describes, nor a new folder."""
+    for kind in ("cls", "dit", "clm"):
+        run = shutil.copytree(trained(kind, 2), tmp_path / kind)
+        before = {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
+        for output in (run, tmp_path / "new"):
+            script(kind).main(arguments(kind, output, 3, 100, "--dry-run"))
+        assert before == {path: path.stat().st_mtime_ns for path in run.rglob("*.*")}
+        assert not (tmp_path / "new").exists()
 
 
 def test_checkpoints_are_sampled_validated_and_started_from(runs, tmp_path, capsys):

@@ -124,7 +124,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
         {},
         fresh,
     )
-    RunFolder(str(run), fresh, ACCELERATOR, None).take_up(1, lock=False)  # only reads
+    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).take_up(1)  # only reads
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

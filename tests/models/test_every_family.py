@@ -11,7 +11,9 @@ import text_tiny
 import timm
 import torch
 from accelerate import cpu_offload, dispatch_model
+from safetensors.torch import save_file
 from timm.models._manipulate import reinit_non_persistent_buffers
+from torch.nn.functional import cosine_similarity
 
 import moh_vision
 from moh_vision.attention import attention_layers, load_balance_loss
@@ -204,6 +206,46 @@ def test_activation_checkpointing_changes_nothing():
         grads.append([p.grad.clone() for p in model.parameters() if p.requires_grad])
     assert all(map(torch.equal, *grads))
     assert attention_layers(model)[-1].router.routed.weight.grad.norm() > 0
+
+
+@pytest.mark.parametrize("family", ["vit", "dit"])
+def test_moa_with_one_key_value_head(family, tmp_path):
+    """Zhang 2022 in an image model: k of the heads without shared ones, all on the keys and values of one head."""
+    options = dict(kv_heads=1, head_budget="uniform:0.5")
+    model, inputs = FAMILIES[family]("moa", **options)
+    again, _ = FAMILIES[family]("moa", **options)
+    for layer in attention_layers(awake(model)):
+        assert layer.qkv.weight.shape[0] == (layer.num_heads + 2) * layer.head_dim
+        assert (layer.budget.shared, layer.budget.routed) == (0, layer.num_heads // 2)
+    file = tmp_path / "model.safetensors"
+    save_file({name: t.contiguous() for name, t in model.state_dict().items()}, file)
+    moh_vision.load_checkpoint(again, file)
+    with torch.no_grad():
+        assert torch.equal(tensors(again(*inputs)), tensors(model(*inputs)))
+
+
+@pytest.mark.parametrize("family, router", CASES)
+def test_autocast(family, router):
+    """Output and gradients stay near float32's; tokens whose heads are close to a tie may choose others."""
+    model, inputs = FAMILIES[family](router)
+    awake(model)
+    outputs, gradients, of_routers = [], [], []
+    for enabled in (False, True):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            output = tensors(model(*inputs)).float()
+            loss = output.square().mean()
+        loss.backward()
+        outputs.append(output.detach())
+        named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        gradients.append(torch.cat([grad.flatten() for grad in named.values()]))
+        routers = [grad.flatten() for name, grad in named.items() if ".router." in name]
+        of_routers.append(torch.cat(routers) if routers else None)
+    assert not torch.equal(*outputs)
+    assert (outputs[1] - outputs[0]).norm() < 0.08 * outputs[0].norm()
+    assert cosine_similarity(*gradients, dim=0) > 0.95
+    if of_routers[0] is not None:  # query_norm has no parameters, uni_mae's are not trained
+        assert cosine_similarity(*of_routers, dim=0) > 0.95
 
 
 @pytest.mark.parametrize("family, router", CASES)

@@ -283,6 +283,11 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
     [
         (train_cls, "--model.pretrained swin_tiny_patch4_window7_224", "swin.*: convert takes .*not SwinTransformer: it attends inside shifted"),
         (train_cls, "--model.pretrained nix", "model.pretrained nix: neither a model of timm, hf-hub:OWNER/NAME, nor a folder"),
+        (train_cls, "--model.pretrained {here}/rum", "^train_cls.py: error: model.pretrained \\S+/rum: no such file or folder, did you mean \\S+/run\\?$"),
+        (train_cls, "--model.pretrained local-dir:{here}/rum", "model.pretrained \\S+/rum: no such file or folder, did you mean \\S+/run\\?$"),
+        (train_cls, "--model.pretrained ./nix", "model.pretrained ./nix: no such file or folder$"),
+        (train_cls, "--model.pretrained nix.safetensors", "model.pretrained nix.safetensors: no such file or folder$"),
+        (train_cls, "--model.pretrained {vit} --distill.teacher {here}/rum", "distill.teacher \\S+/rum: no such file or folder, did you mean"),
         (train_cls, "--model.pretrained {here}", "model.pretrained .*Config file not found"),
         (train_cls, "--model.pretrained vit_tiny_patch16_224.augrg_in21k", "did you mean vit_tiny_patch16_224.augreg_in21k\\?"),
         (train_cls, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* timm.models.save_for_hf"),
@@ -295,11 +300,13 @@ def test_a_dense_run_of_ours_becomes_moh(main, name, x, tmp_path, capsys):
         (train_dit, "--model.pretrained {vit}/config.json", "does not say of which model it is; --init-from takes it .* of diffusers"),
         (train_dit, "--model.pretrained {vit}", "config.json is of None, allowed are DiTTransformer2DModel and ours"),
         (train_dit, "--model.pretrained {run}", "model.safetensors is of a classifier model, moh_vit.*; give a run of train_dit.py"),
+        (train_dit, "--model.pretrained {here}/rum", "model.pretrained \\S+/rum: no such file or folder, did you mean \\S+/run\\?$"),
         (train_dit, "--model.pretrained facebook/DiT-XL-2-256", "no such folder; download a model of the hub first"),
         (train_dit, "--model.pretrained vit_tiny_patch16_224", "is not a registered model|has no head routing"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(main, argv, words, vit, tmp_path, capsys):
+    (tmp_path / "run").mkdir()
     if "{run}" in argv:
         run(train_cls.main, tmp_path / "run", "--model.pretrained", vit[0], steps=1)
     argv = argv.format(vit=vit[0], here=tmp_path, run=tmp_path / "run").split()

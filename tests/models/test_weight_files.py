@@ -5,7 +5,11 @@ Weights that carry routers decide which heads are shared; how many run can be lo
 
 import argparse
 import json
+import shlex
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import small_runs
 import test_dit_checkpoints as dit
@@ -117,7 +121,15 @@ def test_files_of_others_give_their_outputs(layout, door, tmp_path):
 
 def test_files_that_do_not_fit(tmp_path):
     """Nothing of them is loaded. Those that are damaged: tests/reliability/test_malformed_weights.py."""
-    torch.save(dict(ema=dense().state_dict(), args=tmp_path), tmp_path / "path.pth")
+    state = dense().state_dict()
+    torch.save(dict(ema=state, args=tmp_path), tmp_path / "path.pth")
+    torch.save(dict(model=state, best=np.float64(81.5)), tmp_path / "score.pth")
+    torch.save(
+        dict(model=state, best=np.float32(81.5)),
+        tmp_path / "old_score.pth",
+        _use_new_zipfile_serialization=False,
+    )
+    (tmp_path / "pointer.pth").write_text("version https://git-lfs.github.com/spec/v1\n")
     save_file(dense(num_classes=7).state_dict(), tmp_path / "classes.safetensors")
     save_file(dense(depth=2).state_dict(), tmp_path / "depth.safetensors")
     torch.save(dit.official_weights([4] * 3, 8), tmp_path / "dense.pt")
@@ -130,7 +142,10 @@ def test_files_that_do_not_fit(tmp_path):
     )
     before = [{k: v.clone() for k, v in model.state_dict().items()} for model in (vit, moh_dit)]
     for model, name, words in (
-        (vit, "path.pth", "not a readable file of tensors"),
+        (vit, "path.pth", "holds a pathlib.* beside tensors, which is not read"),
+        (vit, "score.pth", r"^\S+: holds a numpy\.\S+\.scalar beside tensors, .* run any code"),
+        (vit, "old_score.pth", r"^\S+: holds a numpy\.\S+\.scalar beside tensors"),
+        (vit, "pointer.pth", r"not a readable file of tensors \(Unsupported operand 118\)$"),
         (vit, "classes.safetensors", r"head.bias has shape \[7\], the model needs \[5\]"),
         (vit, "depth.safetensors", "tensors are missing"),
         (
@@ -146,6 +161,20 @@ def test_files_that_do_not_fit(tmp_path):
     with one_line("1 tensors are missing .'final_layer.linear.bias'"):
         load("checkpoint_path", dit.CASES["moh"][0], tmp_path / "less.pt", **dit.MOH)
     assert small_runs.same(vit, before[0]) and small_runs.same(moh_dit, before[1])
+
+
+def test_what_a_message_says_of_other_objects_helps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state = timm.create_model(VIT, **SMALL).state_dict()
+    torch.save(dict(model=state, best=np.float64(81.5)), "score.pth")
+    model = timm.create_model(VIT, **SMALL)
+    with one_line("score.pth") as caught:
+        moh_vision.load_checkpoint(model, "score.pth")
+    assert str(caught.value).isprintable()
+    command = str(caught.value).partition(": python -c ")[2]
+    subprocess.run([sys.executable, "-c", *shlex.split(command)], check=True)
+    moh_vision.load_checkpoint(model, "weights.pth")
+    assert small_runs.same(model, state)
 
 
 def test_timms_own_models_load_as_before(tmp_path):

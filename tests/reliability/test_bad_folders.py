@@ -1,12 +1,15 @@
 """Folders and labels that make no sense: one message that names the path and what is allowed, and no waiting."""
 
+import functools
 import os
+import shutil
 import tarfile
 
 import numpy as np
 import pytest
 from pictures import convert, write_folder
 from refusals import refuse
+from small_runs import arguments, script
 from test_sources import write_shards
 
 from moh_vision.data.batches import LabelledImages, image_transform, training_batches
@@ -53,6 +56,40 @@ def test_empty_folders(tmp_path, capsys):
     empty.mkdir()
     tarfile.open(empty / "train-000000.tar", "w").close()
     not_opened(empty, f"{empty}.*hold no samples")
+
+
+RECORDS = {
+    "cls": ["config.yaml", "metrics.jsonl", "attention.json", "data.json", "environment.jsonl"],
+    "clm": ["config.yaml", "metrics.jsonl", "data.json", "tokenizer.json"],
+}
+CONTENTS = {
+    "nothing": b"",
+    "null": b"null\n",
+    "a list": b"[1]\n",
+    "a text": b'"step"\n',
+    "other keys": b'{"loss": 3}\n',
+    "a step in letters": b'{"step": "one"}\n',
+    "another validation": b'{"step": 1, "validation": {"x": 1}}\n',
+    "broken UTF-8": b'\xff\xfe{"step": 1}\n',
+    "zeros": bytes(40),
+    "too deep": b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind in RECORDS for name in RECORDS[kind]])
+def test_damaged_records_of_a_run_are_named(trained, tmp_path, capsys, kind, name, content):
+    """Training goes on without what is no more than a log's torn line, or refuses the file in one line."""
+    run = shutil.copytree(trained(kind, 2), tmp_path / "run")
+    (run / name).write_bytes(CONTENTS[content])
+    command = functools.partial(script(kind).main, arguments(kind, run, 3, 100))
+    capsys.readouterr()
+    try:
+        command()
+    except SystemExit as stop:
+        error = capsys.readouterr().err
+        assert stop.code == 2 and error.count("\n") == 1, error
+        assert f"{run / name}" in error or f"{run} holds a run with another" in error, error
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):

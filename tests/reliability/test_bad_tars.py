@@ -92,6 +92,7 @@ def flipped(data, place):
 TORN = {
     "a bit of a header": lambda data, m: (flipped(data, m[20].offset + 5), "cut off or damaged behind member 20, at byte {offset} "),
     "a header": lambda data, m: (zeroed(data, m[20].offset, m[20].offset_data), "byte {data} is not zero, .* byte {offset}"),
+    "a page": lambda data, m: (zeroed(data, m[20].offset, m[20].offset + 4096), r"byte \d+ is not zero, .* byte {offset}"),
     "all behind": lambda data, m: (zeroed(data, m[20].offset), r"\d+ zeros behind member 20, from byte {offset} to the end; tar writes at most 10752"),
     "two joined": lambda data, m: (data + data, "byte {size} is not zero, .* behind member 80"),
     "one record more": lambda data, m: (data + bytes(10240), r"\d+ zeros behind member 80, from byte \d+ to the end; "),
@@ -248,7 +249,9 @@ REFUSED = {
     "no label": labelled(b"", "'', expected a class number"),
     "bytes": labelled(b"\xff\xfe", "expected a class number"),
     "a digit for Python": labelled("\u0663".encode(), "expected a class number"),
+    "a tag": labelled(b"!!python/object:os.system", "expected a class number"),
     "a million": labelled(b"1000000", "'1000000', expected a class number of 0 to 999999"),
+    "32 digits": labelled(b"9" * 32, "'9{32}', expected a class number of 0 to"),
 }  # fmt: skip
 
 

@@ -124,6 +124,10 @@ def test_a_dead_process_ends_the_other_one(tmp_path, rank):
         time.sleep(0.05)
     print(f"rank {1 - rank} was gone {time.monotonic() - begin:.1f} s after rank {rank}")
     assert launched.end() != 0
+    said = launched.log.read_text()
+    line = f"train_cls.py: error: (rank {1 - rank}) another process has ended "
+    assert said.count(line) == 1 and "the same command resumes the run\n" in said
+    assert 'train_cls.py", line' not in said  # the launcher prints a traceback of its own
     again = Launched(tmp_path, 2, "cls", argv).reach(run, 30)
     assert "resuming" in again.log.read_text()
     os.kill(again.ranks()[0], signal.SIGTERM)

@@ -77,7 +77,12 @@ def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> l
     wanted = [
         i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad
     ]
-    both = [(output, grad) for output, grad in zip(outputs, grads) if grad is not None]
+    both = [
+        (output, grad)
+        for output, grad in zip(outputs, grads)
+        if grad is not None
+        and output.requires_grad  # the gate of one shared head alone is constant
+    ]
     computed = torch.autograd.grad(
         [output for output, _ in both], [inputs[i] for i in wanted], [grad for _, grad in both],
         create_graph=True, allow_unused=True,

@@ -32,6 +32,12 @@ class TopKRouter(nn.Module):
         return None
 
     @property
+    def routes_linearly(self) -> bool:
+        """Whether `forward` is of the class that says `as_linear`: a subclass may route otherwise."""
+        owner = next(kind for kind in type(self).__mro__ if "forward" in vars(kind))
+        return "as_linear" in vars(owner)
+
+    @property
     def num_shared(self) -> int:
         """Heads that run for every token."""
         return self.budget.shared

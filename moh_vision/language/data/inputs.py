@@ -11,6 +11,7 @@ from torch import Tensor
 
 from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.data.records import check_sums
+from moh_vision.engine.commands import refuse_missing_source
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
@@ -98,8 +99,8 @@ class TextInputs:
     def check(self, run: Path, micro_batches: int) -> None:
         """Raise ValueError, in one line, unless the run can resume with its first settings."""
         try:
-            began = json.loads((run / RECORD).read_text())
-        except (OSError, ValueError):
+            began = dict(json.loads((run / RECORD).read_text()))
+        except (OSError, ValueError, TypeError, RecursionError):
             raise ValueError(
                 f"{run / RECORD}: not there or damaged; --fresh moves the run aside, starts over"
             ) from None
@@ -356,6 +357,8 @@ def tokenizer_of(config, run: str | None) -> str | None:
     for folder in () if d.tokenizer else [*first, *([Path(pretrained)] if pretrained else [])]:
         if (folder / TOKENIZER).is_file():
             return str(folder)
+    if pretrained:
+        refuse_missing_source("model.pretrained", pretrained)
     if pretrained and not d.tokenizer:
         raise ValueError(
             f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are"

@@ -228,6 +228,27 @@ def test_tokenise(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    "tokens, dtype", [(65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")]
+)
+def test_ids_of_large_vocabularies(tmp_path, tokens, dtype):
+    """uint16 has numbers for 65,536 tokens; LLaMA 3 has 128,256."""
+    names = ["<s>", "</s>", "<unk>", *(f"w{number}" for number in range(3, tokens))]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.txt").write_text(f"w3 w{tokens - 1} w65535\n")
+    out = tmp_path / "o"
+    argv = (tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer.json", "--out", out)
+    assert run(*argv) == 0
+    found = read(out)
+    assert found.metas[0]["dtype"] == dtype and found.metas[0]["largest"] == tokens - 1
+    assert np.asarray(found.ids[0:9]).tolist() == [3, tokens - 1, 65_535, 1]
+
+
+@pytest.mark.parametrize(
     "name, data, words",
     [
         ("a.txt", b"a\n\xff\n", "a.txt, line 2: not UTF-8 (byte 0xff at 1)"),

@@ -228,8 +228,8 @@ struct Call {
   Call(const Tensor& k_, const Tensor& v_, const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens,
        const std::optional<Tensor>& source_, bool is_causal, const std::optional<Tensor>& mask_)
       : k_tensor(even_rows(k_)), v_tensor(even_rows(v_)), D(k_tensor.size(3)), M(k_.size(2)), tokens(tokens),
-        sources(k_.size(0) * k_.size(1)), pairs(token, offsets), k(k_tensor), v(v_tensor),
-        source(moh::sources(source_, pairs.segments, H, k_)), mask(mask_, is_causal, pairs.segments / H),
+        sources(k_.size(0) * k_.size(1)), pairs(token, offsets, H, tokens), k(k_tensor), v(v_tensor),
+        source(moh::sources(source_, pairs, H, k_)), mask(mask_, is_causal, pairs.segments / H),
         scale(1 / std::sqrt(static_cast<float>(k_.size(3)))) {}
   bool masked() const { return mask.added || mask.seen; }
   int64_t place(int64_t pair) const { return pairs.token[pair] % tokens; }  // row of the query in its sequence

@@ -22,12 +22,42 @@ struct Pairs {
   const int32_t* offset;  // [segments + 1]
   int64_t segments, count;
 
-  Pairs(const Tensor& tokens, const Tensor& offsets)
+  // Refuses a list that is not one of H heads and of sequences of N tokens: the operators follow it without a look, and
+  // would read and write beyond their tensors.
+  Pairs(const Tensor& tokens, const Tensor& offsets, int64_t H, int64_t N)
       : token(tokens.const_data_ptr<int32_t>()), offset(offsets.const_data_ptr<int32_t>()),
-        segments(offsets.numel() - 1), count(tokens.numel()) {}
+        segments(offsets.numel() - 1), count(tokens.numel()) {
+    TORCH_CHECK_VALUE(tokens.dim() == 1 && tokens.is_contiguous() && offsets.dim() == 1 && offsets.is_contiguous(),
+                      "token and offsets are not contiguous vectors");
+    TORCH_CHECK_VALUE(H > 0 && N >= 0 && segments >= 0 && segments % H == 0, offsets.numel(),
+                      " offsets are not those of ", H, " heads and any number of sequences");
+    TORCH_CHECK_VALUE(offset[0] == 0 && offset[segments] == count, "offsets go from ", offset[0], " to ",
+                      offset[segments], ", not from 0 to the ", count, " pairs");
+    for (int64_t s = 0; s < segments; s++) check_segment(s, s % (segments / H) * N, N);
+  }
   int64_t begin(int64_t s) const { return offset[s]; }
   int64_t end(int64_t s) const { return offset[s + 1]; }
+
+ private:
+  // A segment has tokens `first` .. `first` + N - 1 of its sequence, in rising order.
+  void check_segment(int64_t s, int64_t first, int64_t N) const {
+    TORCH_CHECK_VALUE(begin(s) <= end(s) && end(s) <= count, "offsets of segment ", s, " are ", begin(s), " and ",
+                      end(s), " of ", count, " pairs");
+    if (begin(s) == end(s)) return;
+    bool rising = true;
+    for (int64_t p = begin(s) + 1; p < end(s); p++) rising &= token[p - 1] < token[p];
+    const int64_t least = token[begin(s)], most = token[end(s) - 1];
+    TORCH_CHECK_VALUE(rising && least >= first && most < first + N, "tokens of segment ", s, " go from ", least, " to ",
+                      most, ", not in rising order within ", first, " .. ", first + N - 1, " of its sequence");
+  }
 };
+
+// The same for rows of tokens [T, ..] of all sequences together.
+inline Pairs pairs_of_rows(const Tensor& token, const Tensor& offsets, int64_t H, int64_t T) {
+  const int64_t B = H > 0 ? (offsets.numel() - 1) / H : 0;
+  TORCH_CHECK_VALUE(B > 0 ? T % B == 0 : T == 0, T, " tokens are not those of ", B, " sequences of one length");
+  return Pairs(token, offsets, H, B > 0 ? T / B : 0);
+}
 
 // Pairs `begin` .. `end` - 1, of one segment or one head.
 struct Piece {
@@ -57,12 +87,22 @@ struct HeadRows {
 };
 
 // Which b * G + g of the keys each segment reads: as given, or its own sequence and the group of its head.
-inline std::vector<int32_t> sources(const std::optional<Tensor>& source, int64_t segments, int64_t H,
+inline std::vector<int32_t> sources(const std::optional<Tensor>& source, const Pairs& pairs, int64_t H,
                                     const Tensor& k) {
-  if (source) return {source->const_data_ptr<int32_t>(), source->const_data_ptr<int32_t>() + segments};
   const int64_t B = k.size(0), G = k.size(1);
-  std::vector<int32_t> result(segments);
-  for (int64_t s = 0; s < segments; s++) result[s] = s % B * G + s / B * G / H;
+  std::vector<int32_t> result(pairs.segments);
+  if (!source) {
+    for (int64_t s = 0; s < pairs.segments; s++) result[s] = s % B * G + s / B * G / H;
+    return result;
+  }
+  TORCH_CHECK_VALUE(source->dim() == 1 && source->is_contiguous() && source->numel() == pairs.segments,
+                    "source is ", source->sizes(), ", not a number for each of ", pairs.segments, " segments");
+  const int32_t* from = source->const_data_ptr<int32_t>();
+  for (int64_t s = 0; s < pairs.segments; s++) {
+    if (pairs.begin(s) == pairs.end(s)) continue;  // reads nothing
+    TORCH_CHECK_VALUE(from[s] >= 0 && from[s] < B * G, "source of segment ", s, " is ", from[s], " of ", B * G, " keys");
+    result[s] = from[s];
+  }
   return result;
 }
 

@@ -28,6 +28,11 @@ void check_float(const Tensor& x, const char* name) {
   TORCH_CHECK(x.scalar_type() == at::kFloat, name, " is ", x.scalar_type(), ", not float32");
 }
 
+void check_rows(const Tensor& x, const char* name, int64_t rows, int64_t width) {
+  TORCH_CHECK(x.dim() == 2 && x.size(0) == rows && x.size(1) == width, name, " is ", x.sizes(), ", not [", rows, ", ",
+              width, "]");
+}
+
 // Weights of every head as [H][rows][padded columns], so that `multiply` reads them as its right matrix: `cut(h)` gives
 // head h of the parameter, `turned` whether its rows become columns.
 template <class Cut>
@@ -77,15 +82,19 @@ void add_heads(const Pairs& pairs, int64_t H, const float* rows, int64_t D, cons
 
 // ---- project
 
+void check_project(const Tensor& x, const Tensor& weight, int64_t H) {
+  check_float(x, "x");
+  check_float(weight, "weight");
+  TORCH_CHECK(x.dim() == 2 && weight.dim() == 2 && weight.size(1) == x.size(1) && H > 0 && weight.size(0) % H == 0,
+              "x ", x.sizes(), " and weight ", weight.sizes(), " are not [T, C] and [H * D, C] of ", H, " heads");
+}
+
 Tensor project(const Tensor& x_, const Tensor& weight_, const std::optional<Tensor>& bias, const Tensor& token,
                const Tensor& offsets, int64_t H) {
-  check_float(x_, "x");
-  check_float(weight_, "weight");
-  TORCH_CHECK(x_.dim() == 2 && weight_.dim() == 2 && weight_.size(1) == x_.size(1) && weight_.size(0) % H == 0,
-              "x ", x_.sizes(), " and weight ", weight_.sizes(), " are not [T, C] and [H * D, C] of ", H, " heads");
+  check_project(x_, weight_, H);
   TORCH_CHECK(!bias || bias->numel() == weight_.size(0), "bias has ", bias->numel(), " numbers, not ", weight_.size(0));
   const Tensor x = x_.contiguous(), weight = weight_.contiguous();
-  const Pairs pairs(token, offsets);
+  const Pairs pairs = pairs_of_rows(token, offsets, H, x.size(0));
   const int64_t C = x.size(1), D = weight.size(0) / H, B = pairs.segments / H;
   Tensor q = at::empty({pairs.count, D}, x.options());
   const float *from = x.const_data_ptr<float>(), *w = weight.const_data_ptr<float>();
@@ -108,8 +117,10 @@ Tensor project(const Tensor& x_, const Tensor& weight_, const std::optional<Tens
 
 std::tuple<Tensor, Tensor, Tensor> project_backward(const Tensor& grad_, const Tensor& x_, const Tensor& weight_,
                                                     const Tensor& token, const Tensor& offsets, int64_t H) {
+  check_project(x_, weight_, H);
+  check_rows(grad_, "grad", token.numel(), weight_.size(0) / H);
   const Tensor grad = grad_.contiguous(), x = with_room(x_.contiguous()), weight = with_room(weight_.contiguous());
-  const Pairs pairs(token, offsets);
+  const Pairs pairs = pairs_of_rows(token, offsets, H, x.size(0));
   const int64_t T = x.size(0), C = x.size(1), D = weight.size(0) / H, B = pairs.segments / H;
   Tensor dx = at::zeros({T, C}, x.options()), dweight = at::zeros({H * D, C}, x.options());
   Tensor dbias = at::zeros({H * D}, x.options());
@@ -135,18 +146,22 @@ std::tuple<Tensor, Tensor, Tensor> project_backward(const Tensor& grad_, const T
 
 // ---- combine
 
+void check_combine(const Tensor& o, const Tensor& gates, const Tensor& weight, const Tensor& token, int64_t H) {
+  check_float(o, "o");
+  check_float(gates, "weights");
+  check_float(weight, "weight");
+  TORCH_CHECK(o.dim() == 2 && weight.dim() == 2 && gates.dim() == 2 && gates.size(1) == H &&
+                  weight.size(1) == H * o.size(1) && o.size(0) == token.numel(),
+              "o ", o.sizes(), ", weights ", gates.sizes(), " and weight ", weight.sizes(),
+              " are not [P, D], [T, H] and [C, H * D] of ", H, " heads and ", token.numel(), " pairs");
+}
+
 Tensor combine(const Tensor& o_, const Tensor& gates_, const Tensor& weight_, const std::optional<Tensor>& bias,
                const Tensor& token, const Tensor& offsets, int64_t H) {
-  check_float(o_, "o");
-  check_float(gates_, "weights");
-  check_float(weight_, "weight");
-  TORCH_CHECK(o_.dim() == 2 && weight_.dim() == 2 && gates_.dim() == 2 && gates_.size(1) == H &&
-                  weight_.size(1) == H * o_.size(1) && o_.size(0) == token.numel(),
-              "o ", o_.sizes(), ", weights ", gates_.sizes(), " and weight ", weight_.sizes(),
-              " are not [P, D], [T, H] and [C, H * D] of ", H, " heads and ", token.numel(), " pairs");
+  check_combine(o_, gates_, weight_, token, H);
   TORCH_CHECK(!bias || bias->numel() == weight_.size(0), "bias has ", bias->numel(), " numbers, not ", weight_.size(0));
   const Tensor o = o_.contiguous(), gates = gates_.contiguous(), weight = weight_.contiguous();
-  const Pairs pairs(token, offsets);
+  const Pairs pairs = pairs_of_rows(token, offsets, H, gates.size(0));
   const int64_t T = gates.size(0), C = weight.size(0), D = o.size(1);
   const float* w = weight.const_data_ptr<float>();
   const Tensor packed = pack_weights(o, H, D, C, true, [&](int64_t h) { return Rows{w + h * D, H * D}; });
@@ -160,9 +175,11 @@ Tensor combine(const Tensor& o_, const Tensor& gates_, const Tensor& weight_, co
 std::tuple<Tensor, Tensor, Tensor> combine_backward(const Tensor& grad_, const Tensor& o_, const Tensor& gates_,
                                                     const Tensor& weight_, const Tensor& token, const Tensor& offsets,
                                                     int64_t H) {
+  check_combine(o_, gates_, weight_, token, H);
+  check_rows(grad_, "grad", gates_.size(0), weight_.size(0));
   const Tensor grad = grad_.contiguous(), o = o_.contiguous(), gates = gates_.contiguous();
   const Tensor weight = weight_.contiguous();
-  const Pairs pairs(token, offsets);
+  const Pairs pairs = pairs_of_rows(token, offsets, H, gates.size(0));
   const int64_t C = weight.size(0), D = o.size(1), B = pairs.segments / H, width = padded(D);
   Tensor dout = at::empty({pairs.count, D}, o.options()), dgates = at::zeros(gates.sizes(), gates.options());
   Tensor dweight = at::zeros({C, H * D}, o.options()), gated = at::empty({pairs.count, width}, o.options());
@@ -238,11 +255,11 @@ struct ForwardScratch {
 std::tuple<Tensor, Tensor> attend32(const Tensor& q, const Tensor& k_, const Tensor& v_, const Tensor& token,
                                     const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
                                     bool is_causal, const std::optional<Tensor>& mask_) {
-  const Pairs pairs(token, offsets);
+  const Pairs pairs(token, offsets, H, tokens);
   const int64_t D = q.size(1), M = k_.size(2), width = padded(D);
   const Tensor k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
-  const auto reads = sources(source, pairs.segments, H, k);
+  const auto reads = sources(source, pairs, H, k);
   const Mask mask(mask_, is_causal, pairs.segments / H);
   Tensor out = at::empty({pairs.count, D}, q.options()), log_sums = at::empty({pairs.count}, q.options());
   const float* queries = q.const_data_ptr<float>();
@@ -313,11 +330,11 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
     const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& o, const Tensor& log_sums,
     const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source, bool is_causal,
     const std::optional<Tensor>& mask_) {
-  const Pairs pairs(token, offsets);
+  const Pairs pairs(token, offsets, H, tokens);
   const int64_t B = k_.size(0), G = k_.size(1), M = k_.size(2), D = q_.size(1);
   const Tensor q = with_room(q_), grad = with_room(grad_.contiguous()), k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
-  const auto reads = sources(source, pairs.segments, H, k);
+  const auto reads = sources(source, pairs, H, k);
   const Mask mask(mask_, is_causal, pairs.segments / H);
   const int64_t range_keys = std::max(KEY_RANGE, ceil_div(ceil_div(M, MOST_RANGES), KEYS) * KEYS);
   const int64_t ranges = std::max<int64_t>(1, ceil_div(M, range_keys));
@@ -384,10 +401,10 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
   return {ranges == 1 ? partial[0] : at::sum(partial, 0), dk.transpose(1, 2), dv.transpose(1, 2)};
 }
 
-void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& offsets, int64_t H,
-                  int64_t tokens, const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
+void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& token, const Tensor& offsets,
+                  int64_t H, int64_t tokens, const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
   TORCH_CHECK(k.dim() == 4 && v.sizes() == k.sizes(), "k and v are [B, G, M, D], not ", k.sizes(), " and ", v.sizes());
-  TORCH_CHECK(q.size(1) == k.size(3), "queries of width ", q.size(1), ", keys of ", k.size(3));
+  check_rows(q, "q", token.numel(), k.size(3));
   TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "q, k and v differ in dtype");
   TORCH_CHECK(source || offsets.numel() - 1 == H * k.size(0), "the segments are not those of H heads and B sequences");
   if (!mask) return;
@@ -401,7 +418,7 @@ void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tenso
 std::tuple<Tensor, Tensor> attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& token,
                                   const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
                                   bool is_causal, const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, offsets, H, tokens, source, mask);
+  check_attend(q_, k, v, token, offsets, H, tokens, source, mask);
   const Tensor q = q_.contiguous();
   if (q.scalar_type() != at::kFloat) return attend16(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
   return attend32(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
@@ -412,11 +429,14 @@ std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Ten
                                                    const Tensor& offsets, int64_t H, int64_t tokens,
                                                    const std::optional<Tensor>& source, bool is_causal,
                                                    const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, offsets, H, tokens, source, mask);
+  check_attend(q_, k, v, token, offsets, H, tokens, source, mask);
+  check_rows(grad, "grad", q_.size(0), q_.size(1));
+  check_rows(o, "o", q_.size(0), q_.size(1));
+  TORCH_CHECK(lse.numel() == q_.size(0), "lse has ", lse.numel(), " numbers for ", q_.size(0), " queries");
   const Tensor q = q_.contiguous();
   if (q.scalar_type() != at::kFloat)
     return attend16_backward(grad.contiguous(), q, k, v, o, lse, token, offsets, H, tokens, source, is_causal, mask);
-  return attend32_backward(grad, q, k, v, o, lse, token, offsets, H, tokens, source, is_causal, mask);
+  return attend32_backward(grad, q, k, v, o.contiguous(), lse.contiguous(), token, offsets, H, tokens, source, is_causal, mask);
 }
 
 }  // namespace

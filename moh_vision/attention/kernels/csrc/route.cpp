@@ -509,6 +509,14 @@ std::tuple<Tensor, Tensor> route_backward(
   check(x, weight, padding);
   const Router router(candidates, shared, routed, kind, weight.size(0));
   const int64_t tokens = x.size(0) * x.size(1), C = x.size(2), R = router.rows, E = candidates, H = router.heads();
+  const auto check_numbers = [&](const optional<Tensor>& t, const char* name, int64_t width) {
+    TORCH_CHECK_VALUE(!t || t->numel() == tokens * width, "route_backward: ", name, " is ", t->sizes(), ", not ", width,
+                      " numbers for each of ", tokens, " tokens");
+  };
+  check_numbers(dweights, "dweights", H);
+  check_numbers(dprobs, "dprobs", E);
+  check_numbers(drows, "drows", R);
+  check_numbers(rows, "rows", R);
   const auto as_rows = [](const optional<Tensor>& t) { return t ? t->to(at::kFloat).contiguous() : Tensor(); };
   const Tensor own_dweights = as_rows(dweights), own_dprobs = as_rows(dprobs), own_drows = as_rows(drows);
   const Tensor own_rows = as_rows(rows), pads = padding ? padding->contiguous() : Tensor();

@@ -19,7 +19,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from moh_vision.attention.kernels.gpu.blocks import Block, card_of, numbers_of, row_of
+from moh_vision.attention.kernels.gpu.blocks import (
+    Block,
+    card_of,
+    cdiv,
+    next_power_of_2,
+    numbers_of,
+    row_of,
+)
 from moh_vision.attention.kernels.gpu.rows import (
     BOOL_MASK,
     FLOAT_MASK,
@@ -141,7 +148,7 @@ def forward(
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
     given = Given.of(q, k, v, weights, mask, is_causal)
     spec, options = given.spec("forward", q, k, v)
-    programs = triton.cdiv(N, spec.BLOCK_M) * B * H
+    programs = cdiv(N, spec.BLOCK_M) * B * H
     if programs:
         tiles = given.key_tiles(spec, k, v)
         unit = spec.UNIT
@@ -253,7 +260,7 @@ class Given(NamedTuple):
         """Keys of the last block: a power of two that just holds them. 197 = 3 * 64 + 5 takes 16 there, not 64."""
         if self.is_causal:  # the blocks on the diagonal are edges too
             return block
-        return min(block, max(16, triton.next_power_of_2(keys % block)))
+        return min(block, max(16, next_power_of_2(keys % block)))
 
     def key_tiles(self, spec: Spec, k: Tensor, v: Tensor) -> tuple[TensorDescriptor | None, ...]:
         """Descriptors of keys and values where a kernel reads them so."""

@@ -27,6 +27,7 @@ from moh_vision.attention.kernels.gpu.attend import (
     in_units,
     unit_of,
 )
+from moh_vision.attention.kernels.gpu.blocks import cdiv
 from moh_vision.attention.kernels.gpu.rows import (
     LOG2E,
     SIZES,
@@ -330,7 +331,7 @@ def pack(
     packed = Packed(rows[0], rows[1], gates, numbers[0], numbers[1])
     unit = unit_of(q, do, grads.q)
     spec = Spec(D, *widths(D), unit, given.gated, 0, False, "ieee", PACKED_PAIRS, 16, 16, False)
-    programs = triton.cdiv(N, PACKED_PAIRS) * B * H
+    programs = cdiv(N, PACKED_PAIRS) * B * H
     if programs:
         pack_kernel[(programs,)](
             q, do, o, weights, lse, token, offsets, *packed, grads.q,
@@ -367,7 +368,7 @@ def backward(
     sizes = (B, N, M, H, G, math.sqrt(D))
 
     spec, options = given.spec("queries", q, k, v, grads.q)
-    programs = triton.cdiv(N, spec.BLOCK_M) * B * H
+    programs = cdiv(N, spec.BLOCK_M) * B * H
     if programs:
         tiles = given.key_tiles(spec, k, v)
         rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
@@ -377,7 +378,7 @@ def backward(
         )  # fmt: skip
 
     spec, options = given.spec("keys", q, k, v, grads.k, grads.v)
-    programs = triton.cdiv(M, spec.BLOCK_N) * B * G
+    programs = cdiv(M, spec.BLOCK_N) * B * G
     if programs:
         rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
         grads_by = [in_units(x, spec.UNIT) for x in (grads.k, grads.v)]

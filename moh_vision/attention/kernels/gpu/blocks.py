@@ -67,6 +67,20 @@ TABLE = (
 )  # fmt: skip
 
 
+# On the host Triton's own functions of these names take microseconds, and a training step of a layer calls dozens.
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+@functools.cache
 def row_of(numbers: str, card: int, D: int, masked: bool, tokens: int) -> Row:
     """The row of a call.
 

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moh_vision.attention.kernels.gpu.blocks import cdiv
 from moh_vision.attention.kernels.gpu.route import tile
 
 TOKENS = 128  # of a block
@@ -80,7 +81,7 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     active = active.contiguous().view(torch.uint8)
     _, columns, _ = tile(H)
     warps = 4 if columns <= 32 else 8
-    blocks = triton.cdiv(N, TOKENS)
+    blocks = cdiv(N, TOKENS)
     counts = torch.empty((H, B, blocks), dtype=torch.int32, device=active.device)
     options = dict(BLOCK_N=TOKENS, COLUMNS=columns, num_warps=warps)
     _count_kernel[(B * blocks,)](active, counts, B, N, H, **options)

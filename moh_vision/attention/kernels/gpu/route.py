@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moh_vision.attention.kernels.contract import DTYPES
-from moh_vision.attention.kernels.gpu.blocks import uses_tf32
+from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2, uses_tf32
 
 KINDS = ("released", "paper", "renormalised")
 SMALLEST_GATE = tl.constexpr(1e-30)
@@ -60,7 +60,7 @@ def router_of(candidates: int, shared: int, routed: int, kind: str, rows: int) -
 
 def tile(width: int) -> tuple[int, int, int]:
     """Tokens and columns of a tile for so many rows or heads, and the warps that hold it in their registers."""
-    columns = max(16, triton.next_power_of_2(width))
+    columns = max(16, next_power_of_2(width))
     return (32 if columns <= 64 else 16), columns, (4 if columns <= 32 else 8)
 
 
@@ -399,7 +399,7 @@ def forward(
     channels = 64 if short and columns <= 128 else 32
     if short and columns == 16:  # measured, see docs/results/speed.md
         channels, warps = 128, 2
-    _route_kernel[(B * triton.cdiv(N, block),)](
+    _route_kernel[(B * cdiv(N, block),)](
         x, weight, as_bytes(padding), weights, active.view(torch.uint8), rows, probs, counts,
         B, N, C, x.stride()[:2], weight.stride(0), routed,
         router=router, BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns,
@@ -438,7 +438,7 @@ def backward(
     block, columns, warps = tile(router.ROWS)
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _route_backward_kernel[(triton.cdiv(T, block),)](
+    _route_backward_kernel[(cdiv(T, block),)](
         *grads, rows.contiguous(), as_bytes(padding), weight, dlogits, dx, T, C, weight.stride(0), routed,
         router=router, BLOCK_N=block, BLOCK_C=64 if columns <= 128 else 32, COLUMNS=columns,
         PRECISION=precision, num_warps=warps,
@@ -456,9 +456,9 @@ def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
     columns_of_x = min(128, 8192 // columns)
     tokens = WEIGHT_TOKENS if columns <= 64 else WEIGHT_TOKENS // 2
     # About four programs for each multiprocessor of a large card; their sums are added up in a fixed order.
-    parts = min(triton.cdiv(T, tokens), max(1, 528 // triton.cdiv(C, columns_of_x)))
+    parts = min(cdiv(T, tokens), max(1, 528 // cdiv(C, columns_of_x)))
     sums = x.new_empty((parts, R, C), dtype=torch.float32)
-    _weight_gradient_kernel[(triton.cdiv(C, columns_of_x) * parts,)](
+    _weight_gradient_kernel[(cdiv(C, columns_of_x) * parts,)](
         dlogits, x, sums, T, R, C, x.stride(0), parts,
         BLOCK_T=tokens, BLOCK_C=columns_of_x, COLUMNS=columns, PRECISION=precision, num_warps=warps,
     )  # fmt: skip

@@ -4,11 +4,14 @@ A head width is computed as one power of two, or as two where that pads less: 72
 columns is a tuple of one or two parts.
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from moh_vision.attention.kernels.gpu.blocks import next_power_of_2
 
 LOG2E = tl.constexpr(math.log2(math.e))
 NO_MASK = 0
@@ -36,11 +39,12 @@ class Spec(NamedTuple):
     TMA: bool
 
 
+@functools.cache
 def widths(D: int) -> tuple[int, int]:
     """The parts of a head width: powers of two, 16 at least. 64 -> 64, 0; 72 -> 64, 16; 96 -> 64, 32."""
-    whole = max(16, triton.next_power_of_2(D))
+    whole = max(16, next_power_of_2(D))
     first = whole // 2
-    second = max(16, triton.next_power_of_2(D - first)) if D > first else 0
+    second = max(16, next_power_of_2(D - first)) if D > first else 0
     return (first, second) if first >= 16 and first + second < whole else (whole, 0)
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu.blocks import numbers_of
+from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2, numbers_of
 
 SIZES = ["S", "T"]
 
@@ -91,7 +91,7 @@ def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Te
     if S * count:
         _plan_kernel[(S,)](
             active.contiguous().view(torch.uint8), weights.contiguous(), heads, gates, index, H, count, head_dim,
-            COLUMNS=triton.next_power_of_2(H), WIDTH=triton.next_power_of_2(head_dim), num_warps=1,
+            COLUMNS=next_power_of_2(H), WIDTH=next_power_of_2(head_dim), num_warps=1,
         )  # fmt: skip
     return heads, gates, index
 
@@ -229,7 +229,7 @@ def project(
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     q, k, v = (x.new_empty(S, T, K, D) for _ in range(3))
     block, precision = _block(ROWS, x.dtype)
-    programs = S * triton.cdiv(T, block.rows) * 3 * triton.cdiv(K * D, block.columns)
+    programs = S * cdiv(T, block.rows) * 3 * cdiv(K * D, block.columns)
     if programs:
         _rows_kernel[(programs,)](
             x, weight, bias, gates, index, q, k, v, S, T, C, K, weight.shape[0] // (3 * D),
@@ -255,7 +255,7 @@ def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Te
     C = weight.shape[0]
     y = o.new_empty(S, T, C)
     block, precision = _block(COLUMNS, o.dtype)
-    programs = S * triton.cdiv(T, block.rows) * triton.cdiv(C, block.columns)
+    programs = S * cdiv(T, block.rows) * cdiv(C, block.columns)
     if programs:
         _columns_kernel[(programs,)](
             o, weight, bias, index, y, S, T, C, K * D, weight.stride(0),

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2
+
 TOKENS = 64  # of a program
 
 
@@ -62,7 +64,7 @@ def weights_by(weights: Tensor) -> tuple[int, int, int]:
 def options(D: int) -> dict[str, int]:
     """What a kernel is compiled for."""
     warps = 4 if D <= 128 else 8  # 4 would not hold a wider tile in their registers
-    return dict(D=D, WIDTH=triton.next_power_of_2(D), TOKENS=TOKENS, num_warps=warps)
+    return dict(D=D, WIDTH=next_power_of_2(D), TOKENS=TOKENS, num_warps=warps)
 
 
 def forward(o: Tensor, weights: Tensor) -> Tensor:
@@ -71,7 +73,7 @@ def forward(o: Tensor, weights: Tensor) -> Tensor:
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
     B, H, N, D = o.shape
     y = o.new_empty(B, N, H * D)
-    programs = triton.cdiv(B * N, TOKENS) * H
+    programs = cdiv(B * N, TOKENS) * H
     if programs:
         _weigh_kernel[(programs,)](
             o, weights, y, B * N, N, H, (o.stride(0), o.stride(2)), weights_by(weights),
@@ -87,7 +89,7 @@ def backward(dy: Tensor, o: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     B, H, N, D = o.shape
     do = o.new_empty(B, N, H, D)
     dweights = torch.empty((B, N, H), dtype=torch.float32, device=o.device)
-    programs = triton.cdiv(B * N, TOKENS) * H
+    programs = cdiv(B * N, TOKENS) * H
     if programs:
         _weigh_backward_kernel[(programs,)](
             dy.contiguous(), o, weights, do, dweights, B * N, N, H,
