@@ -98,6 +98,13 @@ def dit():
     return timm.create_model("moh_dit_small_patch2_75", **sizes)
 
 
+def read_archive(file) -> None:
+    """Read all images of an archive. One whose arr_0 has another name by damage may hold statistics alone."""
+    images = Reference(file).images
+    if images is not None:
+        list(images.batches(2))
+
+
 def doors(folder) -> dict:
     """Name -> (file, what reads it)."""
     stats = torch.zeros(1, 3, 8, 8, dtype=torch.uint8)
@@ -134,7 +141,7 @@ def doors(folder) -> dict:
     )
     places["Inception"] = folder / "inception.pth", Inception
     places["saved statistics"] = folder / "s.npz", load_statistics
-    places["archive"] = folder / "a.npz", lambda f: list(Reference(f).images.batches(2))
+    places["archive"] = folder / "a.npz", read_archive
     places["reference"] = folder / "r.npz", lambda f: score(stats, f, extractor=module)
     places["generated"] = folder / "g.npz", lambda f: score(f, stats, extractor=module)
     for kind in (ClsConfig, DitConfig):
