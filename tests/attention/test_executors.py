@@ -102,15 +102,9 @@ def test_triton_equals_the_reference(router, case, path):
 
 
 NODE = ["project_and_route", "pairs", "attend_product"]
-<<<<<<< HEAD
-BESIDE = ["route", "pairs", "attend_product"]
-NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
-APART = ["route", "pairs", "attend"]  # the product may not be read as one
-=======
 APART = ["route", "pairs", "attend"]
 ONE_PRODUCT = ["route", "pairs", "attend_product"]
 NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
->>>>>>> main
 OF_PARTS = ["project_and_route", "pairs", "attend"]  # queries or keys are changed after the product
 
 
@@ -163,15 +157,9 @@ CHANGED = {  # what changes a layer with router "moh", and what it launches then
     "pre-hook on qkv": (hooked("qkv", "forward_pre_hook"), APART),
     "backward hook on qkv": (hooked("qkv", "full_backward_hook"), APART),
     "backward pre-hook on qkv": (hooked("qkv", "full_backward_pre_hook"), APART),
-<<<<<<< HEAD
-    "hook on the router": (hooked("router", "forward_hook"), BESIDE),
-    "pre-hook on the router": (hooked("router", "forward_pre_hook"), BESIDE),
-    "backward hook on the router": (hooked("router", "full_backward_hook"), BESIDE),
-=======
     "hook on the router": (hooked("router", "forward_hook"), ONE_PRODUCT),
     "pre-hook on the router": (hooked("router", "forward_pre_hook"), ONE_PRODUCT),
     "backward hook on the router": (hooked("router", "full_backward_hook"), ONE_PRODUCT),
->>>>>>> main
     "hook on the router's linear layer": (hooked("router.routed", "forward_hook"), NO_ROUTER),
     "backward hook on the router's linear layer": (
         hooked("router.routed", "full_backward_hook"),
@@ -220,11 +208,7 @@ LAYERS = {  # a layer and its call, and what it launches
     "qk-norm": (dict(budget=(2, 2), qk_norm=True), OF_PARTS),
     "query_norm": (ROUTERS["query_norm"], ["weigh"]),  # its gradient needs all heads
     "mae": (ROUTERS["mae"], NO_ROUTER),
-<<<<<<< HEAD
-    "sample scope": (dict(budget=(2, 2), scope="sample"), BESIDE),
-=======
     "sample scope": (dict(budget=(2, 2), scope="sample"), ONE_PRODUCT),
->>>>>>> main
     "cross": (dict(budget=(2, 2), contexts=B), APART),
     "separate projections": (dict(CASES["separate projections"], budget=(2, 2)), APART),
 }
