@@ -111,8 +111,10 @@ def test_samples_are_scored_as_asked(runs):
 
 
 def test_mistakes_are_one_line(runs, tmp_path):
-    with one_line("nowhere: neither a run, a file of weights, nor a registered model name"):
+    with one_line("nowhere: no such file or folder"):
         moh_vision.open_run(tmp_path / "nowhere")
+    with one_line("nowhere: neither a run, a file of weights, nor a registered model name"):
+        moh_vision.open_run("nowhere")
     shutil.copytree(runs["cls"], tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     text = config.read_text()

@@ -67,7 +67,10 @@ def set_up_model(
 
 
 def refuse_what_exceeds_memory(run, model: nn.Module, inputs: list[torch.Tensor]) -> None:
-    """Refuse a run whose first step needs more memory than there is: the system would kill it without a word."""
+    """Refuse a run whose first step needs more memory than there is: the system would kill it without a word.
+
+    A dry run says so and goes on: it describes runs of larger machines.
+    """
     config, limit = run.config, memory_limit(run.accelerator.device)
     if config.checkpointing or config.train_only != "all":  # then much less is kept
         return
@@ -75,9 +78,14 @@ def refuse_what_exceeds_memory(run, model: nn.Module, inputs: list[torch.Tensor]
         return
     bytes_each = 4 if config.mixed_precision == "no" else 2
     needed = run.micro_batch * least_activations(model, *inputs) * bytes_each
-    if needed > limit:
-        raise ValueError(
-            f"a step of {run.micro_batch} images of {inputs[0].shape[-1]} x {inputs[0].shape[-1]} pixels or latents keeps "
-            f"at least {needed / 2**30:.1f} GiB for backward, and there are {limit / 2**30:.1f} GiB: take a smaller "
-            "optim.batch_size, a larger optim.accumulation or model.patch_size, smaller images, or --checkpointing"
-        )
+    if needed <= limit:
+        return
+    side = inputs[0].shape[-1]
+    problem = (
+        f"a step of {run.micro_batch} images of {side} x {side} pixels or latents keeps at least "
+        f"{needed / 2**30:.1f} GiB for backward, and there are {limit / 2**30:.1f} GiB: take a smaller "
+        "optim.batch_size, a larger optim.accumulation or model.patch_size, smaller images, or --checkpointing"
+    )
+    if not config.dry_run:
+        raise ValueError(problem)
+    run.say(f"refused on this machine: {problem}")

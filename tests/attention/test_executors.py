@@ -102,7 +102,7 @@ def test_triton_equals_the_reference(router, case, path):
 
 
 NODE = ["project_and_route", "pairs", "attend_product"]
-APART = ["route", "pairs", "attend"]
+APART = ["route", "pairs", "attend"]  # the product may not be read as one
 ONE_PRODUCT = ["route", "pairs", "attend_product"]
 NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
 OF_PARTS = ["project_and_route", "pairs", "attend"]  # queries or keys are changed after the product

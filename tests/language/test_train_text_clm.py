@@ -403,7 +403,7 @@ def test_mistakes(place, tmp_path, capsys):
             "clm_small",
             *ids,
         ),
-        ("no such folder", *CLM, *sized, "--model.pretrained", tmp_path / "none"),
+        ("no such file or folder", *CLM, *sized, "--model.pretrained", tmp_path / "none"),
         (
             f"{config} is a file: give its folder; --init-from takes",
             *CLM,

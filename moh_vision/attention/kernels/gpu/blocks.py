@@ -34,8 +34,8 @@ class Row(NamedTuple):
     keys: Block
 
 
-# The first row that fits decides. Rows with TMA were measured on an H200 and an H100 (docs/results/speed.md); of the others
-# only the 16-bit ones of large cards were. Few tokens: small blocks, because the last tile of a segment is half empty on
+# The first row that fits decides. Those for HOPPER are the fastest of 4 to 14 candidates each on an H100
+# (docs/results/speed.md); the others have not been timed. Few tokens: small blocks, because the last tile of a segment is half empty on
 # average. The kernel of keys is limited by registers: few queries with many keys do best.
 TABLE = (
     Row("16 bits", HOPPER,  64, False,  512, Block(64, 32, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
