@@ -13,7 +13,7 @@ from torch import Tensor
 from moh_vision.attention.kernels.gpu.blocks import cdiv
 from moh_vision.attention.kernels.gpu.route import tile
 
-TOKENS = 128  # of a block
+TOKENS = 128  # of a block; fewer of many heads, whose tile would not fit into shared memory
 
 
 @triton.jit(do_not_specialize=["B", "N"])
@@ -81,9 +81,10 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     active = active.contiguous().view(torch.uint8)
     _, columns, _ = tile(H)
     warps = 4 if columns <= 32 else 8
-    blocks = cdiv(N, TOKENS)
+    tokens = max(16, min(TOKENS, 8192 // columns))
+    blocks = cdiv(N, tokens)
     counts = torch.empty((H, B, blocks), dtype=torch.int32, device=active.device)
-    options = dict(BLOCK_N=TOKENS, COLUMNS=columns, num_warps=warps)
+    options = dict(BLOCK_N=tokens, COLUMNS=columns, num_warps=warps)
     _count_kernel[(B * blocks,)](active, counts, B, N, H, **options)
     ends = counts.flatten().cumsum(0, dtype=torch.int32)
     offsets = torch.empty(H * B + 1, dtype=torch.int32, device=active.device)
