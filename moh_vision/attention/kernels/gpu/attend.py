@@ -146,7 +146,7 @@ def forward(
     o = q.new_empty(B, N, H * D)
     lse = q.new_empty(token.shape, dtype=torch.float32)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
-    given = Given.of(q, k, v, weights, mask, is_causal)
+    given = Given.of(q, k, weights, mask, is_causal)
     spec, options = given.spec("forward", q, k, v)
     programs = cdiv(N, spec.BLOCK_M) * B * H
     if programs:
@@ -214,7 +214,6 @@ class Given(NamedTuple):
         cls,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
         weights: Tensor | None,
         mask: Tensor | None,
         is_causal: bool,

@@ -363,7 +363,7 @@ def backward(
     """
     (B, H, N, D), (_, G, M, _) = q.shape, k.shape
     q, k, v, do = (contiguous_rows(x) for x in (q, k, v, do))
-    given = Given.of(q, k, v, weights, mask, is_causal)
+    given = Given.of(q, k, weights, mask, is_causal)
     packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, given, grads)
     sizes = (B, N, M, H, G, math.sqrt(D))
 
