@@ -5,7 +5,8 @@ from importlib import import_module
 from types import ModuleType
 
 from moh_vision.commands.command import run_command
-from moh_vision.engine.commands import closest, say, user_errors
+from moh_vision.engine.errors import closest, user_errors
+from moh_vision.engine.progress import say
 
 COMMANDS = {
     "table": "scores, sizes and MACs of runs, as the papers print them",

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from moh_vision.engine.command_line import load_as
-from moh_vision.engine.commands import closest
+from moh_vision.engine.errors import closest
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.weight_files import read_safetensors

@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT
 
 from moh_vision.__main__ import COMMANDS, main
-from moh_vision.engine.commands import EXTRAS, user_errors
+from moh_vision.engine.errors import EXTRAS, user_errors
 
 PACKAGE = ROOT / "moh_vision"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
@@ -30,8 +30,9 @@ ALLOWED["opening"] = {"engine", "models", *WINGS}  # it picks the wing
 ALLOWED["__init__"] = {"attention", "models", "language", "opening"}
 ALLOWED["commands"] = {*GROUND, *WINGS, "opening", "__init__"}
 ALLOWED["__main__"] = {*ALLOWED["commands"], "commands"}
-# Every room may import these: files that are whole or not there, one line for every mistake of a command, random streams.
-COMMON = ("moh_vision.engine.io", "moh_vision.engine.commands", "moh_vision.engine.seeds")
+# Every room may import these: files that are whole or not there, the command line, one line for every mistake, progress
+# bars, streams of random numbers.
+COMMON = tuple(f"moh_vision.engine.{name}" for name in ("io", "cli", "errors", "progress", "seeds"))
 
 
 def modules(tree):
@@ -150,7 +151,7 @@ def test_a_fresh_process_imports_little_and_needs_no_extra():
     code = """import contextlib, sys
 import moh_vision
 print([name for name in ("diffusers", "transformers", "accelerate") if name in sys.modules])
-from moh_vision.engine.commands import EXTRAS
+from moh_vision.engine.errors import EXTRAS
 sys.modules.update(dict.fromkeys(EXTRAS))
 from moh_vision.__main__ import COMMANDS, main
 for name in COMMANDS:

@@ -29,7 +29,7 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST
-from moh_vision.engine.commands import BadData, message_of
+from moh_vision.engine.errors import BadData, message_of
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say

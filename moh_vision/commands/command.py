@@ -4,7 +4,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moh_vision.engine.commands import Parser, exit_code, refuse_output, say, user_errors
+from moh_vision.engine.cli import Parser, refuse_output
+from moh_vision.engine.errors import exit_code, user_errors
+from moh_vision.engine.progress import say
 
 
 class Drawn(NamedTuple):

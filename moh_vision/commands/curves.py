@@ -30,7 +30,7 @@ from moh_vision.commands.runs import (
     read_runs,
 )
 from moh_vision.engine.command_line import SHIPPED
-from moh_vision.engine.commands import closest
+from moh_vision.engine.errors import closest
 
 Points = list[tuple[float, float]]  # (steps done, loss)
 

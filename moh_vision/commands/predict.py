@@ -20,8 +20,8 @@ from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batch
 from moh_vision.data.folder import IMAGES, ImageFolder, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.commands import say
 from moh_vision.engine.logging import write_json
+from moh_vision.engine.progress import say
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from moh_vision.engine.command_line import load_as
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget

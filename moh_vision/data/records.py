@@ -4,8 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moh_vision.engine.commands import Progress, reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import kept_beside, sha256_of, write_whole
+from moh_vision.engine.progress import Progress
 
 FORMAT = 2
 KINDS = dict(shard=str, samples=int, bytes=int, sha256=str, bad=list)  # of a shard's entry

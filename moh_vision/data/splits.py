@@ -15,7 +15,7 @@ from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource
 from moh_vision.data.stream import ShardStream
-from moh_vision.engine.commands import some_of
+from moh_vision.engine.errors import some_of
 from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"

@@ -28,8 +28,9 @@ from moh_vision.data.order import StepBatches
 from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.sources import ImageSource
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
-from moh_vision.engine.commands import message_of, say
+from moh_vision.engine.errors import message_of
 from moh_vision.engine.io import class_names
+from moh_vision.engine.progress import say
 from moh_vision.engine.seeds import Stream, derive_seed
 
 PATIENCE = 300  # seconds that a shard that cannot be read is tried again

@@ -10,7 +10,7 @@ from typing import BinaryIO, Self
 from webdataset.tariterators import base_plus_ext
 
 from moh_vision.data.folder import IMAGES
-from moh_vision.engine.commands import BadData, reason_of
+from moh_vision.engine.errors import BadData, reason_of
 
 MOST_ZEROS = (
     tarfile.RECORDSIZE + tarfile.BLOCKSIZE

@@ -38,8 +38,10 @@ from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import match_classes, of_classes, say_transparent
-from moh_vision.engine.commands import Progress, refuse_missing, refuse_unwritable, say, some_of
+from moh_vision.engine.cli import refuse_missing, refuse_unwritable
+from moh_vision.engine.errors import some_of
 from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
+from moh_vision.engine.progress import Progress, say
 
 KEPT = "shards"  # what an interrupted command finds again
 # MPO: a JPEG with more pictures behind it.

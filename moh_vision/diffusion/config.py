@@ -7,7 +7,6 @@ from typing import Literal
 
 from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.sampling import sampler_for
-from moh_vision.engine.commands import nearest
 from moh_vision.engine.config import (
     MAX_SEED,
     HeadBudgets,
@@ -16,6 +15,7 @@ from moh_vision.engine.config import (
     ModelConfig,
     OpenedConfig,
 )
+from moh_vision.engine.errors import nearest
 from moh_vision.engine.io import composed
 from moh_vision.engine.keys import Section, key
 

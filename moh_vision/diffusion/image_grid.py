@@ -19,7 +19,7 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from moh_vision.diffusion.fonts import drawable, font_for
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import hidden_path, whole_file, write_whole
 
 CELL, GAP = 48, 2  # pixels of an image and between images

@@ -16,7 +16,8 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
-from moh_vision.engine.commands import reason_of, refuse_missing
+from moh_vision.engine.cli import refuse_missing
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with

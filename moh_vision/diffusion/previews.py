@@ -24,7 +24,7 @@ from moh_vision.diffusion.sampling import (
     weak_predict,
 )
 from moh_vision.diffusion.scores import make_scorer
-from moh_vision.engine.commands import message_of
+from moh_vision.engine.errors import message_of
 from moh_vision.engine.ranks import attempt, by_main
 
 BATCH = 32  # images at a time

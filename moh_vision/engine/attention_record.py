@@ -8,8 +8,8 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from moh_vision.engine.commands import BUILD, MISTAKES
 from moh_vision.engine.config import KEPT_KEYS
+from moh_vision.engine.errors import BUILD, MISTAKES
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import attempt, by_main, from_first, say
 

@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Self
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import TensorFiles
 from moh_vision.engine.logging import logged
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from moh_vision.engine.commands import message_of, nearest, reason_of, say
+from moh_vision.engine.errors import message_of, nearest, reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.engine.keys import (
     Key,
@@ -27,6 +27,7 @@ from moh_vision.engine.keys import (
     needs_of,
     unknown_key,
 )
+from moh_vision.engine.progress import say
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
 SCRIPTS = dict(

@@ -9,8 +9,8 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, reduc
 from safetensors import SafetensorError
 from torch import Tensor
 
-from moh_vision.engine import commands
-from moh_vision.engine.commands import MISTAKES
+from moh_vision.engine import progress
+from moh_vision.engine.errors import MISTAKES
 
 T = TypeVar("T")
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 def say(text: str) -> None:
     """Print a line, on one process of each machine."""
     if PartialState().is_local_main_process:
-        commands.say(text)
+        progress.say(text)
 
 
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:

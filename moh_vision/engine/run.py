@@ -22,7 +22,7 @@ from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import TrainingState, export_weights
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import MISTAKES, BadData, lost_a_process, user_errors
+from moh_vision.engine.errors import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import (
     RunLog,

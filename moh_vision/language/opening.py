@@ -8,9 +8,9 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import Progress
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
+from moh_vision.engine.progress import Progress
 from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of

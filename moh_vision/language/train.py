@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, send_to_device
 from moh_vision.attention import settings
 from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.commands import user_errors
+from moh_vision.engine.errors import user_errors
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run

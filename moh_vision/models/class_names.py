@@ -7,7 +7,7 @@ from typing import Any
 
 from timm.utils.misc import natural_key
 
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import class_names, composed
 from moh_vision.models.weight_files import read_safetensors
 

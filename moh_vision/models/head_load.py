@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moh_vision.attention import RoutingStats
 from moh_vision.attention.losses import sample_runs
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import write_whole
 
 FILE = "head_load.json"  # in the folder of a run

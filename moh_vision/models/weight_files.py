@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moh_vision.engine.commands import message_of, reason_of
+from moh_vision.engine.errors import message_of, reason_of
 from moh_vision.engine.io import WRAPPED, TensorFiles, by_age, tensor_files
 
 EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")

@@ -13,13 +13,8 @@ import torch
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from moh_vision.engine.commands import (
-    closest,
-    near_folder,
-    nearest,
-    reason_of,
-    refuse_missing_source,
-)
+from moh_vision.engine.cli import near_folder, refuse_missing_source
+from moh_vision.engine.errors import closest, nearest, reason_of
 from moh_vision.engine.io import tensor_files
 from moh_vision.models.class_names import assumed_order, listed, places, saved_with
 from moh_vision.models.head_budgets import take_shared_heads

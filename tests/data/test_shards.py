@@ -24,7 +24,7 @@ from moh_vision.data.folder import IMAGES, ImageFolder
 from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
-from moh_vision.engine import commands
+from moh_vision.engine import progress
 
 
 def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):
@@ -280,7 +280,7 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
     try:
         with monkeypatch.context() as patch:
             patch.setattr(write_shards, "encode_sample", slow_encoding)
-            patch.setattr(commands.Progress, "add", control_c)
+            patch.setattr(progress.Progress, "add", control_c)
             assert run(root, out, "--samples-per-shard", 6) == 130
     finally:
         signal.signal(signal.SIGINT, before)
@@ -452,6 +452,6 @@ def test_mistakes_are_one_line(tmp_path, refused, arguments, words):
 
 
 def test_a_terminal_gets_a_bar(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(commands.sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(progress.sys.stderr, "isatty", lambda: True)
     assert run(write_folder(tmp_path / "images"), tmp_path / "out") == 0
     assert "train: 100%" in capfd.readouterr().err

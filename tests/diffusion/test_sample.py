@@ -540,7 +540,7 @@ def test_denoising(tmp_path, monkeypatch, capsys):
         assert (last == enlarged(image)).all()
         assert np.abs(first.astype(int) - last).mean() > 10
     latent = run_of(tmp_path / "latent", 4, vae=recorded(vae_in(tmp_path / "vae")))
-    monkeypatch.setattr("moh_vision.engine.commands.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
     call(latent, "--denoising", tmp_path / "b.gif", "--steps", "30")
     assert f"loading {latent}\n5 images, ddpm 30 steps" in (out := capsys.readouterr().out)
     assert (

@@ -23,7 +23,6 @@ from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine import logging
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.commands import Progress
 from moh_vision.engine.logging import (
     RunLog,
     check_tracker,
@@ -32,6 +31,7 @@ from moh_vision.engine.logging import (
     open_tracker,
     write_json,
 )
+from moh_vision.engine.progress import Progress
 
 
 def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates_once(

@@ -18,7 +18,7 @@ from small_text import write_pairs, write_plain
 
 import moh_vision
 from moh_vision.commands.runs import read_run
-from moh_vision.engine import commands
+from moh_vision.engine import progress
 from moh_vision.language import train as train_text
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
 from moh_vision.language.evaluation.scores import average_checkpoints
@@ -267,7 +267,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(kind, data, tmp_path):
 def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(
     tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setattr(commands, "LINE_EVERY", 0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0)
     folder, run = write_pairs(tmp_path / "pairs"), tmp_path / "run"
     for file in (folder / "train.de", folder / "val.de"):
         file.write_text(file.read_text().title())

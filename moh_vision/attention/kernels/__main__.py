@@ -9,7 +9,9 @@ import time
 import torch
 
 from moh_vision.attention.kernels.build import BUILDING, COMMAND, build, library_path, load
-from moh_vision.engine.commands import Parser, exit_code, say
+from moh_vision.engine.cli import Parser
+from moh_vision.engine.errors import exit_code
+from moh_vision.engine.progress import say
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -49,8 +49,9 @@ from moh_vision.diffusion.latents.vae import (
     image_channels,
     load_vae,
 )
-from moh_vision.engine.commands import Progress, refuse_unwritable
+from moh_vision.engine.cli import refuse_unwritable
 from moh_vision.engine.io import only_one, whole_file, write_whole
+from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import first, from_first, say
 
 KEPT = "shards"  # what an interrupted command finds again

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moh_vision.data.order import StepBatches, rank_slice
 from moh_vision.data.records import check_sums
-from moh_vision.engine.commands import refuse_missing_source
+from moh_vision.engine.cli import refuse_missing_source
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches

@@ -20,8 +20,10 @@ from pathlib import Path
 from torch import nn
 
 from moh_vision.attention import head_budget
-from moh_vision.engine.commands import nearest, reason_of, refuse_output, say
+from moh_vision.engine.cli import refuse_output
+from moh_vision.engine.errors import nearest, reason_of
 from moh_vision.engine.logging import write_json
+from moh_vision.engine.progress import say
 from moh_vision.engine.ranks import total
 from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite_table

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
 from moh_vision.attention import attention_layers
-from moh_vision.engine.commands import reason_of
+from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import sha256_of
 from moh_vision.engine.logging import versions
 from moh_vision.language.models.llama.attention import RoutedAttention

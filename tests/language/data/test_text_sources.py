@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT
 from refusals import one_line
 
-from moh_vision.engine.commands import user_errors
+from moh_vision.engine.errors import user_errors
 from moh_vision.language.data.sources import find_lines, find_pairs
 
 MULTI30K = Path(os.environ.get("MOH_VISION_MULTI30K", ROOT.parent / "shared" / "data" / "multi30k"))

@@ -1,0 +1,84 @@
+"""Lines and progress bars that commands print. Needs no torch."""
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sized
+
+from tqdm import tqdm
+
+LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines in a log, and until the first
+
+
+def say(text: str) -> bool:
+    """Print a line above the bars, flushed; return False where nobody reads, as after `| head`."""
+    try:
+        tqdm.write(text, file=sys.stdout)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
+
+
+class Progress(contextlib.AbstractContextManager):
+    """Progress of long work, in a `with` block: a bar on a terminal, else a line after 10 s and every minute.
+
+    `total` steps (None: unknown) of a `unit`; `done` were there before. A `scaled` bar writes 1.5M.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        total: int | None,
+        unit: str,
+        done: int = 0,
+        enabled: bool = True,
+        scaled: bool = False,
+    ):
+        self.title, self.total, self.unit = title, total, unit
+        self.first = self.done = done
+        self.started = time.monotonic()
+        self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
+        terminal = sys.stderr.isatty()
+        self.writes_lines = enabled and not terminal
+        shape = dict(
+            total=total, initial=done, desc=title, unit=unit, unit_scale=scaled, dynamic_ncols=True
+        )
+        # leave: unless it stands below the bar of a run
+        self.bar = tqdm(**shape, disable=not (enabled and terminal), leave=None)
+
+    def __exit__(self, *_) -> None:
+        self.bar.close()
+
+    @property
+    def rate(self) -> float:
+        """Steps per second."""
+        return (self.done - self.first) / max(time.monotonic() - self.started, 1e-9)
+
+    def add(self, count: int = 1) -> None:
+        """Count so many steps more."""
+        self.done += count
+        self.bar.update(count)
+        if count and self.writes_lines and time.monotonic() >= self.next_line:
+            self.next_line = time.monotonic() + LINE_EVERY
+            if self.total is None:
+                say(f"{self.title}: {self.done} {self.unit}s")
+            else:
+                left = tqdm.format_interval((self.total - self.done) / self.rate)
+                say(f"{self.title}: {self.done} of {self.total} {self.unit}s, {left} left")
+
+    @classmethod
+    def over(cls, things: Iterable, title: str, unit: str = "step", **options) -> Iterator:
+        """The same things, one step each."""
+        with cls(
+            title, len(things) if isinstance(things, Sized) else None, unit, **options
+        ) as progress:
+            for item in things:
+                yield item
+                progress.add()
+
+    def note(self, text: str) -> None:
+        """Show a text behind the bar."""
+        self.bar.set_postfix_str(text)
