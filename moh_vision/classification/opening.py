@@ -19,7 +19,7 @@ from moh_vision.data.batches import (
     LabelledImages,
     calibration_halves,
     check_images_fit,
-    evaluation_batches,
+    evaluation_loader,
 )
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
@@ -90,7 +90,7 @@ class OpenedClassifier(Opened):
     def forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
         numbers = range(min(self.config.data.eval_batch_size, len(images.source)))
-        (batch,) = evaluation_batches(images, [list(numbers)], 0, self._unreadable(images))
+        (batch,) = evaluation_loader(images, [list(numbers)], 0, self._unreadable(images))
         batch = send_to_device(batch, self.accelerator.device)
 
         def forward() -> Tensor:

@@ -20,12 +20,12 @@ from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
     check_images_fit,
-    evaluation_batches,
+    evaluation_loader,
     evenly_spread,
-    training_batches,
+    training_loader,
 )
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST
@@ -89,13 +89,13 @@ def train(run: Run) -> None:
     img_size = arguments["img_size"]
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
-    batches = StepBatches(source.shard_sizes, **order, **run.portion())
+    sampler = PositionSampler(source.shard_sizes, **order, **run.portion())
     to_tensor, val_to_tensor = classification_transforms(
         d, model.pretrained_cfg, img_size, source.channels
     )
     if config.calibrate_images and not run.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
-        some = evaluation_batches(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
+        some = evaluation_loader(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
         share_strongest_heads(model, (batch["images"] for batch in some))
     teacher = None
     if config.distill.teacher:
@@ -136,10 +136,11 @@ def train(run: Run) -> None:
         if config.mix.on
         else None
     )
-    dataset = LabelledImages(source, to_tensor, config.seed)
-    stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable, mixing))
+    images = LabelledImages(source, to_tensor, config.seed)
+    loader = training_loader(images, sampler, d.workers, unreadable, mixing, on_device)
+    batches = iter(loader)
     for step in run.steps():
-        run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
+        run.step(batches, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
             run.metrics(v, f"loss {v['loss']:.4f}, acc {100 * v['batch_accuracy']:.0f} %")

@@ -13,8 +13,7 @@ from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
-from moh_vision.data.sources import Digits, ImageSource
-from moh_vision.data.stream import ShardStream
+from moh_vision.data.sources import Digits, ImageSource, Source
 from moh_vision.engine.errors import some_of
 from moh_vision.engine.io import write_whole
 
@@ -221,9 +220,11 @@ class DataRecord:
         write_whole(run / RECORD, json.dumps(self.splits) + "\n")
 
 
-def outline(source, listing: Iterable[bytes]) -> dict:
+def outline(source: Source, listing: Iterable[bytes]) -> dict:
     """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
-    labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
+    labels = np.empty(0, np.int64)  # those of a stream come with its samples
+    if isinstance(source, ImageSource):
+        labels = source.labels
     digest = hashlib.sha256(labels.tobytes())
     for data in listing:
         digest.update(data)

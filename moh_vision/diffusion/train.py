@@ -12,8 +12,8 @@ from torch import nn
 
 from moh_vision.attention import settings
 from moh_vision.data import splits
-from moh_vision.data.batches import BadSamples, check_images_fit, training_batches
-from moh_vision.data.order import StepBatches
+from moh_vision.data.batches import BadSamples, check_images_fit, training_loader
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
 from moh_vision.diffusion.config import DitConfig
@@ -67,9 +67,9 @@ def train(run: Run) -> None:
             teacher, alignment = open_teacher(config, model, inputs)
     run.take_model(model, mae_routers(model), elastic, alignment)
 
-    # ---------------------------------------------------------------- previews, batches, calibration; opens the run
+    # ---------------------------------------------------------------- previews, order, calibration; opens the run
     drawings = open_drawings(run, inputs, model, objective)
-    batches = StepBatches(
+    sampler = PositionSampler(
         source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion()
     )
     unreadable = BadSamples(len(source), d.max_bad_fraction)
@@ -109,10 +109,10 @@ def train(run: Run) -> None:
                 targets["teacher_tokens"] = teacher.tokens(batch["images"])  # [B, N, D]
         return inputs.encode(batch, accelerator.autocast()) | targets
 
-    dataset = inputs.dataset(config.seed, objective.draw, config.label_drop)
-    stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable))
+    images = inputs.dataset(config.seed, objective.draw, config.label_drop)
+    batches = iter(training_loader(images, sampler, d.workers, unreadable, prepare=on_device))
     for step in run.steps():
-        run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
+        run.step(batches, epoch=step * o.batch_size // len(source), count=o.batch_size)
         if run.logs():
             v = run.averages()
             failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}

@@ -131,7 +131,7 @@ class Run:
     say = staticmethod(say)
 
     def portion(self) -> dict:
-        """Arguments of a `StepBatches` that say which samples this process takes."""
+        """Arguments of a `PositionSampler` that say which samples this process takes."""
         o, a = self.config.optim, self.accelerator
         sizes = dict(
             batch_size=o.batch_size,

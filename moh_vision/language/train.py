@@ -97,7 +97,7 @@ def train(run: Run) -> None:
     else:
         say("; ".join([in_short(name, model), *said_of_budget]))
     run.take_model(model, mae_routers(model), elastic)
-    batches = text.batches(**run.portion())
+    sampler = text.sampler(**run.portion())
     run.open()
     if config.dry_run:
         return
@@ -130,21 +130,21 @@ def train(run: Run) -> None:
     say_long_average(run)
 
     # ---------------------------------------------------------------- the loop
-    stream = load_batches(text.train, batches, d.workers)
+    batches = load_batches(text.train, sampler, d.workers)
     if not config.max_steps:  # no step saves the weights that are scored
         run.save()
     for step in run.steps():
         with run.errors(every_rank=True, code=1):  # changed text, or invalid ids
-            micro = islice(stream, o.accumulation)
+            micro = islice(batches, o.accumulation)
             own = [send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro]
         # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
         # mean over all its labels.
         labels = accelerator.reduce(
             sum((batch["labels"] != -100).sum() for batch in own).float(), "sum"
         )
-        run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
+        run.step(own, epoch=sampler.epoch(step), count=int(labels), tokens=labels / micro_batches)
         if run.logs():
-            v = dict(run.averages(), epoch=batches.epoch(step))
+            v = dict(run.averages(), epoch=sampler.epoch(step))
             run.metrics(v, f"loss {v['loss']:.4f}, nll {v['nll']:.4f}, lr {run.learning_rate:.2e}")
         # Before the save, so that a run that goes on from there knows of it.
         if config.eval_every and run.done % config.eval_every == 0:

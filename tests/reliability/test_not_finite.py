@@ -14,7 +14,7 @@ from moh_vision.engine.step import Updater
 
 
 def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
-    batches = script("dit").training_batches
+    batches = script("dit").training_loader
 
     def poisoned(*args, **kwargs):
         for step, batch in enumerate(batches(*args, **kwargs)):
@@ -22,7 +22,7 @@ def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
                 batch["images"][0, 0, 0, 0] = math.nan if step == 2 else math.inf
             yield batch
 
-    monkeypatch.setattr(script("dit"), "training_batches", poisoned)
+    monkeypatch.setattr(script("dit"), "training_loader", poisoned)
     script("dit").main(arguments("dit", tmp_path, 6, 1, "--keep-checkpoints", 9))
     for name in ("model", "ema", "optimizer"):
         steps = [
