@@ -23,7 +23,7 @@ from moh_vision.data.batches import (
 )
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
-from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
@@ -112,13 +112,13 @@ def open_run(
     name: str | None = None,
     split: str | None = None,
     command: str = "open_run",
-    **_,
+    saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
     of_run = weights == "ema" and (run_of(path) / "config.yaml").is_file()
     file = str(weights_file(path, weights)) if weights == "model" or of_run else path
     asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
-    opened = open_with(parse_config(OpenedClsConfig, asked, command), split)
+    opened = open_with(parse_config(OpenedClsConfig, asked, command, saved), split)
     opened.model.to(device or "cpu")
     return opened
 

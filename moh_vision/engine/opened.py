@@ -11,6 +11,13 @@ from torch import Tensor, nn
 from moh_vision.engine.run import make_accelerator
 
 
+def refuse_options(options: Sequence[str], why: str) -> None:
+    """Raise ValueError, naming the first, if there are options where none has an effect."""
+    names = [option for option in options if option.startswith("--")]
+    if names:
+        raise ValueError(f"{names[0].partition('=')[0]} has no effect: {why}")
+
+
 @dataclass
 class Opened:
     """What `moh_vision.open_run` returns. Data are opened when they are asked for.

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moh_vision.engine.command_line import dump, load_tree
-from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
+from moh_vision.engine.io import CONFIG, LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
 
-CONFIG = "config.yaml"
 IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
 
 
