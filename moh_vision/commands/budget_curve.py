@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, head_budget, routed_budgets, running
+from moh_vision.attention import HeadBudget, attention_layers, budgets_at, head_budget, running
 from moh_vision.attention.budget import parse_share
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
@@ -43,36 +43,36 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
     SHARES. A dense model has one share.
     """
-    own = tuple(layer.budget for layer in attention_layers(model))
+    saved = tuple(layer.budget for layer in attention_layers(model))
     if is_dense(model):
-        return {1.0: own}
-    if not any(b.candidates for b in own):
+        return {1.0: saved}
+    if not any(b.candidates for b in saved):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    heads = sum(b.heads for b in own)
+    heads = sum(b.heads for b in saved)
 
-    def spread(share: str) -> Budgets | None:
+    def allowed(share: str) -> Budgets | None:
         try:
-            return routed_budgets(model, share)
+            return budgets_at(model, share)
         except ValueError:
             return None
 
-    spreads = {share: spread(share) for share in shares or map(str, SHARES)}
+    found = {share: allowed(share) for share in shares or map(str, SHARES)}
     for share in shares or ():
-        if spreads[share] is None:
+        if found[share] is None:
             shape, colon, _ = share.rpartition(":")
             least = next(
                 f"{k / heads:.3f}"
                 for k in range(1, heads + 1)
-                if spread(f"{shape}{colon}{k / heads}")
+                if allowed(f"{shape}{colon}{k / heads}")
             )
             raise ValueError(
                 f"--shares {share}: with the shared heads of this model allowed is {least} to 1"
             )
     every = {
         sum(b.active for b in budgets) / heads: budgets
-        for budgets in [*filter(None, spreads.values()), own]
+        for budgets in [*filter(None, found.values()), saved]
     }
     return dict(sorted(every.items()))
 
@@ -191,7 +191,7 @@ def options(add) -> None:
 def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
-            understood = parse_share(share)[2] is None  # the share of shared heads, which stay
+            understood = parse_share(share).shared is None  # the share of shared heads, which stay
         except ValueError:
             understood = False
         if not understood:

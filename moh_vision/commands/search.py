@@ -19,6 +19,7 @@ from torch import nn
 
 from moh_vision.attention import HeadBudget, attention_layers, running
 from moh_vision.attention.budget import spread
+from moh_vision.attention.model_heads import head_groups
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.progress import Progress, say
@@ -57,7 +58,7 @@ def search_budget(
         )
     allowed = [
         range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads]
-        for b, g in zip(full, groups_of(model))
+        for b, g in zip(full, head_groups(model))
     ]
     heads = sum(b.heads for b in full)
     total, least = math.floor(share * heads + 0.5), sum(counts[0] for counts in allowed)
@@ -107,12 +108,14 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
-    before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
+    before = [layer.budget for layer in attention_layers(model)]
+    groups = head_groups(model)
     wide = [
         HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g)
         for b, g in zip(before, groups)
     ]
-    counts, compared = {"searched": list(active)}, {}
+    counts = {"searched": list(active)}
+    compared = {}
     for name in ("uniform", "ramp"):
         chosen = spread(name, sum(k // g for k, g in zip(active, groups)), wide)
         counts[name] = [k * g for k, g in zip(chosen, groups)]
@@ -127,11 +130,6 @@ def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     return [
         replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)
     ]
-
-
-def groups_of(model: nn.Module) -> list[int]:
-    """Return how many heads each layer chooses together."""
-    return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
 
 
 def refuse_budget(opened: Opened, option: str) -> None:

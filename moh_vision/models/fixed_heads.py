@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers
 from moh_vision.attention.executors.sequences import Sequences
+from moh_vision.attention.model_heads import new_router
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear
 
@@ -42,12 +43,9 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
             name: tensor[candidates] if name.split(".")[0] in OF_CANDIDATES else tensor
             for name, tensor in router.state_dict().items()
         }
-        budget, like = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S), layer.proj.weight
-        layer.router = type(router)(
-            layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
-        )
+        budget = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S)
+        layer.router = new_router(layer, budget)
         layer.router.load_state_dict(state)
-        layer.router.train(layer.training)
         _cut(layer, heads)
 
 
