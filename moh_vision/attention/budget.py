@@ -6,6 +6,7 @@ What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. Of a 
                       new_budgets        models/head_budgets.py    resolve and note the budget of a model being built
                       resolve_budget     here                      the budgets of layers that are not there yet
     a model, read     head_budget        attention/model_heads.py  the table that users see
+                      layer_budgets      attention/model_heads.py  the budget of every layer
                       budgets_at         attention/model_heads.py  the budgets that its layers would have at another share
     set               set_head_budget    models/head_budgets.py    run another share from now on, and record it
     run with          running            attention/model_heads.py  run other budgets for a while

@@ -33,6 +33,11 @@ def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
     return list(named_layers(model).values())
 
 
+def layer_budgets(model: nn.Module) -> list[HeadBudget]:
+    """The budget of every `HeadMixtureAttention` in a model, in order."""
+    return [layer.budget for layer in attention_layers(model)]
+
+
 def head_groups(model: nn.Module) -> list[int]:
     """How many heads each layer of a model chooses together, see `QueryNormRouter`."""
     return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
@@ -46,8 +51,7 @@ def budgets_at(model: nn.Module, spec: BudgetSpec) -> tuple[HeadBudget, ...]:
     Raises:
         ValueError: see `change_budget`.
     """
-    budgets = [layer.budget for layer in attention_layers(model)]
-    return change_budget(shaped_as(model, spec), budgets, head_groups(model))
+    return change_budget(shaped_as(model, spec), layer_budgets(model), head_groups(model))
 
 
 def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:
@@ -106,7 +110,7 @@ def single_routed(model: nn.Module) -> str | None:
 def running(model: nn.Module, budgets: Sequence[HeadBudget]) -> Iterator[None]:
     """Let a model run these heads for a while, see `set_budgets`; afterwards it runs those that it had."""
     layers = attention_layers(model)
-    before = [layer.budget for layer in layers]
+    before = layer_budgets(model)
     set_budgets(layers, budgets)
     try:
         yield

@@ -17,7 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, budgets_at, head_budget, running
+from moh_vision.attention import (
+    HeadBudget,
+    attention_layers,
+    budgets_at,
+    head_budget,
+    layer_budgets,
+    running,
+)
 from moh_vision.attention.budget import parse_share
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
@@ -43,7 +50,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
     SHARES. A dense model has one share.
     """
-    saved = tuple(layer.budget for layer in attention_layers(model))
+    saved = tuple(layer_budgets(model))
     if is_dense(model):
         return {1.0: saved}
     if not any(b.candidates for b in saved):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, running
+from moh_vision.attention import HeadBudget, attention_layers, layer_budgets, running
 from moh_vision.attention.budget import spread
 from moh_vision.attention.model_heads import head_groups
 from moh_vision.engine.io import write_whole
@@ -50,9 +50,9 @@ def search_budget(
     Greedy removal needs convex L_l; measured ones are not. `progress` is called after each layer. The
     model is restored.
     """
-    layers = attention_layers(model)
     full = all_heads_of(model)
-    if any(layer.router.all_heads for layer in layers) or not any(b.candidates for b in full):
+    fixed = any(layer.router.all_heads for layer in attention_layers(model))
+    if fixed or not any(b.candidates for b in full):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
@@ -61,7 +61,8 @@ def search_budget(
         for b, g in zip(full, head_groups(model))
     ]
     heads = sum(b.heads for b in full)
-    total, least = math.floor(share * heads + 0.5), sum(counts[0] for counts in allowed)
+    total = math.floor(share * heads + 0.5)
+    least = sum(counts[0] for counts in allowed)
     if total < least:
         raise ValueError(
             f"share {share:g} of {heads} heads is {total}: the shared heads and one routed choice per layer are {least} "
@@ -75,7 +76,8 @@ def search_budget(
             raise ValueError(f"the loss with {where} is {loss}")
         return loss
 
-    all_heads, losses = measured(full, "all heads"), []
+    all_heads = measured(full, "all heads")
+    losses = []
     for number, (b, counts) in enumerate(zip(full, allowed)):
         by_heads = {}
         for k in counts[:-1]:
@@ -108,7 +110,7 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
-    before = [layer.budget for layer in attention_layers(model)]
+    before = layer_budgets(model)
     groups = head_groups(model)
     wide = [
         HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g)
@@ -127,9 +129,7 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     """Return the budgets that run all routed heads."""
-    return [
-        replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)
-    ]
+    return [replace(b, routed=b.candidates) for b in layer_budgets(model)]
 
 
 def refuse_budget(opened: Opened, option: str) -> None:

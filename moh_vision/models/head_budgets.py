@@ -13,6 +13,7 @@ from moh_vision.attention import (
     budgets_at,
     default_budget,
     full_budget,
+    layer_budgets,
     resolve_budget,
     set_budgets,
 )
@@ -185,4 +186,4 @@ def saved_budget(model: nn.Module) -> dict[str, Any]:
 
 def budget_pairs(model: nn.Module) -> list[list[int]]:
     """[shared, routed] of every attention layer."""
-    return [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]
+    return [[b.shared, b.routed] for b in layer_budgets(model)]
