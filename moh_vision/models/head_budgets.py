@@ -184,6 +184,14 @@ def saved_budget(model: nn.Module) -> dict[str, Any]:
     return saved
 
 
+def recorded_budget(arguments: Any) -> dict[str, Any]:
+    """Return what `saved_budget` wrote among the saved arguments of a model; empty without a head_budget."""
+    if not isinstance(arguments, dict) or arguments.get("head_budget") is None:
+        return {}
+    names = ("head_budget", "head_budget_shape")
+    return {name: arguments[name] for name in names if name in arguments}
+
+
 def budget_pairs(model: nn.Module) -> list[list[int]]:
     """[shared, routed] of every attention layer."""
     return [[b.shared, b.routed] for b in layer_budgets(model)]

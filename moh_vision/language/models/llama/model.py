@@ -74,7 +74,8 @@ class RoutedCausalLM(RoutedLoss):
     @property
     def head_budget_shape(self) -> str | None:
         """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
-        return self.config.moh and self.config.moh["head_budget_shape"]
+        moh = self.config.moh
+        return None if moh is None else moh["head_budget_shape"]
 
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
