@@ -16,13 +16,13 @@ from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 
 def set_up_model(
-    run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
+    run, wing: str, name: str, arguments: dict, classes: Sequence[str], steps: int
 ) -> tuple[nn.Module, ElasticBudget | None]:
     """Create the model of a run and load its weights; lock the run, if there is one.
 
     Args:
         run: a `Run`.
-        kind: "classifier" or "diffusion".
+        wing: "classification" or "diffusion".
         name, arguments: for `create`; the image size and the trained budget are added.
         classes: of the data.
         steps: of the whole run.
@@ -32,7 +32,7 @@ def set_up_model(
     """
     config = run.config
     torch.manual_seed(config.seed)
-    model = create(name, kind, **arguments)
+    model = create(name, wing, **arguments)
     check_side(model, arguments.get("img_size"))
     side = arguments.setdefault(
         "img_size", getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
@@ -46,7 +46,7 @@ def set_up_model(
         load_source(model, config, classes, run.say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
-    if kind == "diffusion":
+    if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
     refuse_what_exceeds_memory(run, model, inputs)
     if config.dry_run:  # shows an elastic budget's largest share
