@@ -175,8 +175,9 @@ def _pairs_of_share(
     share = parse_share(spec)
     if share.shared is not None:
         shared_share = share.shared
-    least = 1 if math.floor(share.active * sum(heads) + 0.5) >= len(heads) else 0
-    active = _active(share, heads, [least] * len(heads))
+    # A layer runs at least one head where there are as many active heads as layers.
+    enough = math.floor(share.active * sum(heads) + 0.5) >= len(heads)
+    active = _active(share, heads, [int(enough)] * len(heads))
     if share.shape == "ramp":
         shared = _shared_of(shared_share, active, heads)
     else:
@@ -478,12 +479,17 @@ def _round_to_total(
     result = [min(max(math.floor(w + 1e-9), low), m) for w, low, m in zip(wanted, least, most)]
     layers = range(len(wanted))
     while sum(result) != total:
-        step = 1 if sum(result) < total else -1
-        free = [i for i in layers if (result[i] < most[i] if step > 0 else result[i] > least[i])]
+        if sum(result) < total:
+            step = 1
+            free = [layer for layer in layers if result[layer] < most[layer]]
+        else:
+            step = -1
+            free = [layer for layer in layers if result[layer] > least[layer]]
         if not free:
             break
         # The layer that is furthest behind (or ahead); deeper ones first, so that a ramp never falls with depth.
-        result[max(free, key=lambda i: (round(step * (wanted[i] - result[i]), 9), step * i))] += (
-            step
-        )
+        distances = [
+            (round(step * (wanted[layer] - result[layer]), 9), step * layer) for layer in free
+        ]
+        result[free[distances.index(max(distances))]] += step
     return result

@@ -189,7 +189,8 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
 
 def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:
     """A router's answer with weights and active of every token, shape [B, N, H]."""
-    weights, active = routing.weights, routing.active
+    weights = routing.weights
+    active = routing.active
     if weights is None:
         weights = torch.ones(shape, device=routing.stats.counts.device)
     if active is None:  # all heads are computed, and those of weight 0 count for nothing

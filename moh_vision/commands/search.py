@@ -164,7 +164,8 @@ def work(options) -> None:
     opened = open_run(options.run, options=options.rest, split="train", command="search")
     refuse_budget(opened, "--share")
     searched, others = opened.halves(options.images)
-    weights, unit = opened.metadata["weights"], opened.unit
+    weights = opened.metadata["weights"]
+    unit = opened.unit
     if is_dense(opened.model):
         batches = [opened.inputs(batch) for batch in searched]
         opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
@@ -201,7 +202,8 @@ def work(options) -> None:
     )
     heads = sum(b.heads for b in full)
     for name, budget in compared.items():
-        count, there = sum(budget["active"]), elsewhere[name]["loss"]
+        count = sum(budget["active"])
+        there = elsewhere[name]["loss"]
         row = f"{name:10}{count:6d}{100 * count / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
         say(f"{row}  {' '.join(map(str, budget['active']))}")
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])

@@ -255,8 +255,11 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
         dtype=qkv.weight.dtype,
         **options,
     )
-    layer.qkv, layer.proj, layer.proj_drop = qkv, attn.proj, attn.proj_drop
-    layer.q_norm, layer.k_norm = attn.q_norm, attn.k_norm
+    layer.qkv = qkv
+    layer.proj = attn.proj
+    layer.proj_drop = attn.proj_drop
+    layer.q_norm = attn.q_norm
+    layer.k_norm = attn.k_norm
     zero_router(layer.router)
     return layer.train(attn.training)
 
@@ -287,12 +290,11 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 
 def zero_router(router: nn.Module) -> None:
     """Make a router plain attention while all heads run: MoH's to zero, MAE's gate uniform."""
-    deciding = (
-        router
-        if isinstance(router, MoHRouter)
-        else router.out
-        if isinstance(router, MAERouter)
-        else None
-    )
-    for p in () if deciding is None else deciding.parameters():
-        nn.init.zeros_(p)
+    if isinstance(router, MoHRouter):
+        deciding = router
+    elif isinstance(router, MAERouter):
+        deciding = router.out
+    else:  # no parameters to be set to zero
+        return
+    for parameter in deciding.parameters():
+        nn.init.zeros_(parameter)

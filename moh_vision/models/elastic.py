@@ -98,12 +98,16 @@ class ElasticBudget:
 
 def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
     """Return the `ElasticBudget` of a run (`RunConfig` with budget_range and seed), or None."""
-    return ElasticBudget(model, config.budget_range, config.seed) if config.budget_range else None
+    if not config.budget_range:
+        return None
+    return ElasticBudget(model, config.budget_range, config.seed)
 
 
 def with_elastic(description: str, elastic: ElasticBudget | None, separator: str) -> str:
     """Add what an elastic budget says of itself to the description of a model; None adds nothing."""
-    return description if elastic is None else f"{description}{separator}{elastic}"
+    if elastic is None:
+        return description
+    return f"{description}{separator}{elastic}"
 
 
 def _parse_ends(ends) -> tuple[str, float, float]:
@@ -118,4 +122,5 @@ def _parse_ends(ends) -> tuple[str, float, float]:
     says_shared = smallest.shared is not None or largest.shared is not None
     if not same_form or says_shared or not smallest.active < largest.active:
         raise ValueError(expected)
-    return "" if plain[0] else smallest.shape, smallest.active, largest.active
+    shape = "" if plain[0] else smallest.shape
+    return shape, smallest.active, largest.active

@@ -47,7 +47,9 @@ def build_attention(
 ) -> list[HeadMixtureAttention]:
     """Make a stack's attention layers from an attention dict, see `TextConfig`. A gate of MAE pools the tokens of
     `route_by`, "query" or "context", by `pool`: "sequence", "running" or "window"."""
-    dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
+    router = spec["router"]
+    dim = config.hidden_size
+    heads = config.num_attention_heads
     kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
     layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)
     bias = spec.get("bias", True)

@@ -230,7 +230,7 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
         if key not in MOH_FIELDS:
             raise ValueError(f"moh: there is no {key!r}, {closest(key, MOH_FIELDS)}")
     moh = {**MOH_FIELDS, **moh}
-    router, kwargs = moh["router"], moh["router_kwargs"]
+    router = moh["router"]
     if router not in CAUSAL_ROUTERS:
         raise ValueError(
             f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}"
@@ -241,7 +241,7 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
         raise ValueError(
             f"group=True chooses whole key-value groups by their queries: it needs 'query_norm', not {router!r}"
         )
-    for key in kwargs or {}:
+    for key in moh["router_kwargs"] or {}:
         if key not in ROUTER_KEYS[router]:
             allowed = ", ".join(ROUTER_KEYS[router]) or "nothing"
             raise ValueError(f"router_kwargs: router {router!r} has no {key!r}, it takes {allowed}")
