@@ -44,12 +44,15 @@ class BudgetError(ValueError):
     """
 
     def __init__(self, reason: str, advice: str = ""):
+        super().__init__(reason, advice)
         self.reason = reason
         self.advice = advice
-        message = f"head_budget {reason}"
-        if advice:
-            message += f"; {advice}"
-        super().__init__(message)
+
+    def __str__(self) -> str:
+        message = f"head_budget {self.reason}"
+        if self.advice:
+            message += f"; {self.advice}"
+        return message
 
 
 class Share(NamedTuple):

@@ -1,4 +1,5 @@
 import contextlib
+import pickle
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from moh_vision.attention import (
     head_budget,
     resolve_budget,
 )
-from moh_vision.attention.budget import change_budget
+from moh_vision.attention.budget import BudgetError, change_budget
 
 
 def totals(budgets):
@@ -118,6 +119,19 @@ def test_a_share_that_whole_heads_miss_is_logged(caplog):
     for spec, heads in (("uniform:0.75", 8), (0.6, 3), ("uniform:0.71", 4), ([(1, 1)] * 12, 3)):
         resolve_budget(spec, 12, heads, 64)
     assert len(caplog.messages) == 1
+
+
+def test_an_error_has_its_reason_and_its_advice_apart():
+    """And another process gets both."""
+    with pytest.raises(BudgetError) as raised:
+        change_budget(0.5, FIXED)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert error.reason == "0.5: layer 1 has no routed heads, all 4 are shared"
+    assert error.advice == "give a list of pairs with (4, 0) there"
+    assert str(error) == f"head_budget {error.reason}; {error.advice}"
+    with pytest.raises(BudgetError) as raised:
+        change_budget(0.25, [B(16, 2, 4, 8)] * 2, groups=[4, 4])
+    assert raised.value.advice.endswith("fewer heads (counted in groups of 4 heads)")
 
 
 def test_head_budget_report():
