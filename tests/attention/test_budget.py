@@ -3,7 +3,6 @@ import re
 
 import pytest
 import torch
-from refusals import each_refused, refuse
 
 from moh_vision.attention import (
     HeadBudget,
@@ -13,6 +12,7 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.budget import change_routed
+from tests.support.refusals import each_refused, refuse
 
 
 def totals(budgets):
