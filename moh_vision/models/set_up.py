@@ -8,7 +8,7 @@ from torch import nn
 from moh_vision.engine.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import ElasticBudget, elastic_budget
+from moh_vision.models.elastic import ElasticBudget, elastic_budget, with_elastic
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
@@ -51,7 +51,7 @@ def set_up_model(
     refuse_what_exceeds_memory(run, model, inputs)
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(full_name(name, arguments), model, *inputs)
-        run.description = "\n".join([shown, *([str(elastic)] if elastic else [])])
+        run.description = with_elastic(shown, elastic, "\n")
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -62,7 +62,7 @@ def set_up_model(
         arguments.update(saved_budget(model))
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
-        run.say("; ".join([shown, *([str(elastic)] if elastic else [])]))
+        run.say(with_elastic(shown, elastic, "; "))
     return model, elastic
 
 
