@@ -50,20 +50,20 @@ def open_run(
     saved = saved or saved_config(run_of(path))
     named = ["--model.name", name] if name else []
     wing = _wing_of(path, [*options, *named], saved)
-    opened = (str(path), weights, device, options)
+    asked = (str(path), weights, device, options)
     if wing == "classification":
         from moh_vision.classification.opening import open_run as open_classifier
 
-        return open_classifier(*opened, name=name, split=split, command=command, saved=saved)
+        return open_classifier(*asked, name=name, split=split, command=command, saved=saved)
     if wing == "diffusion":
         from moh_vision.diffusion.opening import open_run as open_diffusion
 
-        return open_diffusion(*opened, name=name, scores=scores, command=command, saved=saved)
+        return open_diffusion(*asked, name=name, scores=scores, command=command, saved=saved)
     from moh_vision.language.opening import open_run as open_text
 
     if name:
         raise ValueError(f"name {name!r} has no effect: {path} is a text model, which says its own")
-    return open_text(*opened, command=command, saved=saved)
+    return open_text(*asked, command=command, saved=saved)
 
 
 def load_run(path: str | Path, weights: str | None = None) -> nn.Module:

@@ -25,7 +25,7 @@ from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
 from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import run_of
+from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
@@ -115,9 +115,12 @@ def open_run(
     saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    of_run = weights == "ema" and (run_of(path) / "config.yaml").is_file()
-    file = str(weights_file(path, weights)) if weights == "model" or of_run else path
-    asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
+    ema_of_run = weights == "ema" and (run_of(path) / CONFIG).is_file()
+    file = path
+    if weights == "model" or ema_of_run:
+        file = str(weights_file(path, weights))
+    named = ["--model.name", name] if name else []
+    asked = ["--checkpoint", file, *named, *options]
     opened = open_with(parse_config(OpenedClsConfig, asked, command, saved), split)
     opened.model.to(device or "cpu")
     return opened
@@ -168,7 +171,7 @@ def open_classifier(
     path, data = config.checkpoint, config.data
     batch = min(data.eval_batch_size, images)
     check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
-    saved = (Path(path) / "config.json").is_file() and not (Path(path) / "config.yaml").is_file()
+    saved = (Path(path) / "config.json").is_file() and not (Path(path) / CONFIG).is_file()
     named = config.model.name, {**config.model.arguments(), **arguments}, {}
     name, own, cfg = _saved_by_timm(path) if saved else named
     with contextlib.nullcontext() if saved else taken_for(name):

@@ -71,7 +71,10 @@ class LabelledImages(Dataset):
     """
 
     def __init__(self, source: Source, transform: Callable, seed: int, replace: bool = True):
-        self.source, self.transform, self.seed, self.replace = source, transform, seed, replace
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.replace = replace
 
     def __getitem__(self, item: tuple[int, int]) -> dict:
         position, index = item
@@ -131,9 +134,10 @@ class StreamDataset(IterableDataset):
         info = get_worker_info()
         if info:
             worker, workers = info.id, info.num_workers
-        images, sampler = self.images, self.sampler
-        samples = images.source.samples(images.seed, sampler.start, sampler.world * workers)
-        for positions in itertools.islice(sampler.positions(), worker, None, workers):
+        images = self.images
+        parts = self.sampler.world * workers
+        samples = images.source.samples(images.seed, self.sampler.start, parts)
+        for positions in itertools.islice(self.sampler.positions(), worker, None, workers):
             yield self.collate([images.item(position, samples) for position in positions])
 
 

@@ -146,11 +146,11 @@ class ShardStream(Source):
         """Yield the samples of one pass over this process's and worker's shards after the other."""
         for number in itertools.count():
             order = webdataset.SimpleShardList(shards, seed=derive_seed(seed, number))
-            own = webdataset.DataPipeline(
+            shards_of_part = webdataset.DataPipeline(
                 order, webdataset.split_by_node, webdataset.split_by_worker
             )
             empty = True
-            for shard in own:
+            for shard in shards_of_part:
                 for sample in self._samples_in(shard["url"], PATIENCE):
                     yield sample
                     empty = False
