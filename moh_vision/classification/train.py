@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.attention import settings
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate
 from moh_vision.classification.task import ClassificationTask
@@ -266,7 +265,7 @@ class Evaluation:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Run(NAME, ClsConfig, argv, settings) as run:
+    with Run(NAME, ClsConfig, argv) as run:
         train(run)
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.attention import head_budget
-from moh_vision.attention import settings as attention
+from moh_vision.attention.measure import collect, measured_table
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import (
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
-        kept = keep_settings(attention, parts.folder, accelerator, held)
+        kept = keep_settings(parts.folder, accelerator, held)
         if kept and kept.settle(build=True):
             raise ValueError(
                 f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over"
@@ -286,13 +286,11 @@ class Drawing:
             weak = model if isinstance(self.weak, str) else self.weak
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
         for _ in range(2 if todo else 0):  # the first time also warms up
-            forward = sum(
-                attention.collect(calls, of, one_pass, training=False) for of, one_pass in passes
-            )
+            forward = sum(collect(calls, of, one_pass, training=False) for of, one_pass in passes)
         short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
         empty = ({}, "") if short else None
         kept.measure(
-            lambda: empty or attention.measured_table(calls, forward),
+            lambda: empty or measured_table(calls, forward),
             parts.folder,
             self.accelerator,
         )

@@ -10,7 +10,6 @@ from pathlib import Path
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.attention import settings
 from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, check_images_fit, training_batches
 from moh_vision.data.order import StepBatches
@@ -159,7 +158,7 @@ def objective_said(config: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Run("train_dit.py", DitConfig, argv, settings) as run:
+    with Run("train_dit.py", DitConfig, argv) as run:
         train(run)
 
 

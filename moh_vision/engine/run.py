@@ -17,6 +17,8 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
+from moh_vision.attention.executors.measured import processor
+from moh_vision.attention.measure import collect, measured_table
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
@@ -45,7 +47,7 @@ from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
 class Run:
     """A training run: a context manager that a `train` module uses in this order.
 
-        with Run("train_dit.py", DitConfig, argv, settings) as run:
+        with Run("train_dit.py", DitConfig, argv) as run:
             checkpoint = run.take_up(steps)         lock the folder, find the checkpoint to go on from
             run.take_model(model, routers)          refuse what cannot be trained
             run.open(record, ...)                   end the set-up: from here on the folder is the run's
@@ -67,11 +69,10 @@ class Run:
         name: the script's.
         kind: the class of its configuration, a `RunConfig`.
         argv: the command line without the program; None: that of the process.
-        attention: the module `moh_vision.attention.settings`, whose settings the run keeps, see `keep_settings`.
     """
 
-    def __init__(self, name: str, kind: type, argv: list[str] | None, attention):
-        self.name, self.kind, self.argv, self.attention = name, kind, argv, attention
+    def __init__(self, name: str, kind: type, argv: list[str] | None):
+        self.name, self.kind, self.argv = name, kind, argv
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as held:
@@ -84,9 +85,7 @@ class Run:
                 self._place = RunFolder(c.output, c.fresh, self.accelerator, lock, dry=c.dry_run)
                 # Before any model runs.
                 earlier = Path(c.output) if self._place.goes_on else None
-                self.settings = keep_settings(
-                    self.attention, earlier, self.accelerator, held, c.allow_change
-                )
+                self.settings = keep_settings(earlier, self.accelerator, held, c.allow_change)
                 if self.settings and c.dry_run:
                     say(self.settings.line)
             self._held = held.pop_all()
@@ -180,11 +179,7 @@ class Run:
             return say(self.description)
         command = [self.name, *(sys.argv[1:] if self.argv is None else self.argv)]
         count, device = self.accelerator.num_processes, self.accelerator.device
-        name = (
-            torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else self.attention.processor()
-        )
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
         start = dict(step=self.start, command=shlex.join(command), device=name, processes=count)
         by_main(lambda: record_start(self.folder, **start), self.accelerator)
         say(f"{count} process{'es' * (count > 1)} on {device.type}")
@@ -404,7 +399,7 @@ class Run:
 
     def _measured(self, batches: Iterator[dict], more: dict) -> Iterator[dict]:
         """Measure on the first batch where skipping heads pays; return all batches."""
-        c, attention, calls, elastic = self.config, self.attention, {}, self.elastic
+        c, calls, elastic = self.config, {}, self.elastic
         first = next(batches)
         size = next(len(value) for value in first.values() if isinstance(value, torch.Tensor))
         evaluated = getattr(getattr(c, "data", None), "eval_batch_size", size) / size
@@ -421,10 +416,10 @@ class Run:
                     with (
                         elastic.running(self.model, share) if elastic else contextlib.nullcontext()
                     ):
-                        forward = attention.collect(
+                        forward = collect(
                             calls, self.task, lambda: self.task(**first, **more), **how
                         )
-        make = partial(attention.measured_table, calls, forward * c.optim.accumulation)
+        make = partial(measured_table, calls, forward * c.optim.accumulation)
         self.settings.measure(make, self.folder, self.accelerator)
         self.log.pause()
         return chain([first], batches)

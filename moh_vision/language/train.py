@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
-from moh_vision.attention import settings
 from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.errors import user_errors
@@ -222,7 +221,7 @@ def final_evaluation(run: Run, text, evaluate) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Run(NAME, LanguageConfig, argv, settings) as run:
+    with Run(NAME, LanguageConfig, argv) as run:
         train(run)
 
 
