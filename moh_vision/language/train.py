@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType, send_to_device
 
 from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.errors import user_errors
+from moh_vision.engine.errors import extra_named, user_errors
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run import Run
@@ -28,7 +28,8 @@ from moh_vision.models.weights import taken_for
 NAME = "train_text.py"
 MOST_AVERAGED = 0.2  # share of a run that its averaged checkpoints may reach back, without a word
 
-with user_errors(NAME):
+# A command says in one line what to install; an import raises ImportError.
+with user_errors(NAME) if __name__ == "__main__" else extra_named():
     from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
