@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import errno
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -252,6 +253,23 @@ def trained(tmp_path):
 
 def save(run, step, state, keep=2):
     Saver(PartialState(), run, state, keep).save(step, {"architecture": "linear"}, last=True)
+
+
+def test_the_first_save_says_what_it_took_and_later_ones_are_silent(tmp_path, capsys):
+    saver = Saver(PartialState(), tmp_path, beginning(), keep=9)
+    with mock.patch("moh_vision.engine.saver.save_tensors", full):
+        saver.save(1, {})
+        saver.wait()
+    said = capsys.readouterr().out
+    assert "step 1 could not be saved" in said and "first save" not in said
+    for step in (2, 3):
+        saver.save(step, {})
+        saver.finish()
+    line = capsys.readouterr().out
+    folder = tmp_path / "checkpoints" / "step_2"
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    pattern = rf"first save: {re.escape(str(folder))}, {size:.1f} MiB in \d+\.\d s\n"
+    assert size > 0.5 and re.fullmatch(pattern, line)
 
 
 def test_ema_and_scaler_switched_on_and_off(trained):

@@ -108,7 +108,9 @@ def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatc
             saves.save(step, {})
         training.step(3)
         saves.finish()
-    assert told == ["step 2 waits for the checkpoint that is being written"] and not saves.failed
+    waited, first_save = told
+    assert waited == "step 2 waits for the checkpoint that is being written" and not saves.failed
+    assert first_save.startswith(f"first save: {tmp_path / 'checkpoints' / 'step_1'}, ")
     for step, state in states.items():
         training.saved.restore(tmp_path / "checkpoints" / f"step_{step}")
         assert training.state() == state
