@@ -1,6 +1,8 @@
 """Set up the model of a run on images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,43 +17,78 @@ from moh_vision.models.pretrained import load_source
 from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 
-def set_up_model(
-    run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
-) -> tuple[nn.Module, ElasticBudget | None]:
-    """Create the model of a run and load its weights; lock the run, if there is one.
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model of a run, and what is said and saved of it.
 
     Args:
-        run: a `Run`.
-        kind: "classifier" or "diffusion".
-        name, arguments: for `create`; the image size and the trained budget are added.
-        classes: of the data.
-        steps: of the whole run.
-
-    Returns:
-        (model, elastic budget or None). Of a dry run, `run.description` describes the model.
+        model: with its weights; what is not trained requires no gradient.
+        arguments: by which `create` makes it again.
+        elastic: the budget that is drawn for every step, or None.
+        description: for a dry run, else empty.
     """
-    config = run.config
+
+    model: nn.Module
+    arguments: dict
+    elastic: ElasticBudget | None
+    description: str
+
+
+def set_up_model(
+    config,
+    kind: str,
+    name: str,
+    arguments: dict,
+    classes: Sequence[str],
+    checkpoint: Path | None,
+    *,
+    device: torch.device,
+    micro_batch: int,
+    say: Callable[[str], None],
+) -> ModelSetup:
+    """Create the model of a run and load the weights that it starts from.
+
+    Args:
+        config: an `ImageRunConfig`.
+        kind: "classifier" or "diffusion".
+        name, arguments: for `create`; the result's have the image size and the trained budget, too.
+        classes: of the data.
+        checkpoint: that the run goes on from; its weights are loaded later. None: weights of config.init_from or
+            config.model.pretrained are loaded, if these are given.
+        device: that the model will be trained on.
+        micro_batch: images that it takes at once.
+        say: prints a line.
+
+    Raises:
+        ValueError: the configuration does not fit the model or its weights, or a step needs more memory than there is.
+    """
     torch.manual_seed(config.seed)
     model = create(name, kind, **arguments)
     check_side(model, arguments.get("img_size"))
-    side = arguments.setdefault(
-        "img_size", getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
-    )
-    checkpoint = run.take_up(steps)
+    side = arguments.get("img_size")
+    if "img_size" not in arguments:
+        side = getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
+        arguments = dict(arguments, img_size=side)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
     elif (
         config.init_from or not config.dry_run
     ):  # model.pretrained weights fit, and may need a download
-        load_source(model, config, classes, run.say)
+        load_source(model, config, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if kind == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-    refuse_what_exceeds_memory(run, model, inputs)
+    problem = beyond_memory(config, model, inputs, device, micro_batch)
+    if problem and not config.dry_run:
+        raise ValueError(problem)
+    if problem:  # a dry run describes runs of larger machines
+        say(f"refused on this machine: {problem}")
+    said_of_budget = [str(elastic)] if elastic else []
+    description = ""
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(full_name(name, arguments), model, *inputs)
-        run.description = "\n".join([shown, *([str(elastic)] if elastic else [])])
+        description = "\n".join([shown, *said_of_budget])
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -59,33 +96,29 @@ def set_up_model(
         )
         enable()
     if elastic:
-        arguments.update(saved_budget(model))
+        arguments = arguments | saved_budget(model)
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
-        run.say("; ".join([shown, *([str(elastic)] if elastic else [])]))
-    return model, elastic
+        say("; ".join([shown, *said_of_budget]))
+    return ModelSetup(model, arguments, elastic, description)
 
 
-def refuse_what_exceeds_memory(run, model: nn.Module, inputs: list[torch.Tensor]) -> None:
-    """Refuse a run whose first step needs more memory than there is: the system would kill it without a word.
-
-    A dry run says so and goes on: it describes runs of larger machines.
-    """
-    config, limit = run.config, memory_limit(run.accelerator.device)
-    if config.checkpointing or config.train_only != "all":  # then much less is kept
-        return
+def beyond_memory(
+    config, model: nn.Module, inputs: list[torch.Tensor], device: torch.device, micro_batch: int
+) -> str | None:
+    """Return why a run's first step needs more memory than there is: the system would kill it without a word."""
+    limit = memory_limit(device)
     if limit is None:
-        return
+        return None
+    if config.checkpointing or config.train_only != "all":  # then much less is kept
+        return None
     bytes_each = 4 if config.mixed_precision == "no" else 2
-    needed = run.micro_batch * least_activations(model, *inputs) * bytes_each
+    needed = micro_batch * least_activations(model, *inputs) * bytes_each
     if needed <= limit:
-        return
+        return None
     side = inputs[0].shape[-1]
-    problem = (
-        f"a step of {run.micro_batch} images of {side} x {side} pixels or latents keeps at least "
+    return (
+        f"a step of {micro_batch} images of {side} x {side} pixels or latents keeps at least "
         f"{needed / 2**30:.1f} GiB for backward, and there are {limit / 2**30:.1f} GiB: take a smaller "
         "optim.batch_size, a larger optim.accumulation or model.patch_size, smaller images, or --checkpointing"
     )
-    if not config.dry_run:
-        raise ValueError(problem)
-    run.say(f"refused on this machine: {problem}")

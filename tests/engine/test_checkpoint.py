@@ -26,7 +26,7 @@ from moh_vision.engine.config import ModelConfig
 from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.step import Updater
+from moh_vision.engine.step import clip_gradients
 from moh_vision.engine.step_folders import latest_checkpoint, resume_point
 from moh_vision.engine.weights import make_ema
 from moh_vision.models.pretrained import described
@@ -83,9 +83,7 @@ def train(state, steps):
     task = getattr(state.task, "module", getattr(state.task, "_orig_mod", state.task))
     rank = dist.get_rank() if dist.is_initialized() else 0
     (optimizer,), norms = state.optimizers, []
-    update = Updater(
-        SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_, scaler=None), clip_norm=1.0
-    )
+    accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
     for step in steps:
         generator = torch.Generator().manual_seed(2 * step + rank)
         images = torch.randn(4, 3, 16, 16, generator=generator)
@@ -98,7 +96,9 @@ def train(state, steps):
             optimizer.zero_grad(set_to_none=True)
         else:
             losses["loss"].backward()
-            norms.append(update(state.task, optimizer, step, [losses])[0])
+            norms.append(clip_gradients(accelerator, state.task.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         state.ema.update(task.model, step + 1)
     return norms
 
