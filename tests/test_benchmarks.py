@@ -5,6 +5,7 @@ import json
 import shlex
 import sys
 
+import density
 import pytest
 import torch
 from conftest import ROOT
@@ -106,6 +107,26 @@ def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
     assert code == 1 and printed.err.startswith(
         "gpu: error: masked, token 64, bfloat16, share 0.5: "
     )
+
+
+def test_density_counts_what_it_names(tmp_path):
+    """Packed statements, tricks and conditional expressions; swaps, shapes and repeated lists are none."""
+    (tmp_path / "dense.py").write_text(
+        'a, b = 1, f()\ntext = "s" * (a > 1) + "t" * (not b) + "u" * bool(b)\nc = 1 if a else 2\n'
+    )
+    (tmp_path / "plain.py").write_text(
+        '"""A docstring, 1 if 2 else 3."""\n'
+        "# a, b = 1, 2\n"
+        "a, b = b, a\n"
+        "(B, N), (M, C) = x.shape, y.shape\n"
+        "c, d = f()\n"
+        'row = [0] * len(c) + ["-"] * d\n'
+    )
+    dense = density.count([tmp_path / "dense.py"])
+    assert (dense["packed"], dense["tricks"], dense["cond"], dense["code"]) == (1, 3, 1, 3)
+    plain = density.count([tmp_path / "plain.py"])
+    assert (plain["packed"], plain["tricks"], plain["cond"], plain["code"]) == (0, 0, 0, 4)
+    assert [line.split()[0] for line in density.table([tmp_path])] == ["lines", str(tmp_path)]
 
 
 @pytest.mark.parametrize("part", ["dit_small", "transnext"])

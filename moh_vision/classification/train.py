@@ -72,7 +72,7 @@ def train(setup: RunSetup) -> None:
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data
-    name, arguments = described(config, "classifier", config.fresh)
+    name, arguments = described(config, "classification", config.fresh)
     with accelerator.main_process_first():
         source, val = open_splits(d.root, open_stream(d, config.given, accelerator))
     record = DataRecord(d.root, config.allow_change, train=source, val=val)
@@ -90,7 +90,7 @@ def train(setup: RunSetup) -> None:
     arguments |= config.model.decided(**decided)
     model_setup = set_up_model(
         config,
-        "classifier",
+        "classification",
         name,
         arguments,
         source.classes,

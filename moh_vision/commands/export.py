@@ -33,7 +33,7 @@ from moh_vision.engine.progress import say
 from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weights import check_name
+from moh_vision.models.weights import name_problem
 from moh_vision.opening import kind_of, open_run
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
@@ -138,11 +138,9 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
     path, name = Path(source), None
     if not path.exists():
         name = source
-        try:
-            check_name(name, None)
-        except ValueError as error:
-            reason = str(error).removeprefix(f"model.name '{source}' ")
-            raise ValueError(f"{source} is no file or folder, and {reason}") from None
+        problem = name_problem(name, None)
+        if problem:
+            raise ValueError(f"{source} is no file or folder, and {problem}")
     elif checkpoint:
         raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
     elif path.suffix in (".pt", ".pth", ".bin", ".npz"):

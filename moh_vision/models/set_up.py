@@ -36,7 +36,7 @@ class ModelSetup:
 
 def set_up_model(
     config,
-    kind: str,
+    wing: str,
     name: str,
     arguments: dict,
     classes: Sequence[str],
@@ -50,7 +50,7 @@ def set_up_model(
 
     Args:
         config: an `ImageRunConfig`.
-        kind: "classifier" or "diffusion".
+        wing: "classification" or "diffusion".
         name, arguments: for `create`; the result's have the image size and the trained budget, too.
         classes: of the data.
         checkpoint: that the run goes on from; its weights are loaded later. None: weights of config.init_from or
@@ -63,7 +63,7 @@ def set_up_model(
         ValueError: the configuration does not fit the model or its weights, or a step needs more memory than there is.
     """
     torch.manual_seed(config.seed)
-    model = create(name, kind, **arguments)
+    model = create(name, wing, **arguments)
     check_side(model, arguments.get("img_size"))
     side = arguments.get("img_size")
     if "img_size" not in arguments:
@@ -77,7 +77,7 @@ def set_up_model(
         load_source(model, config, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
-    if kind == "diffusion":
+    if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
     problem = beyond_memory(config, model, inputs, device, micro_batch)
     if problem and not config.dry_run:

@@ -29,7 +29,7 @@ MODEL = (
 def imagenet(tmp_path_factory):
     """A picture of each class, weights of a tiny model that knows all of them, and its logits of the pictures [1000, 1000]."""
     folder = tmp_path_factory.mktemp("imagenet")
-    model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=1000, **SMALL).eval()
+    model = create("moh_vit_tiny_patch16_224", "classification", num_classes=1000, **SMALL).eval()
     pixels = np.random.default_rng(0).integers(0, 256, (1000, 8, 8, 3), dtype=np.uint8)
     mean, std = (torch.tensor(model.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
     images = (torch.tensor(pixels).permute(0, 3, 1, 2) / 255 - mean) / std
@@ -194,7 +194,7 @@ def test_real_labels(imagenet, tmp_path, capsys):
 
 
 def test_other_classifiers_are_refused():
-    model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=2, **SMALL)
+    model = create("moh_vit_tiny_patch16_224", "classification", num_classes=2, **SMALL)
     words = (
         "--labels a needs a classifier of ImageNet's 1,000 classes; --checkpoint x has 2 classes"
     )

@@ -226,7 +226,7 @@ def test_mistakes(tmp_path, capsys):
 def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     data = ["--data.root", write_folder(tmp_path / "d")]
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
-    model = create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
+    model = create("moh_vit_tiny_patch16_224", "classification", **kwargs)
     export_weights(model, tmp_path / "other.safetensors", {})
     error = not_validated(
         capsys, *data, "--checkpoint", tmp_path / "other.safetensors", given=MODEL

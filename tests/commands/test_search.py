@@ -149,7 +149,7 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeyp
     train_cls.main(
         arguments("cls", second, 2, 2, "--model.head_budget", text)
     )  # as "$(cat budget.yaml)" gives it
-    model, about = from_run(str(second), "classifier")
+    model, about = from_run(str(second), "classification")
     assert (
         budget_pairs(model)
         == about["arguments"]["head_budget"]

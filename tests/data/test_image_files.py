@@ -68,7 +68,7 @@ def test_every_reader_takes_the_same_images_and_says_what_it_leaves_out(root, tm
     assert line in in_short(str(root), train, 1, 1, val).splitlines()
     assert f"left out of {root}/val: {LEFT_OUT}" in in_short(str(root), train, 1, 1, val)
 
-    model = create("moh_vit_tiny_patch16_224", "classifier", head_budget=1.0, **SIZES)
+    model = create("moh_vit_tiny_patch16_224", "classification", head_budget=1.0, **SIZES)
     about = dict(architecture="moh_vit_tiny_patch16_224", classes=["ant", "bee"])
     about["config"] = dict(kind="classification")
     about["arguments"] = dict(SIZES, head_budget=1.0)

@@ -556,7 +556,7 @@ def test_denoising(tmp_path, monkeypatch, capsys):
 
 def exported(folder, name, classes, **arguments):
     """A new classifier, saved as a run leaves it."""
-    model = create(name, "classifier", num_classes=len(classes), **arguments)
+    model = create(name, "classification", num_classes=len(classes), **arguments)
     about = dict(architecture=name, classes=classes, config={})
     about["arguments"] = dict(arguments, num_classes=len(classes))
     export_weights(model, folder / "model.safetensors", about)
@@ -583,7 +583,7 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     argv = ["--num-images", "30", "--extractor", judge, "--score", ref, "--score-file"]
     images, _ = drawn(run, *argv, tmp_path / "s.json")
     out, scores = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
-    network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
+    network = TimmExtractor(from_run(str(judge), "classification")[0], "x")
     want = score(
         *(torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference)), extractor=network
     )

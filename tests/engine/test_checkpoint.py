@@ -231,7 +231,7 @@ def test_two_processes(tmp_path):
     resumed = SimpleNamespace(
         model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1]
     )
-    assert described(resumed, "classifier", fresh=False) == (
+    assert described(resumed, "classification", fresh=False) == (
         NAME,
         VIT,
     )  # without the pre-trained model

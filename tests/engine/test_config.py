@@ -303,7 +303,7 @@ def test_a_dense_baseline_has_all_heads(config, baseline):
     """The configurations with a budget, beside the documented option that makes a model without one of them."""
     kind = DitConfig if "dit" in config else ClsConfig
     model = parse("--config", config, *baseline.split(), kind=kind).model
-    task = "diffusion" if kind is DitConfig else "classifier"
+    task = "diffusion" if kind is DitConfig else "classification"
     assert (
         head_budget(create(model.name, task, **dict(model.arguments(), img_size=32)))["share"] == 1
     )

@@ -135,7 +135,7 @@ def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
     if names == ["dog", "cat"]:  # a run of classes in this order, as of others' shards
         state, record = read_safetensors(tmp_path / "run" / "model.safetensors")
         write_tensors(tmp_path / "w.safetensors", state, dict(record, classes=names))
-        other = create("moh_vit", "classifier", **record["arguments"])
+        other = create("moh_vit", "classification", **record["arguments"])
         init_from(other, str(tmp_path / "w.safetensors"), print, classes=["cat", "dog"])
         assert torch.equal(other.head.weight, state["head.weight"].flip(0))
         assert torch.equal(other.head.bias, state["head.bias"].flip(0))

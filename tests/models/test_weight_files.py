@@ -221,7 +221,7 @@ def save_run(model, name, file, **arguments):
         config={},
     )
     save_file(model.state_dict(), file, metadata={k: json.dumps(v) for k, v in record.items()})
-    return "diffusion" if "dit" in name else "classifier"
+    return "diffusion" if "dit" in name else "classification"
 
 
 def pretrained(name, file, **kwargs):

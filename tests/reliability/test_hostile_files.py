@@ -123,7 +123,7 @@ def doors(folder) -> dict:
         ),
         "init_from": lambda f: init_from(classifier(), str(f), lambda text: None),
         "validate": lambda f: to_validate(str(f), NAME, SMALL),
-        "from_run": lambda f: from_run(str(f), "classifier"),
+        "from_run": lambda f: from_run(str(f), "classification"),
     }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
         places |= {

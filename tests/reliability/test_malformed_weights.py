@@ -32,7 +32,7 @@ ABOUT = dict(
 @pytest.fixture(scope="module")
 def vit():
     torch.manual_seed(0)
-    return create(NAME, "classifier", **SMALL)
+    return create(NAME, "classification", **SMALL)
 
 
 def metadata(about=ABOUT) -> dict:
@@ -153,7 +153,7 @@ def test_a_run_that_cannot_be(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
     for read in (
-        lambda: from_run(str(tmp_path), "classifier"),
+        lambda: from_run(str(tmp_path), "classification"),
         lambda: to_validate(str(file), NAME, SMALL),
     ):
         refuse("model.safetensors", read)
@@ -163,7 +163,7 @@ def test_files_that_are_not_there(tmp_path, vit):
     for read in (
         lambda: moh_vision.load_checkpoint(vit, tmp_path / "w.pth"),
         lambda: moh_vision.load_checkpoint(vit, tmp_path),
-        lambda: from_run(str(tmp_path), "classifier"),
+        lambda: from_run(str(tmp_path), "classification"),
         lambda: init_from(vit, str(tmp_path / "w.pth")),
         lambda: load_statistics(tmp_path / "s.npz"),
     ):
