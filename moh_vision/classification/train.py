@@ -31,10 +31,11 @@ from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.errors import BadData, message_of
 from moh_vision.engine.io import write_whole
+from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
-from moh_vision.engine.training_loop import TrainingLoop, start_loop
+from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads

@@ -21,10 +21,10 @@ from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import Alignment, DiffusionTask
 from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
-from moh_vision.engine.training_loop import start_loop
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
