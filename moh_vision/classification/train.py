@@ -43,7 +43,7 @@ from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
-from moh_vision.models.set_up import set_up_model
+from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 
 NAME = "train_cls.py"
@@ -90,16 +90,9 @@ def train(setup: RunSetup) -> None:
         decided["img_size"] = d.img_size or source.img_size
     arguments |= config.model.decided(**decided)
     model_setup = set_up_model(
-        config,
-        "classification",
-        name,
-        arguments,
-        source.classes,
-        span.checkpoint,
-        device=accelerator.device,
-        micro_batch=setup.micro_batch,
-        say=say,
+        config, "classification", name, arguments, source.classes, span.checkpoint, say
     )
+    check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     img_size = model_setup.arguments["img_size"]
     descent = BlockDescent(

@@ -29,7 +29,7 @@ from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
-from moh_vision.models.set_up import set_up_model
+from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
@@ -58,17 +58,8 @@ def train(setup: RunSetup) -> None:
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
     decided["predict"] = getattr(objective, "predict", None)
     arguments |= config.model.decided(**decided)
-    model_setup = set_up_model(
-        config,
-        "diffusion",
-        name,
-        arguments,
-        classes,
-        span.checkpoint,
-        device=accelerator.device,
-        micro_batch=setup.micro_batch,
-        say=say,
-    )
+    model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
+    check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
     origin = config.model.pretrained or config.init_from
     now = objective_said(config.tree())

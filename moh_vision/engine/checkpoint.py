@@ -21,6 +21,7 @@ from moh_vision.engine.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 
+# Names of files. An auxiliary module, such as REPA's projector, is trained beside the model and exported nowhere.
 WEIGHTS, AUXILIARY, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
 MODEL = "model."  # prefix of the model's tensors in the task
 

@@ -149,17 +149,17 @@ def train(setup: RunSetup) -> None:
             loop.save()
         for step in loop.steps():
             with setup.errors(every_rank=True, code=1):  # changed text, or invalid ids
-                micro = islice(stream, o.accumulation)
-                own = [
-                    send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro
+                step_batches = [
+                    send_to_device(batch, accelerator.device, non_blocking=True)
+                    for batch in islice(stream, o.accumulation)
                 ]
             # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
             # mean over all its labels.
-            labels = accelerator.reduce(
-                sum((batch["labels"] != -100).sum() for batch in own).float(), "sum"
-            )
+            local_labels = sum((batch["labels"] != -100).sum() for batch in step_batches)
+            labels = accelerator.reduce(local_labels.float(), "sum")
             epoch = batches.epoch(step)
-            loop.step(own, epoch=epoch, count=int(labels), tokens=labels / micro_batches)
+            mean_labels = labels / micro_batches
+            loop.step(step_batches, epoch=epoch, count=int(labels), tokens=mean_labels)
             if loop.logs():
                 v = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"

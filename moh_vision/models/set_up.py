@@ -25,12 +25,14 @@ class ModelSetup:
         model: with its weights; what is not trained requires no gradient.
         arguments: by which `create` makes it again.
         elastic: the budget that is drawn for every step, or None.
+        inputs: of one forward of batch 1.
         description: for a dry run, else empty.
     """
 
     model: nn.Module
     arguments: dict
     elastic: ElasticBudget | None
+    inputs: list[torch.Tensor]
     description: str
 
 
@@ -41,9 +43,6 @@ def set_up_model(
     arguments: dict,
     classes: Sequence[str],
     checkpoint: Path | None,
-    *,
-    device: torch.device,
-    micro_batch: int,
     say: Callable[[str], None],
 ) -> ModelSetup:
     """Create the model of a run and load the weights that it starts from.
@@ -55,12 +54,10 @@ def set_up_model(
         classes: of the data.
         checkpoint: that the run goes on from; its weights are loaded later. None: weights of config.init_from or
             config.model.pretrained are loaded, if these are given.
-        device: that the model will be trained on.
-        micro_batch: images that it takes at once.
         say: prints a line.
 
     Raises:
-        ValueError: the configuration does not fit the model or its weights, or a step needs more memory than there is.
+        ValueError: the configuration does not fit the model or its weights.
     """
     torch.manual_seed(config.seed)
     model = create(name, wing, **arguments)
@@ -79,11 +76,6 @@ def set_up_model(
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-    problem = beyond_memory(config, model, inputs, device, micro_batch)
-    if problem and not config.dry_run:
-        raise ValueError(problem)
-    if problem:  # a dry run describes runs of larger machines
-        say(f"refused on this machine: {problem}")
     said_of_budget = [str(elastic)] if elastic else []
     description = ""
     if config.dry_run:  # shows an elastic budget's largest share
@@ -100,25 +92,43 @@ def set_up_model(
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
         say("; ".join([shown, *said_of_budget]))
-    return ModelSetup(model, arguments, elastic, description)
+    return ModelSetup(model, arguments, elastic, inputs, description)
 
 
-def beyond_memory(
-    config, model: nn.Module, inputs: list[torch.Tensor], device: torch.device, micro_batch: int
-) -> str | None:
-    """Return why a run's first step needs more memory than there is: the system would kill it without a word."""
+def check_memory(
+    config,
+    model_setup: ModelSetup,
+    device: torch.device,
+    micro_batch: int,
+    say: Callable[[str], None],
+) -> None:
+    """Refuse a run whose first step needs more memory than there is: the system would kill it without a word.
+
+    A dry run says so and goes on: it describes runs of larger machines.
+
+    Args:
+        config: an `ImageRunConfig`.
+        model_setup: the model and its inputs.
+        device: that the model will be trained on.
+        micro_batch: images that it takes at once.
+        say: prints a line.
+    """
     limit = memory_limit(device)
     if limit is None:
-        return None
+        return
     if config.checkpointing or config.train_only != "all":  # then much less is kept
-        return None
+        return
+    inputs = model_setup.inputs
     bytes_each = 4 if config.mixed_precision == "no" else 2
-    needed = micro_batch * least_activations(model, *inputs) * bytes_each
+    needed = micro_batch * least_activations(model_setup.model, *inputs) * bytes_each
     if needed <= limit:
-        return None
+        return
     side = inputs[0].shape[-1]
-    return (
+    problem = (
         f"a step of {micro_batch} images of {side} x {side} pixels or latents keeps at least "
         f"{needed / 2**30:.1f} GiB for backward, and there are {limit / 2**30:.1f} GiB: take a smaller "
         "optim.batch_size, a larger optim.accumulation or model.patch_size, smaller images, or --checkpointing"
     )
+    if not config.dry_run:
+        raise ValueError(problem)
+    say(f"refused on this machine: {problem}")
