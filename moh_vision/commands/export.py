@@ -157,7 +157,8 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
 
 def fix_heads(model: nn.Module, file: str) -> None:
     """Keep each layer's most run heads by a head load file, as many as a token runs."""
-    load, layers = HeadLoad.read(Path(file)), attention_layers(model)
+    load = HeadLoad.read(Path(file))
+    layers = attention_layers(model)
     counted = [(layer["heads"], layer["shared"]) for layer in load.layers]
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
         raise ValueError(f"{file} counts (all, shared) heads {counted}, which are not the model's")

@@ -10,7 +10,7 @@ from torch import nn
 from moh_vision.engine.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import ElasticBudget, elastic_budget
+from moh_vision.models.elastic import ElasticBudget, elastic_budget, with_elastic
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
@@ -76,11 +76,10 @@ def set_up_model(
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-    said_of_budget = [str(elastic)] if elastic else []
     description = ""
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(full_name(name, arguments), model, *inputs)
-        description = "\n".join([shown, *said_of_budget])
+        description = with_elastic(shown, elastic, "\n")
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -91,7 +90,7 @@ def set_up_model(
         arguments = arguments | saved_budget(model)
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
-        say("; ".join([shown, *said_of_budget]))
+        say(with_elastic(shown, elastic, "; "))
     return ModelSetup(model, arguments, elastic, inputs, description)
 
 

@@ -15,7 +15,7 @@ from small_runs import arguments
 import moh_vision
 from moh_vision.__main__ import main
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, resolve_budget, running
-from moh_vision.attention.budget import change_routed, spread
+from moh_vision.attention.budget import change_budget, spread
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.search import cheapest, compare, search_budget
 from moh_vision.engine.command_line import parse_config
@@ -82,7 +82,7 @@ def test_losses_are_those_of_the_budgets_they_name():
 
 def test_spread_is_the_ramp_and_keeps_shared_heads():
     ramp = resolve_budget("ramp:0.75", 12, 12, 64)
-    assert spread("ramp", 108, ramp) == [b.active for b in change_routed("ramp:0.75", ramp)]
+    assert spread("ramp", 108, ramp) == [b.active for b in change_budget("ramp:0.75", ramp)]
     assert spread("uniform", 54, resolve_budget("uniform:0.75:0", 12, 6, 64)) == [4] * 6 + [5] * 6
     fixed = resolve_budget([(6, 0), (3, 2), (1, 2)], 3, 6, 64)
     assert spread("uniform", 12, fixed) == [6, 4, 2]
