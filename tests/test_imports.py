@@ -10,10 +10,10 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT
 
 from moh_vision.__main__ import COMMANDS, main
 from moh_vision.engine.errors import EXTRAS, user_errors
+from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "moh_vision"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}

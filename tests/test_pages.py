@@ -21,10 +21,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import ROOT
 from PIL import Image
-from small_text import write_pairs
-from tiny_vae import save_tiny_vae
 
 from moh_vision.__main__ import COMMANDS
 from moh_vision.__main__ import main as moh_vision_main
@@ -36,6 +33,9 @@ from moh_vision.engine.keys import keys_of
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.models.create import preset_config
 from moh_vision.models.transnext import SMALL, by_layer
+from tests.support.paths import ROOT
+from tests.support.small_text import write_pairs
+from tests.support.tiny_vae import save_tiny_vae
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 

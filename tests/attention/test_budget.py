@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-from refusals import each_refused, refuse
 
 from moh_vision.attention import (
     HeadBudget,
@@ -14,6 +13,7 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.budget import BudgetError, change_budget
+from tests.support.refusals import each_refused, refuse
 
 
 def totals(budgets):

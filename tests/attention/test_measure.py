@@ -6,9 +6,6 @@ import re
 
 import pytest
 import torch
-from refusals import each_refused, refuse
-from small_runs import same
-from test_moh_transnext import scramble, small
 from torch import nn
 
 import moh_vision
@@ -18,6 +15,9 @@ from moh_vision.attention.executors import measured, sequences
 from moh_vision.attention.executors.choice import say
 from moh_vision.attention.executors.masked import Masked
 from moh_vision.attention.kernels import route as routing_kernels
+from tests.support.refusals import each_refused, refuse
+from tests.support.small_runs import same
+from tests.support.small_transnext import scramble, small
 
 
 @pytest.fixture

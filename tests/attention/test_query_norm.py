@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from refusals import each_refused
 from torch import nn
 
 from moh_vision import set_head_budget
@@ -13,6 +12,7 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.routers.query_norm import QueryNormRouter
+from tests.support.refusals import each_refused
 
 B, N, C, H, D, GROUP = 3, 7, 24, 8, 4, 2
 BUDGET = HeadBudget(H, D, 2, 4)  # one shared group, two of the three others

@@ -7,15 +7,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from pictures import convert
 from PIL import Image
-from refusals import one_line, refuse
 from timm.data import ImageNetInfo
 from timm.data.real_labels import RealLabelsImagenet
 
 from moh_vision.classification.labels import open_labelled, refuse_other_classifier
 from moh_vision.classification.validate import main
 from moh_vision.models.weights import create
+from tests.support.pictures import convert
+from tests.support.refusals import one_line, refuse
 
 SYNSETS = ImageNetInfo().label_names()
 SMALL = dict(patch_size=4, embed_dim=24, depth=1, num_heads=3, img_size=8)

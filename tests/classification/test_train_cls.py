@@ -5,11 +5,8 @@ import math
 from functools import partial
 
 import pytest
-import refusals
 import torch
-from pictures import encoded, gradient, kinds, write_folder
 from safetensors.torch import load_file
-from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision.classification import scores, validate
 from moh_vision.classification import train as train_cls
@@ -18,6 +15,9 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create
+from tests.support import refusals
+from tests.support.pictures import encoded, gradient, kinds, write_folder
+from tests.support.small_runs import checkpoint_steps, entries, results, same
 
 MODEL = (
     "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "

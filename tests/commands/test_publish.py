@@ -8,11 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import small_runs
 import timm
 import torch
 import yaml
-from conftest import ROOT
 from PIL import Image
 
 from moh_vision import load_run
@@ -23,6 +21,8 @@ from moh_vision.commands.publish import data_of, datasets_of, without_paths
 from moh_vision.commands.runs import TEXT, ScoredRun
 from moh_vision.diffusion import sample
 from moh_vision.language import train as train_text
+from tests.support import small_runs
+from tests.support.paths import ROOT
 
 # Runs the code of each card, and compares with the run's own model. Weights are moved to memory of their own, because the
 # last bits of a product depend on where a file's tensors lie in memory.

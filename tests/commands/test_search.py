@@ -9,8 +9,6 @@ import pytest
 import timm
 import torch
 import yaml
-from refusals import each_refused, unread
-from small_runs import arguments
 
 import moh_vision
 from moh_vision.__main__ import main
@@ -23,6 +21,8 @@ from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.weights import from_run
+from tests.support.refusals import each_refused, unread
+from tests.support.small_runs import arguments
 
 SIZES = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=6, depth=3, num_classes=3)
 VIT = "moh_vit_tiny_patch16_224"

@@ -2,8 +2,6 @@
 
 import pytest
 import timm
-from refusals import each_refused
-from small_runs import arguments, logged, results, whole_and_resumed
 
 import moh_vision
 from moh_vision.__main__ import main
@@ -13,6 +11,8 @@ from moh_vision.classification import validate
 from moh_vision.commands.table import make_table
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 from moh_vision.models.head_load import HeadLoad
+from tests.support.refusals import each_refused
+from tests.support.small_runs import arguments, logged, results, whole_and_resumed
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
 

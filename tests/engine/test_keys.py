@@ -8,8 +8,6 @@ import string
 import typing
 
 import pytest
-import refusals
-from refusals import one_line, refuse
 
 from moh_vision.classification.config import ClsConfig, ClsDataConfig, ValidateConfig
 from moh_vision.diffusion.config import DitConfig, OpenedDitConfig, SampleConfig
@@ -17,6 +15,8 @@ from moh_vision.engine.command_line import dump, groups_of, load, parse_config
 from moh_vision.engine.config import BlockDescentConfig, OptimConfig
 from moh_vision.engine.keys import as_type, deciding, idle_keys, keys_of, unknown_key
 from moh_vision.language.config import LanguageConfig
+from tests.support import refusals
+from tests.support.refusals import one_line, refuse
 
 KINDS = [ClsConfig, DitConfig, LanguageConfig, SampleConfig, ValidateConfig, OpenedDitConfig]
 NEEDED = {SampleConfig: ["--checkpoint", "run", "--out", "images"]}

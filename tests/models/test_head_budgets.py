@@ -2,12 +2,12 @@
 
 import pytest
 import timm
-from text_tiny import tiny
 
 import moh_vision
 from moh_vision.attention import attention_layers, budgets_at, default_budget, head_budget
 from moh_vision.language import create_text_model
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
+from tests.support.text_tiny import tiny
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=48, depth=4, num_heads=8, num_classes=3)
 LLAMA = dict(

@@ -9,14 +9,14 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from damages import with_header
-from refusals import one_line, refuse
 from safetensors.torch import save, save_file
-from small_runs import same
 
 import moh_vision
 from moh_vision.evaluation.fidelity import load_statistics, score
 from moh_vision.models.weights import create, from_run, init_from, to_validate
+from tests.support.damages import with_header
+from tests.support.refusals import one_line, refuse
+from tests.support.small_runs import same
 
 NAME = "moh_vit_small_patch16_224"
 SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)

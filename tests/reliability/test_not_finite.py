@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from refusals import one_line
 from safetensors.torch import load_file
-from small_loop import small_loop
-from small_runs import arguments, logged, same, script
+
+from tests.support.refusals import one_line
+from tests.support.small_loop import small_loop
+from tests.support.small_runs import arguments, logged, same, script
 
 
 def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):
