@@ -23,13 +23,13 @@ from moh_vision.data.batches import (
 )
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
+from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.errors import reason_of
 from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
-from moh_vision.engine.run import make_accelerator
 from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moh_vision.engine.run import make_accelerator
+from moh_vision.engine.accelerator import make_accelerator
 
 
 def refuse_options(options: Sequence[str], why: str) -> None:
