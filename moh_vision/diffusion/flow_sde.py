@@ -31,14 +31,19 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         """Make a step, as diffusers' schedulers do: `model_output` is the velocity [B, C, h, w] at `sample`."""
         if self.step_index is None:
             self._init_step_index(timestep)
-        x, v = sample.float(), model_output.float()
-        t, after = self.sigmas[self.step_index].item(), self.sigmas[self.step_index + 1].item()
+        x = sample.float()
+        v = model_output.float()
+        t = self.sigmas[self.step_index].item()
+        after = self.sigmas[self.step_index + 1].item()  # the time to which the step goes
         if after == 0:
             x = x - t * v  # the expected image
         else:
-            eps, h = (1 - t) * v + x, t - after
+            eps = (1 - t) * v + x
+            h = t - after
             z = randn_tensor(x.shape, generator=generator, device=x.device, dtype=x.dtype)
             x = x - h * (v + eps) + (2 * t * h) ** 0.5 * z  # w s / 2 = -eps
         self._step_index += 1
         x = x.to(model_output.dtype)
-        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x) if return_dict else (x,)
+        if not return_dict:
+            return (x,)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x)
