@@ -335,7 +335,7 @@ class Drawing:
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
 
         def seconds_of_step() -> float:
-            return sum(collect(calls, run, one_pass, training=False) for run, one_pass in passes)
+            return sum(collect(calls, net, one_pass, training=False) for net, one_pass in passes)
 
         step = 0.0
         if todo:
@@ -368,9 +368,9 @@ class Drawing:
             load.add(stats, labels, number_of[t[0].item()])
 
         todo = parts.missing(accelerator)
-        share = len(range(accelerator.process_index, parts.count, accelerator.num_processes))
-        if len(todo) < share:
-            say(f"{share - len(todo)} of {share} batches of this process are there already")
+        assigned = len(range(accelerator.process_index, parts.count, accelerator.num_processes))
+        if len(todo) < assigned:
+            say(f"{assigned - len(todo)} of {assigned} batches of this process are there already")
         if denoising and accelerator.is_main_process and 0 not in todo:
             todo = [0, *todo]  # nobody kept how its images came about
         steps = len(todo) * len(pipe.scheduler.timesteps)

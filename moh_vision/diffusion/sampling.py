@@ -46,6 +46,7 @@ class Guidance:
             eps(class). None: 3 of 4, as the official DiT's published scores; all of any other number.
         interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside
             the scales are 1; Kynkaanniemi et al. 2024, there in noise levels.
+        weak_scale: 1: no weak model.
     """
 
     scale: float = 1.0
