@@ -140,6 +140,14 @@ class BatchMixing:
     """timm's mixup and cutmix, whose arguments it takes, drawn from (seed, position of the first sample).
 
     Images are mixed inside a micro-batch, so that another number of processes pairs other images.
+
+    Args:
+        seed: of the run.
+        num_classes: of the targets.
+        mixup, cutmix: alpha of each, 0: never.
+        prob: of mixing a batch at all.
+        switch_prob: of cutmix where both are on.
+        mode: "batch", "pair" or "elem": what shares one draw.
     """
 
     def __init__(

@@ -131,7 +131,13 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
 def in_short(
     root: str, train: Source, steps: int, batch_size: int, val: ImageSource | None = None
 ) -> str:
-    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out."""
+    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out.
+
+    Args:
+        root: as data.root.
+        train, val: the splits; without validation None.
+        steps, batch_size: of the run.
+    """
     images = f"{len(train)} training images {of_classes(train)}"
     remarks = [*train.remarks]
     if val is not None:

@@ -28,7 +28,15 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         generator: torch.Generator | list[torch.Generator] | None = None,
         return_dict: bool = True,
     ) -> FlowMatchEulerDiscreteSchedulerOutput | tuple[Tensor]:
-        """Make a step, as diffusers' schedulers do: `model_output` is the velocity [B, C, h, w] at `sample`."""
+        """Make a step, as diffusers' schedulers do.
+
+        Args:
+            model_output: velocity [B, C, h, w] at `sample`.
+            timestep: where the first step begins; later ones follow from the scheduler's own count.
+            sample: x [B, C, h, w].
+            generator: of z, the noise of the step; a list has one for each image.
+            return_dict: return diffusers' output class; False: a tuple.
+        """
         if self.step_index is None:
             self._init_step_index(timestep)
         x = sample.float()

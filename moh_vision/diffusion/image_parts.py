@@ -16,7 +16,15 @@ SUMS = ".loads.npz"  # compressed: a batch has few classes
 
 
 class ImageParts:
-    """Batches of uint8 images in a hidden folder named after `settings`; if `counted`, with sums as of a `HeadLoad`."""
+    """Batches of uint8 images in a hidden folder.
+
+    Args:
+        parent: of the hidden folder.
+        total: images of all batches.
+        batch_size: images of a batch, but for the last.
+        settings: what the images depend on, as JSON has it; the folder is named after them.
+        counted: keep sums as of a `HeadLoad` with each batch.
+    """
 
     def __init__(
         self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False

@@ -118,7 +118,15 @@ class PixelInputs:
 
 
 class CachedInputs(PixelInputs):
-    """Diffusion on stored latents."""
+    """Diffusion on stored latents.
+
+    Args:
+        source: the stored latents.
+        root: their folder, for messages.
+        vae: name or folder of the VAE to compare and to decode with; "none": theirs, and only to decode.
+        img_size: None, or the side of the images that were encoded.
+        augment: "none" or "flip".
+    """
 
     noised = NoisedLatents
 
@@ -180,7 +188,15 @@ class CachedInputs(PixelInputs):
 
 
 class EncodedInputs(PixelInputs):
-    """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model."""
+    """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model.
+
+    Args:
+        source: of images.
+        vae: name or folder.
+        img_size: side of the images in pixels.
+        augment: "none" or "flip".
+        device: of the VAE.
+    """
 
     noised = ImagesToEncode
 

@@ -43,9 +43,12 @@ def draw_step(rng: np.random.Generator) -> int:
 def draw_time(
     rng: np.random.Generator, sampling: str, shift: float, location: float, spread: float
 ) -> np.float32:
-    """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`, whose arguments these are.
+    """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`.
 
-    `sampling` is its `timesteps`; `location` and `spread` are of the normal of "logit-normal".
+    Args:
+        rng: of the position of the sample.
+        sampling: `timesteps` of `FlowMatchingLoss`.
+        shift, location, spread: see there.
     """
     if sampling == "uniform":
         t = rng.random()
@@ -106,7 +109,13 @@ class FlowMatchingLoss(nn.Module):
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return the loss of a predicted velocity [B, C, h, w]: loss and mse, equal [B] tensors."""
+        """Return the loss of a predicted velocity: loss and mse, equal [B] tensors.
+
+        Args:
+            output: velocity [B, C, h, w].
+            x0, xt, noise: the image, the noisy image and the noise, [B, C, h, w].
+            t: [B], 0 .. 1000.
+        """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         exact_prediction = dict(velocity=noise - x0, x=x0, noise=noise)[self.predict]
         target = to_velocity(self.predict, exact_prediction, xt, t)
@@ -160,7 +169,13 @@ class HybridLoss(nn.Module):
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return loss, mse (not weighted), and vb if the output [B, C or 2C, h, w] has the variance; all [B]."""
+        """Return loss, mse (not weighted), and vb if the output has the variance; all [B].
+
+        Args:
+            output: noise [B, C, h, w], or with the interpolation of the variance [B, 2C, h, w].
+            x0, xt, noise: the image, the noisy image and the noise, [B, C, h, w].
+            t: integers [B], 0 .. 999.
+        """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
@@ -176,6 +191,11 @@ class HybridLoss(nn.Module):
         """Return L_t in bits per dimension, [B]: a KL divergence, for t = 0 a discretised likelihood.
 
         The variance is exp(v log beta + (1 - v) log beta-tilde) with v = (interpolation + 1) / 2.
+
+        Args:
+            eps: predicted noise [B, C, h, w].
+            interpolation: [B, C, h, w].
+            x0, xt, t: as in `forward`.
         """
         v = (interpolation + 1) / 2
         log_var = v * _at(self.log_beta, t, xt) + (1 - v) * _at(self.log_posterior, t, xt)

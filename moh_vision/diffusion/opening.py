@@ -154,7 +154,18 @@ def open_run(
     command: str,
     saved: SavedConfig | None,
 ) -> OpenedDiffusion:
-    """See `moh_vision.open_run`. Options: of `OpenedDitConfig`, or with `scores` of sample.py."""
+    """Open a diffusion run, see `moh_vision.open_run`.
+
+    Args:
+        path: a run, a checkpoint, a saved pipeline, or a file of weights.
+        weights: "ema" or "model"; None: "ema".
+        device: of the model; None: the CPU.
+        options: of `OpenedDitConfig`, or with `scores` of sample.py.
+        name: of the model, for published weights.
+        scores: open for `OpenedDiffusion.scores` with options of sample.py.
+        command: what messages call the program.
+        saved: the config.yaml of the run, if it was read before.
+    """
     if scores:
         for option, value in (("name", name), ("weights", weights)):
             if value:

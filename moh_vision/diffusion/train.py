@@ -67,12 +67,8 @@ def train(setup: RunSetup) -> None:
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
-    origin = config.model.pretrained or config.init_from
-    if origin and not span.checkpoint:
-        before = trained_objective(origin)
-        now = objective_said(config.tree())
-        if before != now:
-            say(f"{origin} was trained with objective {before}, this run with {now}")
+    if not span.checkpoint:
+        say_other_objective(config)
     teacher = None
     alignment = None
     if config.repa.teacher:
@@ -182,6 +178,17 @@ def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, 
     teacher = Teacher("repa.teacher", repa.teacher, half, half)
     teacher_width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
     return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
+
+
+def say_other_objective(config: DitConfig) -> None:
+    """Say where a run begins from weights that were trained with another objective."""
+    origin = config.model.pretrained or config.init_from
+    if not origin:
+        return
+    before = trained_objective(origin)
+    now = objective_said(config.tree())
+    if before != now:
+        say(f"{origin} was trained with objective {before}, this run with {now}")
 
 
 def trained_objective(source: str) -> str:

@@ -202,7 +202,15 @@ def _check(options: Namespace) -> None:
 
 
 class Encoder:
-    """Encodes images on a rank, shard by shard."""
+    """Encodes images on a rank, shard by shard.
+
+    Args:
+        options: of the command.
+        source: of the images.
+        model: the VAE.
+        writer: plans and records the shards.
+        limit: counts unreadable images of this rank.
+    """
 
     def __init__(self, options: Namespace, source, model, writer: ShardWriter, limit: BadSamples):
         self.options = options
