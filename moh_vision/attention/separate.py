@@ -37,10 +37,10 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
         return False
 
     def project_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.project_queries(x), *self.project_keys_values(x)
 
     def project_queries(self, x: Tensor) -> Tensor:
-        return self.q_proj(x)
+        return self.by_head(self.q_proj(x))
 
-    def project_keys_values(self, x: Tensor, weights: list | None = None) -> tuple[Tensor, Tensor]:
-        return self.k_proj(x), self.v_proj(x)
+    def project_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.by_head(self.k_proj(x)), self.by_head(self.v_proj(x))

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import nn
 
-from moh_vision.attention.executors.measured import processor
+from moh_vision.attention.executors.measurement_table import processor
 from moh_vision.attention.measure import collect, measured_table
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.best import BEST, Best

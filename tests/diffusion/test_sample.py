@@ -19,7 +19,7 @@ from tiny_vae import coarse_vae, no_longer_zero, save_tiny_vae
 
 from moh_vision import load_run
 from moh_vision.attention import measure
-from moh_vision.attention.executors import measured
+from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as building
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import latents_path
@@ -284,7 +284,7 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
     monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
     monkeypatch.setattr(building, "_used", None)  # an interrupted command leaves it as it is
-    monkeypatch.setattr(measured, "_table", None)
+    monkeypatch.setattr(measurement_table, "_current", None)
     interrupted(run, "--out", tmp_path / "a.npz")
     (record,) = tmp_path.glob(".samples-*/attention.json")
     record.write_text(record.read_text().replace('"torch"', '"cpp"'))
