@@ -10,10 +10,9 @@ from moh_vision.engine.command_line import load_as
 from moh_vision.engine.errors import closest
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
+from moh_vision.engine.wings import WINGS
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import image_models
-
-KINDS = ("classification", "diffusion", "text")
 
 
 def open_run(
@@ -70,7 +69,7 @@ def load_run(path: str | Path, weights: str | None = None) -> nn.Module:
 
 
 def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
-    """Return which of KINDS a path is, or else the model named by --model.name in options."""
+    """Return the name of the wing that a path belongs to, or else the model named by --model.name in options."""
     place, config = Path(path), run_of(path) / "config.yaml"
     if config.is_file():
         return _said(config, _read(config).get("kind"))
@@ -78,21 +77,19 @@ def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
         return "diffusion"
     if (place / "config.json").is_file():
         saved = _read(place / "config.json")
-        return (
-            "text"
-            if "model_type" in saved
-            else "diffusion"
-            if "_class_name" in saved
-            else "classification"
-        )
+        if "model_type" in saved:  # transformers
+            return "text"
+        if "_class_name" in saved:  # diffusers
+            return "diffusion"
+        return "classification"  # timm
     if place.is_file() and place.suffix == ".safetensors":
         saved = read_safetensors(place, lambda name: False)[1].get("config")
         if saved is not None:
             return _said(place, saved.get("kind") if isinstance(saved, dict) else None)
-    named = next(
-        (b for a, b in zip(options, options[1:]) if a == "--model.name"), place.name
-    ).split(".")[0]
-    return "diffusion" if image_models().get(named) == "diffusion" else "classification"
+    named = place.name
+    if "--model.name" in options[:-1]:
+        named = options[list(options).index("--model.name") + 1]
+    return image_models().get(named.split(".")[0], "classification")
 
 
 def _read(file: Path) -> dict:
@@ -101,6 +98,6 @@ def _read(file: Path) -> dict:
 
 
 def _said(file: Path, kind: Any) -> str:
-    if kind not in KINDS:
-        raise ValueError(f"{file}: kind {kind!r}: {closest(str(kind), KINDS)}")
+    if kind not in WINGS:
+        raise ValueError(f"{file}: kind {kind!r}: {closest(str(kind), WINGS)}")
     return kind

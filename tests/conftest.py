@@ -7,6 +7,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from tests.support.paths import ROOT
+
 if not torch.cuda.is_available():
     os.environ.setdefault(
         "TRITON_INTERPRET", "1"
@@ -16,7 +18,6 @@ os.environ.update(
     MOH_VISION_MEASURE="off", MOH_VISION_BUILD="off"
 )  # times and compilers decide nothing here
 
-ROOT = Path(__file__).resolve().parent.parent
 CIFAR = Path(os.environ.get("MOH_VISION_CIFAR10", ROOT.parent / "shared" / "data" / "cifar10"))
 
 
@@ -100,9 +101,8 @@ def run_command(capsys):
 @pytest.fixture
 def refused(capsys):
     """refused(name, *argv): the one line with which a command refuses its arguments, before it prints anything."""
-    import refusals
-
     from moh_vision.__main__ import main
+    from tests.support import refusals
 
     return lambda *argv: refusals.refused(capsys, main, *argv, silent=True)
 
@@ -119,7 +119,7 @@ def forget_precision():
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory):
     """trained(kind, steps, *options): the folder of a small run, named after its kind; who changes it copies it."""
-    import small_runs
+    from tests.support import small_runs
 
     kept = {}
 
@@ -135,7 +135,7 @@ def trained(tmp_path_factory):
 @pytest.fixture
 def training():
     """A `SmallTraining`, in a process that may fork."""
-    from small_training import SmallTraining
+    from tests.support.small_training import SmallTraining
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

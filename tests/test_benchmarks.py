@@ -1,16 +1,16 @@
 """Every benchmark runs at its smallest size and writes what it promises; people look at its times, not tests."""
 
-import importlib
 import json
 import shlex
 import sys
 
 import pytest
 import torch
-from conftest import ROOT
 
 from moh_vision.attention import HeadMixtureAttention
 from moh_vision.attention.kernels import use
+from tests.support.benchmarks import benchmark
+from tests.support.paths import ROOT
 
 TINY = dict(img_size=32, depth=1, embed_dim=24, num_heads=12)
 SIZES = dict(
@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch, capsys):
 
     def main(name, options):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *shlex.split(options)])
-        return importlib.import_module(name).main() or 0, capsys.readouterr()
+        return benchmark(name).main() or 0, capsys.readouterr()
 
     yield main
     torch.set_num_threads(threads)
@@ -62,7 +62,8 @@ def run(tmp_path, monkeypatch, capsys):
 )
 def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monkeypatch):
     smaller, options = BENCHMARKS[name]
-    module, report = importlib.import_module(name), tmp_path / "report.json"
+    module = benchmark(name)
+    report = tmp_path / "report.json"
     for key, value in dict(smaller, ROUNDS=(1, 1)).items():
         monkeypatch.setattr(module, key, value, raising=key != "ROUNDS")
     if name == "attention":
@@ -109,16 +110,36 @@ def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
     )
 
 
+def test_density_counts_what_it_names(tmp_path):
+    """Packed statements, tricks and conditional expressions; swaps, shapes and repeated lists are none."""
+    density = benchmark("density")
+    (tmp_path / "dense.py").write_text(
+        'a, b = 1, f()\ntext = "s" * (a > 1) + "t" * (not b) + "u" * bool(b)\nc = 1 if a else 2\n'
+    )
+    (tmp_path / "plain.py").write_text(
+        '"""A docstring, 1 if 2 else 3."""\n'
+        "# a, b = 1, 2\n"
+        "a, b = b, a\n"
+        "(B, N), (M, C) = x.shape, y.shape\n"
+        "c, d = f()\n"
+        'row = [0] * len(c) + ["-"] * d\n'
+    )
+    dense = density.count([tmp_path / "dense.py"])
+    assert (dense["packed"], dense["tricks"], dense["cond"], dense["code"]) == (1, 3, 1, 3)
+    plain = density.count([tmp_path / "plain.py"])
+    assert (plain["packed"], plain["tricks"], plain["cond"], plain["code"]) == (0, 0, 0, 4)
+    assert [line.split()[0] for line in density.table([tmp_path])] == ["lines", str(tmp_path)]
+
+
 @pytest.mark.parametrize("part", ["dit_small", "transnext"])
 def test_the_released_models_are_ours(part, monkeypatch):
-    import models as benchmark
-
-    monkeypatch.setattr(benchmark, "SIZES", SIZES)
-    made = benchmark.PARTS[part][0]()
-    given = benchmark.arguments(made["released"], 2, 32)
+    script = benchmark("models")
+    monkeypatch.setattr(script, "SIZES", SIZES)
+    made = script.PARTS[part][0]()
+    given = script.arguments(made["released"], 2, 32)
     models = [made[name].eval() for name in ("token 0.75", "released")]
-    for layer, other in zip(*map(benchmark.routed, models)):
-        benchmark.draw_router(layer.router)
+    for layer, other in zip(*map(script.routed, models)):
+        script.draw_router(layer.router)
         getattr(other.router, "router", other.router).load_state_dict(layer.router.state_dict())
     with torch.no_grad():
         ours, released = (

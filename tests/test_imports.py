@@ -10,10 +10,10 @@ import sys
 import tomllib
 
 import pytest
-from conftest import ROOT
 
 from moh_vision.__main__ import COMMANDS, main
 from moh_vision.engine.errors import EXTRAS, user_errors
+from tests.support.paths import ROOT
 
 PACKAGE = ROOT / "moh_vision"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
@@ -31,8 +31,10 @@ ALLOWED["__init__"] = {"attention", "models", "language", "opening"}
 ALLOWED["commands"] = {*GROUND, *WINGS, "opening", "__init__"}
 ALLOWED["__main__"] = {*ALLOWED["commands"], "commands"}
 # Every room may import these: files that are whole or not there, the command line, one line for every mistake, progress
-# bars, streams of random numbers.
-COMMON = tuple(f"moh_vision.engine.{name}" for name in ("io", "cli", "errors", "progress", "seeds"))
+# bars, streams of random numbers, the names of the wings.
+COMMON = tuple(
+    f"moh_vision.engine.{name}" for name in ("io", "cli", "errors", "progress", "seeds", "wings")
+)
 
 
 def modules(tree):

@@ -2,7 +2,7 @@
 
 import ast
 
-from mutations import mutations
+from tests.mutations import mutations
 
 LEFT_OUT = '''
 def f(x: 1 = None) -> 2:

@@ -5,14 +5,14 @@ import shutil
 import pytest
 import timm
 import torch
-from refusals import one_line
-from small_runs import same
 
 import moh_vision
 from moh_vision.__main__ import main as command
 from moh_vision.engine.io import write_tensors
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.opening import kind_of
+from tests.support.refusals import one_line
+from tests.support.small_runs import same
 
 KINDS = dict(cls="classification", dit="diffusion", clm="text")
 

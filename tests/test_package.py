@@ -6,7 +6,8 @@ import tarfile
 import zipfile
 
 import pytest
-from conftest import ROOT
+
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 

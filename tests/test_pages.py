@@ -21,21 +21,21 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import ROOT
 from PIL import Image
-from small_text import write_pairs
-from tiny_vae import save_tiny_vae
 
 from moh_vision.__main__ import COMMANDS
 from moh_vision.__main__ import main as moh_vision_main
-from moh_vision.attention import ROUTERS, attention_layers, head_budget
+from moh_vision.attention import ROUTERS, attention_layers, head_budget, resolve_budget
 from moh_vision.classification.config import ClsConfig
 from moh_vision.diffusion.config import DitConfig
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.keys import keys_of
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.models.create import preset_config
-from moh_vision.models.transnext import SMALL, stage_budgets
+from moh_vision.models.transnext import SMALL, by_layer
+from tests.support.paths import ROOT
+from tests.support.small_text import write_pairs
+from tests.support.tiny_vae import save_tiny_vae
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
@@ -255,10 +255,9 @@ def test_the_shares_of_shared_heads():
     """Jin 2024, table 7: the budgets of the page have the shares that the paper prints."""
     assert len(BUDGETS) == 9
     for share, shared, spec in BUDGETS:
-        stages = stage_budgets(
-            json.loads(spec), SMALL["depths"], SMALL["num_heads"], SMALL["embed_dims"]
-        )
-        layers = [budget for stage in stages for budget in stage]
+        pairs = by_layer(json.loads(spec), SMALL["depths"])
+        heads = by_layer(SMALL["num_heads"], SMALL["depths"])
+        layers = resolve_budget(pairs, len(heads), heads, head_dim=24)
         assert sum(b.active for b in layers) == 323 and sum(b.shared for b in layers) == int(shared)
         assert 100 * int(shared) / 323 == pytest.approx(float(share), abs=0.06)
 

@@ -7,7 +7,7 @@ Letters used in every file: B batch, N query tokens, M key tokens, C model width
 E routed candidates, K active heads, D head width.
 """
 
-from moh_vision.attention.budget import BudgetSpec, HeadBudget, all_heads, resolve_budget
+from moh_vision.attention.budget import BudgetSpec, HeadBudget, full_budget, resolve_budget
 from moh_vision.attention.cache import ContextCache, KeyValueCache
 from moh_vision.attention.executors import EXECUTORS
 from moh_vision.attention.layer import HeadMixtureAttention
@@ -20,15 +20,15 @@ from moh_vision.attention.losses import (
 )
 from moh_vision.attention.model_heads import (
     attention_layers,
+    budgets_at,
     head_budget,
     init_routers,
-    routed_budgets,
+    layer_budgets,
     running,
     set_budgets,
-    set_routed_heads,
     token_heads,
 )
-from moh_vision.attention.routers import ROUTERS, runs_all_heads
+from moh_vision.attention.routers import ROUTERS, default_budget
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
 from moh_vision.attention.separate import SeparateHeadMixtureAttention
 
@@ -43,21 +43,21 @@ __all__ = [
     "Routing",
     "RoutingStats",
     "SeparateHeadMixtureAttention",
-    "all_heads",
     "attention_layers",
+    "budgets_at",
+    "default_budget",
+    "full_budget",
     "head_budget",
     "head_runs",
     "head_usage",
     "init_routers",
+    "layer_budgets",
     "load_balance_loss",
     "moa_balance_loss",
     "router_z_loss",
     "resolve_budget",
     "run_block",
-    "routed_budgets",
     "running",
     "set_budgets",
-    "set_routed_heads",
-    "runs_all_heads",
     "token_heads",
 ]

@@ -1,20 +1,69 @@
-"""How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for a model."""
+"""How many heads of each layer run: `HeadBudget` for one layer, `resolve_budget` for a model.
+
+What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. Of a model's budget other rooms use:
+
+    a new model       default_budget     attention/routers         the head_budget of a router, where none is given
+                      new_budgets        models/head_budgets.py    resolve and note the budget of a model being built
+                      resolve_budget     here                      the budgets of layers that are not there yet
+    a model, read     head_budget        attention/model_heads.py  the table that users see
+                      layer_budgets      attention/model_heads.py  the budget of every layer
+                      budgets_at         attention/model_heads.py  the budgets that its layers would have at another share
+    set               set_head_budget    models/head_budgets.py    run another share from now on, and record it
+    run with          running            attention/model_heads.py  run other budgets for a while
+    recorded          record_budget      models/head_budgets.py    write it where timm, diffusers or transformers saves it
+                      saved_budget       models/head_budgets.py    arguments that make a model with the present budget
+    from weights      take_shared_heads  models/head_budgets.py    share the heads that the weights share
+"""
 
 import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 log = logging.getLogger("moh_vision.attention")
 BudgetSpec = float | str | Sequence[Sequence[int]]
 
 NEAR = 0.05  # difference between a share and that of whole heads that is not worth a line
 
+ACTIVE_SHARE = 0.75  # of the heads, by default
+
 # The default. Jin 2024, section 4.5 and table 7: accuracy is flat from 14 to 74 %, the advice is "greater than 40 %".
 SHARED_SHARE = 0.4
 
 SHAPES = ("ramp", "uniform")  # of a share over the layers
+
+
+class BudgetError(ValueError):
+    """A share of heads that cannot be understood, or that the layers cannot run.
+
+    Attributes:
+        reason: the message without the name of the argument.
+        advice: what to give for head_budget instead, the end of the message; "" where the reason says it.
+    """
+
+    def __init__(self, reason: str, advice: str = ""):
+        super().__init__(reason, advice)
+        self.reason = reason
+        self.advice = advice
+
+    def __str__(self) -> str:
+        message = f"head_budget {self.reason}"
+        if self.advice:
+            message += f"; {self.advice}"
+        return message
+
+
+class Share(NamedTuple):
+    """A budget that is not a list, as `parse_share` reads it."""
+
+    shape: str
+    """How it is spread over the layers: "ramp" or "uniform"."""
+    active: float
+    """Active heads over all heads."""
+    shared: float | None
+    """Shared heads over active heads; None: the budget does not say."""
 
 
 @dataclass(frozen=True)
@@ -126,26 +175,29 @@ def _pairs_of_share(
     spec: float | str, heads: Sequence[int], shared_share: float
 ) -> list[tuple[int, int]]:
     """Return (shared, routed) of each layer for a share of all heads, uniform or a ramp."""
-    kind, target, said = parse_share(spec)
-    share = shared_share if said is None else said
-    least = 1 if math.floor(target * sum(heads) + 0.5) >= len(heads) else 0
-    active = _active(kind, target, heads, [least] * len(heads))
-    if kind == "ramp":
-        shared = _shared_of(share, active, heads)
+    share = parse_share(spec)
+    if share.shared is not None:
+        shared_share = share.shared
+    # A layer runs at least one head where there are as many active heads as layers.
+    enough = math.floor(share.active * sum(heads) + 0.5) >= len(heads)
+    active = _active(share, heads, [int(enough)] * len(heads))
+    if share.shape == "ramp":
+        shared = _shared_of(shared_share, active, heads)
     else:
-        shared = [_shared_of(share, [a], [h])[0] for a, h in zip(active, heads)]
+        shared = [_shared_of(shared_share, [a], [h])[0] for a, h in zip(active, heads)]
     for layer, (a, h) in enumerate(zip(active, heads)):
         if a < 1:
-            raise ValueError(
-                f"head_budget {spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
-                f"the smallest share is {_smallest_share(kind, heads, [1] * len(heads))}"
+            smallest = _smallest_share(share.shape, heads, [1] * len(heads))
+            raise BudgetError(
+                f"{spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
+                f"the smallest share is {smallest}"
             )
     _warn_once_of_rounding(spec, sum(active), sum(heads))
     return [(s, a - s) for s, a in zip(shared, active)]
 
 
-def all_heads(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
-    """(shared, routed) pairs with which every head runs, to be lowered by `change_routed`.
+def full_budget(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
+    """(shared, routed) pairs with which every head runs, to be lowered by `change_budget`.
 
     A fifth of the heads, at least one, is shared, or none: with `shares` False (MoA), and in layers of fewer than four
     heads, where a shared head would leave no routed head at half of them.
@@ -158,7 +210,7 @@ def shape_of(spec: BudgetSpec | None) -> str | None:
     """Return how a share is spread over the layers, "ramp" or "uniform"; None: a list, which does not say it."""
     if spec is None or isinstance(spec, (list, tuple)):
         return None
-    return parse_share(spec)[0]
+    return parse_share(spec).shape
 
 
 def shaped(spec: BudgetSpec | None, shape: str | None) -> BudgetSpec | None:
@@ -172,7 +224,7 @@ def shaped(spec: BudgetSpec | None, shape: str | None) -> BudgetSpec | None:
     return f"{shape}:{spec}"
 
 
-def change_routed(
+def change_budget(
     spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int] | None = None
 ) -> tuple[HeadBudget, ...]:
     """Other numbers of routed heads for layers that exist: their shared heads stay.
@@ -181,10 +233,13 @@ def change_routed(
         spec: as for `resolve_budget`; a share counts all active heads, a list holds one (shared, routed) pair per layer.
         budgets: what the layers have.
         groups: for each layer how many heads are chosen together, see `resolve_budget`; None: 1 everywhere.
+
+    Raises:
+        BudgetError: for a share that the layers cannot run with their shared heads.
+        ValueError: for a list that does not fit the layers, naming the layer and the numbers.
     """
     if groups is not None and any(group != 1 for group in groups):
-        return _in_groups(change_routed, spec, budgets, groups)
-    heads = [b.heads for b in budgets]
+        return _in_groups(change_budget, spec, budgets, groups)
     if isinstance(spec, (list, tuple)):
         pairs = _explicit_pairs(spec, len(budgets))
         for layer, ((shared, _), b) in enumerate(zip(pairs, budgets)):
@@ -193,42 +248,61 @@ def change_routed(
                     f"head_budget, layer {layer}: {b.shared} heads are shared and stay so, not {shared}"
                 )
     else:
-        kind, target, shared_share = parse_share(spec)
-        if shared_share is not None:
-            raise ValueError(
-                f"head_budget {spec!r}: the shared heads of a model stay; leave out {shared_share}"
-            )
-        fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
-        if len(fixed) == len(budgets) and target < 1:
-            raise ValueError(
-                f"head_budget {spec!r}: the model has no routed heads; moh_vision.convert gives a dense one some"
-            )
-        if fixed and target < 1:
-            layer = fixed[0]
-            raise ValueError(
-                f"head_budget {spec!r}: layer {layer} has no routed heads, all {heads[layer]} are shared"
-                + (f" (so have {len(fixed) - 1} other layers)" if len(fixed) > 1 else "")
-                + f"; give a list of pairs with ({heads[layer]}, 0) there"
-            )
-        least = [b.shared + (b.candidates > 0) for b in budgets]
-        active = _active(kind, target, heads, least)
-        advice = (
-            "give the lower budget when the model is made or converted, it then shares fewer heads"
-        )
-        for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
-            if a < low:
-                raise ValueError(
-                    f"head_budget {spec!r}: layer {layer} would run {a} of {b.heads} heads, "
-                    f"but {b.shared} are shared and at least 1 is routed; the smallest share is "
-                    f"{_smallest_share(kind, heads, least)}; {advice}"
-                )
-        if sum(active) > math.floor(target * sum(heads) + 0.5) and kind == "ramp":
-            raise ValueError(
-                f"head_budget {spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
-                f"{sum(heads)} already, and the smallest share is {_smallest_share(kind, heads, least)}; {advice}"
-            )
-        pairs = [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
+        pairs = _changed_pairs_of_share(spec, budgets)
+    heads = [b.heads for b in budgets]
     return resolve_budget(pairs, len(budgets), heads, [b.head_dim for b in budgets])
+
+
+def _changed_pairs_of_share(
+    spec: float | str, budgets: Sequence[HeadBudget]
+) -> list[tuple[int, int]]:
+    """Return (shared, routed) of each layer for a share of all heads, with the shared heads that there are."""
+    share = parse_share(spec)
+    if share.shared is not None:
+        raise BudgetError(f"{spec!r}: the shared heads of a model stay; leave out {share.shared}")
+    heads = [b.heads for b in budgets]
+    fixed = [layer for layer, b in enumerate(budgets) if b.candidates == 0]
+    if share.active < 1:
+        _refuse_fixed_layers(spec, fixed, heads)
+    least = _least(budgets)
+    active = _active(share, heads, least)
+    advice = "give the lower budget when the model is made or converted, it then shares fewer heads"
+    for layer, (a, low, b) in enumerate(zip(active, least, budgets)):
+        if a < low:
+            raise BudgetError(
+                f"{spec!r}: layer {layer} would run {a} of {b.heads} heads, "
+                f"but {b.shared} are shared and at least 1 is routed; the smallest share is "
+                f"{_smallest_share(share.shape, heads, least)}",
+                advice,
+            )
+    if sum(active) > math.floor(share.active * sum(heads) + 0.5) and share.shape == "ramp":
+        raise BudgetError(
+            f"{spec!r}: the shared heads and one routed head per layer are {sum(active)} of "
+            f"{sum(heads)} already, and the smallest share is "
+            f"{_smallest_share(share.shape, heads, least)}",
+            advice,
+        )
+    return [(b.shared, a - b.shared) for a, b in zip(active, budgets)]
+
+
+def _refuse_fixed_layers(spec: float | str, fixed: Sequence[int], heads: Sequence[int]) -> None:
+    """Refuse a share below 1 where some layers, `fixed`, have no routed heads."""
+    if not fixed:
+        return
+    if len(fixed) == len(heads):
+        raise BudgetError(
+            f"{spec!r}: the model has no routed heads; moh_vision.convert gives a dense one some"
+        )
+    layer = fixed[0]
+    reason = f"{spec!r}: layer {layer} has no routed heads, all {heads[layer]} are shared"
+    if len(fixed) > 1:
+        reason += f" (so have {len(fixed) - 1} other layers)"
+    raise BudgetError(reason, f"give a list of pairs with ({heads[layer]}, 0) there")
+
+
+def _least(budgets: Sequence[HeadBudget]) -> list[int]:
+    """Return the fewest heads that each layer can run: the shared ones and, where it routes, one more."""
+    return [b.shared + (b.candidates > 0) for b in budgets]
 
 
 def check_groups(budget: HeadBudget, group: int) -> None:
@@ -264,28 +338,30 @@ def _in_groups(
                     "in whole groups"
                 )
         spec = [(shared // group, routed // group) for (shared, routed), group in zip(spec, groups)]
+    counted = f" (counted in groups of {', '.join(map(str, sorted(set(groups))))} heads)"
     try:
         decided = decide(spec, wide)
+    except BudgetError as error:
+        if error.advice:
+            raise BudgetError(error.reason, error.advice + counted) from None
+        raise BudgetError(error.reason + counted) from None
     except ValueError as error:
-        raise ValueError(
-            f"{error} (counted in groups of {', '.join(map(str, sorted(set(groups))))} heads)"
-        ) from None
+        raise ValueError(f"{error}{counted}") from None
     return tuple(
         HeadBudget(b.heads, b.head_dim, new.shared * group, new.routed * group)
         for b, new, group in zip(budgets, decided, groups)
     )
 
 
-def spread(kind: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
+def spread(shape: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
     """Active heads of each layer, `total` in all, as near as can be to the papers' "ramp" or to "uniform".
 
     Shared heads and one routed head stay in every layer, and layers without routed heads are left as they are.
     """
     heads = [b.heads for b in budgets]
     share = total / sum(heads)
-    wanted = _ramp_wanted(share, heads) if kind == "ramp" else [share * h for h in heads]
-    least = [b.shared + (b.candidates > 0) for b in budgets]
-    return _round_to_total(wanted, total, least, heads)
+    wanted = _ramp_wanted(share, heads) if shape == "ramp" else [share * h for h in heads]
+    return _round_to_total(wanted, total, _least(budgets), heads)
 
 
 def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
@@ -313,41 +389,49 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
     return pairs
 
 
-def parse_share(spec: object) -> tuple[str, float, float | None]:
-    """Read a budget that is not a list: ("ramp" or "uniform", active share, shared share of the active or None)."""
-    kind, *numbers = spec.split(":") if isinstance(spec, str) and ":" in spec else ("ramp", spec)
+def parse_share(spec: object) -> Share:
+    """Read a budget that is not a list, such as 0.75, "uniform:0.75" or "ramp:0.75:0.4"."""
+    shape = "ramp"
+    numbers = [spec]
+    if isinstance(spec, str) and ":" in spec:
+        shape, *numbers = spec.split(":")
     try:
-        target, shared = (
-            math.nan if isinstance(n, bool) else float(n) for n in (numbers + [0])[:2]
-        )
+        if any(isinstance(number, bool) for number in numbers):
+            raise TypeError("a truth value is not a share")
+        active, *rest = map(float, numbers)
+        shared = rest[0] if rest else None
+        understood = shape in SHAPES and len(rest) < 2 and 0 < active <= 1
+        understood = understood and (shared is None or 0 <= shared < 1)
     except (TypeError, ValueError):
-        target = shared = math.nan
-    if kind not in SHAPES or len(numbers) > 2 or not (0 < target <= 1 and 0 <= shared < 1):
-        raise ValueError(
-            f"head_budget {spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
+        understood = False
+    if not understood:
+        raise BudgetError(
+            f"{spec!r} is not understood: give a share above 0 and up to 1 such as 0.75, 'ramp:0.75' or "
             "'uniform:0.75', with the share of shared heads below 1 behind it such as 'ramp:0.75:0.4', or a "
             "list with one (shared, routed) pair per layer"
         )
-    return kind, target, shared if len(numbers) == 2 else None
+    return Share(shape, active, shared)
 
 
 def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
     """Log, at level WARNING, a share that whole heads miss by more than 5 points; "uniform" rounds in every layer."""
-    if not isinstance(spec, (list, tuple)) and abs(active / heads - parse_share(spec)[1]) > NEAR:
+    if isinstance(spec, (list, tuple)):
+        return
+    if abs(active / heads - parse_share(spec).active) > NEAR:
         log.warning(
             f"head_budget {spec!r} runs {active} of {heads} heads, {100 * active / heads:.1f} %, because a layer runs whole heads"
         )
 
 
-_warn_once_of_rounding = functools.lru_cache(
-    warn_of_rounding
-)  # a run is opened by making its model again
+# A run is opened by making its model again.
+_warn_once_of_rounding = functools.lru_cache(warn_of_rounding)
 
 
-def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> float:
+def _smallest_share(shape: str, heads: Sequence[int], least: Sequence[int]) -> float:
     """The smallest share that whole heads reach, in thousandths, with which every layer runs at least so many heads."""
-    if kind == "ramp":
-        heads, least = [sum(heads)], [sum(least)]
+    if shape == "ramp":
+        heads = [sum(heads)]
+        least = [sum(least)]
     every = sum(heads)
     for total in range(1, every):
         share = round(total / every, 3)
@@ -359,24 +443,22 @@ def _smallest_share(kind: str, heads: Sequence[int], least: Sequence[int]) -> fl
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
     """Active heads of each layer, before rounding."""
-    depth, total = len(heads), sum(heads)
-    position = [
-        2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)
-    ]  # -1 .. 1
-    middle = (
-        sum(p * h for p, h in zip(position, heads)) / total
-    )  # 0 where all layers have equally many heads
+    depth = len(heads)
+    # -1 .. 1
+    position = [2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)]
+    # 0 where all layers have equally many heads
+    middle = sum(p * h for p, h in zip(position, heads)) / sum(heads)
     position = [p - middle for p in position]
     half_range = min((1 - target) / max(1.0, *position), target / 3)
     return [(target + half_range * p) * h for p, h in zip(position, heads)]
 
 
-def _active(kind: str, target: float, heads: Sequence[int], least: Sequence[int]) -> list[int]:
+def _active(share: Share, heads: Sequence[int], least: Sequence[int]) -> list[int]:
     """Active heads of each layer; a ramp is rounded over the model, and keeps `least` in every layer."""
-    if kind == "uniform":
-        return [math.floor(target * h + 0.5) for h in heads]
-    total = math.floor(target * sum(heads) + 0.5)
-    return _round_to_total(_ramp_wanted(target, heads), total, least, heads)
+    if share.shape == "uniform":
+        return [math.floor(share.active * h + 0.5) for h in heads]
+    total = math.floor(share.active * sum(heads) + 0.5)
+    return _round_to_total(_ramp_wanted(share.active, heads), total, least, heads)
 
 
 def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> list[int]:
@@ -400,12 +482,17 @@ def _round_to_total(
     result = [min(max(math.floor(w + 1e-9), low), m) for w, low, m in zip(wanted, least, most)]
     layers = range(len(wanted))
     while sum(result) != total:
-        step = 1 if sum(result) < total else -1
-        free = [i for i in layers if (result[i] < most[i] if step > 0 else result[i] > least[i])]
+        if sum(result) < total:
+            step = 1
+            free = [layer for layer in layers if result[layer] < most[layer]]
+        else:
+            step = -1
+            free = [layer for layer in layers if result[layer] > least[layer]]
         if not free:
             break
         # The layer that is furthest behind (or ahead); deeper ones first, so that a ramp never falls with depth.
-        result[max(free, key=lambda i: (round(step * (wanted[i] - result[i]), 9), step * i))] += (
-            step
-        )
+        distances = [
+            (round(step * (wanted[layer] - result[layer]), 9), step * layer) for layer in free
+        ]
+        result[free[distances.index(max(distances))]] += step
     return result

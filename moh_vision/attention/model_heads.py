@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_routed, log, shaped
+from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_budget, log, shaped
 from moh_vision.attention.layer import HeadMixtureAttention
 from moh_vision.attention.routing import Routing
 
@@ -33,15 +33,25 @@ def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
     return list(named_layers(model).values())
 
 
-def routed_budgets(model: nn.Module, spec: BudgetSpec) -> Sequence[HeadBudget]:
-    """The budgets of a model's layers with another number of routed heads, see `change_routed`; the model stays.
+def layer_budgets(model: nn.Module) -> list[HeadBudget]:
+    """The budget of every `HeadMixtureAttention` in a model, in order."""
+    return [layer.budget for layer in attention_layers(model)]
+
+
+def head_groups(model: nn.Module) -> list[int]:
+    """How many heads each layer of a model chooses together, see `QueryNormRouter`."""
+    return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
+
+
+def budgets_at(model: nn.Module, spec: BudgetSpec) -> tuple[HeadBudget, ...]:
+    """The budgets that a model's layers would have with another number of routed heads; the model stays as it is.
 
     A plain share keeps the shape of the model's budget, see `shaped_as`.
+
+    Raises:
+        ValueError: see `change_budget`.
     """
-    layers = attention_layers(model)
-    spec = shaped_as(model, spec)
-    groups = [getattr(layer.router, "group", 1) for layer in layers]
-    return change_routed(spec, [layer.budget for layer in layers], groups)
+    return change_budget(shaped_as(model, spec), layer_budgets(model), head_groups(model))
 
 
 def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:
@@ -64,45 +74,43 @@ def _warn_once_of_shape() -> None:
     )
 
 
-def set_routed_heads(model: nn.Module, spec: BudgetSpec) -> None:
-    """Change how many routed heads run. All layers or, if one refuses, none."""
-    set_budgets(attention_layers(model), routed_budgets(model, spec))
-
-
 def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBudget]) -> None:
     """Give layers other budgets. A layer with another number of shared heads gets a new, untrained router."""
     for layer, budget in zip(layers, budgets, strict=True):
         if budget.shared != layer.budget.shared:
-            like = next(layer.parameters())
-            router = type(layer.router)(
-                layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
-            )
-            layer.router = router.train(layer.training)
+            layer.router = new_router(layer, budget)
         layer.router.budget = budget
 
 
-def single_routed(layers: Sequence[HeadMixtureAttention]) -> str | None:
+def new_router(layer: HeadMixtureAttention, budget: HeadBudget) -> nn.Module:
+    """An untrained router for a layer: the class, options, device and mode of the one that it has, another budget."""
+    like = next(layer.parameters())
+    router = type(layer.router)(
+        layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
+    )
+    return router.train(layer.training)
+
+
+def single_routed(model: nn.Module) -> str | None:
     """Return a warning about layers with one routed head, whose renormalised weight is constant; None without such.
 
     Only MoH's released gates are meant: the paper's are not renormalised, and MoA's divisor is detached.
     """
     single = [
-        n
-        for n, a in enumerate(layers)
-        if a.budget.routed == 1 and getattr(a.router, "released", False)
+        number
+        for number, layer in enumerate(attention_layers(model))
+        if layer.budget.routed == 1 and getattr(layer.router, "released", False)
     ]
-    return (
-        f"one routed head in layers {single}: only the balance loss trains those routers"
-        if single
-        else None
-    )
+    if not single:
+        return None
+    return f"one routed head in layers {single}: only the balance loss trains those routers"
 
 
 @contextmanager
 def running(model: nn.Module, budgets: Sequence[HeadBudget]) -> Iterator[None]:
     """Let a model run these heads for a while, see `set_budgets`; afterwards it runs those that it had."""
     layers = attention_layers(model)
-    before = [layer.budget for layer in layers]
+    before = layer_budgets(model)
     set_budgets(layers, budgets)
     try:
         yield
@@ -129,10 +137,8 @@ def head_budget(model: nn.Module) -> dict:
     layers = [
         dict(name=name, **asdict(budget), active=budget.active) for name, budget in budgets.items()
     ]
-    active, heads = (
-        sum(layer["active"] for layer in layers),
-        sum(layer["heads"] for layer in layers),
-    )
+    active = sum(layer["active"] for layer in layers)
+    heads = sum(layer["heads"] for layer in layers)
     return dict(layers=layers, active=active, heads=heads, share=active / heads)
 
 
@@ -183,7 +189,8 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
 
 def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:
     """A router's answer with weights and active of every token, shape [B, N, H]."""
-    weights, active = routing.weights, routing.active
+    weights = routing.weights
+    active = routing.active
     if weights is None:
         weights = torch.ones(shape, device=routing.stats.counts.device)
     if active is None:  # all heads are computed, and those of weight 0 count for nothing

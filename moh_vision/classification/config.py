@@ -55,11 +55,11 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
     color_jitter: float = key(
         0.0, ge=0, needs=f"{IMAGENET}; .auto_augment=null or .auto_augment=*3a*"
     )
-    """Of brightness, contrast and saturation. timm leaves it out beside an auto_augment other than 3a."""
+    """Strength of the jitter of brightness, contrast and saturation. timm leaves it out beside an auto_augment other than 3a."""
     erase_prob: float = key(0.0, ge=0, le=1, needs=IMAGENET)
-    """How often a rectangle is erased."""
+    """Share of the images in which a rectangle is erased."""
     erase_mode: Literal["const", "rand", "pixel"] = key("pixel", needs=f"{IMAGENET}; .erase_prob")
-    """What it is filled with: zeros, one random colour, or random pixels."""
+    """What the erased rectangle is filled with: zeros, one random colour, or random pixels."""
 
     def train_options(self) -> dict:
         """Keyword arguments of `imagenet_train_transform`, by timm's names."""
@@ -79,11 +79,11 @@ class MixConfig(Section, section="mix", needs=".prob"):
     cutmix: float = key(0.0, ge=0)
     """Alpha of cutmix; 0: none."""
     prob: float = key(1.0, ge=0, le=1, needs=".mixup or .cutmix")
-    """How often a micro-batch is mixed."""
+    """Share of the micro-batches that are mixed."""
     switch_prob: float = key(0.5, ge=0, le=1, needs=".mixup; .cutmix")
-    """How often it is cutmix, where both are on."""
+    """Share of the mixed micro-batches that take cutmix, where both are on."""
     mode: Literal["batch", "pair", "elem"] = key("batch", needs=".mixup or .cutmix")
-    """What shares one draw: the "batch", a "pair", or each image ("elem")."""
+    """What one draw of mixing is shared by: the "batch", a "pair", or each image ("elem")."""
 
     @property
     def on(self) -> bool:
@@ -98,11 +98,11 @@ class DistillConfig(Section, section="distill", needs=".teacher"):
     """A model of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a classification run, of the same
     classes in the same order."""
     task_loss_weight: float = key(1.0, ge=0)
-    """Of the cross-entropy with the labels."""
+    """Weight of the cross-entropy with the labels."""
     distill_loss_weight: float = key(1.0, gt=0)
-    """Of the divergence from the teacher's softmax."""
+    """Weight of the divergence from the teacher's softmax."""
     temperature: float = key(1.0, gt=0)
-    """Of both softmaxes."""
+    """Temperature of both softmaxes, the teacher's and the model's."""
 
 
 @dataclass
@@ -112,11 +112,11 @@ class ClsOptimConfig(OptimConfig):
     epochs: float | None = key(None, gt=0, also="num_epochs num_train_epochs")
     """Length of the schedule; an epoch is as many images as there are, whatever data.repeats."""
     warmup_epochs: float = key(0.0, ge=0, needs=TRAINS)
-    """Linear warm-up, instead of warmup_steps."""
+    """Epochs of the linear warm-up, instead of warmup_steps."""
     cooldown_epochs: float = key(0.0, ge=0, needs=".epochs")
-    """At min_lr, after `epochs`."""
+    """Epochs at min_lr, after `epochs`."""
     warmup_lr: float = key(0.0, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps or .warmup_epochs")
-    """Where the warm-up begins."""
+    """Learning rate at which the warm-up begins."""
     layer_decay: float | None = key(None, gt=0, le=1, needs=TRAINS)
     """Factor of the learning rate from each layer to the one before, for fine-tuning (timm's)."""
 
@@ -136,7 +136,7 @@ class ClsConfig(ImageRunConfig):
     max_steps: int | None = key(None, also="")
     """Optimiser steps; left out: optim.epochs, or 1000. With optim.epochs the schedule stays theirs."""
     label_smoothing: float = key(0.0, ge=0, lt=1)
-    """Of the cross-entropy."""
+    """Label smoothing of the cross-entropy."""
     eval_every: int = key(0, ge=0, free=True)
     """Steps between validations, the best of which is kept in OUTPUT/best.safetensors; 0: only at the end."""
     channels_last: bool = key(False)
@@ -180,7 +180,7 @@ class OpenedDataConfig(EvalDataConfig):
     """The images that a classifier is scored on."""
 
     root: str | None = key(None)
-    """As in training; left out: that of the run."""
+    """Data as in training; left out: those of the run."""
 
 
 @dataclass(kw_only=True)
@@ -197,7 +197,7 @@ class ValidateConfig(OpenedClsConfig):
     """Validation of a classifier."""
 
     labels: Labels | None = key(None)
-    """ImageNet's ReaL, V2, A, R or Sketch (docs/guides/classifier.md)."""
+    """Labels of ImageNet's ReaL, V2, A, R or Sketch (docs/guides/classifier.md)."""
     score_file: str | None = key(None)
     """JSON with the scores; must not exist."""
     predictions: str | None = key(None, ends=(".csv",))

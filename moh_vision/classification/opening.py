@@ -199,7 +199,7 @@ def open_classifier(
 def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
     """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
-        name, arguments, cfg = of_source(folder, "classifier")
+        name, arguments, cfg = of_source(folder, "classification")
         return (
             name,
             arguments,

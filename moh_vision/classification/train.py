@@ -69,7 +69,7 @@ def train(run: Run) -> None:
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data
-    name, arguments = described(config, "classifier", config.fresh)
+    name, arguments = described(config, "classification", config.fresh)
     with accelerator.main_process_first():
         source, val = open_splits(d.root, open_stream(d, config.given, accelerator))
     record = DataRecord(d.root, config.allow_change, train=source, val=val)
@@ -84,7 +84,7 @@ def train(run: Run) -> None:
     if d.img_size or source.img_size:
         decided["img_size"] = d.img_size or source.img_size
     arguments |= config.model.decided(**decided)
-    model, elastic = set_up_model(run, "classifier", name, arguments, source.classes, stop)
+    model, elastic = set_up_model(run, "classification", name, arguments, source.classes, stop)
     img_size = arguments["img_size"]
     run.take_model(model, mae_routers(model), elastic)
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)

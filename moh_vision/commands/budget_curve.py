@@ -10,14 +10,22 @@ Latency: median and quartiles of a batch's forward, over rounds in which all mod
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, head_budget, routed_budgets, running
+from moh_vision.attention import (
+    HeadBudget,
+    attention_layers,
+    budgets_at,
+    head_budget,
+    layer_budgets,
+    running,
+)
 from moh_vision.attention.budget import parse_share
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
@@ -37,42 +45,53 @@ DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  #
 Budgets = tuple[HeadBudget, ...]
 
 
+class Timed(NamedTuple):
+    """A model that is timed at one share of its heads."""
+
+    milliseconds: list[float]
+    """One number a round, in the end their quartiles."""
+    model: nn.Module
+    budgets: Budgets
+    forward: Callable[[], object]
+    """Runs the model on one batch."""
+
+
 def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
     """Find budgets by the share of heads that they run, the model's own among them.
 
     Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
     SHARES. A dense model has one share.
     """
-    own = tuple(layer.budget for layer in attention_layers(model))
+    saved = tuple(layer_budgets(model))
     if is_dense(model):
-        return {1.0: own}
-    if not any(b.candidates for b in own):
+        return {1.0: saved}
+    if not any(b.candidates for b in saved):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    heads = sum(b.heads for b in own)
+    heads = sum(b.heads for b in saved)
 
-    def spread(share: str) -> Budgets | None:
+    def allowed(share: str) -> Budgets | None:
         try:
-            return routed_budgets(model, share)
+            return budgets_at(model, share)
         except ValueError:
             return None
 
-    spreads = {share: spread(share) for share in shares or map(str, SHARES)}
+    found = {share: allowed(share) for share in shares or map(str, SHARES)}
     for share in shares or ():
-        if spreads[share] is None:
+        if found[share] is None:
             shape, colon, _ = share.rpartition(":")
             least = next(
                 f"{k / heads:.3f}"
                 for k in range(1, heads + 1)
-                if spread(f"{shape}{colon}{k / heads}")
+                if allowed(f"{shape}{colon}{k / heads}")
             )
             raise ValueError(
                 f"--shares {share}: with the shared heads of this model allowed is {least} to 1"
             )
     every = {
         sum(b.active for b in budgets) / heads: budgets
-        for budgets in [*filter(None, spreads.values()), own]
+        for budgets in [*filter(None, found.values()), saved]
     }
     return dict(sorted(every.items()))
 
@@ -81,8 +100,6 @@ def measure(
     names: Sequence[str], opened: Sequence[Opened], shares: Sequence[str] | None
 ) -> list[dict]:
     """Score and time the models of runs at `budgets_of`; check all budgets first."""
-    from torch.utils.benchmark import Timer  # warns of a CUDA toolkit without a GPU
-
     passes = [one.forward() for one in opened]  # also opens what scores
     budgets = []
     for name, one in zip(names, opened):
@@ -94,7 +111,8 @@ def measure(
         say(
             f"{name}: weights of {one.metadata['weights']}; scored on {one.scored_on.format(c=one.config)}"
         )
-    lines, places = [], []
+    lines = []
+    timed: list[Timed] = []
     for name, one, (forward, size), of in zip(names, opened, passes, budgets):
         first = attention_layers(one.model)[0]
         line = dict(
@@ -127,25 +145,31 @@ def measure(
                 if scores.get(key) is not None
             )
             say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
-            places.append((times, one.model, chosen, forward))
+            timed.append(Timed(times, one.model, chosen, forward))
         lines.append(line)
-    for number in range(ROUNDS + 1):
-        for times, model, chosen, forward in random.Random(number).sample(places, len(places)):
-            timer = Timer(
-                "run()", globals={"run": forward}, num_threads=torch.get_num_threads()
-            )  # waits for a GPU
-            with running(model, chosen), torch.no_grad():
-                seconds = timer.blocked_autorange(min_run_time=VISIT).mean
-            if number:  # the first round warms up
-                times.append(1000 * seconds)
-    for times, *_ in places:
-        times[:] = np.quantile(times, [0.25, 0.5, 0.75]).tolist()
+    take_turns(timed)
     for line in lines:
         for share, (low, middle, high) in zip(line["shares"], line["milliseconds"]):
             say(
                 f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch"
             )
     return lines
+
+
+def take_turns(timed: Sequence[Timed]) -> None:
+    """Time forward passes in rounds, each in another order; write quartiles into their `milliseconds`."""
+    from torch.utils.benchmark import Timer  # warns of a CUDA toolkit without a GPU
+
+    threads = torch.get_num_threads()
+    for number in range(ROUNDS + 1):
+        for one in random.Random(number).sample(timed, len(timed)):
+            timer = Timer("run()", globals={"run": one.forward}, num_threads=threads)
+            with running(one.model, one.budgets), torch.no_grad():
+                seconds = timer.blocked_autorange(min_run_time=VISIT).mean  # waits for a GPU
+            if number:  # the first round warms up
+                one.milliseconds.append(1000 * seconds)
+    for one in timed:
+        one.milliseconds[:] = np.quantile(one.milliseconds, [0.25, 0.5, 0.75]).tolist()
 
 
 def draw(lines: Sequence[dict]):
@@ -191,7 +215,7 @@ def options(add) -> None:
 def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
-            understood = parse_share(share)[2] is None  # the share of shared heads, which stay
+            understood = parse_share(share).shared is None  # the share of shared heads, which stay
         except ValueError:
             understood = False
         if not understood:

@@ -144,7 +144,7 @@ def loss_label(runs: Sequence[ScoredRun]) -> str:
     kinds = {}
     for run in runs:
         own = dict(classification="classification", diffusion=run.config.get("objective", "noise"))
-        kinds[own.get(run.kind, "text")] = True
+        kinds[own.get(run.wing, "text")] = True
     if len(kinds) > 1:
         return f"losses of {' and '.join(kinds)} (no common scale)"
     return "loss, nats per token" if "text" in kinds else "loss"

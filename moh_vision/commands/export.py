@@ -33,7 +33,7 @@ from moh_vision.engine.progress import say
 from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
-from moh_vision.models.weights import check_name
+from moh_vision.models.weights import name_problem
 from moh_vision.opening import kind_of, open_run
 
 SUFFIXES = {"onnx": ".onnx", "torch-export": ".pt2"}
@@ -138,11 +138,9 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
     path, name = Path(source), None
     if not path.exists():
         name = source
-        try:
-            check_name(name, None)
-        except ValueError as error:
-            reason = str(error).removeprefix(f"model.name '{source}' ")
-            raise ValueError(f"{source} is no file or folder, and {reason}") from None
+        problem = name_problem(name, None)
+        if problem:
+            raise ValueError(f"{source} is no file or folder, and {problem}")
     elif checkpoint:
         raise ValueError(f"--checkpoint has no effect: {source} brings its weights")
     elif path.suffix in (".pt", ".pth", ".bin", ".npz"):
@@ -159,7 +157,8 @@ def open_source(source: str, checkpoint: str | None) -> Opened:
 
 def fix_heads(model: nn.Module, file: str) -> None:
     """Keep each layer's most run heads by a head load file, as many as a token runs."""
-    load, layers = HeadLoad.read(Path(file)), attention_layers(model)
+    load = HeadLoad.read(Path(file))
+    layers = attention_layers(model)
     counted = [(layer["heads"], layer["shared"]) for layer in load.layers]
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
         raise ValueError(f"{file} counts (all, shared) heads {counted}, which are not the model's")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, lines_of
-from moh_vision.commands.runs import TEXT, ScoredRun, grouped, mean_and_spread, read_runs
+from moh_vision.commands.runs import ScoredRun, grouped, mean_and_spread, read_runs
 from moh_vision.commands.table import Table, markdown
 from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.opening import open_run
@@ -33,8 +33,8 @@ def options(add) -> None:
 
 def figure(options) -> Drawn:
     runs = read_runs(options.runs)
-    if runs[0].kind not in TEXT.values():
-        raise ValueError(f"{runs[0].folder} ({runs[0].kind}): expected runs of train_text.py")
+    if runs[0].wing != "text":
+        raise ValueError(f"{runs[0].folder} ({runs[0].task}): expected runs of train_text.py")
     for run in runs:
         if options.split == "test" and run.config.get("data.test") is None:
             raise ValueError(f"--split test: {run.folder} has no data.test")

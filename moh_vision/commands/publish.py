@@ -44,7 +44,7 @@ from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
 
-# Per kind of text: the hub's task, special tokens around a text, the transformers class.
+# Per task of text: the hub's task, special tokens around a text, the transformers class.
 TASKS = {
     TEXT["mt"]: ("translation", "$A </s>", "AutoModelForSeq2SeqLM"),
     TEXT["mlm"]: ("fill-mask", "<s> $A </s>", "AutoModelForMaskedLM"),
@@ -69,7 +69,7 @@ def weights_of(run: ScoredRun, path: Path) -> Path:
     """Find the weights that `path` means; for a finished run, the ones its results are of."""
     whole = path.is_dir() and step_of(path) is None
     # The samples of diffusion models are scored by other commands.
-    if whole and run.kind != "diffusion" and scored_weights(run.folder) is None:
+    if whole and run.wing != "diffusion" and scored_weights(run.folder) is None:
         say(f"{path}: the run has no results yet; its last weights are taken")
     return weights_file(str(path))
 
@@ -85,7 +85,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     except NoScores:
         return None
     in_run = file.parent.resolve() == run.folder.resolve()
-    if run.kind == "diffusion" and (results := run.json("scores.json")):
+    if run.wing == "diffusion" and (results := run.json("scores.json")):
         from moh_vision.diffusion.scores import record_text
 
         own = scored.sampling.get("weights_sha256") == sha256_of(file)
@@ -205,13 +205,13 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
 
     from moh_vision.language.models.weights import quiet
 
-    task, template, auto = TASKS[run.kind]
+    task, template, auto = TASKS[run.task]
     if (run.folder / "generation_config.json").is_file():
         opened.model.generation_config = GenerationConfig.from_pretrained(run.folder)
     with quiet():
         opened.model.save_pretrained(folder)
     # A causal model goes on behind the last token, which padding on the right would part from what comes.
-    options = dict(padding_side="left" if run.kind == TEXT["clm"] else "right")
+    options = dict(padding_side="left" if run.task == TEXT["clm"] else "right")
     longest = getattr(opened.model.config, "max_position_embeddings", None)
     if longest is not None:
         options["model_max_length"] = longest
@@ -293,7 +293,7 @@ def make_card(
         metadata=metadata,
         file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
-        kind=run.kind,
+        run_task=run.task,
         size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
         trained_at=elastic_range(run),
@@ -329,7 +329,7 @@ def datasets_of(run: ScoredRun) -> list[str] | None:
 def data_of(run: ScoredRun) -> str:
     """Say in a sentence what the training data was."""
     text = f"`{run.config.get('data.root')}`"
-    if run.kind in TEXT.values():
+    if run.wing == "text":
         mixture = run.config.get("data.mixture") or ()
         text = (
             ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture)
@@ -337,7 +337,7 @@ def data_of(run: ScoredRun) -> str:
         )
         pair = (
             f", {run.config.get('data.source')} to {run.config.get('data.target')}"
-            if run.kind == TEXT["mt"]
+            if run.task == TEXT["mt"]
             else ""
         )
         return f"{text}, split {run.config.get('data.train')}{pair}."

@@ -73,9 +73,9 @@ def make_report(folders: Sequence[Path]) -> str:
     runs = dict(zip(short_names(folders), map(find_run, folders)))
     parts = []
     with figures.svg_settings():
-        for kind in dict.fromkeys(run.kind for run in runs.values()):
-            of_kind = {name: run for name, run in runs.items() if run.kind == kind}
-            parts.append((kind.capitalize(), list(sections(kind, of_kind))))
+        for task in dict.fromkeys(run.task for run in runs.values()):
+            of_task = {name: run for name, run in runs.items() if run.task == task}
+            parts.append((task.capitalize(), list(sections(task, of_task))))
     parts.append(("Environment", [environment(runs)]))
     page = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -99,17 +99,17 @@ def short_names(folders: Sequence[Path]) -> list[str]:
             return names
 
 
-def sections(kind: str, runs: Named) -> Iterator[Section]:
-    """Make the sections about runs of one kind."""
+def sections(task: str, runs: Named) -> Iterator[Section]:
+    """Make the sections about runs of one task."""
     models, unweighted = describe_models(runs)
     yield scores(runs)
     yield training(runs)
     yield heads(runs, models)
-    if kind == "diffusion":
+    if task == "diffusion":
         yield samples(runs)
-    if kind == "classification":
+    if task == "classification":
         yield confusions(runs)
-    if kind == TEXT["mt"]:
+    if task == TEXT["mt"]:
         yield translations(runs)
     texts = [("text", ", ".join(names), text) for names, _, text in models]
     yield Section("Parameters and multiply-accumulates", texts, unweighted)

@@ -79,7 +79,8 @@ class ScoredRun(NamedTuple):
     """A run and its scores."""
 
     folder: Path
-    kind: str  # "classification", "diffusion" or one of TEXT
+    wing: str  # a name in WINGS
+    task: str  # the wing's name, or one of TEXT: runs of one task are in one table
     config: dict[str, Any]  # config.yaml with dotted keys
     steps: int  # that were done
     scores: dict[str, float | None]  # by key of COLUMNS, or title of a suite's task
@@ -102,7 +103,7 @@ class ScoredRun(NamedTuple):
 
     def identity(self, over: str | None = None) -> str:
         """Return a text, equal for runs that differ only in the seed, or also in `over` and steps."""
-        ended = self.kind in TEXT.values()  # with patience the seed decides after how many steps
+        ended = self.wing == "text"  # with patience the seed decides after how many steps
         rest = [self.how] if over or ended else [self.steps, self.how]
         return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
 
@@ -192,26 +193,28 @@ def find_run(folder: Path) -> ScoredRun:
         config.update(
             {f"{key}.{inner}": v for inner, v in value.items()} if section else {key: value}
         )
-    name, kind = config.get("model.name"), kind_of(folder)
+    wing = kind_of(folder)
+    name = config.get("model.name")
     if not isinstance(name, str):
         raise ValueError(f"{file}: model.name {name!r}; expected the name of a model")
-    if kind == "text":
-        kind = TEXT.get(name.partition("_")[0])
-    if kind is None:
+    task = wing
+    if wing == "text":
+        task = TEXT.get(name.partition("_")[0])
+    if task is None:
         beginnings = " or ".join(f"{beginning}_" for beginning in TEXT)
         raise ValueError(
             f"{file}: model.name {name!r}; expected a text model's, which begins with {beginnings}"
         )
-    return ScoredRun(folder, kind, config, 0, {}, "")
+    return ScoredRun(folder, wing, task, config, steps=0, scores={}, how="")
 
 
 def read_run(folder: Path) -> ScoredRun:
     """Read a run and its scores; raise NoScores without scores."""
     run = find_run(folder)
-    described = dict(classification=_of_images, diffusion=_of_samples).get(run.kind, _of_text)
+    described = dict(classification=_of_images, diffusion=_of_samples).get(run.wing, _of_text)
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
-        results = _scored_samples(run) if run.kind == "diffusion" else run.json("results.json")
+        results = _scored_samples(run) if run.wing == "diffusion" else run.json("results.json")
         if not results and not suites:
             raise NoScores(
                 f"{folder} has no results.json: the run has not ended yet; its command goes on with it"
@@ -226,11 +229,11 @@ def read_run(folder: Path) -> ScoredRun:
 
 
 def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
-    """Read runs of one kind with their scores."""
+    """Read runs of one task with their scores."""
     runs = [read_run(folder) for folder in folders]
     for run in runs:
-        if run.kind != runs[0].kind:
-            kinds = " and ".join(f"{other.folder} ({other.kind})" for other in (runs[0], run))
+        if run.task != runs[0].task:
+            kinds = " and ".join(f"{other.folder} ({other.task})" for other in (runs[0], run))
             raise ValueError(f"{kinds} are of different kinds; a table has runs of one")
     return runs
 

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, running
+from moh_vision.attention import HeadBudget, attention_layers, layer_budgets, running
 from moh_vision.attention.budget import spread
+from moh_vision.attention.model_heads import head_groups
 from moh_vision.engine.io import write_whole
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.progress import Progress, say
@@ -49,18 +50,19 @@ def search_budget(
     Greedy removal needs convex L_l; measured ones are not. `progress` is called after each layer. The
     model is restored.
     """
-    layers = attention_layers(model)
     full = all_heads_of(model)
-    if any(layer.router.all_heads for layer in layers) or not any(b.candidates for b in full):
+    fixed = any(layer.router.all_heads for layer in attention_layers(model))
+    if fixed or not any(b.candidates for b in full):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
     allowed = [
         range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads]
-        for b, g in zip(full, groups_of(model))
+        for b, g in zip(full, head_groups(model))
     ]
     heads = sum(b.heads for b in full)
-    total, least = math.floor(share * heads + 0.5), sum(counts[0] for counts in allowed)
+    total = math.floor(share * heads + 0.5)
+    least = sum(counts[0] for counts in allowed)
     if total < least:
         raise ValueError(
             f"share {share:g} of {heads} heads is {total}: the shared heads and one routed choice per layer are {least} "
@@ -74,7 +76,8 @@ def search_budget(
             raise ValueError(f"the loss with {where} is {loss}")
         return loss
 
-    all_heads, losses = measured(full, "all heads"), []
+    all_heads = measured(full, "all heads")
+    losses = []
     for number, (b, counts) in enumerate(zip(full, allowed)):
         by_heads = {}
         for k in counts[:-1]:
@@ -107,12 +110,14 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
-    before, groups = [layer.budget for layer in attention_layers(model)], groups_of(model)
+    before = layer_budgets(model)
+    groups = head_groups(model)
     wide = [
         HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g)
         for b, g in zip(before, groups)
     ]
-    counts, compared = {"searched": list(active)}, {}
+    counts = {"searched": list(active)}
+    compared = {}
     for name in ("uniform", "ramp"):
         chosen = spread(name, sum(k // g for k, g in zip(active, groups)), wide)
         counts[name] = [k * g for k, g in zip(chosen, groups)]
@@ -124,14 +129,7 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     """Return the budgets that run all routed heads."""
-    return [
-        replace(layer.budget, routed=layer.budget.candidates) for layer in attention_layers(model)
-    ]
-
-
-def groups_of(model: nn.Module) -> list[int]:
-    """Return how many heads each layer chooses together."""
-    return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
+    return [replace(b, routed=b.candidates) for b in layer_budgets(model)]
 
 
 def refuse_budget(opened: Opened, option: str) -> None:
@@ -166,7 +164,8 @@ def work(options) -> None:
     opened = open_run(options.run, options=options.rest, split="train", command="search")
     refuse_budget(opened, "--share")
     searched, others = opened.halves(options.images)
-    weights, unit = opened.metadata["weights"], opened.unit
+    weights = opened.metadata["weights"]
+    unit = opened.unit
     if is_dense(opened.model):
         batches = [opened.inputs(batch) for batch in searched]
         opened.model = convert(opened.model, CONVERTED, calibrate=batches).eval()
@@ -203,7 +202,8 @@ def work(options) -> None:
     )
     heads = sum(b.heads for b in full)
     for name, budget in compared.items():
-        count, there = sum(budget["active"]), elsewhere[name]["loss"]
+        count = sum(budget["active"])
+        there = elsewhere[name]["loss"]
         row = f"{name:10}{count:6d}{100 * count / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
         say(f"{row}  {' '.join(map(str, budget['active']))}")
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])

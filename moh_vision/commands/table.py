@@ -135,7 +135,7 @@ def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> T
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
-    rows, notes = [], [MACS.format(INPUTS.get(runs[0].kind, "a block of text"))]
+    rows, notes = [], [MACS.format(INPUTS.get(runs[0].task, "a block of text"))]
     if len(groups) < len(runs):
         notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
     for _, alike in groupby(groups, lambda named: named[1][0].model):

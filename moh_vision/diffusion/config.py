@@ -92,21 +92,21 @@ class DrawConfig(Guided, needs=".every", free=True):
     default_sampler = dict(noise="ddim", flow="euler")
 
     every: int = key(0, ge=0)
-    """Steps between them, and one at the end of a run of at least so many; 0: never."""
+    """Steps between two previews (or scores); one is also at the end of a run of at least so many steps; 0: never."""
     images: int = key(40, ge=1)
-    """How many; image i has class i modulo the number of classes."""
+    """Number of images; image i has class i modulo the number of classes."""
     sampler: Sampler | None = key(None)
-    """As in sample.py; left out: "ddim", or with objective flow "euler"."""
+    """Sampler, as in sample.py; left out: "ddim", or with objective flow "euler"."""
     steps: int = key(50, ge=1, le=1000)
     """Denoising steps."""
     cfg_scale: float = key(1.5, ge=0)
-    """Classifier-free guidance; 1: none."""
+    """Scale of classifier-free guidance; 1: none."""
     guide: str | None = key(None, needs=".guide_scale!=1")
     """A weak model to guide away from; see sample.py."""
     guide_scale: float = key(1.0, ge=0, needs=".guide")
-    """Autoguidance; 1: none."""
+    """Scale of autoguidance; 1: none."""
     seed: int = key(0, ge=0, le=MAX_SEED)
-    """Of the noise."""
+    """Seed of the noise."""
 
 
 @dataclass
@@ -136,11 +136,11 @@ class ScoreConfig(DrawConfig, section="score"):
     split: Literal["train", "val"] | None = key(None)
     """Split of a data set: "train" (the default) or "val"."""
     extractor: str = key("inception")
-    """Whose features are compared: "inception", "timm:NAME", "timm:local-dir:FOLDER", or a classification run."""
+    """Network whose features are compared: "inception", "timm:NAME", "timm:local-dir:FOLDER", or a classification run."""
     inception_weights: str | None = key(None)
     """The .pth file of torch-fidelity; left out: fetched once."""
     allow_biased: bool = key(False)
-    """Also with no more images than features, labelled FID@N."""
+    """Score also with no more images than features, labelled FID@N."""
 
     def sampled(self, checkpoint: str, root: str, objective: str) -> "SampleConfig":
         """Return the keys of sample.py for these scores; `root` is the default reference."""
@@ -172,7 +172,7 @@ class FlowConfig(Section, section="flow", needs="objective=flow"):
     location: float = key(0.0, ge=-10, le=10, needs=".timesteps=logit-normal")
     """Mean of the normal whose sigmoid the time is; above 0 nearer to the noise. JiT: 0.8."""
     spread: float = key(1.0, gt=0, needs=".timesteps=logit-normal")
-    """Its standard deviation. JiT: 0.8."""
+    """Standard deviation of that normal. JiT: 0.8."""
     shift: float = key(1.0, gt=0)
     """Above 1, moves times towards the noise, for larger latents (Esser 2024, eq. 23): about the side over the side at
     which 1 was right. RAE: the root of channels * side ** 2 / 4096 (Zheng 2025)."""
@@ -195,9 +195,9 @@ class RepaConfig(Section, section="repa", needs=".teacher"):
     """A frozen model with features of patches: one of timm (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER) or the folder of a
     classification run. The data must be images."""
     block: int = key(8, ge=1)
-    """Of the model, from 1 on, whose tokens come near the teacher's features of the clean image."""
+    """Block of the model, counted from 1, whose tokens come near the teacher's features of the clean image."""
     weight: float = key(0.5, gt=0)
-    """Of one minus the mean cosine similarity."""
+    """Weight of one minus the mean cosine similarity."""
 
 
 @dataclass
@@ -254,7 +254,7 @@ class SampleConfig(Guided):
     """"adm": as published FIDs are made (docs/guides/sampling.md): 50,000 images, random labels, EMA weights, 250 steps of
     ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics."""
     num_images: int | None = key(None, ge=0)
-    """How many; left out: 100, or those of the protocol."""
+    """Number of images; left out: 100, or those of the protocol."""
     classes: Classes = key(None, needs=DRAWS)
     """Numbers or names of the classes that are drawn, such as 207 360 (in a file ["207", "360"]); left out: all. A name
     goes before a number."""
@@ -267,19 +267,19 @@ class SampleConfig(Guided):
     steps: int = key(250, ge=1, le=1000)
     """Denoising steps."""
     cfg_scale: float = key(1.0, ge=0, needs=DRAWS)
-    """Classifier-free guidance; 1: none."""
+    """Scale of classifier-free guidance; 1: none."""
     guide: str | None = key(None, needs="guide_scale!=1")
     """A weak model to guide away from: another run, checkpoint or pipeline of the same images and classes, such as an
     earlier checkpoint, of its EMA if any; or "heads:SHARE", the same model with fewer heads, such as heads:0.5."""
     guide_scale: float = key(1.0, ge=0, needs=f"guide; {DRAWS}")
-    """Autoguidance, away from what `guide` predicts; 1: none."""
+    """Scale of autoguidance, away from what `guide` predicts; 1: none."""
     guide_channels: int | Literal["all"] | None = key(None, ge=1, needs="cfg_scale!=1 or guide")
-    """How many channels are guided, from the first, or "all"; left out: 3 of 4, as in the official DiT, and all of any
+    """Number of channels that are guided, from the first, or "all"; left out: 3 of 4, as in the official DiT, and all of any
     other number."""
     cfg_interval: tuple[float, float] = key(
         (0.0, 1.0), ge=0, le=1, rising=True, needs="cfg_scale!=1 or guide"
     )
-    """Guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
+    """Classifier-free guidance is applied between these fractions of the timesteps, from 0 (clean) to 1 (noise)."""
     seed: int = key(0, ge=0, le=MAX_SEED, needs=DRAWS)
     """The noise of image i depends on (seed, i) alone."""
     batch_size: int = key(100, ge=1, needs=DRAWS)
@@ -287,7 +287,7 @@ class SampleConfig(Guided):
     mixed_precision: Literal["no", "bf16", "fp16"] = key("no")
     """"no", "bf16" or "fp16"."""
     vae: str | None = key(None)
-    """Of latent models: name or folder of a VAE; left out: the one that the run was trained with."""
+    """Name or folder of the VAE of a latent model; left out: the one that the run was trained with."""
     save_pipeline: str | None = key(None)
     """A folder for model, scheduler and VAE, as `MoHDiTPipeline.from_pretrained` reads it; with num_images 0 that is
     all."""
@@ -308,7 +308,7 @@ class SampleConfig(Guided):
     score_split: Literal["train", "val"] | None = key(None, needs="score")
     """Split of a data set: "val" (the default) or "train"."""
     extractor: str | None = key(None, needs="score")
-    """"inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; of the same classes as the
+    """Network whose features are compared: "inception" (left out), "timm:NAME", "timm:local-dir:FOLDER", or a classification run; of the same classes as the
     data set it also tells how many samples are recognised."""
     inception_weights: str | None = key(None, needs="score")
     """The .pth file of torch-fidelity; left out: fetched once."""

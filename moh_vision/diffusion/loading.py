@@ -23,7 +23,14 @@ from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weight_files import read_tensors, weights_file, weights_said
-from moh_vision.models.weights import FAMILIES, create, from_run, image_models, load_tensors
+from moh_vision.models.weights import (
+    FAMILIES,
+    check_name,
+    create,
+    from_run,
+    image_models,
+    load_tensors,
+)
 
 # Sizes come from files that strangers write; these limits bound the memory that a model takes.
 LARGEST = dict(img_size=1024, in_chans=1024)
@@ -203,12 +210,13 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
     state, metadata = _with_no_class(file, state)
     sizes["num_classes"] = len(metadata["classes"])
     try:
+        check_name(name, "diffusion", "--model")
         model = load_tensors(create(name, "diffusion", **sizes).eval(), state, file)
     except ValueError as error:
         fits = "".join(
             f"; --model {other} fits" for other in _fitting(name, file, state, sizes)[:1]
         )
-        raise ValueError(str(error).replace("model.name", "--model", 1) + fits) from None
+        raise ValueError(f"{error}{fits}") from None
     return model, metadata
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention import attention_layers, routed_budgets, running
+from moh_vision.attention import budgets_at, layer_budgets, running
 from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ def weak_predict(
         return None
     weak = model if isinstance(guide, str) else guide
     try:
-        budgets = own = [layer.budget for layer in attention_layers(weak)]
+        budgets = own = layer_budgets(weak)
         if isinstance(guide, str):
             kind, _, share = guide.partition(":")
             if kind != "heads":
                 raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
-            budgets = routed_budgets(model, share)
+            budgets = budgets_at(model, share)
             few, all_own = (sum(b.active for b in of) for of in (budgets, own))
             if few >= all_own:
                 raise ValueError(

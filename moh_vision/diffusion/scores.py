@@ -26,7 +26,7 @@ class ClassifierScores:
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
         self.source, self.reference = reference.source, reference.name
-        self.classifier, self.metadata = from_run(extractor, "classifier")
+        self.classifier, self.metadata = from_run(extractor, "classification")
         self.numbers = places(classes, self.metadata["classes"])
         if self.numbers is None or {*self.source.classes} != {*classes}:
             needed = f"need the classes of the run: {classes}; without them --extractor inception or timm:NAME"

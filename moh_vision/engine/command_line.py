@@ -28,11 +28,9 @@ from moh_vision.engine.keys import (
     unknown_key,
 )
 from moh_vision.engine.progress import say
+from moh_vision.engine.wings import WINGS
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
-SCRIPTS = dict(
-    cls="train_cls.py", dit="train_dit.py", text="train_text.py"
-)  # by configuration folder
 MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20  # of values inside values, and of files upon files
 KEY_WIDTH = (
@@ -327,7 +325,8 @@ def _read(
                 f"{path}: base {base!r}: expected a file, and at most {MAX_DEPTH} of them upon each other"
             )
         yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
-    script = SCRIPTS.get(path.parent.name, prog)
+    scripts = {wing.configurations: wing.script for wing in WINGS.values()}
+    script = scripts.get(path.parent.name, prog)
     where = f"{script} takes this file; {path}" if prog and script != prog else str(path)
     yield from ((*entry, where) for entry in _known(tree, keys, where))
 

@@ -34,13 +34,13 @@ class ModelConfig(Section, section="model"):
     router_kwargs: dict[str, Any] | None = key(None, needs="not .pretrained")
     """Options of the router, such as {gate_scale: paper}."""
     embed_dim: int | None = key(None, ge=1, needs="not .pretrained")
-    """Width."""
+    """Width of the tokens."""
     depth: int | None = key(None, ge=1, needs="not .pretrained")
-    """Layers."""
+    """Number of layers."""
     num_heads: int | None = key(None, ge=1, needs="not .pretrained")
-    """Heads per layer."""
+    """Number of heads in each layer."""
     patch_size: int | None = key(None, ge=1)
-    """Side of a patch."""
+    """Side of a patch, in pixels of the input."""
     kwargs: dict[str, Any] | None = key(None)
     """Further arguments of the model."""
     pretrained: str | None = key(None)
@@ -125,13 +125,13 @@ class OptimConfig(Section, section="optim"):
     lr: float = key(1e-3, gt=0, needs=TRAINS, also="learning_rate base_lr")
     """Peak learning rate."""
     weight_decay: float = key(0.05, ge=0, needs=TRAINS, also="wd")
-    """Not applied to biases, norms and what the model's no_weight_decay() names."""
+    """Weight decay, which is not applied to biases, norms and what the model's no_weight_decay() names."""
     betas: tuple[float, float] | None = key(None, ge=0, lt=1, needs=TRAINS)
-    """Of Adam, Lion and the like; left out: the optimiser's own."""
+    """Betas of Adam, Lion and the like; left out: the optimiser's own."""
     eps: float | None = key(None, gt=0, needs=TRAINS)
-    """Added to the denominator; left out: the optimiser's own."""
+    """Number that the optimiser adds to the denominator; left out: the optimiser's own."""
     momentum: float | None = key(None, gt=0, lt=1, needs=TRAINS)
-    """Of SGD, Muon and the like; left out: the optimiser's own, or 0.9."""
+    """Momentum of SGD, Muon and the like; left out: the optimiser's own, or 0.9."""
     batch_size: int = key(
         128, ge=1, also="data.batch_size train_batch_size per_device_train_batch_size"
     )
@@ -145,9 +145,9 @@ class OptimConfig(Section, section="optim"):
     schedule: Literal["cosine", "constant"] = key("cosine", needs=TRAINS)
     """"cosine" down to min_lr at max_steps, or "constant"."""
     warmup_steps: int = key(0, ge=0, needs=TRAINS)
-    """Linear warm-up."""
+    """Steps of the linear warm-up."""
     min_lr: float = key(0.0, ge=0, le="lr", needs=f"{TRAINS}; .schedule!=constant")
-    """End of the cosine."""
+    """Learning rate at the end of the cosine."""
 
     def agree(self) -> None:
         check_name(self.name)
@@ -207,17 +207,17 @@ class RunConfig(CommonConfig):
     fresh: bool = key(False, kept=False)
     """Move an earlier run in --output aside and start over."""
     allow_change: list[str] = key([], kept=False)
-    """KEY: resume although it has changed; may be given several times."""
+    """Resume although the key KEY has changed; may be given several times."""
     max_steps: int = key(1000, ge=1, free=True, also="epochs num_epochs num_train_epochs")
     """Optimiser steps."""
     seed: int = key(0, ge=0, le=MAX_SEED)
-    """Of weights, order, augmentation, noise."""
+    """Seed of the weights, the order of samples, augmentation and noise."""
     log_every: int = key(20, ge=1, free=True)
     """Steps between lines of metrics.jsonl."""
     save_every: int = key(1000, ge=1, free=True)
     """Steps between checkpoints."""
     keep_checkpoints: int = key(2, ge=1, free=True)
-    """How many checkpoints stay."""
+    """Number of checkpoints that stay."""
     save_in_background: bool = key(True, free=True)
     """Write a checkpoint while training goes on, from a copy in main memory; false: wait for it."""
     init_from: str | None = key(None)
@@ -235,7 +235,7 @@ class RunConfig(CommonConfig):
     """Weight of MoH's load-balance loss (0.01 in Jin 2024): eq. 7 times the number of candidate heads, averaged over the
     layers that route, as released."""
     moa_balance_weight: float = key(0.01, ge=0)
-    """Weight of MoA's (0.01 in Zhang 2022)."""
+    """Weight of MoA's load-balance loss (0.01 in Zhang 2022)."""
     z_weight: float = key(0.001, ge=0)
     """Weight of MoA's z-loss (0.001 in Zhang 2022)."""
     checkpointing: bool = key(False, free=True)
@@ -303,7 +303,7 @@ class ImageRunConfig(RunConfig):
     """What runs on images share."""
 
     calibrate_images: int = key(0, ge=0, needs="init_from or model.pretrained; data.exact_order")
-    """How many training images judge the heads of a dense model, so that the strongest ones of each layer become the shared
+    """Number of training images that judge the heads of a dense model, so that the strongest ones of each layer become the shared
     ones and the first to run; 0: those that come first."""
     ema: EmaConfig = field(default_factory=EmaConfig)
 

@@ -22,7 +22,7 @@ class TextModelConfig(Section, section="model"):
     name: str = key("mt_transformer_base")
     """A preset of moh_vision.language.models.create."""
     head_budget: HeadBudgets | None = key(None, ge=0)
-    """As that of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer."""
+    """Share of active heads, as of an image model: 0.75, "uniform:0.75", one [shared, routed] per layer."""
     kwargs: dict[str, Any] | None = key(None)
     """Further arguments of the model, such as {encoder_layers: 2, hidden_size: 128}."""
     pretrained: str | None = key(None)
@@ -80,20 +80,20 @@ class TextDataConfig(Section, section="data"):
     train: str = key("train")
     """Name of the training split."""
     val: str = key("val")
-    """Name of the one that is looked at while training."""
+    """Name of the split that is looked at while training."""
     test: str | None = key(None, free=True)
-    """Name of the one that is scored at the end too; left out: none."""
+    """Name of the split that is scored at the end too; left out: none."""
     tokenizer: str | None = key(None)
     """Take the vocabulary of this run, or this tokenizer.json, instead of making one from the training split; left out with
     init_from of a run: that run's. Causal language models also take the folder of a transformers tokenizer."""
     vocab_size: int | None = key(None, ge=2, needs=CAUSAL)
     """Tokens of the model, at least as many as its tokenizer has; left out: as many."""
     merges: int = key(32000, ge=0, needs=f".words=null; {OWN_WORDS}")
-    """Of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens."""
+    """Merges of the byte-pair encoding: the vocabulary has 256 bytes and so many more tokens."""
     target_merges: int | None = key(None, ge=0, needs=f"{TRANSLATES}; not .tokenizer")
-    """A vocabulary of its own for the target, with so many; left out: one for both languages."""
+    """Merges of the target's own vocabulary; left out: one vocabulary for both languages."""
     words: int | None = key(None, ge=0, needs=f"{MODELS}; {OWN_WORDS}")
-    """The so many most frequent words instead of byte pairs, for an adaptive softmax; 0: all."""
+    """Number of the most frequent words that the vocabulary has instead of byte pairs, for an adaptive softmax; 0: all."""
     lowercase: bool = key(False, needs=OWN_WORDS)
     """Turn all text to lower case."""
     allow_empty: bool = key(False, needs=TRANSLATES)
@@ -103,11 +103,11 @@ class TextDataConfig(Section, section="data"):
     max_length: int = key(250, ge=1, needs=TRANSLATES)
     """Training pairs with more tokens on a side are left out."""
     max_ratio: float | None = key(None, gt=1, needs=TRANSLATES)
-    """As are those where one side has so many times more tokens; left out: none."""
+    """Training pairs where one side has more than so many times the tokens of the other stay out; left out: no limit."""
     share: float = key(1.0, gt=0, le=1, needs=TRANSLATES)
-    """Of the training pairs, as for subsets of 5 to 100 % (Peng 2020, section 5.2)."""
+    """Share of the training pairs that are used, as for subsets of 5 to 100 % (Peng 2020, section 5.2)."""
     block: int = key(128, ge=3, needs=MODELS)
-    """Tokens a block."""
+    """Tokens in a block."""
     context: int = key(0, ge=0, lt="block", needs=CAUSAL)
     """Tokens of a validation window that are only seen; block - context are scored."""
     mask_prob: float = key(0.15, gt=0, lt=1, needs="model.name=mlm_*")
@@ -165,11 +165,11 @@ class TextOptimConfig(OptimConfig):
     """One of timm's optimisers, such as adamw, or nesterov: SGD with Nesterov momentum, as Baevski and Auli 2019 train."""
     lr: float = key(7e-4)
     weight_decay: float = key(0.0)
-    """Not applied to biases, norms and routers."""
+    """Weight decay, which is not applied to biases, norms and routers."""
     betas: tuple[float, float] | None = key((0.9, 0.98))
     eps: float | None = key(1e-9)
     momentum: float | None = key(0.99)
-    """Of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon."""
+    """Momentum of SGD, Muon and the like: 0.99 as for nesterov in Baevski and Auli 2019; 0.95 is usual with muon."""
     batch_size: int = key(32, needs=MODELS)
     """Blocks per step over all processes and accumulation. (Translation: data.max_tokens.)"""
     accumulation: int = key(1)
@@ -178,9 +178,9 @@ class TextOptimConfig(OptimConfig):
     """After the warm-up: "inverse_sqrt", as 1 / sqrt(step); "linear" or "cosine", to min_lr at max_steps; "constant"."""
     warmup_steps: int = key(4000)
     warmup_lr: float = key(1e-7, ge=0, le="lr", needs=f"{TRAINS}; .warmup_steps")
-    """Where the warm-up begins."""
+    """Learning rate at which the warm-up begins."""
     min_lr: float = key(0.0)
-    """End of the schedule."""
+    """Learning rate at the end of the schedule."""
 
     def agree(self) -> None:
         super().agree()
@@ -195,7 +195,7 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
     """Beam search for BLEU."""
 
     beam: int = key(5, ge=1)
-    """Width; 1: greedy."""
+    """Width of the beam; 1: greedy."""
     length_penalty: float = key(1.0, ge=0, needs=".beam!=1")
     """The score of a hypothesis is divided by its length to this power."""
     max_length: int = key(50, ge=1)
@@ -205,11 +205,11 @@ class GenerationConfig(Section, section="generate", needs=TRANSLATES, free=True)
     tokenizer: Literal["13a", "intl", "zh", "char", "ja-mecab", "ko-mecab", "given"] | None = key(
         None
     )
-    """Of BLEU, one of sacrebleu's; or "given" for text that is tokenised already, as with Moses: it is then scored as it
+    """Tokenizer of BLEU, one of sacrebleu's; or "given" for text that is tokenised already, as with Moses: it is then scored as it
     stands, and in sacreBLEU's form as without. Left out: sacrebleu's choice by data.target (zh, ja-mecab or ko-mecab, the
     last two by packages of their own; else 13a)."""
     compound_split: bool = key(False)
-    """There, split hyphenated words, as the papers do for WMT14 EN-DE."""
+    """In that BLEU, split hyphenated words, as the papers do for WMT14 EN-DE."""
     gate_modes: list[Literal["soft", "argmax", "random"]] = key(["soft"])
     """How the encoder's gates of MAE are used, one translation each (Peng 2020, table 5): "soft", the mixture; "argmax",
     the likeliest expert; "random", a drawn one, five times."""
@@ -223,11 +223,11 @@ class LanguageConfig(RunConfig):
     max_steps: int = key(1000, ge=0)
     """Optimiser steps; 0: the weights of init_from or model.pretrained are scored as they are."""
     label_smoothing: float = key(0.1, ge=0, lt=1)
-    """Of the cross-entropy, inside the task, so that the auxiliary losses stay."""
+    """Label smoothing of the cross-entropy, inside the task, so that the auxiliary losses stay."""
     eval_every: int = key(0, ge=0, free=True)
     """Steps between looks at the val split; 0: only at the end."""
     patience: int = key(0, ge=0, free=True, needs="eval_every")
-    """Stop after so many of them in a row without a lower loss; 0: never."""
+    """Stop after so many looks at the val split in a row without a lower loss; 0: never."""
     keep_weights_every: int = key(0, ge=0, free=True)
     """Also keep the weights after every so many steps, in OUTPUT/weights/step_N, which from_pretrained reads; 0: none."""
     average: int = key(1, ge=1, free=True)

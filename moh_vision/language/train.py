@@ -21,7 +21,7 @@ from moh_vision.engine.weights import whole_weights
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import elastic_budget
+from moh_vision.models.elastic import elastic_budget, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
@@ -89,12 +89,11 @@ def train(run: Run) -> None:
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)
-    said_of_budget = [str(elastic)] if elastic else []
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(name, model, **text.example())
-        run.description = "\n".join([shown, *said_of_budget])
+        run.description = with_elastic(shown, elastic, "\n")
     else:
-        say("; ".join([in_short(name, model), *said_of_budget]))
+        say(with_elastic(in_short(name, model), elastic, "; "))
     run.take_model(model, mae_routers(model), elastic)
     batches = text.batches(**run.portion())
     run.open()

@@ -16,15 +16,15 @@ from moh_vision.attention import (
     BudgetSpec,
     HeadBudget,
     HeadMixtureAttention,
-    all_heads,
     attention_layers,
+    default_budget,
+    full_budget,
     resolve_budget,
-    runs_all_heads,
 )
 from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
-from moh_vision.models.head_budgets import note_budget, record_head_budget
+from moh_vision.models.head_budgets import record_budget
 from moh_vision.models.head_order import Batch, order_heads
 from moh_vision.models.registry import converter_for
 
@@ -100,7 +100,7 @@ def convert(
         calibrate = [calibrate]
     converter = converter_for(model, route_heads)
     model = converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
-    if remark := single_routed(attention_layers(model)):
+    if remark := single_routed(model):
         log.warning(remark)
     return model
 
@@ -126,13 +126,16 @@ def route_heads(
             f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}"
         )
     attentions = dense_attentions(model)
-    heads, widths = [a.num_heads for a in attentions], [a.head_dim for a in attentions]
+    heads = [attention.num_heads for attention in attentions]
+    widths = [attention.head_dim for attention in attentions]
     # The same share in every layer costs the least accuracy untrained.
     spec = shaped(1.0 if head_budget is None else head_budget, "uniform")
-    pairs = spec
-    if head_budget is None:
-        pairs = [(h, 0) for h in heads] if runs_all_heads(router) else all_heads(heads)
-    budgets = resolve_budget(pairs, len(heads), heads, widths)
+    if head_budget is not None:
+        budgets = resolve_budget(spec, len(heads), heads, widths)
+    elif default_budget(router) is None:
+        budgets = [HeadBudget(h, width, h, 0) for h, width in zip(heads, widths)]
+    else:
+        budgets = resolve_budget(full_budget(heads), len(heads), heads, widths)
     options = dict(router=router, scope=scope, executor=executor, router_kwargs=router_kwargs)
     layers = [
         routed_attention(attention, budget, **options)
@@ -149,9 +152,7 @@ def route_heads(
         update_model_args(
             model, **{name: value for name, value in options.items() if value is not None}
         )
-    model.head_budget_shape = "uniform"
-    note_budget(model, spec)
-    record_head_budget(model)
+    record_budget(model, spec, "uniform")
     return model
 
 
@@ -254,8 +255,11 @@ def routed_attention(attn: nn.Module, budget: HeadBudget, **options: Any) -> Hea
         dtype=qkv.weight.dtype,
         **options,
     )
-    layer.qkv, layer.proj, layer.proj_drop = qkv, attn.proj, attn.proj_drop
-    layer.q_norm, layer.k_norm = attn.q_norm, attn.k_norm
+    layer.qkv = qkv
+    layer.proj = attn.proj
+    layer.proj_drop = attn.proj_drop
+    layer.q_norm = attn.q_norm
+    layer.k_norm = attn.k_norm
     zero_router(layer.router)
     return layer.train(attn.training)
 
@@ -286,12 +290,11 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 
 def zero_router(router: nn.Module) -> None:
     """Make a router plain attention while all heads run: MoH's to zero, MAE's gate uniform."""
-    deciding = (
-        router
-        if isinstance(router, MoHRouter)
-        else router.out
-        if isinstance(router, MAERouter)
-        else None
-    )
-    for p in () if deciding is None else deciding.parameters():
-        nn.init.zeros_(p)
+    if isinstance(router, MoHRouter):
+        deciding = router
+    elif isinstance(router, MAERouter):
+        deciding = router.out
+    else:  # no parameters to be set to zero
+        return
+    for parameter in deciding.parameters():
+        nn.init.zeros_(parameter)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from moh_vision.attention import attention_layers, head_budget
+from moh_vision.attention import head_budget
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import MAERouter
 from moh_vision.models.counts import Macs, count_macs, count_parameters
@@ -49,7 +49,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         "",
         "layer  heads  width  shared  routed  active  name",
         *(LAYER.format(number, **layer) for number, layer in enumerate(budget["layers"])),
-        *filter(None, [single_routed(attention_layers(model))]),
+        *filter(None, [single_routed(model)]),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
         f"parameters:   {count_parameters(model):,}",
@@ -64,7 +64,7 @@ def in_short(name: str, model: nn.Module) -> str:
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
-    single = filter(None, [single_routed(attention_layers(model))])
+    single = filter(None, [single_routed(model)])
     return "; ".join(
         [f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures]
     )

@@ -9,7 +9,7 @@ from huggingface_hub import hf_hub_download
 from timm.models import generate_default_cfgs, resolve_pretrained_cfg
 from timm.models._hub import download_cached_file
 
-from moh_vision.attention import runs_all_heads
+from moh_vision.attention import default_budget
 from moh_vision.models.timm_factory import register_variants
 from moh_vision.models.weights import load_checkpoint
 
@@ -111,7 +111,7 @@ def _create_dit(
         )
     args = dict(args)
     reshaped = sorted({"depth", "num_heads"} & set(overrides))
-    dense = runs_all_heads(overrides.get("router"))
+    dense = default_budget(overrides.get("router")) is None  # all heads run
     if "head_budget" in args and reshaped and "head_budget" not in overrides and not dense:
         raise ValueError(
             f"{variant} has its own heads per layer: with {' and '.join(reshaped)} also give head_budget"

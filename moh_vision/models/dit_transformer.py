@@ -19,21 +19,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import (
-    ROUTERS,
     HeadBudget,
     HeadMixtureAttention,
     RoutingStats,
     init_routers,
-    resolve_budget,
     run_block,
-    runs_all_heads,
 )
-from moh_vision.attention.budget import shaped
 from moh_vision.attention.layer import is_captured
-from moh_vision.attention.routers import shared_share
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
-from moh_vision.models.head_budgets import note_budget
+from moh_vision.models.head_budgets import new_budgets
 from moh_vision.models.velocity import PREDICTS, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -145,7 +140,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         num_attention_heads: H, one number or one per layer.
         attention_head_dim: D; None: hidden_size / H, which H must then divide.
         mlp_ratio: width of the MLP over C.
-        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 if a router is named.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 with a router that
+            leaves heads out (`default_budget`).
         head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
             of a plain share. It is saved beside a list of pairs, which does not say it.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
@@ -198,19 +194,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         super().__init__()
         check(self.config)
         router = router or ("dense" if head_budget is None else "moh")
-        if head_budget is None and router in ROUTERS and not runs_all_heads(router):
-            head_budget = 0.75
-        head_budget = shaped(head_budget, head_budget_shape)
-        self.head_budget_shape = head_budget_shape
-        note_budget(self, head_budget)
-        budgets = _layer_budgets(
-            head_budget,
-            num_layers,
-            num_attention_heads,
-            attention_head_dim,
-            hidden_size,
-            shared_share(router),
+        heads, widths = layer_heads(
+            num_layers, num_attention_heads, attention_head_dim, hidden_size
         )
+        budgets = new_budgets(self, head_budget, head_budget_shape, router, heads, widths)
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
             fused_attn=use_fused_attn(),
@@ -371,23 +358,23 @@ def check(config) -> None:
         )
 
 
-def _layer_budgets(
-    spec, depth: int, heads, head_dim: int | None, hidden_size: int, shared: float
-) -> tuple[HeadBudget, ...]:
+def layer_heads(
+    depth: int, heads: int | Sequence[int], head_dim: int | None, hidden_size: int
+) -> tuple[list[int], list[int]]:
+    """Return the number of heads and the width of a head in every layer."""
     per_layer = [heads] * depth if isinstance(heads, int) else list(heads)
     if len(per_layer) != depth:
         raise ValueError(f"num_heads lists {len(per_layer)} layers, depth is {depth}")
     if depth < 1 or min(per_layer) < 1:
         raise ValueError(f"depth {depth} and num_heads {heads}: both must be at least 1")
-    if head_dim is None:
-        for layer, h in enumerate(per_layer):
-            if hidden_size % h:
-                raise ValueError(
-                    f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})"
-                )
-        head_dim = [hidden_size // h for h in per_layer]
-    spec = [(h, 0) for h in per_layer] if spec is None else spec
-    return resolve_budget(spec, depth, per_layer, head_dim, shared_share=shared)
+    if head_dim is not None:
+        return per_layer, [head_dim] * depth
+    for layer, h in enumerate(per_layer):
+        if hidden_size % h:
+            raise ValueError(
+                f"embed_dim {hidden_size} is not a multiple of num_heads {h} (layer {layer})"
+            )
+    return per_layer, [hidden_size // h for h in per_layer]
 
 
 def from_diffusers(model: nn.Module) -> nn.Module:

@@ -10,8 +10,8 @@ from random import Random
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, routed_budgets, running
-from moh_vision.attention.budget import parse_share
+from moh_vision.attention import HeadBudget, budgets_at, running
+from moh_vision.attention.budget import BudgetError, parse_share
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
 
@@ -38,26 +38,27 @@ class ElasticBudget:
         self.seed = seed
         self.budgets: dict[str, list[HeadBudget]] = {}
         try:
-            kind, low, high = _parse_ends(ends)
+            shape, low, high = _parse_ends(ends)
             for number in range(SHARES):
                 share = f"{low + (high - low) * number / (SHARES - 1):g}"
-                share = f"{kind}:{share}" if kind else share
-                self.budgets[share] = list(routed_budgets(model, share))
+                if shape:
+                    share = f"{shape}:{share}"
+                self.budgets[share] = list(budgets_at(model, share))
             self.smallest, *self.between, self.largest = self.budgets
             set_head_budget(model, self.largest)
             if self.active_share(self.smallest) == self.active_share(self.largest):
                 raise ValueError("both ends run equally many heads; take them further apart")
+        except BudgetError as error:
+            reason = error.reason
+            if error.advice:  # it is about one share, and an end of a range cannot follow it
+                reason += "; model.head_budget says how many heads are shared: give the smallest share there"
+            raise ValueError(f"budget_range {list(ends)}: {reason}") from None
         except ValueError as error:
-            # `set_head_budget` advises a replacement for a share, which is no end of a range.
-            reason, advice, _ = str(error).removeprefix("head_budget ").partition("; give ")
-            advice = (
-                advice
-                and "; model.head_budget says how many heads are shared: give the smallest share there"
-            )
-            raise ValueError(f"budget_range {list(ends)}: {reason}{advice}") from None
+            raise ValueError(f"budget_range {list(ends)}: {error}") from None
 
     def __str__(self) -> str:
-        low, high = (100 * self.active_share(share) for share in (self.smallest, self.largest))
+        low = 100 * self.active_share(self.smallest)
+        high = 100 * self.active_share(self.largest)
         return (
             f"elastic: trained at {low:.1f} to {high:.1f} % of the heads, saved with {high:.1f} %"
         )
@@ -97,23 +98,29 @@ class ElasticBudget:
 
 def elastic_budget(model: nn.Module, config) -> ElasticBudget | None:
     """Return the `ElasticBudget` of a run (`RunConfig` with budget_range and seed), or None."""
-    return ElasticBudget(model, config.budget_range, config.seed) if config.budget_range else None
+    if not config.budget_range:
+        return None
+    return ElasticBudget(model, config.budget_range, config.seed)
+
+
+def with_elastic(description: str, elastic: ElasticBudget | None, separator: str) -> str:
+    """Add what an elastic budget says of itself to the description of a model; None adds nothing."""
+    if elastic is None:
+        return description
+    return f"{description}{separator}{elastic}"
 
 
 def _parse_ends(ends) -> tuple[str, float, float]:
-    """Shape ("" for numbers), smallest and largest share."""
-    numbers = [":" not in str(end) for end in ends]
+    """Return shape ("" for numbers), smallest and largest share."""
+    expected = "expected two shares above 0 and up to 1, the smallest first, such as [0.5, 1.0] or [uniform:0.5, uniform:1.0]"
     try:
-        (kind, low, shared), (other, high, also_shared) = map(parse_share, ends)
+        smallest, largest = map(parse_share, ends)
     except ValueError:
-        kind, other, low, high, shared, also_shared = "", "", 0, 0, None, None
-    if (
-        not low < high
-        or kind != other
-        or len(set(numbers)) != 1
-        or (shared, also_shared) != (None, None)
-    ):
-        raise ValueError(
-            "expected two shares above 0 and up to 1, the smallest first, such as [0.5, 1.0] or [uniform:0.5, uniform:1.0]"
-        )
-    return "" if numbers[0] else kind, low, high
+        raise ValueError(expected) from None
+    plain = [":" not in str(end) for end in ends]
+    same_form = plain[0] == plain[1] and smallest.shape == largest.shape
+    says_shared = smallest.shared is not None or largest.shared is not None
+    if not same_form or says_shared or not smallest.active < largest.active:
+        raise ValueError(expected)
+    shape = "" if plain[0] else smallest.shape
+    return shape, smallest.active, largest.active

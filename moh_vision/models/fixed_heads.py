@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers
 from moh_vision.attention.executors import Sequences
+from moh_vision.attention.model_heads import new_router
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear
 
@@ -34,20 +35,17 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
         if problem := _why_not(layer, list(heads)):
             raise ValueError(f"layer {number}: {problem}")
     for layer, heads in zip(layers, kept):
-        S, router = layer.budget.shared, layer.router
         if len(heads) == layer.num_heads:
             continue
+        S = layer.budget.shared
         candidates = torch.tensor(heads[S:]) - S
-        state = {
-            name: tensor[candidates] if name.split(".")[0] in OF_CANDIDATES else tensor
-            for name, tensor in router.state_dict().items()
-        }
-        budget, like = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S), layer.proj.weight
-        layer.router = type(router)(
-            layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
-        )
+        state = layer.router.state_dict()
+        for name, tensor in state.items():
+            if name.split(".")[0] in OF_CANDIDATES:
+                state[name] = tensor[candidates]
+        budget = HeadBudget(len(heads), layer.head_dim, S, len(heads) - S)
+        layer.router = new_router(layer, budget)
         layer.router.load_state_dict(state)
-        layer.router.train(layer.training)
         _cut(layer, heads)
 
 
@@ -65,7 +63,10 @@ def gather_heads(model: nn.Module) -> int:
         fewer = layer.budget.active < layer.num_heads and isinstance(layer.router, TopKRouter)
         if plain and fewer and layer.scope == "sample":
             layer.executor = Sequences
-        computed += layer.budget.active if layer.executor is Sequences else layer.num_heads
+        if layer.executor is Sequences:
+            computed += layer.budget.active
+        else:
+            computed += layer.num_heads
     return computed
 
 
@@ -76,7 +77,8 @@ def busiest(shares: Tensor, shared: int, active: int) -> list[int]:
 
 
 def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
-    S, H = layer.budget.shared, layer.num_heads
+    S = layer.budget.shared
+    H = layer.num_heads
     if heads != sorted(set(heads)) or not set(range(S)) <= set(heads) <= set(range(H)):
         return f"heads {heads} are not some of its {H} with the {S} shared ones, in rising order"
     if len(heads) == H:
@@ -105,6 +107,7 @@ def _cut(layer: HeadMixtureAttention, heads: list[int]) -> None:
     bias = None if layer.qkv.bias is None else layer.qkv.bias[rows]
     layer.qkv = linear(layer.qkv.weight[rows], bias).requires_grad_()
     layer.proj = linear(layer.proj.weight[:, of_heads], layer.proj.bias).requires_grad_()
-    layer.num_heads, layer.q_dim = len(heads), len(heads) * D
+    layer.num_heads = len(heads)
+    layer.q_dim = len(heads) * D
     layer.kv_heads = layer.num_heads if G == H else G
     layer.grouped = layer.kv_heads < layer.num_heads

@@ -1,5 +1,6 @@
-"""Change a model's head budget, read it with weights, and record it for saving."""
+"""Set a model's head budget, read it with weights, and record it where the model's library saves it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,12 +10,16 @@ from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
     attention_layers,
+    budgets_at,
+    default_budget,
+    full_budget,
+    layer_budgets,
+    resolve_budget,
     set_budgets,
-    set_routed_heads,
 )
-from moh_vision.attention.budget import change_routed, log, shape_of, warn_of_rounding
+from moh_vision.attention.budget import change_budget, log, shape_of, shaped, warn_of_rounding
 from moh_vision.attention.model_heads import shaped_as, single_routed
-from moh_vision.attention.routers import MoHRouter
+from moh_vision.attention.routers import MoHRouter, shared_share
 
 
 def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
@@ -35,32 +40,48 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
         ValueError: naming a layer that has no routed heads or too few.
     """
     spec = shaped_as(model, spec)
-    set_routed_heads(model, spec)
-    layers = attention_layers(model)
-    warn_of_rounding(
-        spec, sum(a.budget.active for a in layers), sum(a.budget.heads for a in layers)
-    )
-    if remark := single_routed(layers):
+    budgets = budgets_at(model, spec)
+    set_budgets(attention_layers(model), budgets)
+    warn_of_rounding(spec, sum(b.active for b in budgets), sum(b.heads for b in budgets))
+    if remark := single_routed(model):
         log.warning(remark)
-    note_budget(model, spec)
-    record_head_budget(model)
+    record_budget(model, spec)
     return model
 
 
-def note_budget(model: nn.Module, spec: BudgetSpec | None) -> None:
-    """Note what a model's budget was made of, and its shape; with a list the model keeps the shape that it has.
+def new_budgets(
+    model: nn.Module,
+    spec: BudgetSpec | None,
+    shape: str | None,
+    router: str,
+    heads: Sequence[int],
+    head_dim: Sequence[int],
+) -> tuple[HeadBudget, ...]:
+    """Resolve the head budget of a model that is being built, and note in the model what it was made of.
 
-    Language models keep the shape in their configuration.
+    Args:
+        model: its attributes `head_budget_spec` and `head_budget_shape` are set.
+        spec: the constructor's head_budget; None: `default_budget` of the router.
+        shape: the constructor's head_budget_shape.
+        router: name in `moh_vision.attention.ROUTERS`.
+        heads: of every layer.
+        head_dim: width of a head in every layer.
+
+    Returns:
+        The budget of every layer.
+
+    Raises:
+        ValueError: see `resolve_budget`.
     """
-    shape = shape_of(spec) or getattr(model, "head_budget_shape", None)
+    if spec is None:
+        spec = default_budget(router)
+    if spec is None:  # the router runs all heads
+        spec = [(count, 0) for count in heads]
+    spec = shaped(spec, shape)
+    budgets = resolve_budget(spec, len(heads), heads, head_dim, shared_share=shared_share(router))
     model.head_budget_spec = spec
-    config = getattr(model, "config", None)
-    if getattr(config, "moh", None) is not None:
-        config.moh = dict(config.moh, head_budget_shape=shape)
-    elif hasattr(config, "layer_budgets"):
-        config.head_budget_shape = shape
-    else:
-        model.head_budget_shape = shape
+    model.head_budget_shape = shape_of(spec) or shape
+    return budgets
 
 
 def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
@@ -69,11 +90,13 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call it before loading: the new routers are untrained.
     """
-    layers, trained = [], []
+    layers: list[HeadMixtureAttention] = []
+    trained: list[HeadBudget] = []
     for name, layer in model.named_modules():
         if not isinstance(layer, HeadMixtureAttention) or not isinstance(layer.router, MoHRouter):
             continue
-        b, routed = layer.budget, state_dict.get(f"{name}.router.routed.weight")
+        b = layer.budget
+        routed = state_dict.get(f"{name}.router.routed.weight")
         shared = b.shared
         if routed is not None and len(routed) <= b.heads:  # otherwise loading reports the misfit
             shared = b.heads - len(routed)
@@ -81,12 +104,59 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
             shared = b.heads
         layers.append(layer)
         trained.append(HeadBudget(b.heads, b.head_dim, shared, b.heads - shared))
-    if any(layer.budget.shared != b.shared for layer, b in zip(layers, trained)):
-        spec = getattr(model, "head_budget_spec", None)
-        if spec is None or isinstance(spec, (list, tuple)):  # TransNeXt's lists may be of stages
-            spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
-        set_budgets(layers, change_routed(spec, trained))
-        record_head_budget(model)
+    if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
+        return
+    spec = getattr(model, "head_budget_spec", None)
+    if spec is None or isinstance(spec, (list, tuple)):
+        spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
+    set_budgets(layers, change_budget(spec, trained))
+    _record(model, getattr(model, "head_budget_shape", None))
+
+
+def run_all_heads(model: nn.Module) -> None:
+    """Run all heads of a new model, as weights of a dense model were trained, and share a fifth of them.
+
+    The shape of the model's budget stays.
+    """
+    layers = attention_layers(model)
+    heads = [layer.num_heads for layer in layers]
+    pairs = full_budget(heads, shares=layers[0].router.shared_share > 0)
+    head_dim = [layer.head_dim for layer in layers]
+    set_budgets(layers, resolve_budget(pairs, len(layers), heads, head_dim))
+    record_budget(model, shaped(1.0, getattr(model, "head_budget_shape", None)))
+
+
+def record_budget(model: nn.Module, spec: BudgetSpec, shape: str | None = None) -> None:
+    """Record a model's present budget, for its library to save, and what it was made of.
+
+    Args:
+        model: its layers have the budget already.
+        spec: what it was made of.
+        shape: "ramp" or "uniform", which later shares keep, if spec is a list; None: the one that the model has.
+    """
+    model.head_budget_spec = spec
+    _record(model, shape_of(spec) or shape or getattr(model, "head_budget_shape", None))
+
+
+def _record(model: nn.Module, shape: str | None) -> None:
+    """Write pairs and shape of a budget to where the model's library saves them."""
+    config = getattr(model, "config", None)
+    if hasattr(model, "register_to_config"):
+        model.head_budget_shape = shape
+        model.register_to_config(**saved_budget(model))  # diffusers
+    elif hasattr(config, "moh") or hasattr(config, "layer_budgets"):
+        _record_in_transformers(config, budget_pairs(model), shape)
+    else:  # timm saves what `RecordedArguments` returns
+        model.head_budget_shape = shape
+
+
+def _record_in_transformers(config: Any, pairs: list[list[int]], shape: str | None) -> None:
+    """Write pairs and shape into the configuration of a language model, from which the model reads its shape too."""
+    if hasattr(config, "layer_budgets"):
+        config.layer_budgets = pairs
+        config.head_budget_shape = shape
+    elif config.moh is not None:  # a dense LLaMA has no budget to be saved
+        config.moh = dict(config.moh, head_budget=pairs, head_budget_shape=shape)
 
 
 class RecordedArguments:
@@ -105,28 +175,23 @@ class RecordedArguments:
         vars(model)["_model_args"] = args
 
 
-def budget_pairs(model: nn.Module) -> list[list[int]]:
-    """[shared, routed] of every attention layer."""
-    return [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]
-
-
 def saved_budget(model: nn.Module) -> dict[str, Any]:
     """Arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
+    saved: dict[str, Any] = {"head_budget": budget_pairs(model)}
     shape = getattr(model, "head_budget_shape", None)
-    return {
-        "head_budget": budget_pairs(model),
-        **({"head_budget_shape": shape} if shape else {}),
-    }
+    if shape:
+        saved["head_budget_shape"] = shape
+    return saved
 
 
-def record_head_budget(model: nn.Module) -> None:
-    """Write the budget into the arguments that diffusers or transformers save.
+def recorded_budget(arguments: Any) -> dict[str, Any]:
+    """Return what `saved_budget` wrote among the saved arguments of a model; empty without a head_budget."""
+    if not isinstance(arguments, dict) or arguments.get("head_budget") is None:
+        return {}
+    names = ("head_budget", "head_budget_shape")
+    return {name: arguments[name] for name in names if name in arguments}
 
-    timm saves those of `RecordedArguments`.
-    """
-    if hasattr(model, "register_to_config"):
-        model.register_to_config(**saved_budget(model))
-    elif getattr(getattr(model, "config", None), "moh", None) is not None:
-        model.config.moh = dict(model.config.moh, head_budget=budget_pairs(model))
-    elif hasattr(getattr(model, "config", None), "layer_budgets"):
-        model.config.layer_budgets = budget_pairs(model)
+
+def budget_pairs(model: nn.Module) -> list[list[int]]:
+    """[shared, routed] of every attention layer."""
+    return [[b.shared, b.routed] for b in layer_budgets(model)]

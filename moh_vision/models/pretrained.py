@@ -38,14 +38,14 @@ OPTIONS = [
 ]
 
 
-def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
+def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
     """Find (name, arguments) of an `ImageRunConfig`'s model, without sizes that follow from data.
 
     A resumed run reads its own file (unless `fresh`): the pre-trained source may be gone.
     """
     m = config.model
     if not m.pretrained:
-        check_name(m.name, kind)
+        check_name(m.name, wing)
         return m.name, m.arguments()
     for key in m.convert or {}:
         if key not in OPTIONS:
@@ -61,11 +61,13 @@ def described(config, kind: str, fresh: bool = False) -> tuple[str, dict]:
             return metadata["architecture"], metadata["arguments"]
     refuse_missing_source("model.pretrained", m.pretrained)
     try:
-        name, arguments, _ = of_source(m.pretrained, kind)
+        name, arguments, _ = of_source(m.pretrained, wing)
         with torch.device("meta"):
-            routed = not is_dense(create(name, kind, **arguments))
+            routed = not is_dense(create(name, wing, **arguments))
     except Exception as error:  # files of others may hold anything
-        near = near_model(m.pretrained) if kind == "classifier" else ""  # `check_name` has said it
+        near = ""
+        if wing == "classification":  # for the other one `check_name` has said it
+            near = near_model(m.pretrained)
         raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}{near}") from None
     if routed and m.convert is not None:
         raise ValueError(
@@ -105,7 +107,7 @@ def is_dense(model: nn.Module) -> bool:
     return all(layer.router.all_heads for layer in attention_layers(model))
 
 
-def of_source(source: str, kind: str) -> tuple[str, dict, dict]:
+def of_source(source: str, wing: str) -> tuple[str, dict, dict]:
     """Find (name, arguments, pretrained_cfg) of a saved or published model, or of a run.
 
     timm's ViTs are "moh_vit" with `base` and router "dense". The pretrained_cfg is timm's, {} for a name or
@@ -114,18 +116,21 @@ def of_source(source: str, kind: str) -> tuple[str, dict, dict]:
     local = source.removeprefix("local-dir:")
     metadata = {}
     with contextlib.suppress(FileNotFoundError):  # of a folder that is no run
-        metadata = described_by(local, kind)
+        metadata = described_by(local, wing)
     if "architecture" in metadata:
         return metadata["architecture"], metadata["arguments"], {}
     if Path(local).is_file():
-        writer = (
-            "timm.models.save_for_hf" if kind == "classifier" else "save_pretrained of diffusers"
-        )
+        if wing == "classification":
+            writer = "timm.models.save_for_hf"
+        else:
+            writer = "save_pretrained of diffusers"
         instead = (
             f"--init-from takes it for a --model.name, or give the folder that {writer} writes"
         )
         raise ValueError(f"a file of weights does not say of which model it is; {instead}")
-    return _classifier(source) if kind == "classifier" else _diffusion(local)
+    if wing == "classification":
+        return _classifier(source)
+    return _diffusion(local)
 
 
 def _classifier(source: str) -> tuple[str, dict, dict]:
@@ -160,7 +165,7 @@ def _classifier(source: str) -> tuple[str, dict, dict]:
         with torch.device("meta"):  # what cannot be converted is refused here
             timm.create_model("moh_vit", **arguments)
         return "moh_vit", arguments, cfg
-    check_name(name, "classifier")
+    check_name(name, "classification")
     return name, arguments, cfg
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from moh_vision.engine.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
-from moh_vision.models.elastic import ElasticBudget, elastic_budget
+from moh_vision.models.elastic import ElasticBudget, elastic_budget, with_elastic
 from moh_vision.models.head_budgets import saved_budget
 from moh_vision.models.mae import train_only
 from moh_vision.models.pretrained import load_source
@@ -16,13 +16,13 @@ from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 
 def set_up_model(
-    run, kind: str, name: str, arguments: dict, classes: Sequence[str], steps: int
+    run, wing: str, name: str, arguments: dict, classes: Sequence[str], steps: int
 ) -> tuple[nn.Module, ElasticBudget | None]:
     """Create the model of a run and load its weights; lock the run, if there is one.
 
     Args:
         run: a `Run`.
-        kind: "classifier" or "diffusion".
+        wing: "classification" or "diffusion".
         name, arguments: for `create`; the image size and the trained budget are added.
         classes: of the data.
         steps: of the whole run.
@@ -32,7 +32,7 @@ def set_up_model(
     """
     config = run.config
     torch.manual_seed(config.seed)
-    model = create(name, kind, **arguments)
+    model = create(name, wing, **arguments)
     check_side(model, arguments.get("img_size"))
     side = arguments.setdefault(
         "img_size", getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
@@ -46,12 +46,12 @@ def set_up_model(
         load_source(model, config, classes, run.say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
-    if kind == "diffusion":
+    if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
     refuse_what_exceeds_memory(run, model, inputs)
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(full_name(name, arguments), model, *inputs)
-        run.description = "\n".join([shown, *([str(elastic)] if elastic else [])])
+        run.description = with_elastic(shown, elastic, "\n")
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -62,7 +62,7 @@ def set_up_model(
         arguments.update(saved_budget(model))
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
-        run.say("; ".join([shown, *([str(elastic)] if elastic else [])]))
+        run.say(with_elastic(shown, elastic, "; "))
     return model, elastic
 
 

@@ -42,7 +42,7 @@ class Teacher(nn.Module):
         refuse_missing_source(key, source)
         try:
             if Path(source).exists():
-                model, metadata = from_run(source, "classifier")
+                model, metadata = from_run(source, "classification")
                 self.classes = metadata.get("classes")
             else:
                 model = timm.create_model(source, pretrained=True, in_chans=len(mean))

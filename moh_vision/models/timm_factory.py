@@ -8,7 +8,7 @@ from typing import Any
 from timm.models import register_model, resolve_pretrained_cfg
 from torch import nn
 
-from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.head_budgets import recorded_budget, set_head_budget
 from moh_vision.models.weight_files import read_safetensors
 
 
@@ -58,7 +58,7 @@ def trained_budget(variant: str, kwargs: dict) -> dict[str, Any]:
 
     `timm.models.save_for_hf` records them in config.json, a run in its files' metadata. Empty: not recorded.
     """
-    saved = _budget_in(kwargs.get("pretrained_model_args"))
+    saved = recorded_budget(kwargs.get("pretrained_model_args"))
     if saved:
         return saved
     file = resolve_pretrained_cfg(
@@ -66,13 +66,4 @@ def trained_budget(variant: str, kwargs: dict) -> dict[str, Any]:
     ).file
     if file is None or not str(file).endswith(".safetensors"):
         return {}
-    return _budget_in(read_safetensors(Path(file), lambda name: False)[1].get("arguments"))
-
-
-def _budget_in(arguments: Any) -> dict[str, Any]:
-    """Return head_budget, and with it head_budget_shape, of a model's arguments."""
-    if not isinstance(arguments, dict) or arguments.get("head_budget") is None:
-        return {}
-    return {
-        name: arguments[name] for name in ("head_budget", "head_budget_shape") if name in arguments
-    }
+    return recorded_budget(read_safetensors(Path(file), lambda name: False)[1].get("arguments"))

@@ -29,22 +29,19 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import (
-    HeadBudget,
+    BudgetSpec,
     RoutingStats,
+    default_budget,
     init_routers,
-    resolve_budget,
     run_block,
-    runs_all_heads,
 )
-from moh_vision.attention.budget import SHARED_SHARE, shaped
-from moh_vision.attention.routers import shared_share
 from moh_vision.models.foveal_attention import (
     AggregatedAttention,
     CosineAttention,
     Positions,
     position_tables,
 )
-from moh_vision.models.head_budgets import RecordedArguments, note_budget, take_shared_heads
+from moh_vision.models.head_budgets import RecordedArguments, new_budgets, take_shared_heads
 from moh_vision.models.timm_factory import image_cfg, register_variants
 from moh_vision.models.weight_files import rename_routers
 
@@ -302,10 +299,16 @@ class TransNeXt(nn.Module):
         check_pool(global_pool)
         self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
         self.grad_checkpointing = False
-        head_budget = shaped(head_budget, head_budget_shape)
-        budgets = stage_budgets(head_budget, depths, num_heads, embed_dims, shared_share(router))
-        self.head_budget_shape = head_budget_shape
-        note_budget(self, head_budget)
+        widths = [dim // heads for dim, heads in zip(embed_dims, num_heads)]
+        budgets = new_budgets(
+            self,
+            layer_spec(head_budget, num_heads, depths),
+            head_budget_shape,
+            router,
+            by_layer(num_heads, depths),
+            by_layer(widths, depths),
+        )
+        remaining = iter(budgets)
         attn_kwargs = dict(
             router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
             attn_drop=attn_drop_rate, proj_drop=proj_drop_rate, fused_attn=use_fused_attn(),
@@ -323,10 +326,11 @@ class TransNeXt(nn.Module):
             )
             blocks = []
             for j in range(depths[i]):
+                budget = next(remaining)
                 if pools[i] > 1:
-                    attn = AggregatedAttention(dim, budgets[i][j], pools[i], **attn_kwargs, **dd)
+                    attn = AggregatedAttention(dim, budget, pools[i], **attn_kwargs, **dd)
                 else:
-                    attn = CosineAttention(dim, budgets[i][j], **attn_kwargs, **dd)
+                    attn = CosineAttention(dim, budget, **attn_kwargs, **dd)
                 blocks.append(
                     TransNeXtBlock(attn, dim, mlp_ratios[i], proj_drop_rate, drop_paths[i][j], **dd)
                 )
@@ -504,22 +508,24 @@ def stage_sizes(img_size: int | tuple[int, int]) -> list[tuple[int, int]]:
     return [(-(-H // r), -(-W // r)) for r in (4, 8, 16, 32)]
 
 
-def stage_budgets(
-    spec,
-    depths: Sequence[int],
-    heads: Sequence[int],
-    dims: Sequence[int],
-    shared: float = SHARED_SHARE,
-) -> list[list[HeadBudget]]:
-    """Resolve head_budget by stage, one per layer; `shared`: see `resolve_budget`."""
+def by_layer(values: Sequence, depths: Sequence[int]) -> list:
+    """Repeat the value of each stage for each of its layers."""
+    return [value for value, depth in zip(values, depths) for _ in range(depth)]
+
+
+def layer_spec(spec: BudgetSpec | None, heads: Sequence[int], depths: Sequence[int]) -> BudgetSpec:
+    """A head_budget as `resolve_budget` takes it.
+
+    Args:
+        spec: what `resolve_budget` takes; or a list of one (shared, routed) pair per stage; None: all heads, shared,
+            whichever the router.
+        heads, depths: of every stage.
+    """
     if spec is None:
-        spec = [(h, 0) for h in heads]
+        spec = [(count, 0) for count in heads]
     if isinstance(spec, (list, tuple)) and len(spec) == STAGES:
-        spec = [pair for pair, depth in zip(spec, depths) for _ in range(depth)]
-    layers = [(h, dim // h) for h, dim, depth in zip(heads, dims, depths) for _ in range(depth)]
-    heads, widths = zip(*layers)
-    budgets = list(resolve_budget(spec, len(layers), heads, widths, shared_share=shared))
-    return [[budgets.pop(0) for _ in range(depth)] for depth in depths]
+        return by_layer(spec, depths)
+    return spec
 
 
 def pretrained_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -576,7 +582,7 @@ default_cfgs = generate_default_cfgs({f"{name}.in1k": _published(name) for name 
 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
-    if runs_all_heads(kwargs.get("router")):
+    if default_budget(kwargs.get("router")) is None:
         args = {k: v for k, v in args.items() if k != "head_budget"}
     out_indices = kwargs.pop("out_indices", tuple(range(STAGES)))
     return build_model_with_cfg(

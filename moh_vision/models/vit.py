@@ -25,18 +25,19 @@ from torch.utils.checkpoint import checkpoint
 from moh_vision.attention import (
     HeadMixtureAttention,
     RoutingStats,
-    all_heads,
-    attention_layers,
+    default_budget,
     init_routers,
-    resolve_budget,
     run_block,
-    runs_all_heads,
-    set_budgets,
 )
 from moh_vision.attention.budget import shaped
-from moh_vision.attention.routers import MoHRouter, shared_share
+from moh_vision.attention.routers import MoHRouter
 from moh_vision.models.convert import route_heads
-from moh_vision.models.head_budgets import RecordedArguments, note_budget, take_shared_heads
+from moh_vision.models.head_budgets import (
+    RecordedArguments,
+    new_budgets,
+    run_all_heads,
+    take_shared_heads,
+)
 from moh_vision.models.registry import converter_for
 from moh_vision.models.timm_factory import image_cfg, register_variants
 
@@ -119,7 +120,8 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
     """A ViT with a budget of attention heads per layer.
 
     Args:
-        head_budget: see `moh_vision.attention.resolve_budget`; default 0.75, or all heads with the dense router.
+        head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75, or all heads with a router that
+            runs them all (`default_budget`).
         head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
             of a plain share. It is saved beside a list of pairs, which does not say it.
         router: name in `moh_vision.attention.ROUTERS`.
@@ -162,14 +164,14 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
             raise ValueError(f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}")
         if not dynamic_img_pad:
             check_image_size(img_size, patch_size)
-        if head_budget is None:
-            head_budget = [(num_heads, 0)] * depth if runs_all_heads(router) else 0.75
-        head_budget = shaped(head_budget, head_budget_shape)
-        budgets = resolve_budget(
-            head_budget, depth, num_heads, embed_dim // num_heads, shared_share=shared_share(router)
+        budgets = new_budgets(
+            self,
+            head_budget,
+            head_budget_shape,
+            router,
+            [num_heads] * depth,
+            [embed_dim // num_heads] * depth,
         )
-        self.head_budget_shape = head_budget_shape
-        note_budget(self, head_budget)
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(
             router=router,
@@ -239,13 +241,7 @@ def checkpoint_filter_fn(
     state_dict = model.checkpoint_filter(state_dict, model)
     take_shared_heads(model, state_dict)
     if not keep_budget and not has_routers(state_dict):
-        model.head_budget_spec = 1.0
-        layers = attention_layers(model)
-        heads = [layer.num_heads for layer in layers]
-        pairs = all_heads(heads, layers[0].router.shared_share > 0)
-        set_budgets(
-            layers, resolve_budget(pairs, len(heads), heads, [layer.head_dim for layer in layers])
-        )
+        run_all_heads(model)
     return zero_missing_routers(state_dict, model)
 
 
@@ -314,8 +310,8 @@ def _converted(
     **kwargs,
 ):
     """Build timm's ViT `base` with its own arguments and `kwargs`, and convert it."""
-    if head_budget is None and not runs_all_heads(router):
-        head_budget = 0.75
+    if head_budget is None:
+        head_budget = default_budget(router)
     model = model_entrypoint(base)(**kwargs)
     head_budget = shaped(head_budget, head_budget_shape)
     model = converter_for(model, route_heads)(
@@ -342,7 +338,8 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
         theirs = dataclasses.replace(get_pretrained_cfg(base), architecture="moh_vit")
         kwargs["pretrained_cfg"] = kwargs.get("pretrained_cfg") or theirs
         model_cls = partial(_converted, base.split(".")[0])
-    keep_budget = kwargs.get("head_budget") is not None or runs_all_heads(kwargs.get("router"))
+    takes_budget = default_budget(kwargs.get("router")) is not None
+    keep_budget = kwargs.get("head_budget") is not None or not takes_budget
     return build_model_with_cfg(
         model_cls,
         variant,

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from moh_vision.engine.cli import near_folder, refuse_missing_source
 from moh_vision.engine.errors import closest, nearest, reason_of
 from moh_vision.engine.io import tensor_files
+from moh_vision.engine.wings import WINGS
 from moh_vision.models.class_names import assumed_order, listed, places, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers
@@ -39,8 +40,7 @@ OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
 # Tensors shaped by class count, image size or objective; made anew where the shape differs.
 REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
 # By the modules that timm groups names by.
-FAMILIES = dict(classifier=("vit", "transnext"), diffusion=("dit",))
-SCRIPTS = dict(classifier="train_cls.py", diffusion="train_dit.py", text="train_text.py")
+FAMILIES = dict(classification=("vit", "transnext"), diffusion=("dit",))
 
 
 class OtherModel(ValueError):
@@ -58,9 +58,9 @@ def taken_for(name: str) -> Iterator[None]:
         ) from None
 
 
-def create(name: str, kind: str | None, **arguments: Any) -> nn.Module:
-    """Create a model with head routing through timm. kind: "classifier", "diffusion" or None (either)."""
-    check_name(name, kind)
+def create(name: str, wing: str | None, **arguments: Any) -> nn.Module:
+    """Create a model with head routing through timm, of wing "classification", "diffusion" or either (None)."""
+    check_name(name, wing)
     try:
         model = timm.create_model(name, **arguments)
     except TypeError as error:
@@ -75,9 +75,9 @@ def create(name: str, kind: str | None, **arguments: Any) -> nn.Module:
     # Models from other packages need no base class of ours: look for the method.
     if not hasattr(model, "forward_routed"):
         raise ValueError(f"model.name '{name}' has no head routing (no forward_routed)")
-    actual = "classifier" if hasattr(model, "get_classifier") else "diffusion"
-    if kind not in (None, actual):
-        raise ValueError(f"model.name '{name}' is a {actual} model, a {kind} model is needed")
+    actual = "classification" if hasattr(model, "get_classifier") else "diffusion"
+    if wing not in (None, actual):
+        raise ValueError(f"model.name '{name}' {_of_another_wing(actual, wing)}")
     return model
 
 
@@ -96,43 +96,55 @@ def check_side(model: nn.Module, side: int | None) -> None:
         )
 
 
-def check_name(name: str, kind: str | None) -> None:
-    """Refuse an unknown name, a model without head routing, or one not of `kind` (None: any)."""
-    kinds = image_models()
-    fitting, base = [n for n, k in kinds.items() if kind in (None, k)], name.split(".")[0]
+def check_name(name: str, wing: str | None, key: str = "model.name") -> None:
+    """Refuse an unknown name, given as `key`, a model without head routing, or one of another wing (None: any)."""
+    problem = name_problem(name, wing)
+    if problem:
+        raise ValueError(f"{key} '{name}' {problem}")
+
+
+def name_problem(name: str, wing: str | None) -> str:
+    """Return why a name is refused and what is near it, to stand behind the name; empty if it is not refused."""
+    wings = image_models()
+    fitting = [known for known in wings if wing in (None, wings[known])]
+    base = name.split(".")[0]
     if not timm.is_model(base):
         problem = "is not a registered model"
-    elif base in kinds and base not in fitting:
-        problem = f"is a {kinds[base]} model, a {kind} model is needed"
+    elif base in wings and base not in fitting:
+        problem = _of_another_wing(wings[base], wing)
     elif timm.models.model_entrypoint(base).__module__.startswith("timm."):
-        problem = "has no head routing" + (
-            "; a dense ViT is moh_vit_* with model.router dense" * (kind == "classifier")
-        )
+        problem = "has no head routing"
+        if wing == "classification":
+            problem += "; a dense ViT is moh_vit_* with model.router dense"
     else:
-        return
+        return ""
     sizes = dict(s="small", b="base", l="large", xl="xlarge")  # DiT-S/2 is dit_small_patch2
     asked = re.sub(r"-(s|b|l|xl)/", lambda size: f"_{sizes[size[1]]}_patch", name.lower())
-    raise ValueError(f"model.name '{name}' {problem}, {closest(asked, fitting)}")
+    return f"{problem}, {closest(asked, fitting)}"
+
+
+def _of_another_wing(actual: str, needed: str) -> str:
+    return f"is a {WINGS[actual].title} model, a {WINGS[needed].title} model is needed"
 
 
 def image_models() -> dict[str, str]:
-    """Return the kind of each of our image models: "classifier" or "diffusion"."""
+    """Return the wing of each of our image models: "classification" or "diffusion"."""
     return {
-        n: k
-        for k, modules in FAMILIES.items()
+        name: wing
+        for wing, modules in FAMILIES.items()
         for module in modules
-        for n in timm.list_models(module=module)
+        for name in timm.list_models(module=module)
     }
 
 
-def from_run(path: str, kind: str | None, weights: str | None = None) -> tuple[nn.Module, dict]:
-    """Open a run's model in eval mode (kind None: any); also return its metadata and file."""
+def from_run(path: str, wing: str | None, weights: str | None = None) -> tuple[nn.Module, dict]:
+    """Open a run's model in eval mode (wing None: any); also return its metadata and file."""
     file = weights_file(path, weights)
-    state, metadata = read_described(file, kind)
+    state, metadata = read_described(file, wing)
     if "architecture" not in metadata:
         raise ValueError(f"{file} was not written by a run (no architecture in its metadata)")
     _warn_of_first_weights(file, metadata)
-    model = create(metadata["architecture"], kind, **metadata["arguments"])
+    model = create(metadata["architecture"], wing, **metadata["arguments"])
     take_shared_heads(model, state)
     model.load_state_dict(state)
     return model.eval(), dict(metadata, weights=str(file))
@@ -144,17 +156,17 @@ def _warn_of_first_weights(file: Path, metadata: dict) -> None:
         logging.getLogger(__name__).warning(said)
 
 
-def described_by(path: str, kind: str | None) -> dict:
+def described_by(path: str, wing: str | None) -> dict:
     """Read the metadata of a run's file or folder; empty for files without metadata."""
     file = weights_file(path)
     return (
-        read_described(file, kind)[1]
+        read_described(file, wing)[1]
         if file.suffix == ".safetensors" and tensor_files(file)
         else {}
     )
 
 
-def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dict]:
+def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dict]:
     """Read tensors and metadata of a .safetensors file; check that they fit its `architecture`."""
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
@@ -167,10 +179,11 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
         )
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
-    actual = "text" if "vocabularies" in metadata else image_models().get(name, kind)
-    if kind not in (None, actual):
+    actual = "text" if "vocabularies" in metadata else image_models().get(name, wing)
+    if wing not in (None, actual):
+        theirs = WINGS[actual]
         raise ValueError(
-            f"{file} is of a {actual} model, {name}, of {SCRIPTS[actual]}; give a run of {SCRIPTS[kind]}"
+            f"{file} is of a {theirs.title} model, {name}, of {theirs.script}; give a run of {WINGS[wing].script}"
         )
     refuse_fetch(arguments, f"the metadata of {file}")
     most = max((tensor.numel() for tensor in state.values()), default=0)
@@ -186,17 +199,17 @@ def read_described(file: Path, kind: str | None) -> tuple[dict[str, Tensor], dic
             raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
     try:
         with torch.device("meta"):
-            outline = create(name, kind, **arguments)
+            outline = create(name, wing, **arguments)
             take_shared_heads(outline, state)
-        refuse_other_shapes(file, state, outline)
     except ValueError as error:
-        text = str(error)
-        raise ValueError(
-            text if text.startswith(str(file)) else f"{file}: {reason_of(error)}"
-        ) from None
+        raise ValueError(f"{file}: {reason_of(error)}") from None
     except Exception as error:  # arguments of wrong types fail anywhere
         reason = f"{name} cannot be made of the arguments in its metadata ({reason_of(error)})"
         raise ValueError(f"{file}: {reason}") from None
+    try:
+        refuse_other_shapes(file, state, outline)
+    except OtherModel as error:  # the file names its model: no other name would fit better
+        raise ValueError(str(error)) from None
     return state, metadata
 
 
@@ -256,22 +269,20 @@ def to_validate(
     weights (see `weights_said`) and of_run: whether the path names its model.
     """
     path = str(weights_file(path)) if Path(path).exists() else path
-    metadata = described_by(path, "classifier")
+    metadata = described_by(path, "classification")
     of_run = "architecture" in metadata
     if of_run:
         name, arguments = metadata["architecture"], metadata["arguments"]
         _warn_of_first_weights(Path(path), metadata)
     arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
-    model = create(name, "classifier", **arguments)
+    model = create(name, "classification", **arguments)
     check_side(model, img_size)
-    said: list = []
     try:
-        init_from(model, path, said.append, "--checkpoint")
+        taken = take_weights(model, path, "--checkpoint")
     except FileNotFoundError as error:
         raise ValueError(str(error)) from None
-    fresh = [line.removeprefix("--checkpoint: ") for line in said if " is resized, " not in line]
-    if fresh:
-        raise ValueError(f"{path} does not hold all of {name}: {'; '.join(fresh)}")
+    if taken.changed:
+        raise ValueError(f"{path} does not hold all of {name}: {'; '.join(taken.changed)}")
     names = metadata.get("classes")
     if not names and Path(path).is_file():
         names = saved_with(Path(path))
@@ -294,19 +305,24 @@ def _fit_classes(
     """
     of_classes = [name for name in state if name.startswith(OF_CLASSES)]
     is_table = of_classes[0].startswith("y_embedder.")
-    kind = "label table" if is_table else "head"
+    tensors = "label table" if is_table else "head"
     if theirs is None:
         theirs, assumed = assumed_order(source, classes)
-        said = f"the {kind} is kept; {assumed}"
+        said = f"the {tensors} is kept; {assumed}"
         if is_table:
             said += '; its last row is taken for "no class"'
     else:
-        said = f"the {kind} is put into the order of the data: {source} has its classes in another"
+        said = (
+            f"the {tensors} is put into the order of the data: {source} has its classes in another"
+        )
     order = places(classes, theirs)
     if order is None:
         odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
         left = {name: tensor for name, tensor in state.items() if name not in of_classes}
-        return left, f"the {kind} is made anew: class {odd!r} is not in the same place in {source}"
+        return (
+            left,
+            f"the {tensors} is made anew: class {odd!r} is not in the same place in {source}",
+        )
     rows = torch.tensor(order)
     ordered = {
         name: torch.cat([state[name][rows], state[name][len(order) :]])  # "no class" stays the last
@@ -322,11 +338,40 @@ def init_from(
     key: str = "init_from",
     classes: Sequence[str] | None = None,
 ) -> bool:
-    """Load weights into a new model; return whether they are dense.
+    """Load weights into a new model as `take_weights` does; return whether they are dense.
 
-    Changes are reported through `say`: a head or label table in the order of the classes, or a new one for
-    other classes, resized position tables and patch kernels, a DiT's new last layer if learn_sigma differs, and fresh routers if the source
-    has none. The model takes the source's shared heads but keeps its number of active heads.
+    Args:
+        say: takes a line for every tensor that is not the source's as it stands.
+        source, key, classes: see `take_weights`.
+    """
+    taken = take_weights(model, source, key, classes)
+    for change in (*taken.resized, *taken.changed):
+        say(f"{key}: {change}")
+    return taken.dense
+
+
+class TakenWeights(NamedTuple):
+    """What a model took of a source.
+
+    Attributes:
+        dense: whether the source has no routers.
+        resized: a text for each tensor whose numbers were fitted to another size.
+        changed: texts of tensors that start fresh, or are in another order.
+    """
+
+    dense: bool
+    resized: list[str]
+    changed: list[str]
+
+
+def take_weights(
+    model: nn.Module, source: str, key: str, classes: Sequence[str] | None = None
+) -> TakenWeights:
+    """Load weights into a new model.
+
+    What may change: the order of a head or label table, or a new one for other classes; the size of position tables and
+    patch kernels; a DiT's last layer if learn_sigma differs; routers, which start fresh if the source has none. The
+    model takes the source's shared heads but keeps its number of active heads.
 
     Args:
         source: a run, a file that `load_checkpoint` reads, or the name of a pretrained timm model.
@@ -366,31 +411,30 @@ def init_from(
         state[kernel] = adapt_input_conv(
             own[kernel].shape[1], state[kernel]
         )  # colours are summed or repeated
-    changes = []
+    resized = []
     for name, tensor in state.items():
         if before.get(name, list(tensor.shape)) != list(tensor.shape):
-            changes.append(f"{key}: {name} is resized, {before[name]} -> {list(tensor.shape)}")
+            resized.append(f"{name} is resized, {before[name]} -> {list(tensor.shape)}")
+    changed = []
     for name in [
         n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape
     ]:
-        changes.append(
-            f"{key}: {name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}"
+        changed.append(
+            f"{name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}"
         )
     has_classes = any(name in own and name.startswith(OF_CLASSES) for name in state)
     if classes and has_classes and theirs != list(classes):
         state, said = _fit_classes(state, classes, theirs, source)
-        changes.append(f"{key}: {said}")
+        changed.append(said)
     refuse_other_shapes(
         f"{key} {source}", state, model, lambda name: ".router." in name or name.startswith(REMADE)
     )
-    for change in changes:  # only of weights that fit
-        say(change)
     dense = not has_routers(state)
     model.load_state_dict(state, strict=False)
     routers = sum(".router." in name and name not in state for name in own)
     if routers:
-        say(f"{key}: {routers} router tensors start fresh")
-    return dense
+        changed.append(f"{routers} router tensors start fresh")
+    return TakenWeights(dense, resized, changed)
 
 
 def near_model(source: str) -> str:

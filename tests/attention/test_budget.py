@@ -1,18 +1,19 @@
 import contextlib
+import pickle
 import re
 
 import pytest
 import torch
-from refusals import each_refused, refuse
 
 from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
-    all_heads,
+    full_budget,
     head_budget,
     resolve_budget,
 )
-from moh_vision.attention.budget import change_routed
+from moh_vision.attention.budget import BudgetError, change_budget
+from tests.support.refusals import each_refused, refuse
 
 
 def totals(budgets):
@@ -85,10 +86,10 @@ test_impossible_specs_name_layer_and_numbers = each_refused(
 @pytest.mark.parametrize("kind", ["uniform", "ramp"])
 @pytest.mark.parametrize("heads", [[3] * 12, [6] * 12, [8, 16, 24], [2, 4, 6]])
 def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
-    full = [HeadBudget(h, 64, *pair) for h, pair in zip(heads, all_heads(heads))]
+    full = [HeadBudget(h, 64, *pair) for h, pair in zip(heads, full_budget(heads))]
     ways = (
         (lambda spec: resolve_budget(spec, len(heads), heads, 64)),
-        (lambda spec: change_routed(spec, full)),
+        (lambda spec: change_budget(spec, full)),
     )
     for budget in ways:
         with pytest.raises(ValueError) as error:
@@ -105,8 +106,8 @@ def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
                 assert sum(layer.active for layer in fewer) != total
         refuse("the smallest share", budget, f"{kind}:0.02")
     layers = [HeadBudget(10, 64, 2, 8)] * 5
-    refuse("the smallest share is 0.3;", change_routed, "ramp:0.1", layers)
-    change_routed("ramp:0.3", layers)
+    refuse("the smallest share is 0.3;", change_budget, "ramp:0.1", layers)
+    change_budget("ramp:0.3", layers)
 
 
 def test_a_share_that_whole_heads_miss_is_logged(caplog):
@@ -118,6 +119,19 @@ def test_a_share_that_whole_heads_miss_is_logged(caplog):
     for spec, heads in (("uniform:0.75", 8), (0.6, 3), ("uniform:0.71", 4), ([(1, 1)] * 12, 3)):
         resolve_budget(spec, 12, heads, 64)
     assert len(caplog.messages) == 1
+
+
+def test_an_error_has_its_reason_and_its_advice_apart():
+    """And another process gets both."""
+    with pytest.raises(BudgetError) as raised:
+        change_budget(0.5, FIXED)
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert error.reason == "0.5: layer 1 has no routed heads, all 4 are shared"
+    assert error.advice == "give a list of pairs with (4, 0) there"
+    assert str(error) == f"head_budget {error.reason}; {error.advice}"
+    with pytest.raises(BudgetError) as raised:
+        change_budget(0.25, [B(16, 2, 4, 8)] * 2, groups=[4, 4])
+    assert raised.value.advice.endswith("fewer heads (counted in groups of 4 heads)")
 
 
 def test_head_budget_report():
@@ -154,13 +168,13 @@ FIXED = [B(8, 4, 2, 2), B(4, 4, 4, 0)]
     ],
 )
 def test_routed_heads_change(spec, layers, active):
-    changed = change_routed(spec, layers)
+    changed = change_budget(spec, layers)
     assert [b.active for b in changed] == active
     assert [b.shared for b in changed] == [b.shared for b in layers]
 
 
 test_routed_heads_refused = each_refused(
-    lambda spec, layers: change_routed(spec, layers),
+    lambda spec, layers: change_budget(spec, layers),
     (
         0.5,
         FIXED,

@@ -1,12 +1,12 @@
 """Decoding step by step, with caches, equals one call on whole sequences."""
 
-import layers
 import pytest
 import torch
-from layers import CASES, ROUTERS, C, D, H
-from refusals import each_refused, refuse
 
 from moh_vision.attention import ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache
+from tests.support import layers
+from tests.support.layers import CASES, ROUTERS, C, D, H
+from tests.support.refusals import each_refused, refuse
 
 B, N, M = 2, 9, 7
 SELF = {

@@ -2,11 +2,12 @@
 
 from copy import deepcopy
 
-import layers
 import pytest
 import torch
-from layers import ROUTERS, C, H
 from torch.utils.checkpoint import checkpoint
+
+from tests.support import layers
+from tests.support.layers import ROUTERS, C, H
 
 B, N = 2, 9
 MAE = ["mae running", "mae window"]

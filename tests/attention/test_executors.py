@@ -5,11 +5,6 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from attend_backends import Launched
-from attention import saved_bytes
-from layers import CASES, ROUTERS, TOLERANCE, B, C, D, H, N, assert_equal, build, call_of
-from processes import on_two_ranks
-from refusals import each_refused
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,6 +17,23 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, Routing, kern
 from moh_vision.attention.losses import load_balance_loss
 from moh_vision.attention.routers.moh import MoHRouter
 from moh_vision.attention.routing import RoutingStats, run_block
+from tests.support.attend_backends import Launched
+from tests.support.benchmarks import benchmark
+from tests.support.layers import (
+    CASES,
+    ROUTERS,
+    TOLERANCE,
+    B,
+    C,
+    D,
+    H,
+    N,
+    assert_equal,
+    build,
+    call_of,
+)
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import each_refused
 
 # "called projections": the layer may not read their weights, and packs queries that are projected for all. "unfused": every
 # attention matrix is made. What `auto` picks of them: test_choice.py.
@@ -434,7 +446,7 @@ def test_saves_less_for_backward(scope, path, limit):
     layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), scope=scope)
     x, sizes = torch.randn(4, 256, 192), []
     for layer.executor in ("masked", "packed"):
-        sizes.append(saved_bytes(layer, x))
+        sizes.append(benchmark("attention").saved_bytes(layer, x))
     assert sizes[1] <= limit * sizes[0], sizes
 
 

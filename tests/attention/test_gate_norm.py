@@ -4,10 +4,10 @@ from copy import deepcopy
 
 import pytest
 import torch
-from processes import on_two_ranks
 from torch import nn
 
 from moh_vision.attention.routers.gate_norm import GateNorm
+from tests.support.processes import on_two_ranks
 
 B, N, C = 6, 5, 7
 

@@ -48,7 +48,7 @@ OF_SEQUENCES = {"_plan_kernel", "_rows_kernel", "_columns_kernel"}
 
 def compiled(tasks):
     """What a process without the interpreter compiles for the tasks, lists of a function below, a card, and arguments."""
-    from conftest import ROOT
+    from tests.support.paths import ROOT
 
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from attend_backends import Launched
-from processes import FORKS
-from refusals import refuse, refused
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.kernels import build as building
 from moh_vision.attention.kernels.__main__ import main
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.kernels.route import route as route_tokens
+from tests.support.attend_backends import Launched
+from tests.support.processes import FORKS
+from tests.support.refusals import refuse, refused
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler is installed"

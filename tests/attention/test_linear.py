@@ -2,14 +2,14 @@
 
 import copy
 
-import layers
 import pytest
 import torch
-from layers import ROUTERS, C
 from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from moh_vision.attention import EXECUTORS, SeparateHeadMixtureAttention
+from tests.support import layers
+from tests.support.layers import ROUTERS, C
 
 B, N = 2, 6
 LAYERS = {

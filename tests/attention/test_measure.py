@@ -6,9 +6,6 @@ import re
 
 import pytest
 import torch
-from refusals import each_refused, refuse
-from small_runs import same
-from test_moh_transnext import scramble, small
 from torch import nn
 
 import moh_vision
@@ -17,6 +14,9 @@ from moh_vision.attention import measure as measuring
 from moh_vision.attention.executors import Executor, Sequences, measurement_table
 from moh_vision.attention.executors.choice import say
 from moh_vision.attention.kernels import route as routing_kernels
+from tests.support.refusals import each_refused, refuse
+from tests.support.small_runs import same
+from tests.support.small_transnext import scramble, small
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from typing import NamedTuple
 
-import attend_backends as backends
 import pytest
 import torch
-from attend_backends import (
+from torch.nn import functional as F
+
+from moh_vision.attention import kernels
+from tests.support import attend_backends as backends
+from tests.support.attend_backends import (
     CPP,
     CPP16,
     DEVICE,
@@ -22,10 +25,7 @@ from attend_backends import (
     on,
     outputs_and_gradients,
 )
-from conftest import ROOT
-from torch.nn import functional as F
-
-from moh_vision.attention import kernels
+from tests.support.paths import ROOT
 
 PAIRS = EAGER, CPP  # they have `project` and `combine` too
 ON_CPU = *PAIRS, *CPP16

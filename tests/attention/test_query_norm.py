@@ -2,17 +2,17 @@
 
 import pytest
 import torch
-from refusals import each_refused
 from torch import nn
 
+from moh_vision import set_head_budget
 from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
     load_balance_loss,
     resolve_budget,
-    set_routed_heads,
 )
 from moh_vision.attention.routers.query_norm import QueryNormRouter
+from tests.support.refusals import each_refused
 
 B, N, C, H, D, GROUP = 3, 7, 24, 8, 4, 2
 BUDGET = HeadBudget(H, D, 2, 4)  # one shared group, two of the three others
@@ -134,12 +134,12 @@ def model(group=4):
 
 def test_changing_the_budget_of_a_model():
     net = model()
-    set_routed_heads(net, 0.5)
+    set_head_budget(net, 0.5)
     assert [(b.budget.shared, b.budget.routed) for b in net] == [(4, 4), (4, 4)]
     with torch.no_grad():
         _, stats = net[0].eval()(torch.randn(2, 5, 32))
     assert stats.counts.sum(1).tolist() == [5 * 8] * 2
-    set_routed_heads(net, [(4, 12), (4, 4)])
+    set_head_budget(net, [(4, 12), (4, 4)])
     assert [layer.router.num_routed for layer in net] == [12, 4]
 
 
@@ -162,9 +162,9 @@ test_refused_budgets = each_refused(
         lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4),
         rf"layer 1: \(4, 6\) {WHOLE}: heads are chosen in",
     ),
-    (lambda: set_routed_heads(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
+    (lambda: set_head_budget(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
     (
-        lambda: set_routed_heads(model(), 0.25),
+        lambda: set_head_budget(model(), 0.25),
         r"head_budget 'ramp:0.25': .* \(counted in groups of 4 heads\)",
     ),
     (

@@ -4,8 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from attend_backends import CPP, EAGER, TRITON, on, threads
-from refusals import refuse
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, kernels
@@ -13,6 +11,8 @@ from moh_vision.attention.kernels import eager
 from moh_vision.attention.kernels.eager import choose, gate_logits, select_top_k
 from moh_vision.attention.kernels.route import LinearRouter, project_and_route, route
 from moh_vision.attention.routers import MoARouter, MoHRouter
+from tests.support.attend_backends import CPP, EAGER, TRITON, on, threads
+from tests.support.refusals import refuse
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"

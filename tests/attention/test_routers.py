@@ -2,17 +2,17 @@
 
 from itertools import combinations
 
-import layers
 import numpy as np
 import pytest
 import torch
-from refusals import each_refused, refuse
 
 from moh_vision.attention import ROUTERS, HeadBudget, HeadMixtureAttention
 from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
+from tests.support import layers
+from tests.support.refusals import each_refused, refuse
 
 B, N, C, H, D = 3, 6, 16, 6, 4
 ALL = HeadBudget(H, D, H, 0)

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from layers import ROUTERS, C, build
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from moh_vision.attention import EXECUTORS
+from tests.support.layers import ROUTERS, C, build
 
 B, N = 2, 5
 LAYERS = {

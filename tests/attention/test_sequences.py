@@ -1,10 +1,7 @@
 """Heads chosen once for a sequence: Triton's looked-up products beside gathered weights, and one choice for all."""
 
-import attend_backends as backends
 import pytest
 import torch
-from attend_backends import DEVICE, TRITON
-from layers import C, H, angles, build
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
 from moh_vision.attention.executors.products import (
@@ -14,6 +11,9 @@ from moh_vision.attention.executors.products import (
 )
 from moh_vision.attention.losses import load_balance_loss
 from moh_vision.attention.routing import Call
+from tests.support import attend_backends as backends
+from tests.support.attend_backends import DEVICE, TRITON
+from tests.support.layers import C, H, angles, build
 
 
 @pytest.fixture

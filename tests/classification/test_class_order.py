@@ -7,13 +7,13 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from refusals import refused
-from small_runs import arguments, logged
 from timm.utils.misc import natural_key
 
 from moh_vision.__main__ import main as command
 from moh_vision.classification import train as train_cls
 from moh_vision.classification.validate import main as validate
+from tests.support.refusals import refused
+from tests.support.small_runs import arguments, logged
 
 NUMBERS = [str(c) for c in range(12)]
 VIT = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3)

@@ -3,15 +3,15 @@
 import pytest
 import timm
 import torch
-from pictures import write_folder
-from refusals import refused
-from small_runs import arguments, logged, results, whole_and_resumed
 from timm.task import LogitDistillationTask
 
 from moh_vision.classification import train as train_cls
 from moh_vision.classification.config import DistillConfig
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.models.teachers import Teacher
+from tests.support.pictures import write_folder
+from tests.support.refusals import refused
+from tests.support.small_runs import arguments, logged, results, whole_and_resumed
 
 VIT = dict(img_size=8, patch_size=2, embed_dim=24, depth=2, num_heads=3)
 

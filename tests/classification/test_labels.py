@@ -7,15 +7,15 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from pictures import convert
 from PIL import Image
-from refusals import one_line, refuse
 from timm.data import ImageNetInfo
 from timm.data.real_labels import RealLabelsImagenet
 
 from moh_vision.classification.labels import open_labelled, refuse_other_classifier
 from moh_vision.classification.validate import main
 from moh_vision.models.weights import create
+from tests.support.pictures import convert
+from tests.support.refusals import one_line, refuse
 
 SYNSETS = ImageNetInfo().label_names()
 SMALL = dict(patch_size=4, embed_dim=24, depth=1, num_heads=3, img_size=8)
@@ -29,7 +29,7 @@ MODEL = (
 def imagenet(tmp_path_factory):
     """A picture of each class, weights of a tiny model that knows all of them, and its logits of the pictures [1000, 1000]."""
     folder = tmp_path_factory.mktemp("imagenet")
-    model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=1000, **SMALL).eval()
+    model = create("moh_vit_tiny_patch16_224", "classification", num_classes=1000, **SMALL).eval()
     pixels = np.random.default_rng(0).integers(0, 256, (1000, 8, 8, 3), dtype=np.uint8)
     mean, std = (torch.tensor(model.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
     images = (torch.tensor(pixels).permute(0, 3, 1, 2) / 255 - mean) / std
@@ -194,7 +194,7 @@ def test_real_labels(imagenet, tmp_path, capsys):
 
 
 def test_other_classifiers_are_refused():
-    model = create("moh_vit_tiny_patch16_224", "classifier", num_classes=2, **SMALL)
+    model = create("moh_vit_tiny_patch16_224", "classification", num_classes=2, **SMALL)
     words = (
         "--labels a needs a classifier of ImageNet's 1,000 classes; --checkpoint x has 2 classes"
     )

@@ -5,11 +5,8 @@ import math
 from functools import partial
 
 import pytest
-import refusals
 import torch
-from pictures import encoded, gradient, kinds, write_folder
 from safetensors.torch import load_file
-from small_runs import checkpoint_steps, entries, results, same
 
 from moh_vision.classification import scores, validate
 from moh_vision.classification import train as train_cls
@@ -18,6 +15,9 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create
+from tests.support import refusals
+from tests.support.pictures import encoded, gradient, kinds, write_folder
+from tests.support.small_runs import checkpoint_steps, entries, results, same
 
 MODEL = (
     "--model.name moh_vit_tiny_patch16_224 --model.patch_size 4 --model.embed_dim 24 --model.depth 2 --model.num_heads 3 "
@@ -226,7 +226,7 @@ def test_mistakes(tmp_path, capsys):
 def test_weights_that_lack_a_part_are_not_validated(tmp_path, capsys):
     data = ["--data.root", write_folder(tmp_path / "d")]
     kwargs = dict(patch_size=4, embed_dim=24, depth=2, num_heads=3, img_size=8, num_classes=7)
-    model = create("moh_vit_tiny_patch16_224", "classifier", **kwargs)
+    model = create("moh_vit_tiny_patch16_224", "classification", **kwargs)
     export_weights(model, tmp_path / "other.safetensors", {})
     error = not_validated(
         capsys, *data, "--checkpoint", tmp_path / "other.safetensors", given=MODEL

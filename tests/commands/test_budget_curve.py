@@ -6,10 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import test_moh_vit
 import timm
 from PIL import Image
-from refusals import refuse
 
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.attention.budget import resolve_budget
@@ -18,13 +16,15 @@ from moh_vision.commands import budget_curve
 from moh_vision.commands.budget_curve import budgets_of, draw, measure
 from moh_vision.engine.opened import Opened
 from moh_vision.models.head_budgets import budget_pairs
+from tests.support import tiny_vit
+from tests.support.refusals import refuse
 
 HEADS = ["--model.num_heads", "8"]
 
 
 def vit(budget, **kwargs):
     options = {
-        **test_moh_vit.TINY,
+        **tiny_vit.TINY,
         "depth": 3,
         "embed_dim": 48,
         "num_heads": 8,

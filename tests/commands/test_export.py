@@ -7,7 +7,6 @@ from math import nan
 import pytest
 import timm
 import torch
-from refusals import refuse
 from safetensors.torch import save_file
 from torch import nn
 
@@ -15,6 +14,7 @@ from moh_vision.attention import attention_layers, head_budget, token_heads
 from moh_vision.commands import export as exporting
 from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_load import HeadLoad
+from tests.support.refusals import refuse
 
 VIT = dict(img_size=8, patch_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)
 DIT = dict(img_size=4, in_chans=1, num_classes=3, embed_dim=16, depth=2, num_heads=4)

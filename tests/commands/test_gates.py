@@ -6,9 +6,9 @@ from statistics import mean, stdev
 import numpy as np
 import pytest
 from PIL import Image
-from small_runs import pairs, results
 
 from moh_vision.commands.gates import draw_gate_entropy
+from tests.support.small_runs import pairs, results
 
 
 def test_entropy_figure():

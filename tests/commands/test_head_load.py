@@ -7,13 +7,13 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from refusals import refuse
 
 import moh_vision
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, head_usage
 from moh_vision.commands.figures import write_figure
 from moh_vision.commands.head_load import draw, most_different, short_names
 from moh_vision.models.head_load import HeadLoad
+from tests.support.refusals import refuse
 
 SIZES = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=3)
 

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from pictures import convert, write_folder
 from PIL import Image
-from refusals import refuse, refused, unread
 from sklearn.datasets import load_digits
-from small_runs import results
 from timm.data import create_transform, resolve_model_data_config
 
 from moh_vision import load_run, open_run
@@ -19,6 +16,9 @@ from moh_vision.__main__ import main
 from moh_vision.classification import validate
 from moh_vision.commands import predict
 from moh_vision.data.sources import Digits
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import refuse, refused, unread
+from tests.support.small_runs import results
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,9 @@ import subprocess
 import sys
 
 import pytest
-import small_runs
 import timm
 import torch
 import yaml
-from conftest import ROOT
 from PIL import Image
 
 from moh_vision import load_run
@@ -23,6 +21,8 @@ from moh_vision.commands.publish import data_of, datasets_of, without_paths
 from moh_vision.commands.runs import TEXT, ScoredRun
 from moh_vision.diffusion import sample
 from moh_vision.language import train as train_text
+from tests.support import small_runs
+from tests.support.paths import ROOT
 
 # Runs the code of each card, and compares with the run's own model. Weights are moved to memory of their own, because the
 # last bits of a product depend on where a file's tensors lie in memory.
@@ -191,7 +191,7 @@ def test_data_of_a_language_model():
         "data.mixture": sources,
         "data.source": "en",
     }
-    run = ScoredRun(ROOT, TEXT["clm"], config, 0, {}, "")
+    run = ScoredRun(ROOT, "text", TEXT["clm"], config, steps=0, scores={}, how="")
     assert datasets_of(run) == ["anna/books"]
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
 

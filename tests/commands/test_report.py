@@ -9,15 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import small_runs
 from PIL import Image
-from refusals import refuse
 
 from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.report_figures import POINTS, draw_curves, embed, svg_settings
 from moh_vision.commands.table import make_table
 from moh_vision.diffusion import train as train_dit
+from tests.support import small_runs
+from tests.support.refusals import refuse
 
 VOID = {"meta", "img", "br"}
 

@@ -9,13 +9,11 @@ import pytest
 import timm
 import torch
 import yaml
-from refusals import each_refused, unread
-from small_runs import arguments
 
 import moh_vision
 from moh_vision.__main__ import main
 from moh_vision.attention import HeadBudget, attention_layers, head_budget, resolve_budget, running
-from moh_vision.attention.budget import change_routed, spread
+from moh_vision.attention.budget import change_budget, spread
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.search import cheapest, compare, search_budget
 from moh_vision.engine.command_line import parse_config
@@ -23,6 +21,8 @@ from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.weights import from_run
+from tests.support.refusals import each_refused, unread
+from tests.support.small_runs import arguments
 
 SIZES = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=6, depth=3, num_classes=3)
 VIT = "moh_vit_tiny_patch16_224"
@@ -82,7 +82,7 @@ def test_losses_are_those_of_the_budgets_they_name():
 
 def test_spread_is_the_ramp_and_keeps_shared_heads():
     ramp = resolve_budget("ramp:0.75", 12, 12, 64)
-    assert spread("ramp", 108, ramp) == [b.active for b in change_routed("ramp:0.75", ramp)]
+    assert spread("ramp", 108, ramp) == [b.active for b in change_budget("ramp:0.75", ramp)]
     assert spread("uniform", 54, resolve_budget("uniform:0.75:0", 12, 6, 64)) == [4] * 6 + [5] * 6
     fixed = resolve_budget([(6, 0), (3, 2), (1, 2)], 3, 6, 64)
     assert spread("uniform", 12, fixed) == [6, 4, 2]
@@ -149,7 +149,7 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeyp
     train_cls.main(
         arguments("cls", second, 2, 2, "--model.head_budget", text)
     )  # as "$(cat budget.yaml)" gives it
-    model, about = from_run(str(second), "classifier")
+    model, about = from_run(str(second), "classification")
     assert (
         budget_pairs(model)
         == about["arguments"]["head_budget"]

@@ -6,7 +6,6 @@ import shutil
 import statistics
 
 import pytest
-import small_runs
 import timm
 import yaml
 
@@ -16,6 +15,7 @@ from moh_vision.commands import table
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.language.models.create import list_text_presets
+from tests.support import small_runs
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,13 @@
 import unicodedata
 
 import pytest
-from pictures import convert, write_folder
-from refusals import one_line
-from test_sources import write_shards
 
 from moh_vision.data.splits import open_source, open_splits
 from moh_vision.diffusion.config import chosen_classes
 from moh_vision.engine.io import class_names
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import one_line
+from tests.support.shards import write_shards
 
 APART = unicodedata.normalize("NFD", "Übersee")  # as a folder's name on a Mac
 

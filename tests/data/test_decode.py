@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
-from pictures import encoded, gradient, kinds
 from PIL import Image
 
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import center_crop, decode_image
+from tests.support.pictures import encoded, gradient, kinds
 
 
 @pytest.mark.parametrize("name", kinds())

@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from pictures import convert, encoded, gradient
-from tiny_vae import save_tiny_vae
 
 from moh_vision.__main__ import main as command
 from moh_vision.classification import validate
@@ -12,6 +10,8 @@ from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.evaluation.fidelity.images import open_images, open_set
 from moh_vision.models.weights import create
+from tests.support.pictures import convert, encoded, gradient
+from tests.support.tiny_vae import save_tiny_vae
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=24, depth=1, num_heads=3, num_classes=2)
 
@@ -68,7 +68,7 @@ def test_every_reader_takes_the_same_images_and_says_what_it_leaves_out(root, tm
     assert line in in_short(str(root), train, 1, 1, val).splitlines()
     assert f"left out of {root}/val: {LEFT_OUT}" in in_short(str(root), train, 1, 1, val)
 
-    model = create("moh_vit_tiny_patch16_224", "classifier", head_budget=1.0, **SIZES)
+    model = create("moh_vit_tiny_patch16_224", "classification", head_budget=1.0, **SIZES)
     about = dict(architecture="moh_vit_tiny_patch16_224", classes=["ant", "bee"])
     about["config"] = dict(kind="classification")
     about["arguments"] = dict(SIZES, head_budget=1.0)

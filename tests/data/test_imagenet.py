@@ -5,9 +5,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision.transforms.functional as vision
-from pictures import gradient, write_folder
 from PIL import Image, ImageOps
-from refusals import refuse
 from timm.data import create_transform
 
 from moh_vision.classification.config import ClsDataConfig
@@ -22,6 +20,8 @@ from moh_vision.data.imagenet import (
 from moh_vision.data.order import StepBatches
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
+from tests.support.pictures import gradient, write_folder
+from tests.support.refusals import refuse
 
 RECIPE = dict(auto_augment="rand-m9-mstd0.5-inc1", color_jitter=0.4, re_prob=0.25, re_mode="pixel")
 NORMAL = dict(mean=(0.5,) * 3, std=(0.5,) * 3)

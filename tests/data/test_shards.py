@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import webdataset
 from PIL import Image, ImageOps
-from refusals import refuse
-from test_writers import told
 
 from moh_vision.__main__ import main
 from moh_vision.data import write_shards
@@ -25,6 +23,7 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
 from moh_vision.engine import progress
+from tests.support.refusals import refuse, told
 
 
 def write_folder(root, classes=("cat", "dog", "owl"), each=8, extension="png", first=0):

@@ -1,16 +1,11 @@
 import hashlib
-import io
 import os
 import shutil
 import sys
-import tarfile
 
 import numpy as np
 import pytest
-import webdataset
-from pictures import convert, write_folder
 from PIL import Image
-from refusals import refuse, refused
 
 from moh_vision.classification import train as cls
 from moh_vision.data import shards
@@ -18,24 +13,9 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
 from moh_vision.engine.io import hidden_path
-
-
-def write_shards(folder, count=23, per_shard=10, classes=3, split="train", extension="png"):
-    folder.mkdir(parents=True, exist_ok=True)
-    with webdataset.ShardWriter(
-        str(folder / f"{split}-%06d.tar"), maxcount=per_shard, verbose=0
-    ) as sink:
-        for i in range(count):
-            image = Image.new("RGB", (6, 4), (i, 0, 255 - i))
-            sink.write({"__key__": f"{i:04d}", extension: image, "cls": i % classes})
-    return folder
-
-
-def append(path, name, data):
-    with tarfile.open(path, "a") as tar:
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        tar.addfile(info, io.BytesIO(data))
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import refuse, refused
+from tests.support.shards import append, write_shards
 
 
 def test_digits_split_is_fixed_and_complete():

@@ -6,14 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
-from pictures import convert, write_folder
 from PIL import Image
-from refusals import refuse
-from test_sources import write_shards
 
 from moh_vision.classification import train as train_cls
 from moh_vision.data.splits import DataRecord, in_short, open_source, open_splits
 from moh_vision.diffusion.latents.stored import LatentCache
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import refuse
+from tests.support.shards import write_shards
 
 
 def record(root, *allowed):

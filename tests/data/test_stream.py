@@ -16,12 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pictures import convert, encoded, write_folder
 from PIL import Image
-from processes import on_two_ranks
-from refusals import one_line, refused
-from small_runs import logged
-from test_sources import append, write_shards
 
 from moh_vision.classification import train as cls
 from moh_vision.data import stream
@@ -32,6 +27,11 @@ from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream, StreamedFile
 from moh_vision.diffusion import train as dit
 from moh_vision.engine import command_line
+from tests.support.pictures import convert, encoded, write_folder
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import one_line, refused
+from tests.support.shards import append, write_shards
+from tests.support.small_runs import logged
 
 PIXELS = dict(mean=(0, 0, 0), std=(1, 1, 1))
 

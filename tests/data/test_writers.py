@@ -15,10 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from pictures import contents, write_folder
 from PIL import Image
-from refusals import one_line
-from tiny_vae import save_tiny_vae
 from tqdm import tqdm
 
 from moh_vision.__main__ import main
@@ -27,6 +24,9 @@ from moh_vision.data.shards import Shards
 from moh_vision.diffusion.latents import write_latents
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.engine import io
+from tests.support.pictures import contents, write_folder
+from tests.support.refusals import one_line, told
+from tests.support.tiny_vae import save_tiny_vae
 
 
 class Writer(NamedTuple):
@@ -86,13 +86,6 @@ def forked(writer, out, *more):
         torch.set_num_threads(1)
         os._exit(writer.run(out, *more))
     return child
-
-
-def told(capfd, command=""):
-    """The one line of an error."""
-    (line,) = capfd.readouterr().err.strip().splitlines()
-    assert f"{command}: error: " in line, line
-    return line
 
 
 def test_the_bytes_depend_on_the_seed_and_not_on_workers_or_time(tmp_path, writer):

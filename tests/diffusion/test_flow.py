@@ -6,12 +6,7 @@ import re
 import diffusers
 import numpy as np
 import pytest
-import refusals
 import torch
-from refusals import one_line, refuse
-from small_runs import arguments, logged, whole_and_resumed
-from test_pipeline import draw, transformer
-from test_sample import call, refused, run_of
 from torch.utils.data import default_collate
 
 from moh_vision import open_run
@@ -27,6 +22,11 @@ from moh_vision.diffusion.batches import NoisedImages, cropped
 from moh_vision.diffusion.objectives import draw_step, make_objective
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.velocity import to_velocity
+from tests.support import refusals
+from tests.support.pipelines import draw, transformer
+from tests.support.refusals import one_line, refuse
+from tests.support.sampling import call, refused, run_of
+from tests.support.small_runs import arguments, logged, whole_and_resumed
 
 FLOW = ("euler", "heun", "sde")
 

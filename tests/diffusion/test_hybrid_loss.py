@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from refusals import refuse
 from torch.distributions import Normal, kl_divergence
 
 from moh_vision.diffusion.objectives import HybridLoss, discretised_nll
+from tests.support.refusals import refuse
 
 BETA = torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)
 ALPHA_BAR = (1 - BETA).cumprod(0)

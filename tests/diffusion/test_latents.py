@@ -10,11 +10,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from pictures import contents, write_folder
-from processes import on_two_ranks
-from refusals import one_line
-from test_writers import told
-from tiny_vae import save_tiny_vae
 
 from moh_vision.__main__ import main
 from moh_vision.data.decode import UnreadableImage, center_crop
@@ -23,6 +18,10 @@ from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments, load_vae
 from moh_vision.engine.io import sha256_of
+from tests.support.pictures import contents, write_folder
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import one_line, told
+from tests.support.tiny_vae import save_tiny_vae
 
 
 @pytest.fixture(scope="module")

@@ -4,19 +4,19 @@ import json
 
 import numpy as np
 import pytest
-import refusals
 import timm
 import torch
 from diffusers import DDIMScheduler, DiTPipeline
-from refusals import one_line
 from safetensors.torch import load_file
-from test_dit_checkpoints import diffusers_dit
-from test_sample import by_pipeline
-from tiny_vae import no_longer_zero, save_tiny_vae, tiny_vae
 
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler, sample
 from moh_vision.models import dit
 from moh_vision.models.weights import create, load_checkpoint
+from tests.support import refusals
+from tests.support.official_dit import diffusers_dit
+from tests.support.refusals import one_line
+from tests.support.sampling import by_pipeline
+from tests.support.tiny_vae import no_longer_zero, save_tiny_vae, tiny_vae
 
 FEW = "--num-images 3 --batch-size 3 --sampler ddim --steps 2 --cfg-scale 2".split()
 THEIRS = {"routed": "wg", "balance": "wg_0", "shared": "wg_1"}

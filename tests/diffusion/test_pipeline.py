@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import DDIMScheduler, DDPMScheduler, HeunDiscreteScheduler
-from refusals import each_refused, refuse
-from tiny_vae import coarse_vae, no_longer_zero, tiny_vae
 
 from moh_vision import set_head_budget
 from moh_vision.attention import head_budget
@@ -19,32 +17,16 @@ from moh_vision.diffusion.config import PreviewConfig
 from moh_vision.diffusion.objectives import HybridLoss
 from moh_vision.diffusion.previews import Previews
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 from moh_vision.models.head_load import HeadLoad
-
-
-def transformer(channels=4, classes=7, **more):
-    torch.manual_seed(1)
-    sizes = dict(
-        sample_size=4, hidden_size=32, num_layers=2, num_attention_heads=4, head_budget=0.75
-    )
-    model = MoHDiTTransformer2DModel(in_channels=channels, num_classes=classes, **sizes, **more)
-    return no_longer_zero(model, 0.1).eval()
+from tests.support.pipelines import draw, seeded, transformer
+from tests.support.refusals import each_refused, refuse
+from tests.support.tiny_vae import coarse_vae, tiny_vae
 
 
 def pipeline(with_vae=False, **more):
     vae = tiny_vae(2, scaling_factor=0.3, shift_factor=0.1) if with_vae else None
     scheduler = make_scheduler("ddpm", 250, True, clip=not with_vae)
     return MoHDiTPipeline(transformer(4 if with_vae else 3), scheduler, vae, **more)
-
-
-def seeded(*seeds):
-    return [torch.Generator().manual_seed(s) for s in seeds]
-
-
-def draw(pipe, labels, *seeds, steps=4, **more):
-    more = {"output_type": "pt", "guidance_scale": 1.5, **more}
-    return pipe(labels, num_inference_steps=steps, generator=seeded(*seeds), **more).images
 
 
 @pytest.mark.parametrize("more", [{}, dict(scope="sample")])

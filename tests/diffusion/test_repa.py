@@ -3,15 +3,15 @@
 import pytest
 import timm
 import torch
-from refusals import refuse, refused
 from safetensors.torch import load_file
-from small_runs import arguments, logged, whole_and_resumed
 from torch.nn import functional as F
 
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.objectives import FlowMatchingLoss, HybridLoss
 from moh_vision.diffusion.task import Alignment, DiffusionTask
 from moh_vision.models.teachers import Teacher
+from tests.support.refusals import refuse, refused
+from tests.support.small_runs import arguments, logged, whole_and_resumed
 
 SIZES = dict(embed_dim=24, depth=1, num_heads=3, num_classes=0)
 

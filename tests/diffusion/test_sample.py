@@ -9,13 +9,9 @@ import signal
 
 import numpy as np
 import pytest
-import refusals
 import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
-from processes import Command, hold, on_two_ranks
-from refusals import one_line
-from tiny_vae import coarse_vae, no_longer_zero, save_tiny_vae
 
 from moh_vision import load_run
 from moh_vision.attention import measure
@@ -32,7 +28,6 @@ from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import only_one, sha256_of, write_tensors
-from moh_vision.engine.seeds import derive_seed
 from moh_vision.evaluation.fidelity import (
     Extracted,
     Extractor,
@@ -44,21 +39,21 @@ from moh_vision.evaluation.fidelity.__main__ import main as fidelity_command
 from moh_vision.evaluation.fidelity.images import SourceImages
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
-from moh_vision.models.weights import create, from_run
-
-NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"
-JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
-
-
-def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more):
-    torch.manual_seed(4)
-    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[heads])
-    arguments = dict(sizes, in_chans=channels, num_classes=3)
-    model = no_longer_zero(create(NAME, "diffusion", **arguments), 0.2)
-    config = dict(kind="diffusion", label_drop=label_drop, vae="none" if pixels else "some")
-    about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=config)
-    export_weights(model, folder / "ema.safetensors", {**about, **more})
-    return folder
+from moh_vision.models.weights import from_run
+from tests.support import refusals
+from tests.support.processes import Command, hold, on_two_ranks
+from tests.support.refusals import one_line
+from tests.support.sampling import (
+    JUDGE,
+    JUDGE_SIZES,
+    by_pipeline,
+    call,
+    classifier_in,
+    exported,
+    refused,
+    run_of,
+)
+from tests.support.tiny_vae import coarse_vae, save_tiny_vae
 
 
 def vae_in(folder, channels=4):
@@ -71,11 +66,6 @@ def recorded(folder, scaling_factor=0.7):
     return dict(
         vars(LatentSpace.of(load_vae(str(folder)), str(folder))), scaling_factor=scaling_factor
     )
-
-
-def call(run, *more):
-    argv = f"--checkpoint {run} --num-images 5 --batch-size 3 --steps 4 --cfg-scale 2".split()
-    sample.main([*argv, *map(str, more)])
 
 
 def drawn(run, *more):
@@ -96,23 +86,6 @@ def interrupted(run, *more):
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(ImageParts, "add", stop)
         call(run, *more)
-
-
-def refused(capsys, run, *more):
-    return refusals.refused(
-        capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more
-    )
-
-
-def by_pipeline(pipe, labels, steps=4, **more):
-    """What a pipeline draws with the noise of images 0, 1 and 2, [3, h, w, channels] in 0 .. 255."""
-    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    return (
-        255
-        * pipe(
-            labels, 2.0, num_inference_steps=steps, generator=generators, output_type="np", **more
-        ).images
-    )
 
 
 @pytest.mark.parametrize(
@@ -554,23 +527,6 @@ def test_denoising(tmp_path, monkeypatch, capsys):
 # ---------------------------------------------------------------- scores
 
 
-def exported(folder, name, classes, **arguments):
-    """A new classifier, saved as a run leaves it."""
-    model = create(name, "classifier", num_classes=len(classes), **arguments)
-    about = dict(architecture=name, classes=classes, config={})
-    about["arguments"] = dict(arguments, num_classes=len(classes))
-    export_weights(model, folder / "model.safetensors", about)
-    return model
-
-
-def classifier_in(folder):
-    """A classification run that nobody trained, on other classes."""
-    folder.mkdir()
-    torch.manual_seed(6)
-    exported(folder, JUDGE, ["x", "y"], img_size=4, patch_size=2, in_chans=3, **JUDGE_SIZES)
-    return folder
-
-
 def noise_file(path, *shape):
     np.savez(path, arr_0=np.random.default_rng(0).integers(0, 255, shape, dtype=np.uint8))
     return path
@@ -583,7 +539,7 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     argv = ["--num-images", "30", "--extractor", judge, "--score", ref, "--score-file"]
     images, _ = drawn(run, *argv, tmp_path / "s.json")
     out, scores = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
-    network = TimmExtractor(from_run(str(judge), "classifier")[0], "x")
+    network = TimmExtractor(from_run(str(judge), "classification")[0], "x")
     want = score(
         *(torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference)), extractor=network
     )

@@ -10,10 +10,10 @@ from functools import partial
 import diffusers
 import pytest
 import torch
-from refusals import each_refused, one_line
 
 from moh_vision.diffusion import SAMPLERS, Guidance, make_scheduler, sample_images
 from moh_vision.diffusion.sampling import fit_scheduler, set_steps, to_uint8
+from tests.support.refusals import each_refused, one_line
 
 ALPHA_BAR = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
 SHAPE = (2, 4, 4)

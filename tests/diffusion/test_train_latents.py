@@ -10,12 +10,8 @@ import pytest
 import timm
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
-from pictures import write_folder
 from PIL import Image
-from refusals import refused
 from safetensors import safe_open
-from small_runs import entries
-from tiny_vae import coarse_vae, save_tiny_vae, write_latents
 
 from moh_vision.__main__ import main
 from moh_vision.data import records
@@ -26,6 +22,10 @@ from moh_vision.diffusion.objectives import draw_step
 from moh_vision.engine.io import sha256_of
 from moh_vision.models.counts import count_macs
 from moh_vision.models.weights import from_run
+from tests.support.pictures import write_folder
+from tests.support.refusals import refused
+from tests.support.small_runs import entries
+from tests.support.tiny_vae import coarse_vae, save_tiny_vae, write_latents
 
 
 @pytest.fixture(scope="module")

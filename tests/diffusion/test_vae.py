@@ -8,8 +8,6 @@ import shutil
 import pytest
 import torch
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
-from refusals import refuse
-from tiny_vae import save_tiny_vae, tiny_vae
 
 from moh_vision.diffusion.latents.vae import (
     LatentSpace,
@@ -17,6 +15,8 @@ from moh_vision.diffusion.latents.vae import (
     sample_posterior,
     vae_fingerprint,
 )
+from tests.support.refusals import refuse
+from tests.support.tiny_vae import save_tiny_vae, tiny_vae
 
 SPACE, WEIGHTS = LatentSpace("x", "", 0.5, None, 2, 4), "diffusion_pytorch_model.safetensors"
 

@@ -12,11 +12,7 @@ import pytest
 import torch
 from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
 from diffusers.pipelines.ltx.pipeline_ltx import LTXPipeline
-from pictures import write_folder
-from refusals import each_refused, one_line
 from safetensors.torch import load_file, save_file
-from small_runs import outcome
-from tiny_vae import layout, write_latents
 
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import train as train_dit
@@ -29,6 +25,10 @@ from moh_vision.diffusion.latents.vae import (
     sample_posterior,
 )
 from moh_vision.diffusion.objectives import draw_step
+from tests.support.pictures import write_folder
+from tests.support.refusals import each_refused, one_line
+from tests.support.small_runs import outcome
+from tests.support.tiny_vae import layout, write_latents
 
 CHANNELS = {"SD3": 16, "VA-VAE": 32, "FLUX.2": 128, "DC-AE": 32, "RAE": 64}
 DOWNSAMPLING = {"SD3": 2, "VA-VAE": 16, "FLUX.2": 4, "DC-AE": 32, "RAE": 16}

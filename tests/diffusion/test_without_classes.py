@@ -3,13 +3,8 @@
 import json
 
 import pytest
-from pictures import encoded, gradient
 from PIL import Image
-from refusals import one_line, refused
 from safetensors.torch import load_file
-from small_runs import arguments, entries
-from test_sample import classifier_in
-from tiny_vae import save_tiny_vae
 
 from moh_vision.__main__ import main as command
 from moh_vision.classification import train as train_cls
@@ -18,6 +13,11 @@ from moh_vision.data.shards import Shards
 from moh_vision.data.splits import open_source
 from moh_vision.diffusion import MoHDiTPipeline, sample
 from moh_vision.diffusion import train as train_dit
+from tests.support.pictures import encoded, gradient
+from tests.support.refusals import one_line, refused
+from tests.support.sampling import classifier_in
+from tests.support.small_runs import arguments, entries
+from tests.support.tiny_vae import save_tiny_vae
 
 PREVIEWED = "--preview.every 2 --preview.cfg_scale 1 --preview.steps 2 --preview.images 12".split()
 

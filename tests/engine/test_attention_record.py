@@ -8,9 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
-from processes import on_two_ranks
-from refusals import refuse, refused
-from small_runs import arguments, outcome
 
 from moh_vision.attention import measure
 from moh_vision.attention.executors import measurement_table
@@ -19,6 +16,9 @@ from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine import attention_record
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import refuse, refused
+from tests.support.small_runs import arguments, outcome
 
 COLD, WARM = {"limit": 0.5}, {"limit": 0.9}
 

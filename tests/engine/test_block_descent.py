@@ -9,11 +9,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
-from pictures import write_folder
-from processes import on_two_ranks
-from refusals import refuse
 from safetensors.torch import load_file
-from small_runs import arguments, entries, logged, outcome, results, same, script, whole_and_resumed
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent
@@ -21,6 +17,19 @@ from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.step import Step, Updater
 from moh_vision.models.mae import mae_routers, train_only
+from tests.support.pictures import write_folder
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import refuse
+from tests.support.small_runs import (
+    arguments,
+    entries,
+    logged,
+    outcome,
+    results,
+    same,
+    script,
+    whole_and_resumed,
+)
 
 C, H, DEPTH = 24, 6, 2
 VIT = dict(

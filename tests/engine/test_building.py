@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from processes import Command
-from small_runs import arguments
 
 from moh_vision.attention import kernels
 from moh_vision.attention.kernels import build as building
 from moh_vision.diffusion import train as train_dit
+from tests.support.processes import Command
+from tests.support.small_runs import arguments
 
 BUILT = building.library_path()  # of this machine
 pytestmark = pytest.mark.skipif(not BUILT.is_file(), reason="the C++ operators are not built")

@@ -9,10 +9,7 @@ import timm
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
-from processes import on_two_ranks
-from refusals import one_line, refuse
 from safetensors.torch import load_file
-from small_runs import same
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -31,6 +28,9 @@ from moh_vision.engine.weights import make_ema
 from moh_vision.models.pretrained import described
 from moh_vision.models.weight_files import read_tensors, weights_file
 from moh_vision.models.weights import keep_shared_heads, to_validate
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import one_line, refuse
+from tests.support.small_runs import same
 
 NAME = "moh_vit_tiny_patch16_224"
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
@@ -230,7 +230,7 @@ def test_two_processes(tmp_path):
     resumed = SimpleNamespace(
         model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1]
     )
-    assert described(resumed, "classifier", fresh=False) == (
+    assert described(resumed, "classification", fresh=False) == (
         NAME,
         VIT,
     )  # without the pre-trained model

@@ -3,8 +3,6 @@ from operator import attrgetter
 
 import pytest
 import yaml
-from conftest import ROOT
-from refusals import one_line, refuse
 
 from moh_vision.attention import head_budget
 from moh_vision.classification.config import ClsConfig, ValidateConfig
@@ -13,6 +11,8 @@ from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.keys import changed_keys
 from moh_vision.language.config import LanguageConfig
 from moh_vision.models.weights import create
+from tests.support.paths import ROOT
+from tests.support.refusals import one_line, refuse
 
 KINDS = dict(cls=ClsConfig, dit=DitConfig, sample=SampleConfig)
 DRAW = "--checkpoint run --grid g.png"
@@ -303,7 +303,7 @@ def test_a_dense_baseline_has_all_heads(config, baseline):
     """The configurations with a budget, beside the documented option that makes a model without one of them."""
     kind = DitConfig if "dit" in config else ClsConfig
     model = parse("--config", config, *baseline.split(), kind=kind).model
-    task = "diffusion" if kind is DitConfig else "classifier"
+    task = "diffusion" if kind is DitConfig else "classification"
     assert (
         head_budget(create(model.name, task, **dict(model.arguments(), img_size=32)))["share"] == 1
     )

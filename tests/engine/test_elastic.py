@@ -2,16 +2,17 @@
 
 import pytest
 import timm
-from refusals import each_refused
-from small_runs import arguments, logged, results, whole_and_resumed
 
 import moh_vision
 from moh_vision.__main__ import main
+from moh_vision.attention.budget import BudgetError
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
 from moh_vision.commands.table import make_table
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 from moh_vision.models.head_load import HeadLoad
+from tests.support.refusals import each_refused
+from tests.support.small_runs import arguments, logged, results, whole_and_resumed
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
 
@@ -66,6 +67,21 @@ test_ranges_that_cannot_be = each_refused(
     (dict(router="dense"), (0.5, 1.0), "the model has no routed heads"),
     (dict(router="mae"), (0.5, 1.0), "the model has no routed heads"),
 )  # fmt: skip
+
+
+def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
+    """Whatever it says: it is part of the error, not found in its words."""
+
+    def refuse_share(model, spec):
+        raise BudgetError("'0.5': too few", "take another one; give up")
+
+    monkeypatch.setattr("moh_vision.models.elastic.budgets_at", refuse_share)
+    with pytest.raises(ValueError) as error:
+        ElasticBudget(small_model(), (0.5, 1.0), seed=0)
+    assert str(error.value) == (
+        "budget_range [0.5, 1.0]: '0.5': too few; model.head_budget says how many heads are shared: "
+        "give the smallest share there"
+    )
 
 
 def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from small_runs import arguments, entries, results
 
 import moh_vision
 from moh_vision.__main__ import main
@@ -10,6 +9,7 @@ from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
 from moh_vision.engine.config import EmaConfig
 from moh_vision.engine.weights import ModelEma, first_weights_left, short_enough
+from tests.support.small_runs import arguments, entries, results
 
 LONG = "--ema.decay 0.9999 --ema.warmup false"
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from PIL import Image
-from processes import on_two_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from moh_vision.classification import scores as scoring
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.data.decode import UnreadableImage
+from tests.support.processes import on_two_ranks
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 

@@ -7,8 +7,6 @@ import socket
 
 import pytest
 import torch
-from processes import hold
-from refusals import one_line
 from safetensors import safe_open
 
 from moh_vision.engine import io
@@ -23,6 +21,8 @@ from moh_vision.engine.io import (
     write_tensors,
     write_whole,
 )
+from tests.support.processes import hold
+from tests.support.refusals import one_line
 
 
 @contextlib.contextmanager

@@ -14,8 +14,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import PartialState
-from refusals import refuse
-from small_runs import arguments, entries
 
 from moh_vision import __version__
 from moh_vision.classification.train import main
@@ -32,6 +30,8 @@ from moh_vision.engine.logging import (
     write_json,
 )
 from moh_vision.engine.progress import Progress
+from tests.support.refusals import refuse
+from tests.support.small_runs import arguments, entries
 
 
 def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates_once(

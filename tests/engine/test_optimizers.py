@@ -6,8 +6,6 @@ import pytest
 import timm
 import torch
 from accelerate import PartialState
-from refusals import refuse, refused
-from small_runs import arguments, same
 
 import moh_vision  # noqa: F401
 from moh_vision.classification import train as train_cls
@@ -19,6 +17,8 @@ from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import set_learning_rate
 from moh_vision.engine.step_folders import latest_checkpoint
 from moh_vision.language import create_text_model
+from tests.support.refusals import refuse, refused
+from tests.support.small_runs import arguments, same
 
 
 def test_names():

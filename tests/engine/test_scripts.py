@@ -16,11 +16,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from attention import saved_bytes
-from conftest import ROOT
 from PIL import Image
-from refusals import refused
-from small_runs import arguments, entries, logged, results, same, script
 
 from moh_vision.attention import head_budget
 from moh_vision.classification import validate
@@ -36,6 +32,10 @@ from moh_vision.engine.step_folders import damage
 from moh_vision.models import dit_transformer, set_up, vit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.weights import create, from_run
+from tests.support.benchmarks import benchmark
+from tests.support.paths import ROOT
+from tests.support.refusals import refused
+from tests.support.small_runs import arguments, entries, logged, results, same, script
 
 STEPS = 30
 
@@ -231,7 +231,8 @@ def test_what_a_forward_surely_keeps(name):
     model = timm.create_model(name, num_classes=3).train()
     images = torch.randn(1, 3, 224, 224)
     least = 4 * least_activations(model, images)
-    assert 0.2 * saved_bytes(model, images) < least < saved_bytes(model, images)
+    saved = benchmark("attention").saved_bytes(model, images)
+    assert 0.2 * saved < least < saved
 
 
 def test_a_dry_run_writes_nothing(trained, tmp_path):

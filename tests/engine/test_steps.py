@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import hold
-from refusals import refuse
 
 from moh_vision.engine.run import make_accelerator
 from moh_vision.engine.run_folder import RunFolder
 from moh_vision.engine.step import average_over_step, learning_rate, set_learning_rate
+from tests.support.processes import hold
+from tests.support.refusals import refuse
 
 
 def test_schedule():

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageOps
-from processes import on_two_ranks
-from refusals import each_refused, one_line, refuse
 from scipy.linalg import sqrtm
 
 from moh_vision.evaluation.fidelity import Extracted, Extractor, load_statistics, score
@@ -16,6 +14,8 @@ from moh_vision.evaluation.fidelity import statistics as kept
 from moh_vision.evaluation.fidelity.__main__ import main
 from moh_vision.evaluation.fidelity.images import open_images
 from moh_vision.evaluation.fidelity.metrics import precision_recall
+from tests.support.processes import on_two_ranks
+from tests.support.refusals import each_refused, one_line, refuse
 
 
 @pytest.fixture(autouse=True)

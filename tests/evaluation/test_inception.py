@@ -9,20 +9,20 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from random_inception import write_random_inception
-from refusals import each_refused, refuse
 from torch import nn
 
 from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extractor, score
 from moh_vision.evaluation.fidelity.__main__ import main as command
 from moh_vision.evaluation.fidelity.extractors import PUBLISHED
+from tests.support.benchmarks import benchmark
+from tests.support.refusals import each_refused, refuse
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A file of the published one's layout: 23.9 million parameters."""
     file = tmp_path_factory.mktemp("inception") / "random.pth"
-    write_random_inception(file)
+    benchmark("random_inception").write_random_inception(file)
     return file
 
 

@@ -7,8 +7,9 @@ What changes them on purpose records them anew, and its commit says why they mov
 
 import json
 
-import curves
 import pytest
+
+from tests.support import golden_curves as curves
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import re
 
-import curves
 import pytest
-from reference_logs import CONFIGS, kept, lines_of
 
 from moh_vision.commands.curves import read_curves
+from tests.golden.reference_logs import CONFIGS, kept, lines_of
+from tests.support import golden_curves as curves
 
 LOGS = sorted(CONFIGS.glob("*/*.jsonl"))
 STEPS = (

@@ -3,16 +3,16 @@
 import re
 
 import pytest
-import sharded_on_cpu
 import torch
-from processes import on_two_ranks
 from safetensors.torch import load_file
-from small_runs import entries, logged, results
-from small_text import write_pairs, write_plain
 from transformers import AutoModelForCausalLM
 
 from moh_vision import load_run
 from moh_vision.language import train as train_text
+from tests.support import sharded_on_cpu
+from tests.support.processes import on_two_ranks
+from tests.support.small_runs import entries, logged, results
+from tests.support.small_text import write_pairs, write_plain
 
 pytestmark = pytest.mark.slow
 

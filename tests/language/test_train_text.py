@@ -8,13 +8,8 @@ import subprocess
 import sys
 
 import pytest
-import refusals
 import torch
-from conftest import ROOT
-from refusals import refuse
 from safetensors.torch import load_file
-from small_runs import entries, logged, outcome, results, same
-from small_text import write_pairs, write_plain
 
 import moh_vision
 from moh_vision.commands.runs import read_run
@@ -25,6 +20,11 @@ from moh_vision.language.evaluation.scores import average_checkpoints
 from moh_vision.language.models.create import CausalLMModel, MaskedLMModel, TranslationModel
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
+from tests.support import refusals
+from tests.support.paths import ROOT
+from tests.support.refusals import refuse
+from tests.support.small_runs import entries, logged, outcome, results, same
+from tests.support.small_text import write_pairs, write_plain
 
 WIDTH = "--model.kwargs.hidden_size 32 --model.kwargs.intermediate_size 64 --model.kwargs.num_attention_heads 4 "
 TINY = dict(

@@ -9,13 +9,8 @@ import sys
 
 import numpy as np
 import pytest
-import refusals
 import torch
-from conftest import ROOT
 from safetensors.torch import load_file
-from small_runs import entries, results, same
-from small_text import ENGLISH, write_plain
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -29,6 +24,10 @@ from moh_vision.__main__ import main as command
 from moh_vision.engine.io import sha256_of
 from moh_vision.language import train as train_text
 from moh_vision.models.head_load import HeadLoad
+from tests.support import refusals
+from tests.support.paths import ROOT
+from tests.support.small_runs import entries, results, same
+from tests.support.small_text import ENGLISH, words, write_plain
 
 FAST = "--log-every 1 --optim.lr 5e-3 --optim.warmup_steps 3 --optim.batch_size 8 --data.block 16 --label_smoothing 0"
 CLM = ["--model.name", "clm_pretrained"]
@@ -40,19 +39,6 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
 )
-
-
-def words(folder, names):
-    """A foreign tokenizer.json with a token for every name."""
-    folder.mkdir(exist_ok=True)
-    names = ["<unk>", "<s>", "</s>", *names]
-    tokenizer = Tokenizer(
-        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import timm
-from small_runs import arguments, results
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 import moh_vision
@@ -16,6 +15,7 @@ from moh_vision.commands.budget_curve import budgets_of
 from moh_vision.language import create_text_model
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel
 from moh_vision.models.elastic import ElasticBudget
+from tests.support.small_runs import arguments, results
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=32, depth=4, num_heads=8, num_classes=3)
 DIT = dict(sample_size=4, hidden_size=48, num_layers=4, num_attention_heads=8, num_classes=2)

@@ -5,9 +5,7 @@ import copy
 import pytest
 import timm
 import torch
-from refusals import refuse
 from safetensors.torch import save_file
-from test_dit_checkpoints import diffusers_dit
 from torch import nn
 
 import moh_vision
@@ -20,10 +18,10 @@ from moh_vision.attention import (
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.head_order import head_lengths
 from moh_vision.models.weights import init_from
+from tests.support.dense_vits import DEIT, DINOV3, EVA02, SMALL, VIT, dense, images
+from tests.support.official_dit import diffusers_dit
+from tests.support.refusals import refuse
 
-SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=6, num_classes=5)
-VIT, DINOV3, EVA02 = "vit_small_patch16_224", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224"
-DEIT = "deit_tiny_distilled_patch16_224"
 # What pretrained ViTs are made of: a model of timm, and its options.
 KINDS = {
     "augreg": (VIT, {}),
@@ -42,18 +40,6 @@ KINDS = {
     "fewer key-value heads": ("vit_base_patch16_sapiens2", dict(num_kv_heads=3)),
     "distilled": (DEIT, {}),
 }
-
-
-def dense(name=VIT, **kwargs):
-    torch.manual_seed(3)
-    model = timm.create_model(name, **{**SMALL, **kwargs}).eval()
-    for p in model.parameters():  # norms, LayerScale and biases that show, heads that differ
-        p.data += 0.1 * torch.randn_like(p)
-    return model
-
-
-def images(n=4, height=32, width=32):
-    return torch.randn(n, 3, height, width)
 
 
 def moh_vit(**kwargs):

@@ -5,11 +5,11 @@ import json
 import pytest
 import timm
 import torch
-from refusals import refuse
 from timm.models import deit, eva, vision_transformer, vision_transformer_hybrid
 
 import moh_vision
 from moh_vision.models.convert import TAKEN
+from tests.support.refusals import refuse
 
 SIZES = ("img_size", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio")
 

@@ -4,11 +4,11 @@ import pytest
 import timm
 import torch
 import yaml
-from text_tiny import empty
 
 from moh_vision.commands.table import PAPER_ROWS
 from moh_vision.models.counts import count_macs, count_parameters
 from moh_vision.models.describe import describe, module_table
+from tests.support.text_tiny import empty
 
 # Rows on data whose words our presets use: parameters and MACs in millions.
 ROWS = [

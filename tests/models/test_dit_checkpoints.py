@@ -1,154 +1,15 @@
 """Official files give the official outputs, written again from paper and key table; DiT turned into MoH."""
 
-import math
-
 import pytest
 import timm
 import torch
-from diffusers import DiTTransformer2DModel
-from refusals import refuse
 from safetensors.torch import save_file
-from test_moh_dit import awake
-from torch.nn import functional as F
 
 import moh_vision
 from moh_vision.models.weight_files import NAMES
-
-GRID, C, D, CLASSES = 4, 32, 8, 5
-HEADS = [2, 4, 6]
-BUDGET = [(2, 0), (2, 1), (3, 2)]
-SHAPE = dict(img_size=8, in_chans=4, num_classes=CLASSES, embed_dim=C, depth=3)
-MOH = dict(SHAPE, num_heads=HEADS, head_dim=D, head_budget=BUDGET)
-DENSE = dict(SHAPE, num_heads=4)
-NOISE = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(1))
-INPUT = (NOISE, torch.tensor([0, 417, 999]), torch.tensor([0, 3, 5]))
-
-
-def sincos():
-    """2-D sine-cosine positions as MAE and DiT have them: half of the width for each axis, the column first."""
-    omega = 10000.0 ** -(torch.arange(C // 4, dtype=torch.float64) / (C / 4))
-    rows = []
-    for i in range(GRID):
-        for j in range(GRID):
-            axes = [torch.cat([(p * omega).sin(), (p * omega).cos()]) for p in (j, i)]
-            rows.append(torch.cat(axes))
-    return torch.stack(rows).float().unsqueeze(0)
-
-
-def official_weights(heads, head_dim, routed=None, seed=0):
-    """Random tensors under the official names (facts: key table of MoH-DiT); `routed`: (shared, routed) per layer."""
-    g = torch.Generator().manual_seed(seed)
-
-    def r(*shape):
-        return torch.randn(*shape, generator=g) * 0.2
-
-    state = {
-        "pos_embed": sincos(),
-        "x_embedder.proj.weight": r(C, 4, 2, 2),
-        "x_embedder.proj.bias": r(C),
-    }
-    state |= {"t_embedder.mlp.0.weight": r(C, 256), "t_embedder.mlp.0.bias": r(C)}
-    state |= {"t_embedder.mlp.2.weight": r(C, C), "t_embedder.mlp.2.bias": r(C)}
-    state["y_embedder.embedding_table.weight"] = r(CLASSES + 1, C)
-    for i, h in enumerate(heads):
-        shapes = {
-            "attn.qkv": (3 * h * head_dim, C),
-            "attn.proj": (C, h * head_dim),
-            "adaLN_modulation.1": (6 * C, C),
-        }
-        shapes |= {"mlp.fc1": (4 * C, C), "mlp.fc2": (C, 4 * C)}
-        for name, shape in shapes.items():
-            state |= {
-                f"blocks.{i}.{name}.weight": r(*shape),
-                f"blocks.{i}.{name}.bias": r(shape[0]),
-            }
-        if routed:
-            shared, k = routed[i]
-            state[f"blocks.{i}.attn.wg_1.weight"] = 3 * r(shared, C)
-            if k:
-                state[f"blocks.{i}.attn.wg.weight"] = 3 * r(h - shared, C)
-                state[f"blocks.{i}.attn.wg_0.weight"] = 3 * r(2, C)
-    state |= {"final_layer.linear.weight": r(32, C), "final_layer.linear.bias": r(32)}
-    state |= {
-        "final_layer.adaLN_modulation.1.weight": r(2 * C, C),
-        "final_layer.adaLN_modulation.1.bias": r(2 * C),
-    }
-    return state
-
-
-def official_gates(x, state, prefix, shared, routed):
-    """Head weights [B, N, H] of the released MoH code."""
-
-    def probs(name):
-        return (x @ state[f"{prefix}{name}.weight"].T).softmax(-1)
-
-    if routed == 0:
-        return probs("wg_1") * shared
-    top = probs("wg").topk(routed, -1)
-    weights = top.values / top.values.sum(-1, keepdim=True) * routed
-    gates = torch.zeros_like(probs("wg")).scatter(-1, top.indices, weights)
-    if shared == 0:
-        return gates
-    own = probs("wg_1") * shared if shared > 1 else torch.ones_like(x[..., :1])
-    both = probs("wg_0") * 2
-    return torch.cat([both[..., :1] * own, both[..., 1:] * gates], -1)
-
-
-def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
-    """DiT with adaLN-Zero (Peebles 2023, section 3), in another form than the model's: float64, loops, einsum."""
-    s = {name: tensor.to(dtype) for name, tensor in state.items()}
-    x, t, y = INPUT[0].to(dtype), INPUT[1], INPUT[2]
-
-    def linear(x, name):
-        return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]
-
-    def norm(x):
-        return (x - x.mean(-1, keepdim=True)) / (
-            x.var(-1, unbiased=False, keepdim=True) + 1e-6
-        ).sqrt()
-
-    patches = x.view(3, 4, GRID, 2, GRID, 2).permute(0, 2, 4, 1, 3, 5).reshape(3, GRID * GRID, 16)
-    x = (
-        patches @ s["x_embedder.proj.weight"].view(C, 16).T
-        + s["x_embedder.proj.bias"]
-        + s["pos_embed"]
-    )
-    # As the official code: frequencies in float32.
-    angles = (
-        t[:, None].float() * torch.exp(-math.log(10000) * torch.arange(128).float() / 128)
-    ).to(dtype)
-    features = torch.cat([angles.cos(), angles.sin()], -1)
-    c = linear(F.silu(linear(features, "t_embedder.mlp.0")), "t_embedder.mlp.2")
-    c = c + s["y_embedder.embedding_table.weight"][y]
-    for i, h in enumerate(heads):
-        m = linear(F.silu(c), f"blocks.{i}.adaLN_modulation.1").view(3, 6, 1, C)
-        z = norm(x) * (1 + m[:, 1]) + m[:, 0]
-        q, k, v = linear(z, f"blocks.{i}.attn.qkv").view(3, -1, 3, h, head_dim).unbind(2)
-        a = torch.einsum("bnhd,bmhd->bhnm", q, k) / math.sqrt(head_dim)
-        o = torch.einsum("bhnm,bmhd->bnhd", a.softmax(-1), v)
-        if routed:
-            o = o * official_gates(z, s, f"blocks.{i}.attn.", *routed[i]).unsqueeze(-1)
-        x = x + m[:, 2] * linear(o.flatten(2), f"blocks.{i}.attn.proj")
-        z = linear(norm(x) * (1 + m[:, 4]) + m[:, 3], f"blocks.{i}.mlp.fc1")
-        z = 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
-        x = x + m[:, 5] * linear(z, f"blocks.{i}.mlp.fc2")
-    shift, scale = linear(F.silu(c), "final_layer.adaLN_modulation.1").chunk(2, -1)
-    x = linear(
-        norm(x) * (1 + scale[:, None]) + shift[:, None], "final_layer.linear"
-    )  # [B, N, 2 * 2 * 8]
-    x = x.view(3, GRID, GRID, 2, 2, 8).permute(0, 5, 1, 3, 2, 4)
-    return x.reshape(3, 8, 8, 8)
-
-
-CASES = {
-    "moh": ("moh_dit_small_patch2_75", MOH, dict(heads=HEADS, head_dim=D, routed=BUDGET)),
-    "dense": ("dit_small_patch2", DENSE, dict(heads=[4] * 3, head_dim=8)),
-    "zero routers": (
-        "moh_dit_small_patch2_75",
-        dict(DENSE, head_budget=[(2, 2)] * 3),
-        dict(heads=[4] * 3, head_dim=8),
-    ),
-}
+from tests.support.official_dit import CLASSES, DENSE, INPUT, diffusers_dit, sincos
+from tests.support.refusals import refuse
+from tests.support.tiny_dit import awake
 
 
 @torch.no_grad()
@@ -175,19 +36,6 @@ def test_names_and_positions_are_official():
     assert (
         timm.get_pretrained_cfg("moh_dit_xlarge_patch2_90").hf_hub_id == "Chat-UniVi/MoH-DiT-XL-90"
     )
-
-
-def diffusers_dit(**sizes):
-    """diffusers' DiT, whose blocks embed alike, as with the official weights."""
-    torch.manual_seed(0)
-    sizes = dict(num_attention_heads=4, attention_head_dim=8, sample_size=8) | sizes
-    model = DiTTransformer2DModel(**sizes).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    emb = model.transformer_blocks[0].norm1.emb.state_dict()
-    for block in model.transformer_blocks:
-        block.norm1.emb.load_state_dict(emb)
-    return model
 
 
 @pytest.fixture(scope="module")

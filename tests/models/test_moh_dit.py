@@ -3,27 +3,19 @@ import warnings
 import pytest
 import timm
 import torch
-from refusals import each_refused, refuse
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moh_vision
 from moh_vision.attention import load_balance_loss
+from tests.support.refusals import each_refused, refuse
+from tests.support.tiny_dit import TINY, awake
 
 MOH = "moh_dit_small_patch2_75"
-TINY = dict(img_size=8, in_chans=3, num_classes=5, embed_dim=32, depth=2, num_heads=4)
 SMALL = dict(TINY, head_budget=[(1, 2), (2, 2)])
 
 
 def tiny(name=MOH, **kwargs):
     return timm.create_model(name, **{**(SMALL if name.startswith("moh") else TINY), **kwargs})
-
-
-def awake(model):
-    """A new DiT is the identity with output 0; give every parameter something to do."""
-    for p in model.parameters():
-        if p.requires_grad:
-            torch.nn.init.normal_(p, std=0.2)
-    return model
 
 
 def inputs(batch=3):

@@ -3,30 +3,15 @@
 import pytest
 import timm
 import torch
-from refusals import each_refused
-from test_dit_checkpoints import official_gates
 from torch.nn import functional as F
 
 from moh_vision.attention.executors.choice import first_that_skips
 from moh_vision.attention.routing import Call
 from moh_vision.models.foveal_attention import AggregatedPairs, CosinePairs, position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
-
-SMALL = dict(
-    img_size=64,
-    embed_dims=(12, 24, 24, 48),
-    num_heads=(2, 4, 4, 8),
-    depths=(1, 2, 1, 2),
-    num_classes=5,
-)
-# Every case of the released gates: all shared; none shared; one shared; several, all routed.
-MIXED = [[2, 0], [0, 2], [1, 2], [4, 2]]
-
-
-def small(name="moh_transnext_base_50", **kwargs):
-    return timm.create_model(
-        name, **{**SMALL, "head_budget": MIXED if name.startswith("moh") else None, **kwargs}
-    )
+from tests.support.official_dit import official_gates
+from tests.support.refusals import each_refused
+from tests.support.small_transnext import MIXED, SMALL, official_names, scramble, small
 
 
 @pytest.mark.parametrize(
@@ -38,30 +23,6 @@ def test_published_key_tables(name, tensors):
     place = f"Chat-UniVi/MoH-ViT-{name[0].upper()}-{name[-2:]}", f"moh_transnext_{name}.pth"
     assert tuple(model.pretrained_cfg[key] for key in ("hf_hub_id", "hf_hub_filename")) == place
     assert len(official_names(model)) == tensors
-
-
-def official_names(model):
-    """A state dict with the published names: what the filter has to undo."""
-    result = {}
-    for name, tensor in model.state_dict().items():
-        part = name.split(".")
-        if part[0] == "stages":
-            i, rest = int(part[1]) + 1, ".".join(part[3:])
-            name = {"downsample": f"patch_embed{i}.", "blocks": f"block{i}.", "norm": f"norm{i}."}[
-                part[2]
-            ] + rest
-        name = name.replace("mlp.dwconv.", "mlp.dwconv.dwconv.")
-        for ours, theirs in (("routed", "wg"), ("balance", "wg_0"), ("shared", "wg_1")):
-            name = name.replace(f"attn.router.{ours}.", f"attn.{theirs}.")
-        if ".attn.qkv." in name and not name.startswith("block4"):
-            C = tensor.shape[0] // 3
-            result[name.replace("qkv", "q")], result[name.replace("qkv", "kv")] = (
-                tensor[:C],
-                tensor[C:],
-            )
-        else:
-            result[name] = tensor
-    return result
 
 
 class Official:
@@ -187,14 +148,6 @@ class Official:
             if stage < 3:
                 x = x.transpose(1, 2).reshape(B, C, H, W)
         return self.linear(x.mean(1), "head")
-
-
-def scramble(model):
-    """Weights large enough that every part of the formula shows in the output."""
-    torch.manual_seed(1)
-    for name, p in model.named_parameters():
-        p.data += torch.randn_like(p) * (0.3 if "router" in name or p.dim() == 1 else 0.1)
-    return model.eval()
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,9 @@
 import timm
 import torch
-from refusals import each_refused, refuse
 
 import moh_vision
-
-TINY = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
+from tests.support.refusals import each_refused, refuse
+from tests.support.tiny_vit import TINY
 
 
 def tiny(**kwargs):

@@ -8,11 +8,7 @@ import socket
 import pytest
 import timm
 import torch
-from pictures import write_folder
 from PIL import Image
-from refusals import refused
-from small_runs import logged
-from test_dit_checkpoints import diffusers_dit
 
 import moh_vision
 from moh_vision.__main__ import main as command
@@ -25,6 +21,10 @@ from moh_vision.engine.io import write_tensors
 from moh_vision.models.pretrained import is_dense
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from
+from tests.support.official_dit import diffusers_dit
+from tests.support.pictures import write_folder
+from tests.support.refusals import refused
+from tests.support.small_runs import logged
 
 VIT = dict(img_size=32, patch_size=8, embed_dim=32, depth=2, num_heads=4, num_classes=5)
 RUN = "--data.root digits --data.workers 0 --optim.batch_size 8 --save-every 2 --log-every 1 --optim.schedule constant --model.name pretrained"
@@ -135,7 +135,7 @@ def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
     if names == ["dog", "cat"]:  # a run of classes in this order, as of others' shards
         state, record = read_safetensors(tmp_path / "run" / "model.safetensors")
         write_tensors(tmp_path / "w.safetensors", state, dict(record, classes=names))
-        other = create("moh_vit", "classifier", **record["arguments"])
+        other = create("moh_vit", "classification", **record["arguments"])
         init_from(other, str(tmp_path / "w.safetensors"), print, classes=["cat", "dog"])
         assert torch.equal(other.head.weight, state["head.weight"].flip(0))
         assert torch.equal(other.head.bias, state["head.bias"].flip(0))

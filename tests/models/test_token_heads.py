@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from refusals import refuse
-from test_every_family import FAMILIES, awake
 from timm.layers import set_fused_attn
 from timm.utils import AttentionExtract
 
 from moh_vision.attention import attention_layers, token_heads
+from tests.support.families import FAMILIES, awake
+from tests.support.refusals import refuse
 
 # Name -> family of `FAMILIES`, router and options.
 MODELS = {

@@ -11,17 +11,17 @@ import sys
 
 import numpy as np
 import pytest
-import small_runs
-import test_dit_checkpoints as dit
-import test_moh_transnext as transnext
 import timm
 import torch
-from refusals import one_line
 from safetensors.torch import save_file
-from test_convert import DEIT, SMALL, dense, images
 
 import moh_vision
 from moh_vision.models.weights import create, from_run, init_from
+from tests.support import official_dit as dit
+from tests.support import small_runs
+from tests.support import small_transnext as transnext
+from tests.support.dense_vits import DEIT, SMALL, dense, images
+from tests.support.refusals import one_line
 
 VIT = "moh_vit_small_patch16_224"
 DOORS = ("load_checkpoint", "checkpoint_path", "overlay")
@@ -221,7 +221,7 @@ def save_run(model, name, file, **arguments):
         config={},
     )
     save_file(model.state_dict(), file, metadata={k: json.dumps(v) for k, v in record.items()})
-    return "diffusion" if "dit" in name else "classifier"
+    return "diffusion" if "dit" in name else "classification"
 
 
 def pretrained(name, file, **kwargs):

@@ -7,14 +7,14 @@ import tarfile
 
 import numpy as np
 import pytest
-from pictures import convert, write_folder
-from refusals import refuse
-from small_runs import arguments, script
-from test_sources import write_shards
 
 from moh_vision.data.batches import LabelledImages, image_transform, training_batches
 from moh_vision.data.order import StepBatches
 from moh_vision.data.splits import open_source
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import refuse
+from tests.support.shards import write_shards
+from tests.support.small_runs import arguments, script
 
 
 def test_class_names_that_are_too_few_or_no_text(tmp_path):

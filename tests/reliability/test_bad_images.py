@@ -10,12 +10,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pictures import encoded, gradient, write_folder
 from PIL import Image
-from processes import fork, wait
-from refusals import one_line, refuse, refused
-from small_runs import SMALL
-from test_sources import append, write_shards
 
 from moh_vision.data.batches import (
     BadSamples,
@@ -31,6 +26,11 @@ from moh_vision.data.splits import open_source
 from moh_vision.data.write_shards import encode_sample
 from moh_vision.diffusion import train as dit
 from moh_vision.evaluation.fidelity.images import ScoredFolder
+from tests.support.pictures import encoded, gradient, write_folder
+from tests.support.processes import fork, wait
+from tests.support.refusals import one_line, refuse, refused
+from tests.support.shards import append, write_shards
+from tests.support.small_runs import SMALL
 
 
 def png(width, height, depth, color, rows) -> bytes:

@@ -1,6 +1,5 @@
 """Tar shards that are cut off, damaged or hostile: refused by name, nothing lost in silence, nothing written outside."""
 
-import io
 import itertools
 import os
 import shutil
@@ -12,29 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from pictures import convert, encoded, gradient, write_folder
-from refusals import one_line, refuse, refused
-from repeat import cases
-from test_sources import write_shards
 
 from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion import train as dit
+from tests.support.pictures import convert, encoded, gradient, write_folder
+from tests.support.refusals import one_line, refuse, refused
+from tests.support.repeat import cases
+from tests.support.shards import info, shard, write_shards
 
 PNG = encoded(gradient())
-
-
-def info(name, size=0, kind=tarfile.REGTYPE, link="") -> tarfile.TarInfo:
-    member = tarfile.TarInfo(name)
-    member.size, member.type, member.linkname = size, kind, link
-    return member
-
-
-def shard(path, members, mode="w", form=tarfile.PAX_FORMAT):
-    with tarfile.open(path, mode, format=form) as tar:
-        for name, data in members:
-            tar.addfile(info(name, len(data)), io.BytesIO(data))
-    return path
 
 
 def padded(member):

@@ -15,18 +15,8 @@ import numpy as np
 import pytest
 import timm
 import torch
-from conftest import ROOT
-from damages import mutated
-from pictures import convert, write_folder
 from PIL import Image
-from refusals import one_line, refuse
-from repeat import cases
 from safetensors.torch import save_file
-from small_runs import arguments, script
-from small_training import seal
-from test_bad_tars import shard
-from test_sources import write_shards
-from tiny_vae import save_tiny_vae, write_latents
 
 import moh_vision
 from moh_vision.classification.config import ClsConfig, ValidateConfig
@@ -42,6 +32,15 @@ from moh_vision.engine.step_folders import latest_checkpoint
 from moh_vision.evaluation.fidelity import Inception, Reference, load_statistics, score
 from moh_vision.evaluation.fidelity.images import open_set
 from moh_vision.models.weights import from_run, init_from, to_validate
+from tests.support.damages import mutated
+from tests.support.paths import ROOT
+from tests.support.pictures import convert, write_folder
+from tests.support.refusals import one_line, refuse
+from tests.support.repeat import cases
+from tests.support.shards import shard, write_shards
+from tests.support.small_runs import arguments, script
+from tests.support.small_training import seal
+from tests.support.tiny_vae import save_tiny_vae, write_latents
 
 
 class Evil:
@@ -123,7 +122,7 @@ def doors(folder) -> dict:
         ),
         "init_from": lambda f: init_from(classifier(), str(f), lambda text: None),
         "validate": lambda f: to_validate(str(f), NAME, SMALL),
-        "from_run": lambda f: from_run(str(f), "classifier"),
+        "from_run": lambda f: from_run(str(f), "classification"),
     }
     for end in (".pth", ".pt", ".bin", ".safetensors", ".npz", ""):
         places |= {

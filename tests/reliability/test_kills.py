@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
-from processes import Command
-from repeat import cases
-from small_runs import arguments, checkpoint_steps, logged, losses, outcome, script
 
 from moh_vision.engine import run
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.saver import Saver
+from tests.support.processes import Command
+from tests.support.repeat import cases
+from tests.support.small_runs import arguments, checkpoint_steps, logged, losses, outcome, script
 
 
 def recorded(kind, file, slow_save, argv):

@@ -9,14 +9,14 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from damages import with_header
-from refusals import one_line, refuse
 from safetensors.torch import save, save_file
-from small_runs import same
 
 import moh_vision
 from moh_vision.evaluation.fidelity import load_statistics, score
 from moh_vision.models.weights import create, from_run, init_from, to_validate
+from tests.support.damages import with_header
+from tests.support.refusals import one_line, refuse
+from tests.support.small_runs import same
 
 NAME = "moh_vit_small_patch16_224"
 SMALL = dict(img_size=32, embed_dim=32, depth=2, num_heads=2, num_classes=3, in_chans=3)
@@ -32,7 +32,7 @@ ABOUT = dict(
 @pytest.fixture(scope="module")
 def vit():
     torch.manual_seed(0)
-    return create(NAME, "classifier", **SMALL)
+    return create(NAME, "classification", **SMALL)
 
 
 def metadata(about=ABOUT) -> dict:
@@ -153,7 +153,7 @@ def test_a_run_that_cannot_be(tmp_path, vit, case):
     file = tmp_path / "model.safetensors"
     save_file(vit.state_dict(), file, metadata({**ABOUT, **ABOUTS[case]}))
     for read in (
-        lambda: from_run(str(tmp_path), "classifier"),
+        lambda: from_run(str(tmp_path), "classification"),
         lambda: to_validate(str(file), NAME, SMALL),
     ):
         refuse("model.safetensors", read)
@@ -163,7 +163,7 @@ def test_files_that_are_not_there(tmp_path, vit):
     for read in (
         lambda: moh_vision.load_checkpoint(vit, tmp_path / "w.pth"),
         lambda: moh_vision.load_checkpoint(vit, tmp_path),
-        lambda: from_run(str(tmp_path), "classifier"),
+        lambda: from_run(str(tmp_path), "classification"),
         lambda: init_from(vit, str(tmp_path / "w.pth")),
         lambda: load_statistics(tmp_path / "s.npz"),
     ):

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from refusals import one_line
 from safetensors.torch import load_file
-from small_runs import arguments, logged, same, script
 
 from moh_vision.engine.step import Updater
+from tests.support.refusals import one_line
+from tests.support.small_runs import arguments, logged, same, script
 
 
 def test_a_bad_batch_changes_nothing(tmp_path, monkeypatch):

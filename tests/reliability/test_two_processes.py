@@ -10,15 +10,16 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT
-from pictures import write_folder
-from repeat import cases
 from safetensors.torch import load_file
-from small_runs import arguments, checkpoint_steps, logged, outcome, results, same
+
+from tests.support.paths import ROOT
+from tests.support.pictures import write_folder
+from tests.support.repeat import cases
+from tests.support.small_runs import arguments, checkpoint_steps, logged, outcome, results, same
 
 pytestmark = pytest.mark.reliability
 
-ALTERED = Path(__file__).with_name("altered_run.py")
+ALTERED = ROOT / "tests" / "support" / "altered_run.py"
 
 
 class Launched:
@@ -29,8 +30,7 @@ class Launched:
         script = [ALTERED, alteration, kind] if alteration else [ROOT / f"train_{kind}.py"]
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
         command = [sys.executable, *(torchrun if processes > 1 else []), *script, *argv]
-        path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "language")))
-        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path)
+        env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
         with open(self.log, "a") as file:
             self.process = subprocess.Popen(
                 list(map(str, command)), cwd=ROOT, env=env, stdout=file, stderr=file

@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from refusals import one_line, refuse
-from repeat import cases
-from small_training import seal
 
 from moh_vision.engine.step_folders import damage, latest_checkpoint, resume_point
+from tests.support.refusals import one_line, refuse
+from tests.support.repeat import cases
+from tests.support.small_training import seal
 
 FILES = (
     "model.safetensors",

@@ -13,17 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
-import refusals
-from pictures import write_folder
-from processes import fork, on_two_ranks, wait
-from refusals import refuse
-from small_runs import arguments, checkpoint_steps, logged, script
-from small_training import SmallTraining, at_point, hidden, sums, watched
 
 from moh_vision.engine import saver
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step import Step
 from moh_vision.engine.step_folders import latest_checkpoint
+from tests.support import refusals
+from tests.support.pictures import write_folder
+from tests.support.processes import fork, on_two_ranks, wait
+from tests.support.refusals import refuse
+from tests.support.small_runs import arguments, checkpoint_steps, logged, script
+from tests.support.small_training import SmallTraining, at_point, hidden, sums, watched
 
 
 def disk_full(point):

@@ -9,12 +9,12 @@ import time
 
 import pytest
 import torch
-from processes import fork, wait
-from repeat import cases
 from safetensors import safe_open
-from small_training import again, at_point, hidden, seal
 
 from moh_vision.engine.step_folders import damage, latest_checkpoint
+from tests.support.processes import fork, wait
+from tests.support.repeat import cases
+from tests.support.small_training import again, at_point, hidden, seal
 
 
 def kill_this_process(point):

@@ -19,7 +19,7 @@ and one whose heads may be shared a sixth:
 
 from torch import nn
 
-from moh_vision.attention.budget import SHARED_SHARE
+from moh_vision.attention.budget import ACTIVE_SHARE, SHARED_SHARE
 from moh_vision.attention.routers.dense import DenseRouter
 from moh_vision.attention.routers.mae import MAERouter
 from moh_vision.attention.routers.moa import MoARouter
@@ -35,9 +35,15 @@ ROUTERS: dict[str, type[nn.Module]] = {
 }
 
 
-def runs_all_heads(router: str | None) -> bool:
-    """Whether a router of this name takes no budget. False for unknown names, which the layer refuses."""
-    return router in ROUTERS and ROUTERS[router].all_heads
+def default_budget(router: str | None) -> float | None:
+    """Return the head_budget of a model with this router where none is given.
+
+    None: the router runs all heads, takes no head_budget, and all heads count as shared. A router that is not known
+    has the share of the others; the layer refuses it.
+    """
+    if router in ROUTERS and ROUTERS[router].all_heads:
+        return None
+    return ACTIVE_SHARE
 
 
 def shared_share(router: str | None) -> float:

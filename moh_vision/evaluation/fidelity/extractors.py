@@ -147,7 +147,7 @@ def make_extractor(
             f"inception_weights {inception_weights} has no effect with extractor {extractor}, only with inception"
         )
     if Path(extractor).exists():
-        model, metadata = from_run(extractor, "classifier")
+        model, metadata = from_run(extractor, "classification")
         name = f"{metadata['architecture']} of {metadata['weights']}"
         return TimmExtractor(model, name, img_size=metadata["arguments"].get("img_size"))
     if not extractor.startswith("timm:"):

@@ -5,12 +5,18 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
-from moh_vision.attention import HeadMixtureAttention, RoutingStats, set_routed_heads
+from moh_vision.attention import (
+    HeadMixtureAttention,
+    RoutingStats,
+    attention_layers,
+    budgets_at,
+    set_budgets,
+)
 from moh_vision.attention.budget import shape_of
 from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
-from moh_vision.language.models.configs import ROUTED_SHARE
+from moh_vision.language.models.configs import attention_budget
 
 MODELS: dict[type[PreTrainedConfig], type[PreTrainedModel]] = {}  # by their config classes
 
@@ -67,15 +73,12 @@ class TextModel(RoutedLoss, PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         if self.config.layer_budgets is not None:
-            set_routed_heads(self, self.config.layer_budgets)
+            set_budgets(attention_layers(self), budgets_at(self, self.config.layer_budgets))
 
     @property
     def head_budget_shape(self) -> str | None:
         """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
-        attention = self.config.attention
-        routes = attention["router"] in ("moh", "query_norm")
-        made = attention.get("head_budget", ROUTED_SHARE) if routes else None
-        return self.config.head_budget_shape or shape_of(made)
+        return self.config.head_budget_shape or shape_of(attention_budget(self.config.attention))
 
     def states_and_stats(self, **inputs) -> tuple[Tensor, list[RoutingStats]]:
         stats: list[RoutingStats] = []

@@ -11,12 +11,13 @@ from moh_vision.attention import (
     HeadBudget,
     HeadMixtureAttention,
     RoutingStats,
+    default_budget,
     resolve_budget,
     run_block,
 )
 from moh_vision.attention.executors import Executor
 from moh_vision.attention.routing import Call
-from moh_vision.language.models.configs import ROUTED_SHARE, ROUTER_KEYS, TextConfig
+from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig, attention_budget
 
 
 def with_positions(x: Tensor, positions: Tensor) -> Tensor:
@@ -46,23 +47,27 @@ def build_attention(
 ) -> list[HeadMixtureAttention]:
     """Make a stack's attention layers from an attention dict, see `TextConfig`. A gate of MAE pools the tokens of
     `route_by`, "query" or "context", by `pool`: "sequence", "running" or "window"."""
-    dim, heads, router = config.hidden_size, config.num_attention_heads, spec["router"]
+    router = spec["router"]
+    dim = config.hidden_size
+    heads = config.num_attention_heads
     kwargs = {key: spec[key] for key in ROUTER_KEYS[router] if key in spec}
     layer_kwargs = dict(executor=spec.get("executor", "auto"), attn_drop=config.attention_dropout)
-    bias, kind = spec.get("bias", True), HeadMixtureAttention
+    bias = spec.get("bias", True)
+    attention_class = HeadMixtureAttention
     if router == "moa":
         budgets = [HeadBudget(spec["experts"], spec["head_dim"], 0, spec["top_k"])] * layers
         layer_kwargs["kv_heads"] = 1
-        kind = ExpertBiasAttention if bias else kind
+        if bias:
+            attention_class = ExpertBiasAttention
+    elif default_budget(router) is None:  # it runs all heads
+        budgets = [HeadBudget(heads, dim // heads, heads, 0)] * layers
     else:
-        routes = router in ("moh", "query_norm")
-        share = spec.get("head_budget", ROUTED_SHARE) if routes else [(heads, 0)] * layers
-        budgets = resolve_budget(share, layers, heads, dim // heads)
+        budgets = resolve_budget(attention_budget(spec), layers, heads, dim // heads)
     if router == "mae":
         kwargs["pool"] = pool
         layer_kwargs["route_by"] = route_by
     return [
-        kind(
+        attention_class(
             dim, budget, router, qkv_bias=bias, proj_bias=bias, router_kwargs=kwargs, **layer_kwargs
         )
         for budget in budgets

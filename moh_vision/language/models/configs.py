@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from moh_vision.attention import BudgetSpec, HeadBudget, all_heads, resolve_budget
+from moh_vision.attention import BudgetSpec, HeadBudget, default_budget, full_budget, resolve_budget
 from moh_vision.attention.budget import parse_share, shape_of, shaped
 from moh_vision.engine.errors import closest
 
@@ -22,8 +22,6 @@ LAYER_KEYS = {
     "moh": ("head_budget",),
     "query_norm": ("head_budget",),
 }
-
-ROUTED_SHARE = 0.75  # of active heads, where an attention dict does not say it
 
 # What `moh` may say, with the defaults; head_budget None: all heads are active.
 MOH_FIELDS = {
@@ -57,6 +55,14 @@ def check_attention(spec: dict, where: str) -> None:
                 )
         if spec["top_k"] > spec["experts"]:
             raise ValueError(f"{where}: top_k={spec['top_k']} of only {spec['experts']} experts")
+
+
+def attention_budget(attention: dict) -> BudgetSpec | None:
+    """The head_budget of an attention dict; None where the router runs all heads, and for "moa", which has top_k."""
+    router = attention["router"]
+    if router == "moa":
+        return None
+    return attention.get("head_budget", default_budget(router))
 
 
 def check_whole(config: PreTrainedConfig, names: Iterable[str]) -> None:
@@ -194,7 +200,7 @@ class CausalLMConfig(TextConfig):
         super().__post_init__(**kwargs)
 
 
-def budget_pairs(
+def resolve_pairs(
     spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig
 ) -> list[list[int]]:
     """One [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads active.
@@ -203,13 +209,12 @@ def budget_pairs(
     unless the spec gives them; for "moh" 40 % of the active ones. `group`: count heads in whole key-value groups.
     """
     heads = config.num_attention_heads
+    depth = config.num_hidden_layers
     size = heads // config.num_key_value_heads if group else 1
     if spec is None:
-        spec = [
-            [s * size, r * size] for s, r in all_heads([heads // size] * config.num_hidden_layers)
-        ]
-    budgets = resolve_budget(spec, config.num_hidden_layers, heads, config.head_dim, size)
-    if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec)[2] is not None:
+        spec = [[s * size, r * size] for s, r in full_budget([heads // size] * depth)]
+    budgets = resolve_budget(spec, depth, heads, config.head_dim, size)
+    if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec).shared is not None:
         return [[b.shared, b.routed] for b in budgets]
     shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
     return [[s, b.active - s] for s, b in zip(shared, budgets)]
@@ -225,7 +230,7 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
         if key not in MOH_FIELDS:
             raise ValueError(f"moh: there is no {key!r}, {closest(key, MOH_FIELDS)}")
     moh = {**MOH_FIELDS, **moh}
-    router, kwargs = moh["router"], moh["router_kwargs"]
+    router = moh["router"]
     if router not in CAUSAL_ROUTERS:
         raise ValueError(
             f"router {router!r} is not for a causal model: give {' or '.join(CAUSAL_ROUTERS)}"
@@ -236,23 +241,24 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
         raise ValueError(
             f"group=True chooses whole key-value groups by their queries: it needs 'query_norm', not {router!r}"
         )
-    for key in kwargs or {}:
+    for key in moh["router_kwargs"] or {}:
         if key not in ROUTER_KEYS[router]:
             allowed = ", ".join(ROUTER_KEYS[router]) or "nothing"
             raise ValueError(f"router_kwargs: router {router!r} has no {key!r}, it takes {allowed}")
     spec = shaped(moh["head_budget"], moh["head_budget_shape"])
     moh["head_budget_shape"] = shape_of(spec) or moh["head_budget_shape"]
-    moh["head_budget"] = budget_pairs(spec, router, moh["group"], config)
+    moh["head_budget"] = resolve_pairs(spec, router, moh["group"], config)
     return moh
 
 
-def layer_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
+def config_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
     """What the config says of each layer; of a dense model that all its heads are shared."""
-    heads, width = config.num_attention_heads, config.head_dim
-    pairs = (
-        [[heads, 0]] * config.num_hidden_layers if config.moh is None else config.moh["head_budget"]
-    )
-    return [HeadBudget(heads, width, *pair) for pair in pairs]
+    heads = config.num_attention_heads
+    if config.moh is None:
+        pairs = [[heads, 0]] * config.num_hidden_layers
+    else:
+        pairs = config.moh["head_budget"]
+    return [HeadBudget(heads, config.head_dim, *pair) for pair in pairs]
 
 
 @dataclass
@@ -262,7 +268,7 @@ class RoutedConfig:
     Args:
         moh: None: every head runs. Else a dict of
             router: "query_norm" (no parameters, Jin 2024, section 4.4) or "moh" (its eq. 5 and 6);
-            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `budget_pairs`;
+            head_budget: one [shared, routed] per layer, or what `resolve_budget` takes, see `resolve_pairs`;
             head_budget_shape: "ramp" or "uniform", which a share keeps; None: of a list that does not say it;
             executor: a name in `moh_vision.attention.EXECUTORS`;
             group: choose query heads by whole key-value groups ("query_norm" only);

@@ -3,8 +3,6 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from refusals import refuse
-from small_text import write_pairs, write_plain
 
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
@@ -12,6 +10,8 @@ from moh_vision.language.data.blocks import CausalWindows, MaskedBlocks, mask_to
 from moh_vision.language.data.inputs import INPUTS, CausalInputs
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.vocabulary import BOS, EOS, MASK, PAD, UNK, train_vocabulary
+from tests.support.refusals import refuse
+from tests.support.small_text import write_pairs, write_plain
 
 WORDS = [f"w{i}" for i in range(50)]
 

@@ -2,14 +2,13 @@
 
 from collections import Counter, defaultdict
 
-from refusals import each_refused, refuse
-from small_text import write_ids
-
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
 from moh_vision.language.data.vocabulary import train_vocabulary
+from tests.support.refusals import each_refused, refuse
+from tests.support.small_text import write_ids
 
 TABLE_B = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]  # of Jin 2024
 

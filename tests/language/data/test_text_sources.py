@@ -6,11 +6,11 @@ import types
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
-from refusals import one_line
 
 from moh_vision.engine.errors import user_errors
 from moh_vision.language.data.sources import find_lines, find_pairs
+from tests.support.paths import ROOT
+from tests.support.refusals import one_line
 
 MULTI30K = Path(os.environ.get("MOH_VISION_MULTI30K", ROOT.parent / "shared" / "data" / "multi30k"))
 DE = ["Größe zählt.", "Zwei junge Männer", "Ein Hund"]

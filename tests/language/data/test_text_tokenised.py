@@ -6,8 +6,6 @@ import pickle
 
 import numpy as np
 import pytest
-from refusals import refuse
-from small_text import write_ids
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
@@ -18,6 +16,8 @@ from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.sources import find_tokens
 from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
+from tests.support.refusals import refuse
+from tests.support.small_text import write_ids
 
 LETTERS = train_vocabulary(["a b c"])  # 7 tokens
 RECORD = dict(dtype="uint16", tokens=2, words=1, tokenizer="", sha256="")  # of a store

@@ -3,12 +3,12 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from refusals import refuse
 
 from moh_vision.language.data.batches import TokenBatches, length_slices
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, train_vocabulary
+from tests.support.refusals import refuse
 
 LENGTHS = np.random.default_rng(5).integers(1, 40, (500, 2))
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
-from refusals import refuse
 from transformers import AutoTokenizer
 
 from moh_vision.language.config import TextDataConfig
@@ -22,6 +20,8 @@ from moh_vision.language.data.vocabulary import (
     train_vocabulary,
     trained_vocabulary,
 )
+from tests.support.paths import ROOT
+from tests.support.refusals import refuse
 
 WIKITEXT2 = Path(
     os.environ.get("MOH_VISION_WIKITEXT2", ROOT.parent / "shared" / "data" / "wikitext2")

@@ -8,20 +8,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
-from refusals import refuse
 
 import moh_vision
 from moh_vision.language.evaluation.lm_suites import SUITES, average, suite_table
 from moh_vision.models.head_load import HeadLoad
+from tests.support.paths import ROOT
+from tests.support.refusals import refuse
 
 transformers = pytest.importorskip("transformers")
-
-from tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa: E402
 
 from moh_vision.__main__ import main  # noqa: E402
 from moh_vision.language.evaluation import lm  # noqa: E402
 from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer  # noqa: E402
+from tests.support.tiny_lm import CHOICE, GENERATE, QUESTIONS, write_model, write_task  # noqa: E402
 
 needs_harness = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed"

@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from refusals import refuse
 
 from moh_vision.language.evaluation.perplexity import perplexity, summary
+from tests.support.refusals import refuse
 
 
 def alone(total):

@@ -3,13 +3,13 @@
 import json
 
 import pytest
-import refusals
-from small_runs import arguments, results
-from small_text import ENGLISH, write_pairs, write_plain
 
 from moh_vision.language import train as train_text
 from moh_vision.language.evaluation.translation import bleu
 from moh_vision.language.evaluation.words import bleu_tokenizer, join_pieces, pieces_in
+from tests.support import refusals
+from tests.support.small_runs import arguments, results
+from tests.support.small_text import ENGLISH, write_pairs, write_plain
 
 CHINESE = dict(zip(ENGLISH, "零一二三四五六七八九"))
 

@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 from accelerate import cpu_offload
-from llama_tiny import DEPTH, FAMILIES, GROUPS, SIZES, by_norm, dense, left_padded, slow, words
-from refusals import one_line, refuse
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, GPT2LMHeadModel
@@ -18,6 +16,18 @@ from moh_vision.attention.routing import Call
 from moh_vision.language.models.create import create_text_model
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM, load_moh_llama3
 from moh_vision.models.head_order import head_lengths
+from tests.support.llama_tiny import (
+    DEPTH,
+    FAMILIES,
+    GROUPS,
+    SIZES,
+    by_norm,
+    dense,
+    left_padded,
+    slow,
+    words,
+)
+from tests.support.refusals import one_line, refuse
 
 
 def head_contributions(model, batches):

@@ -6,9 +6,6 @@ import weakref
 
 import pytest
 import torch
-from llama_tiny import FAMILIES, GROUPS, HEADS, SIZES, by_norm, dense, left_padded, slow, words
-from refusals import refuse
-from text_tiny import empty
 from transformers import DynamicCache, StaticCache
 
 import moh_vision
@@ -16,6 +13,19 @@ from moh_vision.attention import RoutingStats, attention_layers, load_balance_lo
 from moh_vision.language.models.create import create_text_model, list_text_presets, task_of
 from moh_vision.language.models.llama.model import MoHLlamaForCausalLM
 from moh_vision.models.counts import count_macs
+from tests.support.llama_tiny import (
+    FAMILIES,
+    GROUPS,
+    HEADS,
+    SIZES,
+    by_norm,
+    dense,
+    left_padded,
+    slow,
+    words,
+)
+from tests.support.refusals import refuse
+from tests.support.text_tiny import empty
 
 PAIRS = [(3, 2), (2, 1)]
 ATTENTION = ("sdpa", "eager")

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from text_tiny import ATTENTIONS, VOCAB, tiny, words
 
 from moh_vision.language.models.cache import DecoderLayerCache
+from tests.support.text_tiny import ATTENTIONS, VOCAB, tiny, words
 
 ROUTED = sorted(ATTENTIONS)
 SEARCHED = [

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from refusals import refuse
-from text_tiny import ATTENTIONS, VOCAB, tiny, words
 from torch.nn import functional as F
 
 from moh_vision.attention import attention_layers
+from tests.support.refusals import refuse
+from tests.support.text_tiny import ATTENTIONS, VOCAB, tiny, words
 
 ROUTED = sorted(ATTENTIONS)
 

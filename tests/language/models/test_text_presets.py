@@ -1,13 +1,13 @@
 """Names, refusals and parameter counts of the text models."""
 
 import pytest
-from refusals import each_refused
-from text_tiny import empty
 
 import moh_vision
 from moh_vision.attention import attention_layers
 from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
+from tests.support.refusals import each_refused
+from tests.support.text_tiny import empty
 
 
 def test_every_preset_is_built_and_routes_as_its_name_says():

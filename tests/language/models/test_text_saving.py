@@ -4,10 +4,7 @@ import json
 
 import pytest
 import torch
-from refusals import refuse
 from safetensors.torch import load_file, save_file
-from small_runs import same
-from text_tiny import ATTENTIONS, TINY, tiny, words
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import moh_vision
@@ -17,6 +14,9 @@ from moh_vision.language.models.create import (
     TranslationModel,
     create_text_model,
 )
+from tests.support.refusals import refuse
+from tests.support.small_runs import same
+from tests.support.text_tiny import ATTENTIONS, TINY, tiny, words
 
 MT, MLM = "mt_transformer_base", "mlm_base"
 CLASSES = {

@@ -17,14 +17,13 @@ from transformers import (
 )
 
 from moh_vision.attention import BudgetSpec, RoutingStats
-from moh_vision.attention.budget import shape_of
 from moh_vision.language.models.base import RoutedLoss, register
 from moh_vision.language.models.configs import (
     MoHLlamaConfig,
     MoHQwen2Config,
     MoHQwen3Config,
     checked_moh,
-    layer_budgets,
+    config_budgets,
 )
 from moh_vision.language.models.llama.attention import (
     MoHLlamaAttention,
@@ -75,7 +74,8 @@ class RoutedCausalLM(RoutedLoss):
     @property
     def head_budget_shape(self) -> str | None:
         """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
-        return self.config.moh and self.config.moh["head_budget_shape"]
+        moh = self.config.moh
+        return None if moh is None else moh["head_budget_shape"]
 
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
@@ -83,7 +83,7 @@ class RoutedCausalLM(RoutedLoss):
         moh = dict(config.moh or {"router": "dense"})
         for name in ("head_budget", "head_budget_shape"):  # the layers' budgets say it
             moh.pop(name, None)
-        layers = zip(model.model.layers, layer_budgets(config), strict=True)
+        layers = zip(model.model.layers, config_budgets(config), strict=True)
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
     def log_probs(self, hidden: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ def convert_llama(
     moh = dict(
         router=router,
         head_budget=head_budget,
-        head_budget_shape=shape_of(head_budget) if ":" in str(head_budget) else "uniform",
+        head_budget_shape="uniform",  # of a plain share
         executor=executor,
         group=group,
     )

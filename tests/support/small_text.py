@@ -6,6 +6,7 @@ import json
 import random
 
 import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 GERMAN = "null eins zwei drei vier fünf sechs sieben acht neun".split()
 ENGLISH = "zero one two three four five six seven eight nine".split()
@@ -55,3 +56,16 @@ def write_ids(store, ids, vocabulary):
     record = dict(dtype="uint16", **counts, sha256=digest.hexdigest())
     (store / "meta.json").write_text(json.dumps(dict(record, tokenizer=vocabulary.fingerprint)))
     return store
+
+
+def words(folder, names):
+    """A foreign tokenizer.json with a token for every name."""
+    folder.mkdir(exist_ok=True)
+    names = ["<unk>", "<s>", "</s>", *names]
+    tokenizer = Tokenizer(
+        models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="<unk>")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder

@@ -53,3 +53,10 @@ def unread(monkeypatch):
     with open(write, "w") as out, monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", out)
         yield
+
+
+def told(capfd, command=""):
+    """The one line of an error."""
+    (line,) = capfd.readouterr().err.strip().splitlines()
+    assert f"{command}: error: " in line, line
+    return line

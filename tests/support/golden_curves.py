@@ -11,9 +11,6 @@ from unittest.mock import patch
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_text import ENGLISH, write_pairs, write_plain
-from test_train_text_clm import words
-from tiny_vae import save_tiny_vae, write_latents
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_vision.classification import train as train_cls
@@ -21,8 +18,11 @@ from moh_vision.diffusion import train as train_dit
 from moh_vision.engine import run as engine_run
 from moh_vision.engine.step import Step
 from moh_vision.language import train as train_text
+from tests.support.paths import ROOT
+from tests.support.small_text import ENGLISH, words, write_pairs, write_plain
+from tests.support.tiny_vae import save_tiny_vae, write_latents
 
-HERE = Path(__file__).parent
+HERE = ROOT / "tests" / "golden"
 STEPS = 20
 # Relative. docs/testing.md has the differences between threads and instruction sets that it was chosen from.
 TOLERANCE = 1e-5

@@ -13,9 +13,8 @@ how, *where = sys.argv[1].split(":")
 if how == "in_float64":
     torch.set_default_dtype(torch.float64)  # before anything is imported
 
-from small_runs import script  # noqa: E402
-
 from moh_vision.classification import scores  # noqa: E402
+from tests.support.small_runs import script  # noqa: E402
 
 module = script(sys.argv[2])
 batches, evaluate = module.training_batches, scores.evaluate

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from small_text import write_pairs, write_plain
+
+from tests.support.small_text import write_pairs, write_plain
 
 SMALL = dict(
     cls="--config configs/quickstart/cls.yaml --model.depth 2 --model.embed_dim 32 --optim.batch_size 8 --data.workers 0",

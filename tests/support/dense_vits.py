@@ -1,0 +1,20 @@
+"""Small dense ViTs of timm, and images for them."""
+
+import timm
+import torch
+
+SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=6, num_classes=5)
+VIT, DINOV3, EVA02 = "vit_small_patch16_224", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224"
+DEIT = "deit_tiny_distilled_patch16_224"
+
+
+def dense(name=VIT, **kwargs):
+    torch.manual_seed(3)
+    model = timm.create_model(name, **{**SMALL, **kwargs}).eval()
+    for p in model.parameters():  # norms, LayerScale and biases that show, heads that differ
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def images(n=4, height=32, width=32):
+    return torch.randn(n, 3, height, width)

@@ -1,0 +1,63 @@
+"""Diffusion runs that nobody trained, and calls of sample.py."""
+
+import torch
+
+from moh_vision.diffusion import sample
+from moh_vision.engine.checkpoint import export_weights
+from moh_vision.engine.seeds import derive_seed
+from moh_vision.models.weights import create
+from tests.support import refusals
+from tests.support.tiny_vae import no_longer_zero
+
+NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"
+JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
+
+
+def run_of(folder, channels, label_drop=0.1, pixels=False, heads=(1, 1), **more):
+    torch.manual_seed(4)
+    sizes = dict(img_size=4, embed_dim=16, depth=1, num_heads=2, head_budget=[heads])
+    arguments = dict(sizes, in_chans=channels, num_classes=3)
+    model = no_longer_zero(create(NAME, "diffusion", **arguments), 0.2)
+    config = dict(kind="diffusion", label_drop=label_drop, vae="none" if pixels else "some")
+    about = dict(architecture=NAME, arguments=arguments, classes=["a", "b", "c"], config=config)
+    export_weights(model, folder / "ema.safetensors", {**about, **more})
+    return folder
+
+
+def call(run, *more):
+    argv = f"--checkpoint {run} --num-images 5 --batch-size 3 --steps 4 --cfg-scale 2".split()
+    sample.main([*argv, *map(str, more)])
+
+
+def refused(capsys, run, *more):
+    return refusals.refused(
+        capsys, lambda argv: call(run, *argv), "--grid", run / "never.png", *more
+    )
+
+
+def by_pipeline(pipe, labels, steps=4, **more):
+    """What a pipeline draws with the noise of images 0, 1 and 2, [3, h, w, channels] in 0 .. 255."""
+    generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
+    return (
+        255
+        * pipe(
+            labels, 2.0, num_inference_steps=steps, generator=generators, output_type="np", **more
+        ).images
+    )
+
+
+def exported(folder, name, classes, **arguments):
+    """A new classifier, saved as a run leaves it."""
+    model = create(name, "classification", num_classes=len(classes), **arguments)
+    about = dict(architecture=name, classes=classes, config={})
+    about["arguments"] = dict(arguments, num_classes=len(classes))
+    export_weights(model, folder / "model.safetensors", about)
+    return model
+
+
+def classifier_in(folder):
+    """A classification run that nobody trained, on other classes."""
+    folder.mkdir()
+    torch.manual_seed(6)
+    exported(folder, JUDGE, ["x", "y"], img_size=4, patch_size=2, in_chans=3, **JUDGE_SIZES)
+    return folder
