@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
-from moh_vision.attention import measure as measuring
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels, trial
 from moh_vision.attention.executors import Executor, Sequences, measurement_table
 from moh_vision.attention.executors.choice import say
 from moh_vision.attention.kernels import route as routing_kernels
@@ -36,7 +35,7 @@ def takes(folder, monkeypatch):
     def set_ratio(ratio):
         asked = []
         monkeypatch.setattr(
-            measuring, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1]
+            trial, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1]
         )
         return asked
 
@@ -299,7 +298,7 @@ def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(wrong, path, takes
 def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, takes, monkeypatch):
     """PyTorch sums a router's logits in another order than an operator does: both get the same bits."""
     takes(0.5)
-    run = measuring.run
+    run = trial.run
     logits = []
 
     def run_and_note(layer, call, inputs, executor):
@@ -308,7 +307,7 @@ def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, t
             logits.append(layer(*inputs[0], **inputs[1])[1].logits)
         return answer
 
-    monkeypatch.setattr(measuring, "run", run_and_note)
+    monkeypatch.setattr(trial, "run", run_and_note)
     layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), executor="auto", dtype=dtype).eval()
     moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
     assert len(logits) == 4 and torch.equal(*logits[:2])

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 
-from moh_vision.attention import measure
+from moh_vision.attention import measure, trial
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as building
 from moh_vision.classification import train as train_cls
@@ -268,7 +268,7 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
 def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypatch):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "timed", lambda call, left: (0.5, 0.0))
+    monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
     monkeypatch.setattr(measure, "STEPS", 1000)
     train(
         tmp_path / "run",
