@@ -323,9 +323,11 @@ class HeadMixtureAttention(nn.Module):
         biases = (None, None, None) if self.qkv.bias is None else self.qkv.bias.split(self.rows)
         return list(zip(weights, biases))
 
-    def project_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C] -> q [B, N, H, D], k and v [B, N, G, D]."""
-        return self.split_product(self.qkv(x))
+    def project_all(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens x of a call [B, N, C] -> q [B, N, H, D], k and v [B, N, G, D]."""
+        product = self.qkv(call.x) if call.product is None else call.product
+        q, k, v = product.split(self.rows, -1)  # no *: fx could not trace it
+        return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:
         """x [B, N, C] -> q [B, N, H, D]."""
@@ -334,13 +336,8 @@ class HeadMixtureAttention(nn.Module):
     def project_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [B, M, C] -> k and v [B, M, G, D]."""
         product = linear_rows(self.qkv, x, self.q_dim, sum(self.rows))
-        k, v = product.split(self.rows[1:], -1)  # no *: fx could not trace it
+        k, v = product.split(self.rows[1:], -1)
         return self.by_head(k), self.by_head(v)
-
-    def split_product(self, product: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Output of `qkv` [B, N, (H + 2 * G) * D] -> q [B, N, H, D], k and v [B, N, G, D]."""
-        q, k, v = product.split(self.rows, -1)
-        return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def by_head(self, t: Tensor) -> Tensor:
         """[.., h * D] -> [.., h, D]."""
@@ -353,10 +350,8 @@ class HeadMixtureAttention(nn.Module):
         k = v = None
         if call.q is not None:
             q = call.q.transpose(1, 2)  # [B, N, H, D]
-        elif call.product is not None:
-            q, k, v = self.split_product(call.product)
         elif call.context is None and not isinstance(call.cache, ContextCache):
-            q, k, v = self.project_all(call.x)
+            q, k, v = self.project_all(call)
         else:
             q = self.project_queries(call.x)
         q = self.prepare_queries(q, call.rotary).transpose(1, 2)

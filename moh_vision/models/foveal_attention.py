@@ -100,7 +100,7 @@ class CosineHeads(Masked):
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Unit queries, unit keys, values, each [B, h, N, D]."""
-        q, k, v = self.layer.unit_qkv(self.call.x, self.call.q)
+        q, k, v = self.layer.unit_qkv(self.call)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -291,13 +291,13 @@ class CosineAttention(HeadMixtureAttention):
         """Embed and scale unit queries [B, h, N, D]; length [N]."""
         return (q + self.query_embedding) * self.query_scale(length.to(q.dtype))
 
-    def unit_qkv(self, x: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C] -> unit queries, unit keys, values, [B, N, h, D]; q [B, h, N, D]: already projected."""
-        if q is None:
-            q, k, v = self.project_all(x)
+    def unit_qkv(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens x of a call [B, N, C] -> unit queries, unit keys, values, [B, N, h, D]."""
+        if call.q is None:
+            q, k, v = self.project_all(call)
         else:
-            q = q.transpose(1, 2)
-            k, v = self.project_keys_values(x)
+            q = call.q.transpose(1, 2)
+            k, v = self.project_keys_values(call.x)
         return unit(q, -1), unit(k, -1), v
 
     def forward(self, x: Tensor, positions: Positions) -> tuple[Tensor, RoutingStats]:

@@ -18,7 +18,7 @@ def nothing_to_skip(layer: nn.Module, call: Call) -> str:
     cache = call.cache
     if cache is None:
         return ""
-    # Only a prompt in inference has many queries beside keys of all heads, which it adds to the cache.
+    # What is left is a prompt in inference: of many tokens, each runs its heads, and the cache gets the keys of all heads.
     if call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache):
         return "the keys of all heads are cached"
     return ""

@@ -44,7 +44,7 @@ class Sequences(Executor):
         if reason:
             return reason
         if not one_choice_for_all(call) and path_of(layer, call) == "triton":
-            # Gathered weights take longer there than Triton's attention of the pairs, see `OnGpu`.
+            # Gathered weights take more time there than all heads: only products that look heads up pay.
             reason = why_not_looked_up(layer, call)
         if not reason and compiling and call.routing.count is None:
             reason = "compiled, and the number of heads varies"

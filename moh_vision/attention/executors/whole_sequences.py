@@ -28,7 +28,7 @@ class WholeSequences(Tokens):
         if one_choice_for_all(call):
             return "one choice serves all sequences, which plain products by a smaller weight do faster"
         path = path_of(layer, call)
-        if path == "triton":
+        if path == "triton":  # for those who read the table: what `Sequences` lacks comes first
             return why_not_looked_up(layer, call) or "no C++ operator projects such numbers"
         if path == "torch":
             return no_operator(layer, call)
