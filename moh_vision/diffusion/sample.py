@@ -35,6 +35,7 @@ from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipel
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
+from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.cli import refuse_unwritable
 from moh_vision.engine.command_line import parse_config
@@ -43,7 +44,6 @@ from moh_vision.engine.io import only_one, sha256_of, step_of, tensor_files
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import by_main, say
-from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
