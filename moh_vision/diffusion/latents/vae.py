@@ -121,7 +121,7 @@ class LatentSpace:
 
     def side(self, img_size: int, key: str = "size") -> int:
         """Return the side of the latents of square images; `key` is for messages."""
-        if img_size != (self.img_size or img_size):
+        if self.img_size and img_size != self.img_size:
             raise ValueError(
                 f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels"
             )
@@ -266,25 +266,32 @@ def fit_vae(vae, name: str, space: LatentSpace):
 
 def _find(name: str, local: bool):
     """Return the subfolder or None, and configuration, of a VAE; `local`: without the hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        return _find_in_folder(name)
+    if folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or folder.exists():
+        raise FileNotFoundError(f"vae {name}: no such folder")
+    return _find_on_hub(name, local)
+
+
+def _find_in_folder(name: str) -> tuple[str | None, dict]:
+    for subfolder in (None, "vae"):
+        file = Path(name, subfolder or "", "config.json")
+        if file.is_file():
+            try:
+                return subfolder, dict(json.loads(file.read_text()))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(
+                    f"{file}: not a configuration that can be read ({error})"
+                ) from None
+    raise FileNotFoundError(f"vae {name}: no config.json in the folder, nor in its subfolder vae")
+
+
+def _find_on_hub(name: str, local: bool) -> tuple[str | None, dict]:
+    """Fetch a configuration, or with `local` read it from the cache of the hub alone."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    folder = Path(name)
-    if folder.is_dir():
-        for subfolder in (None, "vae"):
-            file = folder / (subfolder or "") / "config.json"
-            if file.is_file():
-                try:
-                    return subfolder, dict(json.loads(file.read_text()))
-                except (ValueError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{file}: not a configuration that can be read ({error})"
-                    ) from None
-        raise FileNotFoundError(
-            f"vae {name}: no config.json in the folder, nor in its subfolder vae"
-        )
-    if folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or folder.exists():
-        raise FileNotFoundError(f"vae {name}: no such folder")
     for subfolder in (None, "vae"):
         try:
             file = hf_hub_download(name, "config.json", subfolder=subfolder, local_files_only=local)
