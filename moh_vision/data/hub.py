@@ -10,7 +10,7 @@ from moh_vision.engine.io import composed
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
-COLUMNS = ("image", "label")  # that hfds/NAME?image=COLUMN&label=COLUMN chooses
+COLUMNS = ("image", "label")  # what hfds/NAME?image=COLUMN&label=COLUMN chooses
 NO_LABEL = "none"
 
 
@@ -148,4 +148,4 @@ class HubDataset(ImageSource):
         return row
 
     def identities(self) -> Iterator[bytes]:
-        yield self.rows._fingerprint.encode()  # that `datasets` gives the table
+        yield self.rows._fingerprint.encode()  # `datasets` gives one to each table

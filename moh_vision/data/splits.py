@@ -241,9 +241,10 @@ class DataRecord:
 
 def outline(source: Source, listing: Iterable[bytes]) -> dict:
     """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
-    labels = np.empty(0, np.int64)  # those of a stream come with its samples
     if isinstance(source, ImageSource):
         labels = source.labels
+    else:  # the labels of a stream come with its samples
+        labels = np.empty(0, np.int64)
     digest = hashlib.sha256(labels.tobytes())
     for data in listing:
         digest.update(data)

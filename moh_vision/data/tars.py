@@ -74,7 +74,7 @@ def members(
         if member is None:
             break
         count += 1
-        tar.members.clear()  # it would keep them all
+        tar.members.clear()  # or tarfile would keep the headers of the whole shard
         if member.size < 0 or member.issparse():
             raise ValueError(
                 f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files"

@@ -190,11 +190,10 @@ def parse_scored(
     path: str, options: Sequence[str], command: str, saved: SavedConfig | None
 ) -> SampleConfig:
     """Read options of sample.py, for scores of samples that are not kept."""
-    given = {
-        option.partition("=")[0].replace("-", "_").removeprefix("__")
-        for option in options
-        if option[:2] == "--"
-    }
+    given = set()
+    for option in options:
+        if option.startswith("--"):
+            given.add(option.partition("=")[0].removeprefix("--").replace("-", "_"))
     for name in KEPT:
         if name in given:
             raise ValueError(f"{name} has no effect: the samples are scored and not kept")

@@ -72,13 +72,13 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
-        """As diffusers' own, from safetensors only."""
+        """Open a pipeline as diffusers does, from safetensors only."""
         return super().from_pretrained(
             pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs}
         )
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """As in diffusers, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
+        """Save as diffusers does, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
         code = "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n"
         write_whole(Path(save_directory, "pipeline.py"), code)
         super().save_pretrained(save_directory, *args, **kwargs)

@@ -83,7 +83,7 @@ class Guidance:
             if applies:
                 low, high = self.interval
                 applies = low <= t.item() / NUM_TIMESTEPS <= high
-            t = t.to(x.device).reshape(1)  # of all images
+            t = t.to(x.device).reshape(1)  # the same for all images
             if applies and self.scale != 1:
                 cond, uncond = predict(torch.cat([x, x]), t, both).float().chunk(2)
                 out = self.combine(cond, uncond, x.shape[1])
@@ -312,7 +312,8 @@ def denoise(
     if "use_clipped_model_output" in parameters:
         options["use_clipped_model_output"] = bool(scheduler.config.get("clip_sample"))
     channels = x.shape[1]
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's lack this and the next
+    # Schedulers of flows have neither of the two.
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
         out = predict(scale(x, t), t)

@@ -24,7 +24,7 @@ STATISTICS = ("latents_mean", "latents_std")
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What identifies the latents of a VAE, and scales them for a diffusion model.
+    """Identifies the latents of a VAE, and scales them for a diffusion model.
 
     The scaling is (draw - shift_factor) * scaling_factor, or with C statistics each, as in diffusers' pipelines,
     (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels per side of a latent; a

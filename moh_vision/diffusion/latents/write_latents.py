@@ -178,7 +178,7 @@ def _write_arrays(writer: ShardWriter, source: ImageSource, out: Path, split: st
     ):
         npy = io.BytesIO()
         np.save(npy, values.astype(np.int64), allow_pickle=False)
-        write_whole(path, npy.getvalue())  # which leaves an equal file alone
+        write_whole(path, npy.getvalue())  # leaves an equal file alone
 
 
 def _check(options: Namespace) -> None:
