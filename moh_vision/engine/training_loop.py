@@ -291,14 +291,18 @@ class TrainingLoop:
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""
         if self.accelerator.is_main_process:
-            trained = self.descent.results() if self.done else {}
-            write_json(self.folder / "results.json", dict(results, step=self.done, **trained))
+            results = dict(results, step=self.done)
+            if self.done:
+                results.update(self.descent.results())
+            write_json(self.folder / "results.json", results)
 
     @property
     def averaged(self) -> str:
         """The EMA in words, with the share of the weights of step 1 that it still has."""
         left = self._first_weights_left()
-        return f"EMA, {left:.1%} of it still the weights of step 1" if left else "EMA"
+        if not left:
+            return "EMA"
+        return f"EMA, {left:.1%} of it still the weights of step 1"
 
     # ------------------------------------------------------------------ details
 
