@@ -116,7 +116,9 @@ class RunFolder:
             )
         else:
             self._settle(attention, build=True)
-        saved_records = [*records, attention] if attention else [*records]
+        saved_records = list(records)
+        if attention:
+            saved_records.append(attention)
         opened = OpenFolder(Path(self.output), config, saved_records, earlier)
         if self.dry:
             by_main(lambda: check_writable(folder), self.accelerator)

@@ -133,7 +133,9 @@ class RunSetup:
             processes=processes,
         )
         by_main(lambda: record_start(folder.path, **start), self.accelerator)
-        noun = "process" if processes == 1 else "processes"
+        noun = "processes"
+        if processes == 1:
+            noun = "process"
         say(f"{processes} {noun} on {device.type}")
         if self.attention:
             say(self.attention.line)
@@ -171,6 +173,8 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
         config_class: the class of its configuration, a `RunConfig`.
         argv: the command line without the program; None: that of the process.
     """
+    if argv is None:
+        argv = sys.argv[1:]
     with contextlib.ExitStack() as held:
         signals = held.enter_context(StopSignals())
         with user_errors(name):
@@ -182,13 +186,14 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
             run_folder = RunFolder(
                 config.output, config.fresh, accelerator, lock, dry=config.dry_run
             )
+            earlier = None
+            if run_folder.goes_on:
+                earlier = Path(config.output)
             # Before any model runs.
-            earlier = Path(config.output) if run_folder.goes_on else None
             attention = keep_settings(earlier, accelerator, held, config.allow_change)
             if attention and config.dry_run:
                 say(attention.line)
-        options = sys.argv[1:] if argv is None else argv
-        command = [name, *options]
+        command = [name, *argv]
         setup = RunSetup(name, command, config, accelerator, signals, run_folder, attention)
         with setup.reporting():
             yield setup
