@@ -49,7 +49,8 @@ def report(config: ValidateConfig, accelerator) -> None:
         shown_split = f"labels {split}"
     else:
         task = ClassificationTask(opened.model, 0.0)
-        split = shown_split = "val"
+        split = "val"
+        shown_split = split
     os.environ.setdefault(BUILD, "auto")
     task = accelerator.prepare_model(task, evaluation_mode=True)
     main = accelerator.is_main_process

@@ -44,7 +44,11 @@ class Snapshot(NamedTuple):
 class TrainingState:
     """State that a run resumes from; every process calls its methods.
 
-    `task` is what accelerate wraps, or its wrapper: its `model`, and what is trained beside it; `scaler` is fp16's.
+    Args:
+        task: what accelerate wraps, or its wrapper: the `model`, and what is trained beside it.
+        optimizers: in the order in which they are saved.
+        ema: the average of the model's weights, or None.
+        scaler: the gradient scaler of fp16, or None.
     """
 
     task: nn.Module
@@ -55,11 +59,12 @@ class TrainingState:
     def snapshot(self) -> Snapshot:
         """Copy the state. The main process has what is not sharded; on a GPU the copies go through pinned memory."""
         weights = {WRAPPED.sub("", name): tensor for name, tensor in _once(self.task).items()}
-        files = {
-            WEIGHTS: {n.removeprefix(MODEL): t for n, t in weights.items() if n.startswith(MODEL)},
-            AUXILIARY: {n: t for n, t in weights.items() if not n.startswith(MODEL)},
-            OPTIMIZER: {},
-        }
+        files: dict[str, dict] = {WEIGHTS: {}, AUXILIARY: {}, OPTIMIZER: {}}
+        for name, tensor in weights.items():
+            if name.startswith(MODEL):
+                files[WEIGHTS][name.removeprefix(MODEL)] = tensor
+            else:
+                files[AUXILIARY][name] = tensor
         optimizers = []
         for number, optimizer in enumerate(self.optimizers):
             flat = _flat_state(optimizer, f"{number}/")
@@ -76,23 +81,18 @@ class TrainingState:
             }
         if self.ema:
             files[EMA] = _once(self.ema.module)
-        copies = {
-            file: {name: _local_copy(tensor) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
-        taken = {
-            file: {n: t for n, t in tensors.items() if t is not None}
-            for file, tensors in copies.items()
-        }
+        taken = {}
+        for file, tensors in files.items():
+            copies = {name: _local_copy(tensor) for name, tensor in tensors.items()}
+            written = {name: copy for name, copy in copies.items() if copy is not None}
+            if written:
+                taken[file] = written
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # copies to pinned memory have only been begun
         scaler = None
         if self.scaler:
             scaler = self.scaler.state_dict()
-        return Snapshot(
-            files={file: tensors for file, tensors in taken.items() if tensors},
-            plain=dict(optimizers=optimizers, scaler=scaler),
-        )
+        return Snapshot(taken, dict(optimizers=optimizers, scaler=scaler))
 
     def check_options(self, name: str) -> None:
         """Raise ValueError for an optimiser, called `name`, whose options no checkpoint can hold."""

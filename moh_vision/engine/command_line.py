@@ -163,7 +163,15 @@ def _make(config_class: type, values: dict[str, Any]) -> Any:
 def _without_idle(
     config: Section, values: dict[str, Any], given: set[str], files: str, prog: str
 ) -> Any:
-    """Refuse keys without effect; leave out, and name, those of files that an option made so."""
+    """Refuse keys without effect; leave out, and name, those of files that an option made so.
+
+    Args:
+        config: made of `values`.
+        values: what files and options say, by dotted name.
+        given: names of keys and mappings that options say.
+        files: the files, for messages.
+        prog: the script, for messages.
+    """
     left_out: dict[str, str] = {}
     for name, needed, decide in idle_keys(config):
         value = attrgetter(name)(config)

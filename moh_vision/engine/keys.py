@@ -247,7 +247,7 @@ def as_type(hint: Any, value: Any) -> Any:
     inner = typing.get_args(hint)
     if origin in UNIONS:
         # First the alternative that needs no conversion.
-        for alternative in sorted(inner, key=lambda alternative: alternative is not type(value)):
+        for alternative in sorted(inner, key=lambda hint: hint is not type(value)):
             try:
                 return as_type(alternative, value)
             except TypeError:

@@ -175,7 +175,16 @@ def check_tracker(name: str | None) -> None:
 
 
 def open_tracker(name: str | None, run: Path, start: int, title: str, config: dict, enabled: bool):
-    """Open accelerate's tracker for a run; None without a name, or if not `enabled`."""
+    """Open accelerate's tracker for a run; None without a name, or if not `enabled`.
+
+    Args:
+        name: "tensorboard" or "wandb"; None: no tracker.
+        run: the run's folder.
+        start: steps that are done; what an interrupted run logged after them is dropped, where the tracker can.
+        title: project of wandb.
+        config: the run's configuration, which wandb shows.
+        enabled: whether this is the main process.
+    """
     if name is None or not enabled:
         return None
     if name == "tensorboard":  # without what an interrupted run wrote after `start` steps

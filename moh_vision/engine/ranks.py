@@ -31,7 +31,7 @@ def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=
         call()
     except kinds as error:
         problem = str(error) or repr(error)
-    return next((p for p in from_all(problem, group) if p), None)
+    return next((text for text in from_all(problem, group) if text), None)
 
 
 def from_all(value: T, group=None) -> list[T]:

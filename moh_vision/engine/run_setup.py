@@ -52,10 +52,10 @@ class RunSetup:
         folder = setup.open_folder(span, records)       from here on the folder is the run's
 
     Args:
-        name: the script's, for messages.
+        name: name of the script, for messages.
         command: the command line, script included.
         config: the configuration.
-        accelerator: accelerate's.
+        accelerator: accelerate's Accelerator.
         signals: takes note of SIGTERM and SIGINT.
         run_folder: the folder config.output.
         attention: how the run computes attention; None on a device without operators.
@@ -72,7 +72,7 @@ class RunSetup:
     setting_up: bool = True
 
     def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
-        """`user_errors` of this script."""
+        """Return `user_errors` for this script."""
         return user_errors(self.name, kinds, resumes=True, **options)
 
     @property
@@ -93,7 +93,7 @@ class RunSetup:
         return Span(start, steps, checkpoint)
 
     def portion(self, span: Span) -> dict:
-        """Arguments of a sampler that say which samples this process takes."""
+        """Return arguments of a sampler that say which samples this process takes."""
         return dict(
             batch_size=self.config.optim.batch_size,
             accumulation=self.config.optim.accumulation,
@@ -169,7 +169,7 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
     The block's function must have returned when the block ends: `finish` needs the wrapped task to be gone.
 
     Args:
-        name: the script's.
+        name: name of the script.
         config_class: the class of its configuration, a `RunConfig`.
         argv: the command line without the program; None: that of the process.
     """

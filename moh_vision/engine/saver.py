@@ -105,6 +105,7 @@ class Saver:
     def _work(
         self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool, begun: float
     ) -> None:
+        """Write a snapshot, in a thread, and note whether that failed; `begun` is the time before it was taken."""
         problem = self._write(step, snapshot, metadata, last)
         if problem is None:
             self.problem = None
