@@ -160,7 +160,7 @@ def _record_in_transformers(config: Any, pairs: list[list[int]], shape: str | No
 
 
 class RecordedArguments:
-    """Descriptor for timm's `_model_args`, the arguments saved with a model: adds the present head budget and its shape.
+    """Descriptor of timm's `_model_args`, the arguments saved with a model, that adds the present head budget and its shape.
 
     `timm.create_model` writes the caller's arguments last. Their head_budget may be a share, without the
     shared heads that the model took from its weights.
@@ -176,7 +176,7 @@ class RecordedArguments:
 
 
 def saved_budget(model: nn.Module) -> dict[str, Any]:
-    """Arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
+    """Return arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
     saved: dict[str, Any] = {"head_budget": budget_pairs(model)}
     shape = getattr(model, "head_budget_shape", None)
     if shape:
@@ -193,5 +193,5 @@ def recorded_budget(arguments: Any) -> dict[str, Any]:
 
 
 def budget_pairs(model: nn.Module) -> list[list[int]]:
-    """[shared, routed] of every attention layer."""
+    """Return [shared, routed] of every attention layer."""
     return [[b.shared, b.routed] for b in layer_budgets(model)]
