@@ -38,7 +38,7 @@ class Positions(NamedTuple):
 def position_tables(
     size: tuple[int, int], pooled: tuple[int, int], pretrain: tuple[int, int], local: bool
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of `Positions`.
+    """Compute the arrays of `Positions`.
 
     Args:
         size: (H, W) of the queries.
@@ -88,7 +88,7 @@ def position_tables(
 
 
 def unit(x: Tensor, dim: int) -> Tensor:
-    """x / |x|, in float32 or better: in 16 bits the sum of squares overflows or loses small terms."""
+    """Return x / |x|, computed in float32 or better: in 16 bits the sum of squares overflows or loses small terms."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=dim).to(x.dtype)
 
 
@@ -211,9 +211,8 @@ class AggregatedPairs(CosinePairs):
         bias = bias.unsqueeze(0).contiguous()  # [1, h, N, P]
         # The operator divides scores by the root of D; this attention does not.
         enlarged = scaled * math.sqrt(D)
-        far, far_sum = kernels.OPS.attend(
-            enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias
-        )  # [P, D], log [P]
+        # far [P, D]; far_sum [P] is the logarithm of the sum that the softmax divides by.
+        far, far_sum = kernels.OPS.attend(enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias)
 
         # A neighbour lies at a fixed distance from its pair in a zero-padded map of rows of D numbers.
         k, v = (F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D) for t in (k, v))
@@ -303,6 +302,7 @@ class CosineAttention(HeadMixtureAttention):
         return self.proj_drop(y.view(x.shape)), routing.stats
 
     def choose(self, call: Call, *where: Any) -> CosineHeads | CosinePairs:
+        """Make the executor of a call; `where`: the positions and the size of the map."""
         executor: Any = self.executor
         if isinstance(executor, str):
             may_skip = executor in ("auto", "packed") and self.fused_attn and not is_traced(call.x)
@@ -357,6 +357,7 @@ class AggregatedAttention(CosineAttention):
         self.init_local()
 
     def init_local(self) -> None:
+        """Initialise the weights of the window."""
         nn.init.trunc_normal_(self.relative_pos_bias_local, std=0.0004)
         nn.init.trunc_normal_(self.learnable_tokens, std=0.02)
         nn.init.zeros_(self.learnable_bias)
@@ -371,6 +372,6 @@ class AggregatedAttention(CosineAttention):
         return unit(k, -1), v
 
     def padded(self, x: Tensor, H: int, W: int) -> Tensor:
-        """[B, h, N, D] -> [B, h, D, H + 2, W + 2], zeros around."""
+        """Put tokens into a map with a border of zeros: [B, h, N, D] -> [B, h, D, H + 2, W + 2]."""
         x = x.transpose(2, 3).flatten(1, 2).unflatten(-1, (H, W))
         return F.pad(x, (1, 1, 1, 1)).unflatten(1, (self.num_heads, self.head_dim))
