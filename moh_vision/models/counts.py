@@ -244,6 +244,7 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
     left = total  # MACs that no row has yet
 
     def add(name: str, part: str, modules: Iterable[nn.Module], dense: int, ideal: int) -> None:
+        """Append a row, with the parameters of `modules` that no row has yet; the others: see `ModuleMacs`."""
         new = {p for module in modules for p in module.parameters()} - seen
         seen.update(new)
         rows.append(ModuleMacs(name, part, sum(p.numel() for p in new), dense, ideal))

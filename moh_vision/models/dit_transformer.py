@@ -37,7 +37,7 @@ ROUTE_BY = ("condition", "timestep")
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """adaLN: x [B, N, C] with shift and scale [B, C]."""
+    """Shift and scale x [B, N, C] by shift and scale [B, C], as adaLN does."""
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
@@ -75,7 +75,15 @@ class LabelEmbedder(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero)."""
+    """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero).
+
+    Args:
+        dim: C, width of the tokens.
+        budget: heads of the attention.
+        mlp_ratio: width of the MLP over C.
+        mlp_norm_eps: epsilon of the norm before the MLP.
+        attn_kwargs: arguments of `HeadMixtureAttention`.
+    """
 
     def __init__(
         self, dim: int, budget: HeadBudget, mlp_ratio: float, mlp_norm_eps: float, attn_kwargs: dict
