@@ -139,6 +139,7 @@ def _groups(macs: Macs) -> list[tuple]:
 
 
 def _sums(rows: Sequence[tuple]) -> list[int]:
+    """Sum parameters, dense MACs and ideal MACs of rows."""
     return [sum(column) for column in list(zip(*rows))[2:]]
 
 

@@ -205,10 +205,10 @@ class AggregatedPairs(CosinePairs):
         H, W = self.size
         scaled = self.scaled(q)  # [P, D]
         k_pool, v_pool = layer.pooled(self.call.x.unflatten(1, (H, W)))
-        k_pool = k_pool.transpose(1, 2)  # [B, h, P, D]
+        k_pool = k_pool.transpose(1, 2)  # [B, h, pooled keys, D]
         v_pool = v_pool.transpose(1, 2)
-        bias = layer.position_bias(positions).transpose(1, 2)  # [h, N, P]
-        bias = bias.unsqueeze(0).contiguous()  # [1, h, N, P]
+        bias = layer.position_bias(positions).transpose(1, 2)  # [h, N, pooled keys]
+        bias = bias.unsqueeze(0).contiguous()  # [1, h, N, pooled keys]
         # The operator divides scores by the root of D; this attention does not.
         enlarged = scaled * math.sqrt(D)
         # far [P, D]; far_sum [P] is the logarithm of the sum that the softmax divides by.
