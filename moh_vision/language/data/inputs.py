@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 from torch import Tensor
 
-from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.order import PositionSampler, rank_slice
 from moh_vision.data.records import check_sums
 from moh_vision.engine.cli import refuse_missing_source
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
-from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
+from moh_vision.language.data.batches import TokenSampler, length_slices, load_batches
 from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks
-from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
+from moh_vision.language.data.mixture import MixedWindows, Mixture, MixtureSampler
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
 from moh_vision.language.data.tokens import META, Tokens, encoded, sums_of
 from moh_vision.language.data.translation import ParallelTokens
@@ -177,9 +177,9 @@ class TranslationInputs(TextInputs):
         sizes = {} if target is source else dict(target_vocab_size=len(target))
         return dict(super().model_arguments(), **sizes)
 
-    def batches(self, batch_size: int, **arguments) -> TokenBatches:
-        """See `TokenBatches`; data.max_tokens limits sentences."""
-        return TokenBatches(
+    def sampler(self, batch_size: int, **arguments) -> TokenSampler:
+        """See `TokenSampler`; data.max_tokens limits sentences."""
+        return TokenSampler(
             self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments
         )
 
@@ -220,9 +220,9 @@ class BlockInputs(TextInputs):
             ),
         ) * 2
 
-    def batches(self, batch_size: int, **arguments) -> StepBatches:
-        """See `StepBatches`; `batch_size` blocks a step."""
-        return StepBatches(
+    def sampler(self, batch_size: int, **arguments) -> PositionSampler:
+        """See `PositionSampler`; `batch_size` blocks a step."""
+        return PositionSampler(
             [len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments
         )
 
@@ -305,13 +305,13 @@ class CausalInputs(BlockInputs):
             [self.windows(root, split, d.block) for root in self.roots()], names, weights
         )
 
-    def batches(self, batch_size: int, **arguments):
-        """See `BlockInputs`; with data.mixture a `MixedBatches`."""
+    def sampler(self, batch_size: int, **arguments):
+        """See `BlockInputs`; with data.mixture a `MixtureSampler`."""
         train = self.train
         if not isinstance(train, MixedWindows):
-            return super().batches(batch_size, **arguments)
+            return super().sampler(batch_size, **arguments)
         mixture = Mixture(train.weights, [len(text) for text in train.datasets], self.seed)
-        made = MixedBatches(mixture, batch_size=batch_size, **arguments)
+        made = MixtureSampler(mixture, batch_size=batch_size, **arguments)
         for name, text, share, epochs in zip(
             train.names, train.datasets, mixture.shares, made.epochs()
         ):

@@ -14,8 +14,8 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import from_first, total
-from moh_vision.engine.run import Run
 from moh_vision.engine.step_folders import damage
+from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import gate_text, read_gates
@@ -75,47 +75,47 @@ def notes_on_scores(config, text: TextInputs) -> list[str]:
     return notes_on_perplexity(lines, name) if isinstance(text, CausalInputs) else []
 
 
-def final_weights(run: Run, validate: Callable[[str], dict]) -> dict:
+def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """Load the weights that are scored at the end; return their file's name, and what else results.json says of them.
 
     They are the last weights, with patience the best ones, and with `average` the mean of the last checkpoints, which is
     written here, if its validation loss is lower. `validate` takes a title. Every process calls it.
     """
-    config = run.config
+    config = loop.config
     if config.average > 1:
-        return _best_beside_average(run, validate)
-    if config.patience and (run.folder / BEST).exists():
-        load_whole(run.model, load_file(run.folder / BEST))
+        return _best_beside_average(loop, validate)
+    if config.patience and (loop.folder / BEST).exists():
+        load_whole(loop.model, load_file(loop.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
 
 
-def _best_beside_average(run: Run, validate: Callable[[str], dict]) -> dict:
+def _best_beside_average(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
-    config = run.config
-    run.accelerator.wait_for_everyone()
-    averaged, steps = average_checkpoints(run.folder, config.average, config.save_every)
-    last = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    validations = earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]
-    known = from_first(lambda: dict(validations).get(run.done))
+    config = loop.config
+    loop.accelerator.wait_for_everyone()
+    averaged, steps = average_checkpoints(loop.folder, config.average, config.save_every)
+    last = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+    validations = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
+    known = from_first(lambda: dict(validations).get(loop.done))
     last_loss = validate("validation of the last weights")["loss"] if known is None else known
-    load_whole(run.model, averaged)
-    if run.accelerator.is_main_process:
-        metadata = dict(run.metadata, averaged_steps=steps)
-        export_weights(run.model, run.folder / AVERAGED, metadata)
+    load_whole(loop.model, averaged)
+    if loop.accelerator.is_main_process:
+        metadata = dict(loop.metadata, averaged_steps=steps)
+        export_weights(loop.model, loop.folder / AVERAGED, metadata)
     averaged_loss = validate("validation of the average")["loss"]
     losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
     of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
     said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
-    if config.patience and (run.folder / BEST).exists():
-        losses[BEST] = run.best.value
-        said.append(f"{run.best.value:.4f} with those of step {run.best.step}")
+    if config.patience and (loop.folder / BEST).exists():
+        losses[BEST] = loop.best.value
+        said.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
     better = min(losses, key=losses.get)
     if better == BEST:
-        load_whole(run.model, load_file(run.folder / BEST))
+        load_whole(loop.model, load_file(loop.folder / BEST))
     elif better != AVERAGED:
-        load_whole(run.model, last)
-    run.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
+        load_whole(loop.model, last)
+    loop.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
     found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
     return dict(weights=better, **found)
 
@@ -146,15 +146,15 @@ def average_checkpoints(
     return averages, list(whole)
 
 
-def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> dict:
+def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., dict]) -> dict:
     """Score the model's present weights, which are whole, with `evaluate` of `evaluation_of`; every process calls it.
 
     Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
     the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
     """
-    config, log = run.config, run.log
+    config, log = loop.config, loop.log
     texts = text.texts()
-    load = HeadLoad(head_budget(run.model)["layers"], {"text": [name for name, _ in texts]})
+    load = HeadLoad(head_budget(loop.model)["layers"], {"text": [name for name, _ in texts]})
     texts = texts if load.choosing() else []
     results = {}
     for title, dataset in dict(validation=text.val, test=text.test).items():
@@ -176,17 +176,17 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
     if texts:
         load.reduce(total)
         load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
-        if run.accelerator.is_main_process:
-            load.save(run.folder / FILE)
+        if loop.accelerator.is_main_process:
+            load.save(loop.folder / FILE)
     batches = text.eval_batches(
-        text.val, run.accelerator.process_index, run.accelerator.num_processes
+        text.val, loop.accelerator.process_index, loop.accelerator.num_processes
     )
-    gates = read_gates(run.model, batches, text.vocabularies, run.accelerator)
+    gates = read_gates(loop.model, batches, text.vocabularies, loop.accelerator)
     if gates["layers"]:
-        if run.accelerator.is_main_process:
-            write_json(run.folder / "gates.json", dict(split=config.data.val, **gates))
+        if loop.accelerator.is_main_process:
+            write_json(loop.folder / "gates.json", dict(split=config.data.val, **gates))
             write_whole(
-                run.folder / "gates.md",
+                loop.folder / "gates.md",
                 gate_text(gates, f"# What the gates do with {config.data.val}"),
             )
         results["gate_entropy"] = {
@@ -197,15 +197,15 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
         }
         for stack, mean in results["mean_gate_entropy"].items():
             log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
-    return results | (_translations(run, text) if isinstance(text, TranslationInputs) else {})
+    return results | (_translations(loop, text) if isinstance(text, TranslationInputs) else {})
 
 
-def _translations(run: Run, text: TranslationInputs) -> dict:
+def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
     """Return the scores of translations in each gate mode, and what they are of; "random" is a mean over draws.
 
     Writes OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
     """
-    config, log = run.config, run.log
+    config, log = loop.config, loop.log
     pairs, split = (
         (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
     )
@@ -220,20 +220,20 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
         title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
         draws, count = [], RANDOM_DRAWS if mode == "random" else 1
         for draw in range(count):
-            with gate_mode(run.model, mode):
+            with gate_mode(loop.model, mode):
                 number = f", draw {draw + 1} of {count}" if mode == "random" else ""
                 log.say(f"{title}: translating {len(references)} sentences{number}")
-                how = text.vocabularies[1], config.generate, run.accelerator, log.progress, draw
-                lines = translate(run.model, pairs, *how)
+                how = text.vocabularies[1], config.generate, loop.accelerator, log.progress, draw
+                lines = translate(loop.model, pairs, *how)
             lines = [join_pieces(line, cut) for line in lines]
             papers = tokenised_bleu(
                 lines, references, asked or tokenizer, config.generate.compound_split
             )
             default = bleu(lines, references, tokenizer)
             draws.append(dict(bleu=default, tokenised_bleu=papers))
-            if run.accelerator.is_main_process and draw == 0:
+            if loop.accelerator.is_main_process and draw == 0:
                 name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
-                write_whole(run.folder / name, "".join(line + "\n" for line in lines))
+                write_whole(loop.folder / name, "".join(line + "\n" for line in lines))
         scores[mode] = (
             draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
         )
