@@ -245,7 +245,8 @@ def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     routers = {}
     for name, tensor in model.state_dict().items():
         if ".attn.router." in name:
-            router = name.rsplit(".", 2)[0]  # of blocks.0.attn.router.routed.weight the first four
+            # blocks.0.attn.router.routed.weight -> blocks.0.attn.router
+            router = name.rsplit(".", 2)[0]
             if router in moh_routers:
                 tensor = torch.zeros_like(tensor)
             routers[name] = tensor
@@ -341,9 +342,11 @@ def _converted(
         head_budget = default_budget(router)
     model = model_entrypoint(base)(**kwargs)
     head_budget = shaped(head_budget, head_budget_shape)
-    model = converter_for(model, route_heads)(
-        model, head_budget, router, scope, executor, router_kwargs, None, False
-    )
+    converter = converter_for(model, route_heads)
+    options = (head_budget, router, scope, executor, router_kwargs)
+    calibrate = None
+    group = False
+    model = converter(model, *options, calibrate, group)
     if head_budget_shape is not None:
         model.head_budget_shape = head_budget_shape
     return model
