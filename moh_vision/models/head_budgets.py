@@ -95,15 +95,15 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, HeadMixtureAttention) or not isinstance(layer.router, MoHRouter):
             continue
-        b = layer.budget
+        heads = layer.budget.heads
+        shared = layer.budget.shared
         routed = state_dict.get(f"{name}.router.routed.weight")
-        shared = b.shared
-        if routed is not None and len(routed) <= b.heads:  # otherwise loading reports the misfit
-            shared = b.heads - len(routed)
+        if routed is not None and len(routed) <= heads:  # otherwise loading reports the misfit
+            shared = heads - len(routed)
         elif routed is None and f"{name}.router.shared.weight" in state_dict:
-            shared = b.heads
+            shared = heads
         layers.append(layer)
-        trained.append(HeadBudget(b.heads, b.head_dim, shared, b.heads - shared))
+        trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
         return
     spec = getattr(model, "head_budget_spec", None)
