@@ -295,4 +295,6 @@ def readable(vocabulary: Vocabulary, number: int) -> str:
     text = vocabulary.decode([number])
     if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character
         return token
-    return ("_" if vocabulary.kind == "bpe" and token.startswith("\u0120") else "") + text
+    if vocabulary.scheme == "bpe" and token.startswith("\u0120"):
+        return "_" + text
+    return text
