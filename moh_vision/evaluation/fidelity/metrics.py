@@ -10,7 +10,7 @@ KID_SUBSETS = 100
 
 
 def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
+    """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
     first = dict(mu=mean1.double().numpy(), sigma=cov1.double().numpy())

@@ -109,7 +109,7 @@ class ClassScore:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what the splits do to the score."""
+        """Return lines on what the splits do to the score."""
         return [note for note in (self.short, self.sorted) if note]
 
     @property

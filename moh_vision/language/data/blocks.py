@@ -45,6 +45,13 @@ class MaskedBlocks(Dataset):
 
     Joined lines are cut into bos and `block - 1` tokens, the last block may be shorter: paragraphs of WikiText are often
     longer than a block. RoBERTa's blocks of 512 hold whole sentences.
+
+    Args:
+        tokens: of the joined lines.
+        block: tokens in a block, with bos.
+        vocabulary: with <mask>.
+        seed: of the masks.
+        prob: see `mask_tokens`.
     """
 
     def __init__(

@@ -260,7 +260,7 @@ class BlockInputs(TextInputs):
 
 
 class MaskedInputs(BlockInputs):
-    """For masked language models."""
+    """Inputs of masked language models."""
 
     mask = True
 

@@ -13,8 +13,14 @@ from moh_vision.language.data.vocabulary import BOS, PAD
 class ParallelTokens(Dataset):
     """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
 
-    Limits count tokens without eos, as when corpora are cleaned after BPE. A larger `share`, drawn whatever the
-    run's seed, includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
+    Limits count tokens without eos, as when corpora are cleaned after BPE.
+
+    Args:
+        source, target: stores of one text in two languages.
+        max_length: pairs with more tokens on a side are left out; None: no limit.
+        max_ratio: as are pairs where one side has more than so many times the tokens of the other; None: no limit.
+        share: of the pairs that are left, drawn whatever the run's seed. A larger one includes every smaller one (MAE
+            section 5.2: subsets of 5 to 100 %).
 
     Attributes:
         numbers: line of each pair, from 0.

@@ -247,7 +247,14 @@ class TextLayers(nn.ModuleList):
         stats=None,
         checkpoint=None,
     ) -> Tensor:
-        """Return x [B, N, C] after all layers; see `TextLayer`. cache: a TextCache. checkpoint: see `run_block`."""
+        """Return x [B, N, C] after all layers.
+
+        Args:
+            x: [B, N, C].
+            padding, context, context_padding, stats: see `TextLayer`.
+            cache: a TextCache.
+            checkpoint: see `run_block`.
+        """
         for index, layer in enumerate(self):
             layer_cache = None if cache is None else cache.layers[index]
             x = run_block(

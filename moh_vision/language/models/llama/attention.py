@@ -53,7 +53,15 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     without gradients. Decoding token by token runs all heads.
 
     "query_norm" reads the output of q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3 before its
-    norm, after which all queries of a head have nearly the same length. `group`: choose them by whole key-value groups.
+    norm, after which all queries of a head have nearly the same length.
+
+    Args:
+        attn: the dense layer.
+        budget: its heads.
+        router: "query_norm" or "moh", or "dense".
+        executor: a name in `moh_vision.attention.EXECUTORS`.
+        group: choose query heads by whole key-value groups.
+        router_kwargs: of the router.
     """
 
     def __init__(
