@@ -1,4 +1,6 @@
-from moh_vision.language.train import main
+from moh_vision.engine.errors import user_errors
 
 if __name__ == "__main__":
+    with user_errors("train_text.py"):
+        from moh_vision.language.train import main
     main()

@@ -38,9 +38,9 @@ from timing import (
 from timm.data import create_dataset, create_loader, create_transform
 
 from moh_vision.__main__ import main as command
-from moh_vision.data.batches import LabelledImages, training_batches
+from moh_vision.data.batches import LabelledImages, training_loader
 from moh_vision.data.imagenet import imagenet_train_transform
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream
 
@@ -83,10 +83,10 @@ def loaders(folder):
 
     def ours(source, workers):
         order = dict(group=8, seed=0, batch_size=BATCH, accumulation=1, rank=0, world=1)
-        batches = StepBatches(source.shard_sizes, **order, start=0, stop=len(source) // BATCH)
+        sampler = PositionSampler(source.shard_sizes, **order, start=0, stop=len(source) // BATCH)
         return (
             batch["images"]
-            for batch in training_batches(LabelledImages(source, transform, 0), batches, workers)
+            for batch in training_loader(LabelledImages(source, transform, 0), sampler, workers)
         )
 
     def stream(workers):

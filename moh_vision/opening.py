@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from moh_vision.engine.command_line import load_as
+from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
 from moh_vision.engine.errors import closest
 from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
@@ -25,6 +25,7 @@ def open_run(
     split: str | None = None,
     scores: bool = False,
     command: str = "open_run",
+    saved: SavedConfig | None = None,
 ) -> Opened:
     """Open a run, or a model that others have saved.
 
@@ -38,22 +39,31 @@ def open_run(
         device: of the model; None: the CPU, and the accelerator once something is computed.
         options: keys to change, as on a command line: ["--data.root", "imagenet"].
         name: of the model, for weights that do not say it.
-        split, scores, command: for commands: the first split to open, whether options are for `scores()`, and the
-            command's name in messages.
+        split: for commands: the first split that a classifier opens.
+        scores: for commands: whether the options of a diffusion model are those of `scores()`.
+        command: for commands: their name in messages.
+        saved: for commands: the run's config.yaml, if they have read it.
 
     Raises:
         ValueError, FileNotFoundError: in one line, naming the file or key.
     """
-    match kind_of(path, [*options, *(["--model.name", name] if name else [])]):
-        case "classification":
-            from moh_vision.classification.opening import open_run as wing
-        case "diffusion":
-            from moh_vision.diffusion.opening import open_run as wing
-        case "text":
-            from moh_vision.language.opening import open_run as wing
-    return wing(
-        str(path), weights, device, options, name=name, split=split, scores=scores, command=command
-    )
+    saved = saved or saved_config(run_of(path))
+    named = ["--model.name", name] if name else []
+    wing = _wing_of(path, [*options, *named], saved)
+    asked = (str(path), weights, device, options)
+    if wing == "classification":
+        from moh_vision.classification.opening import open_run as open_classifier
+
+        return open_classifier(*asked, name=name, split=split, command=command, saved=saved)
+    if wing == "diffusion":
+        from moh_vision.diffusion.opening import open_run as open_diffusion
+
+        return open_diffusion(*asked, name=name, scores=scores, command=command, saved=saved)
+    from moh_vision.language.opening import open_run as open_text
+
+    if name:
+        raise ValueError(f"name {name!r} has no effect: {path} is a text model, which says its own")
+    return open_text(*asked, command=command, saved=saved)
 
 
 def load_run(path: str | Path, weights: str | None = None) -> nn.Module:
@@ -70,9 +80,19 @@ def load_run(path: str | Path, weights: str | None = None) -> nn.Module:
 
 def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
     """Return the name of the wing that a path belongs to, or else the model named by --model.name in options."""
-    place, config = Path(path), run_of(path) / "config.yaml"
-    if config.is_file():
-        return _said(config, _read(config).get("kind"))
+    return _wing_of(path, options, saved_config(run_of(path)))
+
+
+def wing_said(saved: SavedConfig) -> str:
+    """Return the name of the wing that a run's config.yaml says."""
+    values = saved.values if isinstance(saved.values, dict) else {}
+    return _said(saved.file, values.get("kind"))
+
+
+def _wing_of(path: str | Path, options: Sequence[str], saved: SavedConfig | None) -> str:
+    if saved:
+        return wing_said(saved)
+    place = Path(path)
     if (place / "model_index.json").is_file():
         return "diffusion"
     if (place / "config.json").is_file():

@@ -19,7 +19,7 @@ PACKAGE = ROOT / "moh_vision"
 TREES = {path.relative_to(PACKAGE): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 GROUND = {
     "attention": set(),
-    "engine": set(),
+    "engine": {"attention"},  # it measures, and descends by blocks
     "data": set(),
     "models": {"attention"},
     "evaluation": {"data", "engine", "models"},
@@ -146,6 +146,27 @@ def test_a_missing_extra_is_named(capsys):
     )
     with pytest.raises(ModuleNotFoundError), user_errors("x"):
         raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+
+def test_a_text_module_without_its_extra_says_what_to_install():
+    """An import raises ImportError; the script, and the module as a command, print one line with exit code 2."""
+    code = """import runpy, sys
+sys.modules.update(transformers=None, tokenizers=None)
+try:
+    import moh_vision.language.train
+except ImportError as error:
+    print(error)
+for run, name in ((runpy.run_path, "train_text.py"), (runpy.run_module, "moh_vision.language.train")):
+    try:
+        run(name, run_name="__main__")
+    except SystemExit as end:
+        print(end.code)"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    remedy = "the package tokenizers is missing: pip install 'moh_vision[text]'"
+    assert done.stdout == f"{remedy}\n2\n2\n", done.stderr
+    assert done.stderr == f"train_text.py: error: {remedy}\n" * 2
 
 
 def test_a_fresh_process_imports_little_and_needs_no_extra():

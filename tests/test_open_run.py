@@ -136,6 +136,20 @@ def test_mistakes_are_one_line(runs, tmp_path):
         moh_vision.open_run(runs["clm"], options=["--optim.lr", "1"])
 
 
+def test_what_has_no_effect_is_refused_by_its_name(runs):
+    root = ["--data.root", "digits"]
+    for name in ("dit_published", "clm_published"):
+        with one_line("^--data.root has no effect: .* is of no run, whose data they would change"):
+            moh_vision.open_run(runs[name], options=root)
+    with one_line("^name 'clm_base' has no effect: .* is a text model"):
+        moh_vision.open_run(runs["clm"], name="clm_base")
+    scored = dict(options=["--score", "digits"], scores=True)
+    with one_line("^weights 'model' has no effect: the options say what is scored"):
+        moh_vision.open_run(runs["dit"], "model", **scored)
+    with one_line("^name 'moh_dit_small_patch2_75' has no effect: the options say"):
+        moh_vision.open_run(runs["dit"], name="moh_dit_small_patch2_75", **scored)
+
+
 def test_a_diffusion_run_numbers_the_classes_of_its_data_by_name(runs, tmp_path):
     """Of a run whose data had them in another order."""
     run = runs["dit"]

@@ -14,29 +14,36 @@ from torch import nn
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.folder import ImageFolder
 from moh_vision.data.shards import Shards
+from moh_vision.data.sources import ImageSource
 from moh_vision.data.splits import has_split, match_classes, open_source, with_classes
 
 Labels = Literal["real", "v2", "a", "r", "sketch"]
 IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the c-th
 
 
-class Relabelled:
+class Relabelled(ImageSource):
     """Samples of a source with other labels: class numbers [n], or all right ones [n, L].
 
     Images with fewer than L right classes repeat the first. `columns` are the competing classes of ImageNet's 1,000.
     """
 
-    def __init__(self, source, numbers: Sequence[int], labels: np.ndarray, columns: list[int]):
-        self.source, self.numbers = source, np.asarray(numbers)
-        self.labels, self.columns = labels, columns
+    def __init__(
+        self, source: ImageSource, numbers: Sequence[int], labels: np.ndarray, columns: list[int]
+    ):
+        self.source = source
+        self.numbers = np.asarray(numbers)
+        self.labels = labels
+        self.columns = columns
         self.classes = [IMAGENET[c] for c in columns]
-        self.channels, self.numbered, self.remarks = source.channels, False, source.remarks
+        self.name = source.name
+        self.channels = source.channels
+        self.remarks = source.remarks
 
-    def __len__(self) -> int:
-        return len(self.numbers)
+    def read(self, index: int) -> bytes | np.ndarray:
+        return self.source.read(int(self.numbers[index]))
 
-    def image(self, index: int):
-        return self.source.image(int(self.numbers[index]))
+    def where(self, index: int) -> str:
+        return self.source.where(int(self.numbers[index]))
 
 
 class SomeClasses(ClassificationTask):

@@ -19,17 +19,17 @@ from moh_vision.data.batches import (
     LabelledImages,
     calibration_halves,
     check_images_fit,
-    evaluation_batches,
+    evaluation_loader,
 )
 from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
-from moh_vision.engine.command_line import parse_config
+from moh_vision.engine.accelerator import make_accelerator
+from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import run_of
+from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
-from moh_vision.engine.run import make_accelerator
 from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.pretrained import of_source
@@ -90,7 +90,7 @@ class OpenedClassifier(Opened):
     def forward(self) -> tuple[Callable[[], Tensor], int]:
         images = self.data("val")
         numbers = range(min(self.config.data.eval_batch_size, len(images.source)))
-        (batch,) = evaluation_batches(images, [list(numbers)], 0, self._unreadable(images))
+        (batch,) = evaluation_loader(images, [list(numbers)], 0, self._unreadable(images))
         batch = send_to_device(batch, self.accelerator.device)
 
         def forward() -> Tensor:
@@ -112,13 +112,16 @@ def open_run(
     name: str | None = None,
     split: str | None = None,
     command: str = "open_run",
-    **_,
+    saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
     """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
-    of_run = weights == "ema" and (run_of(path) / "config.yaml").is_file()
-    file = str(weights_file(path, weights)) if weights == "model" or of_run else path
-    asked = ["--checkpoint", file, *(["--model.name", name] if name else []), *options]
-    opened = open_with(parse_config(OpenedClsConfig, asked, command), split)
+    ema_of_run = weights == "ema" and (run_of(path) / CONFIG).is_file()
+    file = path
+    if weights == "model" or ema_of_run:
+        file = str(weights_file(path, weights))
+    named = ["--model.name", name] if name else []
+    asked = ["--checkpoint", file, *named, *options]
+    opened = open_with(parse_config(OpenedClsConfig, asked, command, saved), split)
     opened.model.to(device or "cpu")
     return opened
 
@@ -168,7 +171,7 @@ def open_classifier(
     path, data = config.checkpoint, config.data
     batch = min(data.eval_batch_size, images)
     check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
-    saved = (Path(path) / "config.json").is_file() and not (Path(path) / "config.yaml").is_file()
+    saved = (Path(path) / "config.json").is_file() and not (Path(path) / CONFIG).is_file()
     named = config.model.name, {**config.model.arguments(), **arguments}, {}
     name, own, cfg = _saved_by_timm(path) if saved else named
     with contextlib.nullcontext() if saved else taken_for(name):

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget
-from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.order import rank_slice
 from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import peak_memory_mib
@@ -53,7 +53,7 @@ def validate(
         predicted.append(torch.cat([classes.cpu().double(), probabilities.cpu().double()], 1))
         return logits, labels
 
-    batches = evaluation_batches(images, slices, data.workers, unreadable)
+    batches = evaluation_loader(images, slices, data.workers, unreadable)
     since = time.monotonic()
     with whole_weights(task):
         scores = evaluate(predict, progress(batches, "validation"), accelerator.device, total)

@@ -11,7 +11,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.attention import settings
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate
 from moh_vision.classification.task import ClassificationTask
@@ -20,20 +19,24 @@ from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
     check_images_fit,
-    evaluation_batches,
+    evaluation_loader,
     evenly_spread,
-    training_batches,
+    training_loader,
 )
 from moh_vision.data.imagenet import BatchMixing, classification_transforms
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
-from moh_vision.engine.best import BEST
+from moh_vision.engine.best import BEST, Best
+from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.errors import BadData, message_of
 from moh_vision.engine.io import write_whole
+from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
-from moh_vision.engine.run import Run
+from moh_vision.engine.run_setup import RunSetup, set_up_run
+from moh_vision.engine.training_loop import TrainingLoop
+from moh_vision.engine.wings import CLASSIFICATION
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads
@@ -41,10 +44,8 @@ from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.head_load import FILE, HeadLoad
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
-from moh_vision.models.set_up import set_up_model
+from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
-
-NAME = "train_cls.py"
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
@@ -65,8 +66,9 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     return teacher
 
 
-def train(run: Run) -> None:
-    config, accelerator = run.config, run.accelerator
+def train(setup: RunSetup) -> None:
+    config = setup.config
+    accelerator = setup.accelerator
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data
@@ -78,35 +80,43 @@ def train(run: Run) -> None:
     stop, cosine_steps, warmup_steps = config.steps(len(source))
     say(splits.in_short(d.root, source, stop, o.batch_size, val))
     splits.say_transparent(f"data.root {d.root}", dict(train=source, val=val), say)
-    check_images_fit("data.img_size", d.img_size, source.channels, run.micro_batch)
+    check_images_fit("data.img_size", d.img_size, source.channels, setup.micro_batch)
 
-    # ---------------------------------------------------------------- model and teacher
+    # ---------------------------------------------------------------- lock the folder; model and teacher
+    span = setup.find_checkpoint(stop)
     decided = dict(in_chans=source.channels, num_classes=len(source.classes))
     if d.img_size or source.img_size:
         decided["img_size"] = d.img_size or source.img_size
     arguments |= config.model.decided(**decided)
-    model, elastic = set_up_model(run, "classification", name, arguments, source.classes, stop)
-    img_size = arguments["img_size"]
-    run.take_model(model, mae_routers(model), elastic)
+    model_setup = set_up_model(
+        config, "classification", name, arguments, source.classes, span.checkpoint, say
+    )
+    check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
+    model = model_setup.model
+    img_size = model_setup.arguments["img_size"]
+    descent = BlockDescent(
+        accelerator, model, mae_routers(model), config.compile, config.block_descent
+    )
     order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
-    batches = StepBatches(source.shard_sizes, **order, **run.portion())
+    sampler = PositionSampler(source.shard_sizes, **order, **setup.portion(span))
     to_tensor, val_to_tensor = classification_transforms(
         d, model.pretrained_cfg, img_size, source.channels
     )
-    if config.calibrate_images and not run.checkpoint and not config.dry_run:
+    if config.calibrate_images and not span.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
-        some = evaluation_batches(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
+        some = evaluation_loader(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
         share_strongest_heads(model, (batch["images"] for batch in some))
     teacher = None
     if config.distill.teacher:
         with accelerator.main_process_first():
             teacher = open_teacher(config, model, val, img_size)
     frozen = {"distill.teacher": (config.distill.teacher, teacher.sha256)} if teacher else {}
-    run.open(record, FrozenRecord(config.allow_change, frozen))
+
+    # ---------------------------------------------------------------- from here on the folder is the run's
+    records = [record, FrozenRecord(config.allow_change, frozen)]
+    folder = setup.open_folder(span, records, model_setup.description)
     if config.dry_run:
         return
-    if config.eval_every:  # else the only validation is that of model.safetensors
-        run.keep_best("top1")
 
     # ---------------------------------------------------------------- task, optimiser, schedule
     form = torch.channels_last if config.channels_last else torch.preserve_format
@@ -117,10 +127,6 @@ def train(run: Run) -> None:
     teacher = teacher and teacher.to(accelerator.device, memory_format=form)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
     unreadable = BadSamples(len(source), d.max_bad_fraction)
-    metadata = dict(architecture=name, arguments=arguments, classes=source.classes)
-    options = dict(schedule=schedule, ema=config.ema, unreadable=unreadable)
-    run.prepare(task, make_optimizer(model, o), metadata, title="classification", **options)
-    evaluation = Evaluation(run, LabelledImages(val, val_to_tensor, seed=0, replace=False))
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
@@ -136,19 +142,38 @@ def train(run: Run) -> None:
         if config.mix.on
         else None
     )
-    dataset = LabelledImages(source, to_tensor, config.seed)
-    stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable, mixing))
-    for step in run.steps():
-        run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
-        if run.logs():
-            v = run.averages()
-            run.metrics(v, f"loss {v['loss']:.4f}, acc {100 * v['batch_accuracy']:.0f} %")
-        # Before the save, so that a run that goes on from there has its validation.
-        if run.due(config.eval_every) and run.done < run.stop:
-            evaluation.judge()
-        run.save()
-    if not run.stopped:
-        evaluation.finish(name)
+    images = LabelledImages(source, to_tensor, config.seed)
+    metadata = dict(architecture=name, arguments=model_setup.arguments, classes=source.classes)
+    with start_loop(
+        setup,
+        span,
+        folder,
+        descent,
+        task,
+        make_optimizer(model, o),
+        metadata,
+        title="classification",
+        schedule=schedule,
+        ema=config.ema,
+        elastic=model_setup.elastic,
+        # Without eval_every the only validation is that of model.safetensors.
+        best=Best("top1") if config.eval_every else None,
+        unreadable=unreadable,
+    ) as loop:
+        evaluation = Evaluation(loop, LabelledImages(val, val_to_tensor, seed=0, replace=False))
+        loader = training_loader(images, sampler, d.workers, unreadable, mixing, on_device)
+        batches = iter(loader)
+        for step in loop.steps():
+            loop.step(batches, epoch=step * o.batch_size // len(source), count=o.batch_size)
+            if loop.logs():
+                v = loop.averages()
+                loop.metrics(v, f"loss {v['loss']:.4f}, acc {100 * v['batch_accuracy']:.0f} %")
+            # Before the save, so that a run that goes on from there has its validation.
+            if loop.due(config.eval_every) and loop.done < span.stop:
+                evaluation.judge()
+            loop.save()
+        if not loop.stopped:
+            evaluation.finish(name)
 
 
 SCORES = ("top1", "top5", "loss")  # kept of other weights and shares; few classes have no top-5
@@ -157,21 +182,23 @@ SCORES = ("top1", "top5", "loss")  # kept of other weights and shares; few class
 class Evaluation:
     """The validations of a run: of the EMA weights if any, else of the model; at the end of the better ones."""
 
-    def __init__(self, run: Run, images: LabelledImages):
-        self.run, self.images = run, images
-        self.take("ema" if run.ema else "model")
+    def __init__(self, loop: TrainingLoop, images: LabelledImages):
+        self.loop = loop
+        self.images = images
+        self.take("ema" if loop.ema else "model")
 
     def take(self, weights: str) -> None:
         """Validate the weights "ema" or "model" from now on."""
         self.weights = weights
-        self.model = self.run.ema.module if weights == "ema" else self.run.model
+        self.model = self.loop.ema.module if weights == "ema" else self.loop.model
 
     def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """See `scores.validate`."""
-        run, data = self.run, self.run.config.data
-        task = ClassificationTask(self.model, 0.0) if self.weights == "ema" else run.task
-        with run.errors((BadData,), every_rank=True):
-            return validate(task, self.images, data, run.accelerator, run.log.progress)
+        loop = self.loop
+        data = loop.config.data
+        task = ClassificationTask(self.model, 0.0) if self.weights == "ema" else loop.task
+        with loop.setup.errors((BadData,), every_rank=True):
+            return validate(task, self.images, data, loop.accelerator, loop.log.progress)
 
     def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """Validate, and log the scores and keep the weights if they are the best."""
@@ -181,7 +208,7 @@ class Evaluation:
 
     def judge_better(self) -> tuple[tuple[dict, HeadLoad, torch.Tensor], dict]:
         """Validate the EMA and the last weights, and go on with the better; also return the others' scores."""
-        run = self.run
+        loop = self.loop
         averaged = self.validate()
         self.take("model")
         last = self.validate()
@@ -191,8 +218,8 @@ class Evaluation:
             better, other = ("model", "ema")
         self.take(better)
         self.log(by_weights[better][0])
-        named = dict(ema=run.averaged, model="the last weights")
-        run.log.say(
+        named = dict(ema=loop.averaged, model="the last weights")
+        loop.log.say(
             f"{named[other]}: {summary(by_weights[other][0])}; results.json and the commands that open the run "
             f"take {better}.safetensors"
         )
@@ -202,23 +229,24 @@ class Evaluation:
 
     def log(self, scores: dict) -> None:
         """Log the scores, and keep the weights if they are the best."""
-        run = self.run
-        if run.best:
-            run.judge(scores, self.model)
-        show = f"validation after {run.done} steps: {summary(scores)}"
+        loop = self.loop
+        if loop.best:
+            loop.judge(scores, self.model)
+        show = f"validation after {loop.done} steps: {summary(scores)}"
         if self.weights == "ema":
-            show = f"{show} ({run.averaged})"
-        run.event({"validation": scores, "weights": self.weights}, show)
+            show = f"{show} ({loop.averaged})"
+        loop.event({"validation": scores, "weights": self.weights}, show)
 
     def finish(self, name: str) -> None:
         """Validate the last weights; write results.json, confusion.json and head_load.json."""
-        run, classes = self.run, self.images.source.classes
+        loop = self.loop
+        classes = self.images.source.classes
         others: dict = {}
-        if run.ema:
+        if loop.ema:
             (scores, load, predictions), others = self.judge_better()
         else:
             scores, load, predictions = self.judge()
-        if run.elastic:
+        if loop.elastic:
             loads = []
 
             def score() -> dict:
@@ -226,10 +254,10 @@ class Evaluation:
                 loads.append(validated[1])
                 return validated[0]
 
-            by_share = run.elastic.by_share(self.model, score, scores)
+            by_share = loop.elastic.by_share(self.model, score, scores)
             if not load.choosing():  # the largest share may be all heads
                 load = loads[0]
-            run.log.say(
+            loop.log.say(
                 "\n".join(
                     f"with a share of {share}: {summary(by_share[share])}" for share in by_share
                 )
@@ -240,34 +268,34 @@ class Evaluation:
             }
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
-        best = run.best.results() if run.best else {}
-        run.write_results(dict(scores, weights=self.weights, **others, **best))
-        run.log.say(class_table(scores["top1_by_class"]))
+        best = loop.best.results() if loop.best else {}
+        loop.write_results(dict(scores, weights=self.weights, **others, **best))
+        loop.log.say(class_table(scores["top1_by_class"]))
         if best:
             weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
-            run.log.say(f"best of the validations: {weights}, {run.folder / BEST}")
-        if run.accelerator.is_main_process:
+            loop.log.say(f"best of the validations: {weights}, {loop.folder / BEST}")
+        if loop.accelerator.is_main_process:
             counted = dict(
                 classes=list(classes), counts=confusion.tolist()
             )  # counts: class, predicted class, images
-            write_whole(run.folder / "confusion.json", json.dumps(counted) + "\n")
+            write_whole(loop.folder / "confusion.json", json.dumps(counted) + "\n")
             load.of = dict(
                 model=name,
-                data=run.config.data.root,
+                data=loop.config.data.root,
                 split="val",
                 weights=self.weights,
-                step=run.done,
+                step=loop.done,
             )
             try:
                 if load.choosing():
-                    load.save(run.folder / FILE)
+                    load.save(loop.folder / FILE)
             except OSError as error:
-                run.log.say(f"{run.folder / FILE} could not be written: {message_of(error)}")
+                loop.log.say(f"{loop.folder / FILE} could not be written: {message_of(error)}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Run(NAME, ClsConfig, argv, settings) as run:
-        train(run)
+    with set_up_run(CLASSIFICATION.script, ClsConfig, argv) as setup:
+        train(setup)
 
 
 if __name__ == "__main__":

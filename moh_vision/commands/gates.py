@@ -63,7 +63,8 @@ def figure(options) -> Drawn:
 
 def read_split(run: ScoredRun, split: str) -> dict:
     """Read the gates of the weights that a run's scores are of, see `read_gates`."""
-    opened = open_run(run.folder, options=["--mixed_precision", "no"], command="gates")
+    given = ["--mixed_precision", "no"]
+    opened = open_run(run.folder, options=given, command="gates", saved=run.saved)
     text, accelerator = opened.text(), opened.accelerator
     batches = text.eval_batches(
         getattr(text, split), accelerator.process_index, accelerator.num_processes

@@ -16,7 +16,7 @@ import torch
 from timm.data import ImageNetInfo
 
 from moh_vision.data import folder
-from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.folder import IMAGES, ImageFolder, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
@@ -134,7 +134,7 @@ def work(options) -> None:
     images = LabelledImages(
         Files(files), validation_transform(model.pretrained_cfg), seed=0, replace=False
     )
-    batches = evaluation_batches(images, slices, data.workers if len(slices) > 1 else 0, unreadable)
+    batches = evaluation_loader(images, slices, data.workers if len(slices) > 1 else 0, unreadable)
     predictions = []
     for number, likeliest in predict(
         model.to(accelerator.device), batches, accelerator, options.top

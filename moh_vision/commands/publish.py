@@ -30,9 +30,8 @@ from moh_vision.commands.runs import (
     at_shares,
     find_run,
     number_at,
-    read_run,
     starts_of,
-    text_of,
+    with_scores,
 )
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
@@ -81,7 +80,7 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
         how = f"the highest of the validations on {run.config.get('data.root')}, after {metadata.get('step')} steps"
         return run._replace(scores={"top1": number_at(metadata, ("best_top1",), file)}, how=how)
     try:
-        scored = read_run(run.folder)
+        scored = with_scores(run)
     except NoScores:
         return None
     in_run = file.parent.resolve() == run.folder.resolve()
@@ -176,7 +175,7 @@ def license_of_weights(run: ScoredRun) -> str | None:
 def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save a diffusers pipeline with its VAE and the sampler of the scores."""
     from moh_vision.diffusion.config import SampleConfig
-    from moh_vision.diffusion.loading import open_pipeline
+    from moh_vision.diffusion.loading import make_pipeline
 
     drawn = scored.sampling if scored is not None else {}
     draws = {
@@ -184,7 +183,7 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRu
     }
     weights = opened.metadata["weights"]
     config = SampleConfig(checkpoint=weights, num_images=0, save_pipeline=str(folder), **draws)
-    pipe, _ = open_pipeline(config)
+    pipe = make_pipeline(config, opened.model, opened.metadata)
     if pipe.vae is not None:
         pipe.vae.register_to_config(
             _name_or_path=without_paths(pipe.vae.config.get("_name_or_path") or "")
@@ -300,7 +299,7 @@ def make_card(
         scores=[(f"{c.title}{at}", f"{value:.{c.digits}f}") for c, value, at in shown],
         how=scored and scored.how,
         starts=starts_of({run.folder.name: run})[0],
-        config=text_of(run.folder / "config.yaml").rstrip(),
+        config=run.saved.text.rstrip(),
         **saved,
     )
     card.text = without_paths(card.text)
@@ -382,7 +381,7 @@ def work(options) -> None:
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder")
     run = find_run(run_of(path))
-    opened = open_run(weights_of(run, path), command="publish")
+    opened = open_run(weights_of(run, path), command="publish", saved=run.saved)
     with as_written(f"{run.folder}: its scores are"):
         scored = scores_of(run, opened.metadata)
     save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[

@@ -30,9 +30,9 @@ from moh_vision.commands.runs import (
     number_at,
     read_json,
     read_lines,
-    read_run,
     starts_of,
     text_of,
+    with_scores,
 )
 from moh_vision.commands.table import Table, make_table
 from moh_vision.engine.errors import message_of
@@ -138,8 +138,7 @@ def scores(runs: Named) -> Section:
     scored, unscored = [], []
     for run in runs.values():
         try:
-            read_run(run.folder)
-            scored.append(run.folder)
+            scored.append(with_scores(run))
         except NoScores as error:
             unscored.append(str(error))
     return Section("", [("table", "", make_table(scored) if scored else None)], unscored)
@@ -285,10 +284,7 @@ def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[st
 
 def environment(runs: Named) -> Section:
     starts, missing = starts_of(runs)
-    configs = {
-        f"configuration of {name}": text_of(run.folder / "config.yaml")
-        for name, run in runs.items()
-    }
+    configs = {f"configuration of {name}": run.saved.text for name, run in runs.items()}
     return Section(
         "", [("starts", "", starts), *(("text", *config) for config in configs.items())], missing
     )

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from moh_vision.engine.command_line import load_as
+from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
 from moh_vision.engine.errors import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget
-from moh_vision.opening import kind_of, open_run
+from moh_vision.opening import open_run, wing_said
 
 
 class Column(NamedTuple):
@@ -87,6 +87,7 @@ class ScoredRun(NamedTuple):
     how: str  # what the scores are of
     sampling: dict[str, Any] = {}  # how images were drawn; head_budget if not the run's own
     error: str = ""  # of this run's scores alone, for a note
+    saved: SavedConfig | None = None  # config.yaml as it was read
 
     @property
     def model(self) -> str:
@@ -125,7 +126,7 @@ class ScoredRun(NamedTuple):
 
         Raises FileNotFoundError without weights.
         """
-        opened = open_run(self.folder)
+        opened = open_run(self.folder, saved=self.saved)
         if self.sampling.get("head_budget") is not None:
             set_head_budget(opened.model, self.sampling["head_budget"])
         return without_memory(opened.model), *opened.example()
@@ -141,7 +142,11 @@ def text_of(file: Path) -> str:
 
 def read_json(file: Path, text: str | None = None) -> dict:
     """Read keys and values of a JSON or YAML file, or a line of it."""
-    tree = load_as(file, text_of(file) if text is None else text)
+    return mapping(file, load_as(file, text_of(file) if text is None else text))
+
+
+def mapping(file: Path, tree: Any) -> dict:
+    """Return the values of a file; raise ValueError unless they are keys and values."""
     if not isinstance(tree, dict):
         raise ValueError(f"{file}: expected keys and values, found {type(tree).__name__}")
     return tree
@@ -184,16 +189,17 @@ def find_run(folder: Path) -> ScoredRun:
     """Read what a run is, without its scores."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such folder")
-    file = folder / "config.yaml"
-    if not file.is_file():
+    saved = saved_config(folder)
+    if saved is None:
         raise ValueError(f"{folder} is no run: it has no config.yaml")
+    file = saved.file
     config = {}
-    for key, value in read_json(file).items():
-        section = isinstance(value, dict)
-        config.update(
-            {f"{key}.{inner}": v for inner, v in value.items()} if section else {key: value}
-        )
-    wing = kind_of(folder)
+    for key, value in mapping(file, saved.values).items():
+        if isinstance(value, dict):  # a section
+            config.update({f"{key}.{inner}": v for inner, v in value.items()})
+        else:
+            config[key] = value
+    wing = wing_said(saved)
     name = config.get("model.name")
     if not isinstance(name, str):
         raise ValueError(f"{file}: model.name {name!r}; expected the name of a model")
@@ -205,12 +211,17 @@ def find_run(folder: Path) -> ScoredRun:
         raise ValueError(
             f"{file}: model.name {name!r}; expected a text model's, which begins with {beginnings}"
         )
-    return ScoredRun(folder, wing, task, config, steps=0, scores={}, how="")
+    return ScoredRun(folder, wing, task, config, steps=0, scores={}, how="", saved=saved)
 
 
 def read_run(folder: Path) -> ScoredRun:
     """Read a run and its scores; raise NoScores without scores."""
-    run = find_run(folder)
+    return with_scores(find_run(folder))
+
+
+def with_scores(run: ScoredRun) -> ScoredRun:
+    """Read the scores of a run that was found; raise NoScores without scores."""
+    folder = run.folder
     described = dict(classification=_of_images, diffusion=_of_samples).get(run.wing, _of_text)
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)

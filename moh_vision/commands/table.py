@@ -129,9 +129,8 @@ def sizes_of(run: ScoredRun) -> Sizes:
     )
 
 
-def make_table(folders: Sequence[Path], names: Sequence[str] | None = None) -> Table:
+def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) -> Table:
     """Make a table without empty columns; a missing number is a dash."""
-    runs = read_runs(folders)
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
@@ -189,4 +188,4 @@ def options(add) -> None:
 
 
 def work(options) -> None:
-    say(markdown(make_table(options.runs, options.names)))
+    say(markdown(make_table(read_runs(options.runs), options.names)))

@@ -3,17 +3,25 @@
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 from torchvision.transforms import InterpolationMode, v2
 
 from moh_vision.data.decode import BadSamples, UnreadableImage, center_crop
-from moh_vision.data.order import StepBatches
-from moh_vision.data.stream import ShardStream, StreamedBatches
+from moh_vision.data.order import PositionSampler
+from moh_vision.data.sources import BadSample, Sample, Source
+from moh_vision.data.stream import ShardStream
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.seeds import derive_seed
 
@@ -59,37 +67,46 @@ class LabelledImages(Dataset):
     """Items (position, sample number) -> dict(images, labels, position, bad); augmentation follows from (seed, position).
 
     A sample that cannot be decoded is replaced by the next one of the source, with its label; without `replace`, for
-    validation, it is left out. `bad` lists (sample number, message) of those passed over.
+    validation, it is left out. `bad` has a `BadSample` for each of those passed over.
     """
 
-    def __init__(self, source, transform: Callable, seed: int, replace: bool = True):
-        self.source, self.transform, self.seed, self.replace = source, transform, seed, replace
+    def __init__(self, source: Source, transform: Callable, seed: int, replace: bool = True):
+        self.source = source
+        self.transform = transform
+        self.seed = seed
+        self.replace = replace
 
     def __getitem__(self, item: tuple[int, int]) -> dict:
         position, index = item
-        return self.item(position, (number % len(self.source) for number in itertools.count(index)))
+        return self.item(position, self._samples_from(index))
 
-    def item(self, position: int, numbers: Iterator) -> dict:
-        """Return the first of some samples that can be decoded; `numbers` are what the source calls samples."""
-        bad = []
-        for number in itertools.islice(numbers, MAX_BAD_IN_A_ROW if self.replace else 1):
+    def _samples_from(self, index: int) -> Iterator[Sample | BadSample]:
+        """Yield a sample and those after it, the first again after the last."""
+        for count in itertools.count(index):
+            number = count % len(self.source)
             try:
-                image = self.read(number)
+                sample = self.source.sample(number)
             except UnreadableImage as error:
-                bad.append((number, str(error)))
+                sample = BadSample(number, str(error))
+            yield sample
+
+    def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
+        """Return the item of a position: the first of some samples that can be decoded."""
+        bad = []
+        for sample in itertools.islice(samples, MAX_BAD_IN_A_ROW if self.replace else 1):
+            if isinstance(sample, BadSample):
+                bad.append(sample)
+                continue
+            try:
+                image = self.source.decode(sample)
+            except UnreadableImage as error:
+                bad.append(BadSample(sample.name, str(error)))
                 continue
             self._seed(position)
             return dict(
-                images=self.transform(image),
-                labels=self.source.labels[number],
-                position=position,
-                bad=bad,
+                images=self.transform(image), labels=sample.label, position=position, bad=bad
             )
         return dict(position=position, bad=bad)
-
-    def read(self, number: int):
-        """Return what `transform` takes of a sample; raise UnreadableImage."""
-        return self.source.image(number)
 
     def _seed(self, position: int) -> None:
         """Seed what transforms draw from: torch's CPU generator, and for timm's Python's and numpy's."""
@@ -101,11 +118,51 @@ class LabelledImages(Dataset):
         np.random.seed(seed % 2**32)
 
 
-class Batches:
-    """Batches dict(images, labels, ...) of a DataLoader; unreadable samples are counted, and in training replaced."""
+@dataclass(eq=False)
+class StreamDataset(IterableDataset):
+    """Micro-batches of a `LabelledImages` of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
 
-    def __init__(self, images: LabelledImages, bad: BadSamples | None, workers: int, **options):
-        self.bad, self.complete = bad or BadSamples(len(images.source)), images.replace
+    A sample's augmentation, noise and timestep follow from the seed and its position, as in the exact order.
+    """
+
+    images: LabelledImages
+    sampler: PositionSampler
+    collate: Callable[[list[dict]], dict]
+
+    def __iter__(self) -> Iterator[dict]:
+        worker, workers = 0, 1
+        info = get_worker_info()
+        if info:
+            worker, workers = info.id, info.num_workers
+        images = self.images
+        parts = self.sampler.world * workers
+        samples = images.source.samples(images.seed, self.sampler.start, parts)
+        for positions in itertools.islice(self.sampler.positions(), worker, None, workers):
+            yield self.collate([images.item(position, samples) for position in positions])
+
+
+class Loader:
+    """Loads batches dict(images, labels, ...); unreadable samples are counted, and in training replaced.
+
+    Args:
+        images: the data set whose items the batches are made of.
+        bad: counts unreadable samples; None: none may be unreadable.
+        workers: processes that read; 0: this one does.
+        prepare: called with every batch, in this process; what it returns is what comes out.
+        options: of torch's DataLoader.
+    """
+
+    def __init__(
+        self,
+        images: LabelledImages,
+        bad: BadSamples | None,
+        workers: int,
+        prepare: Callable[[dict], dict] | None = None,
+        **options,
+    ):
+        self.bad = bad or BadSamples(len(images.source))
+        self.complete = images.replace
+        self.prepare = prepare
         self.loader = DataLoader(
             num_workers=workers, worker_init_fn=leave_signals_to_the_parent, **options
         )
@@ -113,14 +170,17 @@ class Batches:
     def __len__(self) -> int:
         return len(self.loader)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[dict]:
         for batch in self.loader:
-            bad, lost = batch.pop("bad"), batch.pop("lost")
+            bad = batch.pop("bad")
+            lost = batch.pop("lost")
             self.bad.check(bad)
             if lost and self.complete:
-                raise UnreadableImage(f"{bad[-1][1]} (and {MAX_BAD_IN_A_ROW - 1} images before it)")
-            if batch:  # else nothing of it could be read
-                yield batch
+                problem = bad[-1].problem
+                raise UnreadableImage(f"{problem} (and {MAX_BAD_IN_A_ROW - 1} images before it)")
+            if not batch:  # nothing of it could be read
+                continue
+            yield self.prepare(batch) if self.prepare else batch
 
 
 def collate(items: list[dict], mixing: Callable | None = None) -> dict:
@@ -149,31 +209,39 @@ def check_images_fit(key: str, side: int | None, channels: int, count: int) -> N
         )
 
 
-def training_batches(
-    dataset: LabelledImages,
-    batches: StepBatches,
+def training_loader(
+    images: LabelledImages,
+    sampler: PositionSampler,
     workers: int,
     bad: BadSamples | None = None,
     mixing: Callable | None = None,
-) -> Iterable[dict]:
-    """Yield the micro-batches of one rank, in order, mixed by a `BatchMixing`; without `bad` none may be unreadable."""
+    prepare: Callable[[dict], dict] | None = None,
+) -> Loader:
+    """Return a loader of the micro-batches of one rank, in order.
+
+    Args:
+        images: the data set; of a `ShardStream` the samples come as they arrive, at the sampler's positions.
+        sampler: which positions of the run, and samples, a micro-batch has.
+        workers: processes that read; 0: this one does.
+        bad: counts unreadable samples; None: none may be unreadable.
+        mixing: a `BatchMixing`, which runs where the batch is joined.
+        prepare: called with every batch, in this process: such as moves it to the device.
+    """
     joined = partial(collate, mixing=mixing)
-    if isinstance(dataset.source, ShardStream):
-        order = dict(dataset=StreamedBatches(dataset, batches, joined), batch_size=None)
+    if isinstance(images.source, ShardStream):
+        order = dict(dataset=StreamDataset(images, sampler, joined), batch_size=None)
     else:
-        order = dict(dataset=dataset, batch_sampler=batches, collate_fn=joined)
+        order = dict(dataset=images, batch_sampler=sampler, collate_fn=joined)
     ahead = dict(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
-    return iter(Batches(dataset, bad, workers, **order, **ahead))
+    return Loader(images, bad, workers, prepare, **order, **ahead)
 
 
-def evaluation_batches(
-    dataset: LabelledImages, slices: list[list[int]], workers: int, bad: BadSamples | None = None
-) -> Batches:
-    """Return batches of the given sample numbers, for a transform without randomness."""
+def evaluation_loader(
+    images: LabelledImages, slices: list[list[int]], workers: int, bad: BadSamples | None = None
+) -> Loader:
+    """Return a loader of batches of the given sample numbers, for a transform without randomness."""
     sampler = [[(i, i) for i in numbers] for numbers in slices]
-    return Batches(
-        dataset, bad, workers, dataset=dataset, batch_sampler=sampler, collate_fn=collate
-    )
+    return Loader(images, bad, workers, dataset=images, batch_sampler=sampler, collate_fn=collate)
 
 
 def evenly_spread(total: int, count: int) -> list[list[int]]:
@@ -186,13 +254,13 @@ def evenly_spread(total: int, count: int) -> list[list[int]]:
 
 
 def calibration_halves(
-    dataset: LabelledImages,
+    images: LabelledImages,
     count: int,
     workers: int,
     bad: BadSamples,
 ) -> tuple[list[dict], ...]:
     """Return batches of `count` samples, evenly spread over a data set, and of as many between them, all in memory."""
-    total = len(dataset.source)
+    total = len(images.source)
     if 2 * count > total:
         raise ValueError(
             f"--images {count}: twice as many are needed, the training split has {total} images"
@@ -202,4 +270,4 @@ def calibration_halves(
         [half[start : start + 64] for start in range(0, count, 64)]
         for half in (numbers[::2], numbers[1::2])
     ]
-    return tuple(list(evaluation_batches(dataset, slices, workers, bad)) for slices in halves)
+    return tuple(list(evaluation_loader(images, slices, workers, bad)) for slices in halves)

@@ -31,7 +31,7 @@ def epoch_order(seed: int, epoch: int, shard_sizes: tuple[int, ...], group: int)
 
 
 @dataclass
-class StepBatches:
+class PositionSampler:
     """The micro-batches of one rank, step after step, as lists of (position, sample number).
 
     Position p = step * batch_size + slot; micro-batch m of rank r holds the slots of number m * world + r, so the

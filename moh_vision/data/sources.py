@@ -3,51 +3,95 @@
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage, decode_image
 
 MAX_CLASSES = 1_000_000  # without names the largest label says how many there are
 
 
-class ImageSource:
-    """Images of one split; see `splits.open_source`."""
+class Sample(NamedTuple):
+    """A labelled image as its source holds it, not decoded yet.
+
+    Attributes:
+        name: its number in the source; in a stream URL and key. See `Source.where`.
+        content: the bytes of an image file, pixels as uint8 [h, w] or [h, w, 3], or stored latents.
+        label: class number, 0 without classes; class numbers [L] where several are right.
+    """
+
+    name: int | str
+    content: bytes | np.ndarray | Tensor
+    label: int | np.ndarray
+
+
+class BadSample(NamedTuple):
+    """What stands in place of a `Sample` that cannot be read: its name, and a message that names it."""
+
+    name: int | str
+    problem: str
+
+
+class Source:
+    """Images of one split: an `ImageSource`, whose samples have numbers, or a `ShardStream`."""
 
     name: str
     classes: list[str]  # their names; [] of images without labels
-    labels: (
-        np.ndarray
-    )  # class numbers, int64 [N]; without classes 0, which a DiT takes for "no class"
     channels = 3  # 1: grey images
     img_size: int | None = None  # side of the images, if all are squares of one size
-    numbered = False  # whether classes have no names but the numbers up to the largest label
     remarks: Sequence[str] = ()  # lines on what was left out or assumed, for the user
 
     def __len__(self) -> int:
-        return len(self.labels)
+        """Return the number of images in an epoch."""
+        raise NotImplementedError
 
     @cached_property
     def shard_sizes(self) -> tuple[int, ...]:
         """Images of each shard, see `order.epoch_order`."""
         return (len(self),)
 
-    def read(self, index: int) -> bytes:
-        """Return the image file of a sample; raise UnreadableImage."""
+    def where(self, name: int | str) -> str:
+        """Say where a sample is, for errors."""
+        return str(name)
+
+    def decode(self, sample: Sample) -> Image.Image:
+        """Return the image of a sample; raise UnreadableImage, naming it."""
+        if isinstance(sample.content, np.ndarray):
+            return Image.fromarray(sample.content)
+        try:
+            return decode_image(sample.content)
+        except UnreadableImage as error:  # its name may have to be read, so only now
+            raise UnreadableImage(f"{self.where(sample.name)}: {error}") from None
+
+    def listing(self) -> Iterator[bytes]:
+        """Yield bytes that tell which sample has which number, beside the labels in their order."""
+        yield from ()
+
+
+class ImageSource(Source):
+    """Images of one split, numbered from 0; see `splits.open_source`. A subclass has labels, classes and `read`."""
+
+    # Class numbers, int64 [N]; without classes 0, which a DiT takes for "no class".
+    labels: np.ndarray
+    numbered = False  # whether classes have no names but the numbers up to the largest label
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def read(self, index: int) -> bytes | np.ndarray | Tensor:
+        """Return the content of a sample; raise UnreadableImage, naming it."""
         raise NotImplementedError
 
-    def where(self, index: int) -> str:
-        """Name a sample in errors."""
-        return str(index)
+    def sample(self, index: int) -> Sample:
+        """Read a sample; raise UnreadableImage, naming it."""
+        return Sample(index, self.read(index), self.labels[index])
 
     def image(self, index: int) -> Image.Image:
-        """Decode a sample; raise UnreadableImage, naming it."""
-        data = self.read(index)
-        try:
-            return decode_image(data)
-        except UnreadableImage as error:  # its name may have to be read, so only now
-            raise UnreadableImage(f"{self.where(index)}: {error}") from None
+        """Read and decode a sample; raise UnreadableImage, naming it."""
+        return self.decode(self.sample(index))
 
     def check_labels(self, named: object) -> None:
         """Raise ValueError for the first sample whose label is not that of a class, which are `named` there; -1 is none."""
@@ -58,10 +102,6 @@ class ImageSource:
             raise ValueError(
                 f"{self.where(wrong[0])}: {found}, but {named} has {len(self.classes)} classes, from 0 on"
             )
-
-    def listing(self) -> Iterator[bytes]:
-        """Yield bytes that tell which sample has which number, beside the labels in their order."""
-        yield from ()
 
     def identities(self) -> Iterator[bytes]:
         """Yield bytes that tell the files from changed ones, beside the labels in their order."""
@@ -103,5 +143,5 @@ class Digits(ImageSource):
         self.pixels = np.rint(data.images[keep] * (255 / 16)).astype(np.uint8)  # [n, 8, 8]
         self.labels = data.target[keep].astype(np.int64)
 
-    def image(self, index: int) -> Image.Image:
-        return Image.fromarray(self.pixels[index])
+    def read(self, index: int) -> np.ndarray:
+        return self.pixels[index]

@@ -13,8 +13,7 @@ from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
-from moh_vision.data.sources import Digits, ImageSource
-from moh_vision.data.stream import ShardStream
+from moh_vision.data.sources import Digits, ImageSource, Source
 from moh_vision.engine.errors import some_of
 from moh_vision.engine.io import write_whole
 
@@ -75,7 +74,7 @@ def open_source(root: str, split: str) -> ImageSource:
     raise FileNotFoundError(problem)
 
 
-def open_splits(root: str, train=None) -> tuple:
+def open_splits(root: str, train: Source | None = None) -> tuple[Source, ImageSource]:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
     train = with_classes(root, open_source(root, "train") if train is None else train)
     val = open_source(root, "val")
@@ -83,7 +82,7 @@ def open_splits(root: str, train=None) -> tuple:
     return train, val
 
 
-def with_classes(root: str, source: ImageSource) -> ImageSource:
+def with_classes(root: str, source: Source) -> Source:
     """Return the images of a classifier; raise ValueError if they have no classes."""
     if not source.classes:
         raise ValueError(
@@ -131,7 +130,9 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
     )
 
 
-def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
+def in_short(
+    root: str, train: Source, steps: int, batch_size: int, val: ImageSource | None = None
+) -> str:
     """Describe the images of a run and how often it sees them in a line, and in further ones what was left out."""
     checked = f", {len(val)} for validation" if val is not None else ""
     if val is not None and len(val) > len(train):
@@ -142,7 +143,7 @@ def in_short(root: str, train, steps: int, batch_size: int, val=None) -> str:
     return "\n".join([first, *dict.fromkeys(remarks)])
 
 
-def say_transparent(named: str, sources: dict[str, ImageSource], say: Callable) -> None:
+def say_transparent(named: str, sources: dict[str, Source], say: Callable) -> None:
     """Say for each split, by its name, how many of its images have transparent pixels, which training does not see."""
     for split, source in sources.items():
         if not isinstance(source, (ImageFolder, Shards, HubDataset)):
@@ -164,7 +165,7 @@ def _is_transparent(source: ImageSource, number: int) -> bool:
         return False
 
 
-def of_classes(source) -> str:
+def of_classes(source: Source) -> str:
     """Return how many classes images have, in words."""
     count = len(source.classes)
     return f"of {count} class{'es' * (count != 1)}" if count else "without classes"
@@ -221,9 +222,11 @@ class DataRecord:
         write_whole(run / RECORD, json.dumps(self.splits) + "\n")
 
 
-def outline(source, listing: Iterable[bytes]) -> dict:
+def outline(source: Source, listing: Iterable[bytes]) -> dict:
     """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
-    labels = np.empty(0, np.int64) if isinstance(source, ShardStream) else source.labels
+    labels = np.empty(0, np.int64)  # those of a stream come with its samples
+    if isinstance(source, ImageSource):
+        labels = source.labels
     digest = hashlib.sha256(labels.tobytes())
     for data in listing:
         digest.update(data)

@@ -10,7 +10,7 @@ import re
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from http.client import HTTPException
 from pathlib import Path
@@ -19,14 +19,12 @@ from urllib.parse import urlparse
 from urllib.request import Request, urlopen
 
 import webdataset
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import group_by_keys
 
-from moh_vision.data.decode import UnreadableImage, decode_image
-from moh_vision.data.order import StepBatches
+from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import read_record, record_path, refuse_difference
-from moh_vision.data.sources import ImageSource
+from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
 from moh_vision.engine.errors import message_of
 from moh_vision.engine.io import class_names
@@ -99,82 +97,61 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
 
 
 @dataclass(eq=False)
-class ShardStream(ImageSource):
+class ShardStream(Source):
     """Images of webdataset shards as they arrive; samples have no numbers but names, URL and key.
 
-    `urls` are uncompressed tar files: paths, http(s)://, pipe:COMMAND, and what webdataset opens. `samples` are the images
-    of an epoch. URLs in `entries` must agree with these entries of a `record`. `labels` has the label of the sample that
-    came last; none is known ahead.
+    Attributes:
+        urls: uncompressed tar files: paths, http(s)://, pipe:COMMAND, and what webdataset opens.
+        classes: their names; a sample's label is in its .cls file.
+        epoch_size: images of an epoch.
+        name: of the data set.
+        record, entries: a record of written shards, and its entries by URL, with which these URLs must agree.
     """
 
     urls: list[str]
     classes: list[str]
-    samples: int
+    epoch_size: int
     name: str
     record: Path | None = None
     entries: dict[str, dict] = field(default_factory=dict)
-    labels: dict[str, int] = field(default_factory=dict)
-    _sample: dict = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self.samples
+        return self.epoch_size
 
     def check(self) -> None:
         """Read the first shard up to a sample that can be decoded; raise UnreadableImage if there is none."""
-        problem = UnreadableImage(f"{self.urls[0]}: no samples in it")
-        for name in self._named(self._samples(self.urls[0], patience=0)):
+        problem = f"{self.urls[0]}: no samples in it"
+        for sample in self._samples_in(self.urls[0], patience=0):
+            if isinstance(sample, BadSample):
+                problem = sample.problem
+                continue
             try:
-                self.image(name)
+                self.decode(sample)
                 return
             except UnreadableImage as error:
-                problem = error
-        raise problem
+                problem = str(error)
+        raise UnreadableImage(problem)
 
-    def names(self, seed: int, start: int, parts: int) -> Iterator[str]:
-        """Yield names of this process's and worker's samples, without end; `image` and `labels` take the latest one.
+    def samples(self, seed: int, start: int, parts: int) -> Iterator[Sample | BadSample]:
+        """Return the samples of this process and worker, shuffled and without end.
 
         `start` is the step that a run goes on from; `parts` are processes x workers.
         """
         first = derive_seed(seed, start, Stream.SHARDS)
-        shards = self.urls * -(
-            -parts // len(self.urls)
-        )  # a part without a shard would block all processes
-        yield from self._named(webdataset.shuffle(BUFFER, seed=first)(self._passes(shards, first)))
+        copies = -(-parts // len(self.urls))  # a part without a shard would block all processes
+        shuffled = webdataset.shuffle(BUFFER, seed=first)
+        return shuffled(self._passes(self.urls * copies, first))
 
-    def image(self, name: str):
-        """Decode the latest sample, and put its label into `labels`; raise UnreadableImage if it has not both."""
-        text = (
-            self._sample.get("cls", b"")[:32].decode("ascii", "replace").strip()
-            if self.classes
-            else "0"
-        )
-        if not text.isdigit() or int(text) >= max(1, len(self.classes)):
-            raise UnreadableImage(
-                f"{name}: label {text!r}, expected a .cls of 0 to {len(self.classes) - 1}"
-            )
-        images = [ending for ending in IMAGE_EXTENSIONS if ending in self._sample]
-        if not images:
-            raise UnreadableImage(f"{name}: no image, which ends in {', '.join(IMAGE_EXTENSIONS)}")
-        if len(images) > 1:
-            raise UnreadableImage(f"{name}: {images[1]} is a second image of the same sample")
-        self.labels = {name: int(text)}
-        return decode_image(self._sample[images[0]], name)
-
-    def _named(self, samples: Iterable[dict]) -> Iterator[str]:
-        for sample in samples:
-            self._sample = sample
-            yield f"{sample['__url__']}, {sample['__key__']}"
-
-    def _passes(self, shards: list[str], seed: int) -> Iterator[dict]:
+    def _passes(self, shards: list[str], seed: int) -> Iterator[Sample | BadSample]:
         """Yield the samples of one pass over this process's and worker's shards after the other."""
         for number in itertools.count():
             order = webdataset.SimpleShardList(shards, seed=derive_seed(seed, number))
-            own = webdataset.DataPipeline(
+            shards_of_part = webdataset.DataPipeline(
                 order, webdataset.split_by_node, webdataset.split_by_worker
             )
             empty = True
-            for shard in own:
-                for sample in self._samples(shard["url"], PATIENCE):
+            for shard in shards_of_part:
+                for sample in self._samples_in(shard["url"], PATIENCE):
                     yield sample
                     empty = False
             if empty:
@@ -182,7 +159,7 @@ class ShardStream(ImageSource):
                     f"{self.urls[0]} and the others that this process reads: no samples in them"
                 )
 
-    def _samples(self, url: str, patience: float) -> Iterator[dict]:
+    def _samples_in(self, url: str, patience: float) -> Iterator[Sample | BadSample]:
         """Yield the samples of a shard, which is read to its last byte."""
 
         def refuse(error: Exception):
@@ -198,8 +175,8 @@ class ShardStream(ImageSource):
                     dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain
                 )
                 count = 0
-                for sample in group_by_keys(files, handler=refuse):
-                    yield sample
+                for grouped in group_by_keys(files, handler=refuse):
+                    yield self._sample_of(grouped)
                     count += 1
                 if url in self.entries:
                     refuse_difference(url, file.offset, count, self.entries[url], self.record)
@@ -209,6 +186,24 @@ class ShardStream(ImageSource):
             ) from None
         except ValueError as error:
             raise UnreadableImage(str(error)) from None
+
+    def _sample_of(self, grouped: dict) -> Sample | BadSample:
+        """Take image and label out of what webdataset groups: the bytes of a sample's files by their endings."""
+        name = f"{grouped['__url__']}, {grouped['__key__']}"
+        text = "0"
+        if self.classes:
+            text = grouped.get("cls", b"")[:32].decode("ascii", "replace").strip()
+        if not text.isdigit() or int(text) >= max(1, len(self.classes)):
+            expected = f"expected a .cls of 0 to {len(self.classes) - 1}"
+            return BadSample(name, f"{name}: label {text!r}, {expected}")
+        endings = [ending for ending in IMAGE_EXTENSIONS if ending in grouped]
+        if not endings:
+            known = ", ".join(IMAGE_EXTENSIONS)
+            return BadSample(name, f"{name}: no image, which ends in {known}")
+        if len(endings) > 1:
+            problem = f"{name}: {endings[1]} is a second image of the same sample"
+            return BadSample(name, problem)
+        return Sample(name, grouped[endings[0]], int(text))
 
 
 class StreamedFile:
@@ -289,22 +284,3 @@ class StreamedFile:
         )
         absent = absent or isinstance(error, FileNotFoundError | PermissionError)
         return message_of(error).removeprefix(f"{self.url}: "), absent
-
-
-@dataclass(eq=False)
-class StreamedBatches(IterableDataset):
-    """Micro-batches of a `LabelledImages` of a `ShardStream`, made in the processes of a loader with `batch_size=None`.
-
-    A sample's augmentation, noise and timestep follow from the seed and its position, as in the exact order.
-    """
-
-    dataset: Dataset
-    batches: StepBatches
-    collate: Callable[[list[dict]], dict]
-
-    def __iter__(self):
-        info, images, batches = get_worker_info(), self.dataset, self.batches
-        worker, workers = (info.id, info.num_workers) if info else (0, 1)
-        names = images.source.names(images.seed, batches.start, batches.world * workers)
-        for positions in itertools.islice(batches.positions(), worker, None, workers):
-            yield self.collate([images.item(position, names) for position in positions])

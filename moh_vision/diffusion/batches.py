@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from moh_vision.data.batches import LabelledImages, image_transform
+from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.diffusion.latents.vae import sample_posterior
 from moh_vision.engine.seeds import Stream, derive_seed
 
@@ -25,7 +26,7 @@ class NoisedImages(LabelledImages):
 
     def __init__(
         self,
-        source,
+        source: Source,
         transform: Callable,
         seed: int,
         draw: Callable[[np.random.Generator], float],
@@ -34,26 +35,24 @@ class NoisedImages(LabelledImages):
         flip: bool = False,
     ):
         super().__init__(source, transform, seed)
-        self.draw, self.label_drop, self.noise_shape, self.flip = (
-            draw,
-            label_drop,
-            noise_shape,
-            flip,
-        )
+        self.draw = draw
+        self.label_drop = label_drop
+        self.noise_shape = noise_shape
+        self.flip = flip
 
-    def item(self, position: int, numbers: Iterator) -> dict:
-        sample = super().item(position, numbers)
-        if "images" not in sample:
-            return sample
+    def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
+        item = super().item(position, samples)
+        if "images" not in item:
+            return item
         # An own stream: other draws in the augmentation leave these as they are.
         rng = np.random.Generator(
             np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION))
         )
-        sample["timesteps"] = self.draw(rng)
+        item["timesteps"] = self.draw(rng)
         if rng.random() < self.label_drop:
-            sample["labels"] = len(self.source.classes)
-        sample["noise"] = torch.from_numpy(rng.standard_normal(self.noise_shape, dtype=np.float32))
-        return sample
+            item["labels"] = len(self.source.classes)
+        item["noise"] = torch.from_numpy(rng.standard_normal(self.noise_shape, dtype=np.float32))
+        return item
 
 
 def posterior_draw(seed: int, position: int, shape: tuple[int, int, int]) -> tuple[bool, Tensor]:
@@ -65,27 +64,23 @@ def posterior_draw(seed: int, position: int, shape: tuple[int, int, int]) -> tup
 class NoisedLatents(NoisedImages):
     """`NoisedImages` of a `LatentCache`, whose images are scaled draws from stored posteriors, float32."""
 
-    def read(self, number: int) -> Tensor:
-        return self.source.moments(number)
-
-    def item(self, position: int, numbers: Iterator) -> dict:
-        sample = super().item(position, numbers)
-        if "images" in sample:
+    def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
+        item = super().item(position, samples)
+        if "images" in item:
             mirrored, noise = posterior_draw(self.seed, position, self.noise_shape)
-            moments = sample["images"][int(mirrored and self.flip)]  # [2C, h, w]
-            sample["images"] = sample_posterior(moments, noise, self.source.space)
-        return sample
+            moments = item["images"][int(mirrored and self.flip)]  # [2C, h, w]
+            item["images"] = sample_posterior(moments, noise, self.source.space)
+        return item
 
 
 class ImagesToEncode(NoisedImages):
     """`NoisedImages` for a VAE, with posterior_noise [C, h, w]."""
 
-    def item(self, position: int, numbers: Iterator) -> dict:
-        sample = super().item(position, numbers)
-        if "images" in sample:
-            mirrored, sample["posterior_noise"] = posterior_draw(
-                self.seed, position, self.noise_shape
-            )
+    def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
+        item = super().item(position, samples)
+        if "images" in item:
+            mirrored, noise = posterior_draw(self.seed, position, self.noise_shape)
+            item["posterior_noise"] = noise
             if mirrored and self.flip:
-                sample["images"] = sample["images"].flip(-1)
-        return sample
+                item["images"] = item["images"].flip(-1)
+        return item

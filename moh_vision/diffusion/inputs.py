@@ -8,8 +8,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
-from moh_vision.data.batches import BadSamples, evaluation_batches, evenly_spread
-from moh_vision.data.sources import first_size
+from moh_vision.data.batches import BadSamples, evaluation_loader, evenly_spread
+from moh_vision.data.sources import Source, first_size
 from moh_vision.data.splits import is_latent_cache, open_source
 from moh_vision.data.stream import ShardStream
 from moh_vision.diffusion.batches import ImagesToEncode, NoisedImages, NoisedLatents, cropped
@@ -67,14 +67,14 @@ class PixelInputs:
     space: LatentSpace | None = None
     vae: nn.Module | None = None
 
-    def __init__(self, source, img_size: int, augment: str):
+    def __init__(self, source: Source, img_size: int, augment: str):
         self.source, self.channels = source, source.channels
         self.img_size, self.augment = img_size, augment
         self.colours: int | None = source.channels
         self.transform: Callable = cropped(augment, img_size, source.channels)
 
     def dataset(self, seed: int, draw: Callable, label_drop: float) -> NoisedImages:
-        """Return the data set that `training_batches` takes."""
+        """Return the data set that `training_loader` takes."""
         shape = (self.channels, self.img_size, self.img_size)
         return self.noised(
             self.source, self.transform, seed, draw, label_drop, shape, self.augment == "flip"
@@ -97,7 +97,7 @@ class PixelInputs:
         Sample i always has the timestep and noise of (0, i); no label is dropped.
         """
         slices = evenly_spread(len(self.source), count)
-        for batch in evaluation_batches(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
+        for batch in evaluation_loader(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
             batch = self.encoded_on_cpu(batch, accelerator)
             noisy = objective.add_noise(*(batch[name] for name in ("images", "noise", "timesteps")))
             yield noisy, batch["timesteps"], batch["labels"]
@@ -162,7 +162,7 @@ class EncodedInputs(PixelInputs):
 
     noised = ImagesToEncode
 
-    def __init__(self, source, vae: str, img_size: int, augment: str, device):
+    def __init__(self, source: Source, vae: str, img_size: int, augment: str, device):
         self.vae = load_vae(vae).to(device)
         self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
         super().__init__(source, self.space.side(img_size, "data.img_size"), augment)

@@ -20,8 +20,8 @@ from moh_vision.diffusion.loading import make_pipeline, open_model, open_pipelin
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sample import Drawing
 from moh_vision.diffusion.task import DiffusionTask
-from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.opened import Opened
+from moh_vision.engine.command_line import SavedConfig, parse_config
+from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.ranks import say
 
 KEPT = (
@@ -142,23 +142,32 @@ def open_run(
     name: str | None,
     scores: bool,
     command: str,
-    **_,
+    saved: SavedConfig | None,
 ) -> OpenedDiffusion:
     """See `moh_vision.open_run`. Options: of `OpenedDitConfig`, or with `scores` of sample.py."""
-    opened = {}
     if scores:
-        config = parse_scored(path, options, command)
-        opened["pipeline"], metadata = open_pipeline(config)
-        model = opened["pipeline"].transformer
+        for option, value in (("name", name), ("weights", weights)):
+            if value:
+                raise ValueError(
+                    f"{option} {value!r} has no effect: the options say what is scored"
+                )
+        config = parse_scored(path, options, command, saved)
+        pipe, metadata = open_pipeline(config)
+        model = pipe.transformer.to(device or "cpu")
+        return OpenedDiffusion(config, model, metadata, dict(pipeline=pipe))
+    config = OpenedDitConfig(checkpoint=path)
+    if not name and not Path(path, "model_index.json").is_file():
+        asked = ["--checkpoint", path, *options]
+        config = parse_config(OpenedDitConfig, asked, command, saved)
     else:
-        config = OpenedDitConfig(checkpoint=path)
-        if not name and not Path(path, "model_index.json").is_file():
-            config = parse_config(OpenedDitConfig, ["--checkpoint", path, *options], command)
-        model, metadata = open_model(path, name, weights or "ema")
-    return OpenedDiffusion(config, model.to(device or "cpu"), metadata, opened)
+        refuse_options(options, f"{path} is of no run, whose data they would change")
+    model, metadata = open_model(path, name, weights or "ema")
+    return OpenedDiffusion(config, model.to(device or "cpu"), metadata)
 
 
-def parse_scored(path: str, options: Sequence[str], command: str) -> SampleConfig:
+def parse_scored(
+    path: str, options: Sequence[str], command: str, saved: SavedConfig | None
+) -> SampleConfig:
     """Read options of sample.py, for scores of samples that are not kept."""
     given = {
         option.partition("=")[0].replace("-", "_").removeprefix("__")
@@ -170,4 +179,4 @@ def parse_scored(path: str, options: Sequence[str], command: str) -> SampleConfi
             raise ValueError(f"{name} has no effect: the samples are scored and not kept")
     if "score" not in given:
         raise ValueError("--score REFERENCE is needed, as sample.py takes it")
-    return parse_config(SampleConfig, ["--checkpoint", path, *options], command)
+    return parse_config(SampleConfig, ["--checkpoint", path, *options], command, saved)

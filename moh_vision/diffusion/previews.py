@@ -32,9 +32,10 @@ LONG = 10  # seconds that drawing may take before it is said how long it takes
 ROWS, COLUMNS = 10, 10  # the most classes that have a row each, and images a row
 
 
-def open_drawings(run, inputs, model: nn.Module, objective: nn.Module) -> list["Samples"]:
+def open_drawings(setup, inputs, model: nn.Module, objective: nn.Module) -> list["Samples"]:
     """Open the previews and the scores of a run, of its EMA weights if any."""
-    config, accelerator = run.config, run.accelerator
+    config = setup.config
+    accelerator = setup.accelerator
     sections, last = (config.preview, config.score), config.max_steps
     for c in sections:
         if c.every > last:
@@ -126,10 +127,10 @@ class Samples:
 class Previews(Samples):
     """Pictures, RUN/previews/step_N.png."""
 
-    def draw(self, model: nn.Module, run) -> None:
+    def draw(self, model: nn.Module, loop) -> None:
         """Write a grid on the log's process, and log its images; a failure is counted, not raised."""
-        c, log, every = self.config, run.log, range(self.config.images)
-        path, starts = run.folder / "previews" / f"step_{run.done}.png", every[::BATCH]
+        c, log, every = self.config, loop.log, range(self.config.images)
+        path, starts = loop.folder / "previews" / f"step_{loop.done}.png", every[::BATCH]
         on_step = self.announce(log, len(starts))
         try:
             images = torch.cat([self.sample(model, every[i : i + BATCH], on_step) for i in starts])
@@ -146,10 +147,10 @@ class Previews(Samples):
                     draw_class_rows(images.__getitem__, *how)
                 else:
                     draw_image_grid(images, min(c.columns or COLUMNS, c.images), str(path))
-                log.pictures(run.done, "samples", images)
+                log.pictures(loop.done, "samples", images)
                 how = f"{self.sampler}, {c.steps} steps, {c.guidance}"
-                if run.ema:
-                    how = f"{how}, {run.averaged}"
+                if loop.ema:
+                    how = f"{how}, {loop.averaged}"
                 log.say(f"preview ({how}): {path}")
         except Exception as error:  # any error: a picture must not end the training
             self.failed += 1
@@ -162,17 +163,17 @@ class Scores(Samples):
 
     scorer: Callable | None = None
 
-    def draw(self, model: nn.Module, run) -> None:
+    def draw(self, model: nn.Module, loop) -> None:
         """Log scores of samples that the processes share; a failure is counted and logged."""
-        c, accelerator, folder = self.config, run.accelerator, run.folder / ".scoring"
+        c, accelerator, folder = self.config, loop.accelerator, loop.folder / ".scoring"
         clear = partial(by_main, partial(shutil.rmtree, folder, ignore_errors=True), accelerator)
-        open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=run.done))
+        open_parts = partial(ImageParts, folder, c.images, BATCH, dict(step=loop.done))
         drawn = []
 
         def draw_own() -> None:
             parts = open_parts()
             own = parts.missing(accelerator)
-            on_step = self.announce(run.log, len(own))
+            on_step = self.announce(loop.log, len(own))
             for batch in own:
                 parts.add(batch, self.sample(model, parts.numbers(batch), on_step))
 
@@ -197,5 +198,5 @@ class Scores(Samples):
         clear()
         self.failed += bool(problem)
         scores, text = (dict(error=problem), f"no scores: {problem}") if problem else drawn
-        of = f" ({run.averaged})" if run.ema else ""
-        run.event({"scores": scores}, f"scores after {run.done} steps{of}:\n{text}")
+        of = f" ({loop.averaged})" if loop.ema else ""
+        loop.event({"scores": scores}, f"scores after {loop.done} steps{of}:\n{text}")

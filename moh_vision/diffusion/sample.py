@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 
 from moh_vision.attention import head_budget
-from moh_vision.attention import settings as attention
+from moh_vision.attention.measure import collect, measured_table
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import (
@@ -35,6 +35,7 @@ from moh_vision.diffusion.loading import find_checkpoint, open_guide, open_pipel
 from moh_vision.diffusion.objectives import NUM_TIMESTEPS
 from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
+from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import keep_settings
 from moh_vision.engine.cli import refuse_unwritable
 from moh_vision.engine.command_line import parse_config
@@ -43,7 +44,6 @@ from moh_vision.engine.io import only_one, sha256_of, step_of, tensor_files
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
 from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import by_main, say
-from moh_vision.engine.run import finish, make_accelerator
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> None:
         )
         # All processes have looked at what is there when one of them begins to write.
         by_main(lambda: held.enter_context(only_one(parts.folder, "samples in")), accelerator)
-        kept = keep_settings(attention, parts.folder, accelerator, held)
+        kept = keep_settings(parts.folder, accelerator, held)
         if kept and kept.settle(build=True):
             raise ValueError(
                 f"{parts.folder} was begun otherwise: {'; '.join(kept.refused)}; delete it to start over"
@@ -286,13 +286,11 @@ class Drawing:
             weak = model if isinstance(self.weak, str) else self.weak
             passes.append((weak, self.one_pass(size, weak_predict(model, self.weak))))
         for _ in range(2 if todo else 0):  # the first time also warms up
-            forward = sum(
-                attention.collect(calls, of, one_pass, training=False) for of, one_pass in passes
-            )
+            forward = sum(collect(calls, of, one_pass, training=False) for of, one_pass in passes)
         short = not todo or forward * todo * len(self.pipe.scheduler.timesteps) < WORTH_MEASURING
         empty = ({}, "") if short else None
         kept.measure(
-            lambda: empty or attention.measured_table(calls, forward),
+            lambda: empty or measured_table(calls, forward),
             parts.folder,
             self.accelerator,
         )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from moh_vision.data.batches import LabelledImages, evaluation_batches, image_transform
+from moh_vision.data.batches import LabelledImages, evaluation_loader, image_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.data.splits import match_classes
 from moh_vision.diffusion.config import SampleConfig
@@ -43,7 +43,7 @@ class ClassifierScores:
             "none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels]
         )
         slices = rank_slice(len(source), 0, 1, parts.batch_size)
-        real = evaluation_batches(LabelledImages(source, transform, 0), slices, 0)
+        real = evaluation_loader(LabelledImages(source, transform, 0), slices, 0)
         as_read = (
             [transform(v2.functional.to_pil_image(x)) for x in batch]
             for _, batch in parts.batches()

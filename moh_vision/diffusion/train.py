@@ -10,10 +10,9 @@ from pathlib import Path
 from accelerate.utils import send_to_device
 from torch import nn
 
-from moh_vision.attention import settings
 from moh_vision.data import splits
-from moh_vision.data.batches import BadSamples, check_images_fit, training_batches
-from moh_vision.data.order import StepBatches
+from moh_vision.data.batches import BadSamples, check_images_fit, training_loader
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import DataRecord, is_latent_cache
 from moh_vision.data.stream import open_stream
 from moh_vision.diffusion.config import DitConfig
@@ -21,20 +20,24 @@ from moh_vision.diffusion.inputs import open_inputs
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.previews import open_drawings
 from moh_vision.diffusion.task import Alignment, DiffusionTask
+from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
-from moh_vision.engine.run import Run
+from moh_vision.engine.run_setup import RunSetup, set_up_run
+from moh_vision.engine.wings import DIFFUSION
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
-from moh_vision.models.set_up import set_up_model
+from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
-def train(run: Run) -> None:
-    config, accelerator = run.config, run.accelerator
+def train(setup: RunSetup) -> None:
+    config = setup.config
+    accelerator = setup.accelerator
     d, o = config.data, config.optim
 
     # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
@@ -45,35 +48,42 @@ def train(run: Run) -> None:
         stream = open_stream(d, config.given, accelerator)
         inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, accelerator.device, stream)
     source, classes = inputs.source, inputs.source.classes
-    check_images_fit("data.img_size", d.img_size, inputs.colours or 1, run.micro_batch)
+    check_images_fit("data.img_size", d.img_size, inputs.colours or 1, setup.micro_batch)
     say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
     splits.say_transparent(f"data.root {d.root}", dict(train=source), say)
 
-    # ---------------------------------------------------------------- objective and model
+    # ---------------------------------------------------------------- lock the folder; objective and model
+    span = setup.find_checkpoint(config.max_steps)
     objective = make_objective(config.tree())
     decided = dict(img_size=inputs.img_size, in_chans=inputs.channels, num_classes=len(classes))
     decided["learn_sigma"] = config.learn_sigma and objective.name == "noise"
     decided["predict"] = getattr(objective, "predict", None)
     arguments |= config.model.decided(**decided)
-    model, elastic = set_up_model(run, "diffusion", name, arguments, classes, config.max_steps)
+    model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
+    check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
+    model = model_setup.model
     origin = config.model.pretrained or config.init_from
     now = objective_said(config.tree())
-    before = trained_objective(origin) if origin and not run.checkpoint else now
+    before = trained_objective(origin) if origin and not span.checkpoint else now
     if before != now:
         say(f"{origin} was trained with objective {before}, this run with {now}")
     teacher, alignment = None, None
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
-    run.take_model(model, mae_routers(model), elastic, alignment)
+    # The projector of REPA is trained, too; it is auxiliary: checkpoints keep it, exported weights do not.
+    trained = nn.ModuleList([model, alignment]) if alignment else model
+    descent = BlockDescent(
+        accelerator, trained, mae_routers(model), config.compile, config.block_descent
+    )
 
-    # ---------------------------------------------------------------- previews, batches, calibration; opens the run
-    drawings = open_drawings(run, inputs, model, objective)
-    batches = StepBatches(
-        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **run.portion()
+    # ---------------------------------------------------------------- previews, order, calibration
+    drawings = open_drawings(setup, inputs, model, objective)
+    sampler = PositionSampler(
+        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **setup.portion(span)
     )
     unreadable = BadSamples(len(source), d.max_bad_fraction)
-    if config.calibrate_images and not run.checkpoint and not config.dry_run:
+    if config.calibrate_images and not span.checkpoint and not config.dry_run:
         seen = inputs.calibration_batches(
             objective, config.calibrate_images, unreadable, accelerator
         )
@@ -84,21 +94,25 @@ def train(run: Run) -> None:
     if inputs.space:
         frozen["vae"] = (inputs.space.name, inputs.space.sha256)
     data = DataRecord(d.root, config.allow_change, train=source)
-    run.open(data, FrozenRecord(config.allow_change, frozen))
+
+    # ---------------------------------------------------------------- from here on the folder is the run's
+    records = [data, FrozenRecord(config.allow_change, frozen)]
+    folder = setup.open_folder(span, records, model_setup.description)
     if config.dry_run:
-        return inputs.space and say(inputs.describe_vae())
+        if inputs.space:
+            say(inputs.describe_vae())
+        return
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())
-    optimizer = make_optimizer(nn.ModuleList([model, alignment]) if alignment else model, o)
+    optimizer = make_optimizer(trained, o)
     teacher = teacher and teacher.to(accelerator.device)
     metadata = dict(
         architecture=name,
-        arguments=arguments,
+        arguments=model_setup.arguments,
         classes=classes,
         vae=inputs.space and vars(inputs.space),
     )
-    run.prepare(task, optimizer, metadata, title="diffusion", ema=config.ema, unreadable=unreadable)
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
@@ -109,18 +123,32 @@ def train(run: Run) -> None:
                 targets["teacher_tokens"] = teacher.tokens(batch["images"])  # [B, N, D]
         return inputs.encode(batch, accelerator.autocast()) | targets
 
-    dataset = inputs.dataset(config.seed, objective.draw, config.label_drop)
-    stream = map(on_device, training_batches(dataset, batches, d.workers, unreadable))
-    for step in run.steps():
-        run.step(stream, epoch=step * o.batch_size // len(source), count=o.batch_size)
-        if run.logs():
-            v = run.averages()
-            failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}
-            run.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **failed)
-        run.save()
-        for drawn in drawings:
-            if run.due(drawn.config.every, at_end=True):
-                drawn.draw(run.ema.module if run.ema else run.model, run)
+    images = inputs.dataset(config.seed, objective.draw, config.label_drop)
+    with start_loop(
+        setup,
+        span,
+        folder,
+        descent,
+        task,
+        optimizer,
+        metadata,
+        title="diffusion",
+        ema=config.ema,
+        elastic=model_setup.elastic,
+        unreadable=unreadable,
+    ) as loop:
+        loader = training_loader(images, sampler, d.workers, unreadable, prepare=on_device)
+        batches = iter(loader)
+        for step in loop.steps():
+            loop.step(batches, epoch=step * o.batch_size // len(source), count=o.batch_size)
+            if loop.logs():
+                v = loop.averages()
+                failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}
+                loop.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **failed)
+            loop.save()
+            for drawn in drawings:
+                if loop.due(drawn.config.every, at_end=True):
+                    drawn.draw(loop.ema.module if loop.ema else loop.model, loop)
 
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
@@ -159,8 +187,8 @@ def objective_said(config: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Run("train_dit.py", DitConfig, argv, settings) as run:
-        train(run)
+    with set_up_run(DIFFUSION.script, DitConfig, argv) as setup:
+        train(setup)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
+from moh_vision.attention.executors import measured
+from moh_vision.attention.kernels import build as operators
 from moh_vision.engine.config import KEPT_KEYS
 from moh_vision.engine.errors import BUILD, MISTAKES
 from moh_vision.engine.io import write_whole
@@ -17,16 +19,14 @@ RECORD = "attention.json"
 PATH, TABLE = KEPT_KEYS
 
 
-def keep_settings(
-    attention, folder: Path | None, accelerator, held: ExitStack, allowed: Collection[str] = ()
-):
+def keep_settings(folder: Path | None, accelerator, held: ExitStack, allowed: Collection[str] = ()):
     """Return an `AttentionRecord` that holds until `held` is closed; None on a device without operators."""
     device = accelerator.device.type
-    if device not in attention.PATHS:
+    if device not in operators.PATHS:
         return None
-    held.callback(attention.use_table, None)
-    held.callback(attention.use, None)
-    return AttentionRecord(attention, folder, allowed, device)
+    held.callback(measured.use_table, None)
+    held.callback(operators.use, None)
+    return AttentionRecord(folder, allowed, device)
 
 
 class AttentionRecord:
@@ -36,17 +36,17 @@ class AttentionRecord:
     `allowed`, keys of --allow-change. `table` is None until `measure`; `refused` names unusable ones, `line` what runs.
     """
 
-    def __init__(
-        self, attention, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"
-    ):
-        self.attention, self.folder = attention, folder
-        self.allowed, self.device = allowed, device
+    def __init__(self, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):
+        self.folder = folder
+        self.allowed = allowed
+        self.device = device
         self.settle()
 
     def settle(self, build: bool = False) -> list[str]:
         """Decide the settings; return what is refused. With `build`, build missing operators for a CPU first."""
-        attention, device, here = self.attention, self.device, {}
-        attention.use(None)
+        device = self.device
+        here: dict = {}  # what this process has
+        operators.use(None)
 
         def kept(key: str):
             return (
@@ -59,7 +59,7 @@ class AttentionRecord:
             if os.environ.setdefault(BUILD, "later") == "later" and build and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
             here.update(
-                path=attention.path(device), line=attention.about(device), off=attention.off()
+                path=operators.path(device), line=operators.about(device), off=measured.off()
             )
 
         problem = attempt(look, MISTAKES)
@@ -68,7 +68,7 @@ class AttentionRecord:
         ranks = gather_object([here])
         here, self.line, self.refused = ranks[0], ranks[0]["line"], []
         # Operators of another kind of device are ignored: the bits differ anyway.
-        kept_path = kept(PATH) if kept(PATH) in attention.PATHS[device] else None
+        kept_path = kept(PATH) if kept(PATH) in operators.PATHS[device] else None
         self.path, self.table = kept_path or here["path"], kept(TABLE)
         if self.table is None and here["off"]:
             self.table = {}
@@ -85,9 +85,9 @@ class AttentionRecord:
                 f"{plain}, as {self.folder} began; --allow-change {PATH} takes the operators"
             )
         if not self.refused:
-            attention.use(self.path)
+            operators.use(self.path)
             try:
-                attention.use_table(self.table or {})
+                measured.use_table(self.table or {})
             except ValueError as error:  # of another version or card
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
@@ -95,7 +95,7 @@ class AttentionRecord:
     def measure(self, make: Callable[[], tuple[dict, str]], folder: Path, accelerator) -> None:
         """Take the main process's table, with a line for the user or "", and write it into a folder."""
         self.table, line = from_first(make)
-        self.attention.use_table(self.table)
+        measured.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)
         if line:
             say(line)

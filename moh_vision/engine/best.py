@@ -12,10 +12,18 @@ BEST = "best.safetensors"
 
 
 class Best:
-    """The best validation of a run: of the lowest "loss", or the highest other score `key`; patience 0 never ends it."""
+    """The best validation of a run, by one score.
 
-    def __init__(self, key: str, patience: int = 0):
-        self.key, self.patience = key, patience
+    Args:
+        key: the score. The lowest "loss" is the best, and of any other score the highest.
+        patience: after so many validations in a row without a better one the run ends; 0: it never does.
+        write: keep the weights of the best validation in OUTPUT/best.safetensors.
+    """
+
+    def __init__(self, key: str, patience: int = 0, write: bool = True):
+        self.key = key
+        self.patience = patience
+        self.write = write
         self.value: float | None = None
         self.step, self.waited = 0, 0
 
@@ -34,10 +42,10 @@ class Best:
         elif step > self.step:
             self.waited += 1
 
-    def replay(self, run: Path, start: int, from_file: bool) -> Self:
-        """Resume from a run's log until step `start`, and with `from_file` from best.safetensors."""
+    def replay(self, run: Path, start: int) -> Self:
+        """Resume from a run's log until step `start`, and from best.safetensors where weights are written."""
         file = run / BEST
-        if from_file and file.exists():
+        if self.write and file.exists():
             try:
                 metadata = TensorFiles(file).metadata
                 self.value, self.step = metadata[f"best_{self.key}"], metadata["step"]
@@ -46,7 +54,7 @@ class Best:
                     f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
                 ) from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
-            self.take(step, value, not from_file and self.better(value))
+            self.take(step, value, not self.write and self.better(value))
         return self
 
     @property

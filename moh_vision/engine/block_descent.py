@@ -32,16 +32,22 @@ class Phase:
     gates: Sequence[nn.Parameter]  # those that move here, unseen by DistributedDataParallel
     statistics: list[tuple[Tensor, Tensor]]  # buffers of all gates, and earlier copies of them
 
-    def update(self, updater, step: int, losses: list[dict]) -> tuple[float, bool]:
-        """Call an `Updater`; an update that is skipped also restores the statistics."""
-        # Exact all-reduce of few numbers; DistributedDataParallel would send all weights.
+    @property
+    def clipped(self) -> bool:
+        """Whether the gradients are clipped; gates learn by their own SGD, without."""
+        return not self.gates
+
+    def average_gates(self) -> None:
+        """Average the gates' gradients over all processes; every process calls it.
+
+        An exact all-reduce of few numbers: DistributedDataParallel would send all weights.
+        """
         average_over_processes([p.grad for p in self.gates if p.grad is not None])
-        clip_norm = 0.0 if self.gates else None
-        norm, updated = updater(self.task, self.optimizer, step, losses, clip_norm=clip_norm)
-        if not updated:
-            for buffer, before in self.statistics:
-                buffer.copy_(before)
-        return norm, updated
+
+    def restore_statistics(self) -> None:
+        """Undo what the forward passes of an update that is skipped did to batch statistics."""
+        for buffer, before in self.statistics:
+            buffer.copy_(before)
 
 
 class BlockDescent:

@@ -21,7 +21,8 @@ from moh_vision.engine.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 
-WEIGHTS, BESIDE, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
+# Names of files. An auxiliary module, such as REPA's projector, is trained beside the model and exported nowhere.
+WEIGHTS, AUXILIARY, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
 MODEL = "model."  # prefix of the model's tensors in the task
 
 
@@ -49,7 +50,7 @@ class TrainingState:
         weights = {WRAPPED.sub("", name): tensor for name, tensor in _once(self.task).items()}
         files = {
             WEIGHTS: {n.removeprefix(MODEL): t for n, t in weights.items() if n.startswith(MODEL)},
-            BESIDE: {n: t for n, t in weights.items() if not n.startswith(MODEL)},
+            AUXILIARY: {n: t for n, t in weights.items() if not n.startswith(MODEL)},
             OPTIMIZER: {},
         }
         optimizers = []
@@ -101,7 +102,8 @@ class TrainingState:
             files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
             stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}
             _load(
-                self.task, stored | {name: (files[BESIDE], name) for name in files[BESIDE].shapes}
+                self.task,
+                stored | {name: (files[AUXILIARY], name) for name in files[AUXILIARY].shapes},
             )
             for number, (optimizer, began) in enumerate(
                 zip(self.optimizers, record["optimizers"], strict=True)

@@ -10,12 +10,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from moh_vision.engine.errors import message_of, nearest, reason_of
-from moh_vision.engine.io import run_of
+from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.keys import (
     Key,
     Section,
@@ -51,11 +51,38 @@ class _Asked(Section):
     """KEY ...: the whole text of keys or sections."""
 
 
-def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
+class SavedConfig(NamedTuple):
+    """The config.yaml of a run, read once for all who need it.
+
+    Attributes:
+        file: where it is.
+        text: as it is written.
+        values: of the text; a mapping, if it is as a run writes it.
+    """
+
+    file: Path
+    text: str
+    values: Any
+
+
+def saved_config(run: Path) -> SavedConfig | None:
+    """Read the config.yaml in a folder; None if there is none."""
+    file = run / CONFIG
+    if not file.is_file():
+        return None
+    _refuse_large(file, str(file))
+    text = file.read_text("utf-8", "surrogateescape")  # YAML refuses broken UTF-8
+    return SavedConfig(file, text, load(text, str(file)))
+
+
+def parse_config(
+    kind: type, argv: list[str] | None, prog: str, saved: SavedConfig | None = None
+) -> Any:
     """Read the command line of a script into a configuration: options override files, later files earlier ones.
 
     With `kind.runs`, the configuration of the run in --checkpoint is read without a --config, and keys in files that
-    `kind` lacks are left out. A key without effect beside the others (see `idle_keys`) is refused.
+    `kind` lacks are left out. A key without effect beside the others (see `idle_keys`) is refused. The file `saved` has
+    been read already.
     """
     keys, asked, runs = keys_of(kind), keys_of(_Asked), kind.runs
     files: list[str] = []
@@ -72,16 +99,18 @@ def parse_config(kind: type, argv: list[str] | None, prog: str) -> Any:
     if "help" in options:
         say(help_text(prog, kind, options["help"]))
         raise SystemExit(0)
-    saved = (
-        run_of(options["checkpoint"]) / "config.yaml"
-        if runs and options.get("checkpoint")
-        else None
-    )
-    if not files and saved and saved.is_file():
-        files = [str(saved)]
+    if runs and options.get("checkpoint") and not files:
+        of_run = run_of(options["checkpoint"]) / CONFIG
+        files = [str(of_run)] if of_run.is_file() else []
     known = keys_of(runs) | keys if runs else keys
-    entries = (_read(file, known, "" if runs else prog) for file in files)
-    of_files = [entry for file in entries for entry in file if entry[0] in keys]
+    script = "" if runs else prog
+    of_files = []
+    for file in files:
+        if saved is not None and Path(file) == saved.file:
+            entries = _entries(saved.values, saved.file, known, script)
+        else:
+            entries = _read(file, known, script)
+        of_files += [entry for entry in entries if entry[0] in keys]
     values = {name: value for name, value, _ in of_files}
     places = {name: place for name, _, place in of_files}
     prints = options.pop("print_config", False)
@@ -313,11 +342,21 @@ def _read(
         raise ValueError(
             f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}"
         )
-    if path.stat().st_size > MAX_BYTES:
-        raise ValueError(
-            f"{option} {path}: {path.stat().st_size} bytes, a configuration has at most {MAX_BYTES}"
-        )
-    tree = load_tree(path, option)
+    _refuse_large(path, f"{option} {path}")
+    yield from _entries(load_tree(path, option), path, keys, prog, upon)
+
+
+def _refuse_large(path: Path, where: str) -> None:
+    size = path.stat().st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"{where}: {size} bytes, a configuration has at most {MAX_BYTES}")
+
+
+def _entries(
+    tree: dict, path: Path, keys: dict[str, Key], prog: str, upon: int = 0
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted key, value, file) of the keys and values of a file, its base's first."""
+    tree = dict(tree)
     base = tree.pop("base", None)
     if base is not None:
         if not isinstance(base, str) or upon >= MAX_DEPTH:

@@ -90,6 +90,22 @@ def reason_of(error: BaseException) -> str:
     return message_of(error)[:300]
 
 
+def missing_package(name: str) -> str:
+    """Return which extra brings a package of EXTRAS that is not installed."""
+    return f"the package {name} is missing: pip install 'moh_vision[{EXTRAS[name]}]'"
+
+
+@contextlib.contextmanager
+def extra_named():
+    """Name the extra that brings a missing package in the ModuleNotFoundError of imports."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        raise ModuleNotFoundError(missing_package(error.name), name=error.name) from error
+
+
 @contextlib.contextmanager
 def user_errors(
     command: str,
@@ -112,7 +128,7 @@ def user_errors(
         if isinstance(error, ModuleNotFoundError):
             if error.name not in EXTRAS:
                 raise
-            text = f"the package {error.name} is missing: pip install 'moh_vision[{EXTRAS[error.name]}]'"
+            text = missing_package(error.name)
         # Once on every machine: a folder may be missing on one of them.
         if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             rank = os.environ.get("RANK", "0")

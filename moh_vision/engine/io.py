@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
+CONFIG = "config.yaml"  # what a run was started with
 LOCK = ".lock"
 # What DDP and torch.compile put into the names of tensors, in either order; torch.compile also of a single block.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
@@ -49,7 +50,7 @@ def run_of(path: str | Path) -> Path:
 def step_of(folder: Path) -> int | None:
     """Return N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
     match = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
-    return int(match[2]) if match and Path(match[1], "config.yaml").is_file() else None
+    return int(match[2]) if match and Path(match[1], CONFIG).is_file() else None
 
 
 def by_age(parent: Path) -> list[tuple[int, Path]]:

@@ -8,7 +8,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from moh_vision.engine.run import make_accelerator
+from moh_vision.engine.accelerator import make_accelerator
+
+
+def refuse_options(options: Sequence[str], why: str) -> None:
+    """Raise ValueError, naming the first, if there are options where none has an effect."""
+    names = [option for option in options if option.startswith("--")]
+    if names:
+        raise ValueError(f"{names[0].partition('=')[0]} has no effect: {why}")
 
 
 @dataclass

@@ -2,21 +2,44 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from moh_vision.engine.command_line import dump, load_tree
-from moh_vision.engine.io import LOCK, hidden_path, only_one, write_whole
+from moh_vision.engine.io import CONFIG, LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
 from moh_vision.engine.step_folders import resume_point
 
-CONFIG = "config.yaml"
 IN_NO_RUN = {LOCK, hidden_path(Path(CONFIG)).name}  # left by a killed start
 
 
+@dataclass(frozen=True)
+class OpenFolder:
+    """A run's folder that is open: it is locked, and what it holds fits the run.
+
+    Args:
+        path: the folder, as --output says it.
+        config: the run's configuration.
+        records: with `save(folder)`, of data, frozen models and attention.
+        earlier: the configuration that a run that goes on had before; None for a new run.
+    """
+
+    path: Path
+    config: dict
+    records: Sequence
+    earlier: dict | None
+
+    def write_records(self) -> None:
+        """Write config.yaml and what else a run is compared with when it goes on."""
+        write_whole(self.path / CONFIG, dump(self.config))
+        for record in self.records:
+            record.save(self.path)
+
+
 class RunFolder:
-    """A run's folder, written by the main process.
+    """A run's folder before it is open, written by the main process.
 
     Args:
         output: the folder.
@@ -28,8 +51,11 @@ class RunFolder:
     def __init__(
         self, output: str, fresh: bool, accelerator, held: contextlib.ExitStack, dry: bool = False
     ):
-        self.output, self.fresh, self.dry = output, fresh, dry
-        self.accelerator, self.held = accelerator, held
+        self.output = output
+        self.fresh = fresh
+        self.dry = dry
+        self.accelerator = accelerator
+        self.held = held
         self.path = Path(output).resolve()
         self.saved = self.path / CONFIG
 
@@ -38,7 +64,7 @@ class RunFolder:
         """Whether the folder holds a run that is not moved aside."""
         return self.saved.exists() and not self.fresh
 
-    def take_up(self, max_steps: int) -> tuple[int, Path] | None:
+    def find_checkpoint(self, max_steps: int) -> tuple[int, Path] | None:
         """Lock an existing run; return the checkpoint to resume from, as `resume_point`."""
 
         def lock_it():
@@ -51,19 +77,25 @@ class RunFolder:
 
     def open(
         self, config: dict, changed: Callable, records: Sequence = (), attention=None, resumes=False
-    ) -> None:
-        """Make the folder, or open the locked one; refuse what is `changed` since its config.yaml.
+    ) -> OpenFolder:
+        """Make the folder, or open the locked one; refuse what has changed since its config.yaml.
 
-        What `attention`, an `AttentionRecord`, refuses counts as changed. A run that `resumes` calls `write_records`
-        itself, with its checkpoint loaded: an allowed change may not fit.
+        Args:
+            config: the run's configuration, for config.yaml.
+            changed: returns the differences to the earlier configuration, which it is given.
+            records: a `DataRecord`, a `FrozenRecord`; a run that goes on is compared with them.
+            attention: an `AttentionRecord`, if any; what it refuses counts as changed.
+            resumes: whether a checkpoint will be loaded. Then the caller writes the records, after that: a change
+                that is allowed may not fit the checkpoint.
         """
-        self.config = config
-        self.records = [*records, attention] if attention else [*records]
-        folder, there = self.path, self.goes_on
+        folder = self.path
+        there = self.goes_on
+        earlier = None
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
         if there:
-            differences = changed(load_tree(self.saved))
+            earlier = load_tree(self.saved)
+            differences = changed(earlier)
             list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
             differences += self._settle(attention, build=not differences)
             if differences and only_records(folder):
@@ -84,16 +116,25 @@ class RunFolder:
             )
         else:
             self._settle(attention, build=True)
+        saved_records = [*records, attention] if attention else [*records]
+        opened = OpenFolder(Path(self.output), config, saved_records, earlier)
         if self.dry:
-            return by_main(lambda: check_writable(folder), self.accelerator)
+            by_main(lambda: check_writable(folder), self.accelerator)
+            return opened
         self.accelerator.wait_for_everyone()  # all have looked before one writes
-        by_main(lambda: self._write(there, resumes), self.accelerator)
+        by_main(lambda: self._make(there), self.accelerator)
+        if not resumes:
+            by_main(opened.write_records, self.accelerator)
+        return opened
 
     def _settle(self, attention, build: bool) -> list[str]:
         """Settle an `AttentionRecord`, if there is one; return what it refuses."""
-        return attention.settle(build=build and not self.dry) if attention else []
+        if attention is None:
+            return []
+        return attention.settle(build=build and not self.dry)
 
-    def _write(self, there: bool, resumes: bool) -> None:
+    def _make(self, there: bool) -> None:
+        """Make the folder and lock it, unless it is `there` and locked; with `fresh` move an earlier one aside."""
         folder = self.path
         check_writable(folder)
         if self.fresh and folder.exists():
@@ -109,14 +150,6 @@ class RunFolder:
                 raise ValueError(
                     f"--output {self.output}: another process has begun a run there meanwhile; start again"
                 )
-        if not resumes:
-            self.write_records()
-
-    def write_records(self) -> None:
-        """Write config.yaml and what else a run is compared with when it goes on."""
-        write_whole(self.saved, dump(self.config))
-        for record in self.records:
-            record.save(self.path)
 
 
 def only_records(folder: Path) -> bool:

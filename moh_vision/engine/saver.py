@@ -1,6 +1,7 @@
 """Saves a run in the background, and lets it live on when a save fails."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,7 @@ class Saver:
     Attributes:
         failed: saves that failed since the process started.
         in_a_row: saves that failed since the last that did not.
+        told: whether a save has been announced; after the first one saves are silent.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Saver:
         self.main, self.run, self.state = accelerator.is_main_process, run, state
         self.keep, self.every, self.background = keep, every, background
         self.failed = self.in_a_row = 0
+        self.told = False
         self.problem: str | None = None
         self.writing: Future | None = None
         # The threads' own: what they tell each other does not meet what training sends.
@@ -64,9 +67,11 @@ class Saver:
         if self.writing and not self.writing.done():
             say(f"step {step} waits for the checkpoint that is being written")
         self.finish()
+        begun = time.monotonic()
         snapshot = self.state.snapshot()
         writer = ThreadPoolExecutor(1)
-        self.writing = writer.submit(self._work, step, snapshot, dict(metadata, step=step), last)
+        metadata = dict(metadata, step=step)
+        self.writing = writer.submit(self._work, step, snapshot, metadata, last, begun)
         writer.shutdown(wait=False)  # its thread ends with this save
         if last or not self.background:
             self.finish(last)
@@ -85,17 +90,33 @@ class Saver:
         if writing:
             writing.result()
 
-    def _work(self, *save) -> None:
-        step, *_, last = save
-        problem = self._write(*save)
-        self.problem = problem and f"{self.run}: step {step} could not be saved ({problem})"
-        self.failed += problem is not None
-        self.in_a_row = self.in_a_row + 1 if problem else 0
-        if problem and not last and self.in_a_row < MAX_FAILED_SAVES:
+    def _work(
+        self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool, begun: float
+    ) -> None:
+        problem = self._write(step, snapshot, metadata, last)
+        if problem is None:
+            self.problem = None
+            self.in_a_row = 0
+            self._tell(step, time.monotonic() - begun)
+            return
+        self.problem = f"{self.run}: step {step} could not be saved ({problem})"
+        self.failed += 1
+        self.in_a_row += 1
+        if not last and self.in_a_row < MAX_FAILED_SAVES:
             with contextlib.suppress(OSError):  # the log may be on the same full disk
                 say(
                     f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it"
                 )
+
+    def _tell(self, step: int, seconds: float) -> None:
+        """Say once what a save takes, so that save_every and keep_checkpoints can be chosen."""
+        if self.told or not self.main:
+            return
+        self.told = True
+        folder = self.run / "checkpoints" / f"step_{step}"
+        with contextlib.suppress(OSError):  # the log may be on a full disk
+            size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+            say(f"first save: {folder}, {size:.1f} MiB in {seconds:.1f} s")
 
     def _write(
         self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool

@@ -16,7 +16,9 @@ class StopSignals:
     """
 
     def __init__(self):
-        self.received, self.begun = 0, False
+        self.received = 0  # by this process; 0: none
+        self.stopped = 0  # what ended the run: a signal that any process received; 0: none
+        self.begun = False
         self.done: int | None = None  # steps of a finished run
         self._since, self._before = 0.0, {}
 

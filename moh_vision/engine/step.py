@@ -1,75 +1,18 @@
-"""One optimiser step: learning rate, phases, micro-batches, update, and numbers that are not finite."""
+"""Parts of an optimiser step: learning rate, clipping, and what processes must agree on before an update.
 
-import contextlib
+`training_loop.TrainingLoop.step` puts them together.
+"""
+
 import math
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
-from accelerate.utils import gather_object
+from torch import Tensor, nn
 
-from moh_vision.engine.block_descent import GATES, BlockDescent
 from moh_vision.engine.ranks import greatest
-from moh_vision.engine.seeds import derive_seed
 
 MAX_BAD_STEPS = 10
-
-
-class Step:
-    """Does one optimiser step of a task: every phase of `descent`, every micro-batch, the update."""
-
-    def __init__(
-        self,
-        config,
-        *,
-        descent: BlockDescent,
-        task,
-        optimizer,
-        learning_rate: Callable,
-        signals=None,
-        unreadable=None,
-    ):
-        self.descent, self.accelerator, self.learning_rate = (
-            descent,
-            descent.accelerator,
-            learning_rate,
-        )
-        self.accumulation, self.seed = config.optim.accumulation, config.seed
-        self.updater = Updater(self.accelerator, config.optim.clip_norm, signals, unreadable)
-        self.task, self.optimizer = descent.prepare(task, optimizer)
-        self.losses: list[dict] = []  # of the micro-batches of the last phase
-        self.norms: dict[str, float] = {}  # of the gradients, by phase
-
-    def __call__(self, number: int, batches: Iterable[dict], epoch: int, **more) -> bool:
-        """Do step `number`, whose micro-batches and `more` the task takes; return whether weights were updated."""
-        set_learning_rate(self.optimizer, self.learning_rate(number))
-        self.task.train()
-        accelerator, last = self.accelerator, self.accumulation - 1
-        self.norms.clear()
-        for phase in self.descent.phases(epoch, islice(batches, self.accumulation)):
-            self.losses = []
-            for micro, batch in enumerate(phase.batches):
-                # After the fetch, which draws too: dropout depends on seed, step, rank and phase alone.
-                torch.manual_seed(
-                    derive_seed(self.seed, number, micro, accelerator.process_index, *phase.salt)
-                )
-                with contextlib.nullcontext() if micro == last else accelerator.no_sync(phase.task):
-                    self.losses.append(phase.task(**batch, **more))
-                    accelerator.backward(self.losses[-1]["loss"] / self.accumulation)
-            assert len(self.losses) == self.accumulation, "the batches ended within a step"
-            self.norms[phase.name], updated = phase.update(self.updater, number, self.losses)
-        return updated
-
-    def values(self) -> dict:
-        """Return the last step's learning rate, gradient norms and skipped steps for the log."""
-        lr = max(group["lr"] for group in self.optimizer.param_groups)
-        norm, gate_norm = list(self.norms.values())[-1], self.norms.get(GATES)
-        values = dict(lr=lr, grad_norm=round(norm, 4), skipped=self.updater.skipped)
-        if gate_norm is not None:
-            values["gate_grad_norm"] = float(f"{gate_norm:.4g}")
-        if self.updater.unreadable is not None:
-            values["unreadable"] = len(self.updater.unreadable.seen)
-        return values
 
 
 def learning_rate(
@@ -108,6 +51,11 @@ def set_learning_rate(optimizer, lr: float) -> None:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
+def largest_learning_rate(optimizer) -> float:
+    """Return the largest learning rate of an optimiser's groups."""
+    return max(group["lr"] for group in optimizer.param_groups)
+
+
 def average_over_step(accelerator, losses: list[dict]) -> dict:
     """Average a task's results over micro-batches and processes; every process calls it.
 
@@ -131,63 +79,83 @@ def average_over_step(accelerator, losses: list[dict]) -> dict:
     )
 
 
-class Updater:
-    """Applies gradients unless loss or gradient is not finite; gives up after ten such steps in a row.
+def clip_gradients(accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
+    """Scale gradients down to a norm of `max_norm` (0: not at all); return their norm before, whole under FSDP."""
+    norm = accelerator.clip_grad_norm_(parameters, max_norm or math.inf)
+    if hasattr(norm, "full_tensor"):  # of gradients that FSDP shards
+        return norm.full_tensor()
+    return torch.as_tensor(norm)
 
-    One all-reduce an update tells all processes whether any had a loss that is not finite, got a signal (its number is
-    `stop`), or met an unreadable sample of `unreadable`, a `BadSamples`.
+
+class Agreement(NamedTuple):
+    """What all processes know before an update, the same on each; a process that acted alone would block the others.
+
+    bad_loss and bad_norm: a process had a loss or a gradient that is not finite. signal: the greatest number of a
+    signal that a process got, or 0. bad_samples: a process met an unreadable sample that the others do not know of.
     """
 
-    def __init__(self, accelerator, clip_norm: float, signals=None, unreadable=None):
-        self.accelerator, self.clip_norm = accelerator, clip_norm
-        self.signals, self.unreadable = signals, unreadable
-        self.skipped = self.in_a_row = self.stop = 0
-        self.last_bad: int | None = None  # step
+    bad_loss: bool
+    bad_norm: bool
+    signal: int
+    bad_samples: bool
 
-    def __call__(
-        self, task, optimizer, step: int, losses: list[dict], clip_norm=None
-    ) -> tuple[float, bool]:
-        """Clip, check, step, zero; return the unclipped gradient norm, and whether weights were updated."""
-        clip_norm = self.clip_norm if clip_norm is None else clip_norm  # 0: no clipping
-        norm = self.accelerator.clip_grad_norm_(task.parameters(), clip_norm or math.inf)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else torch.as_tensor(norm)  # FSDP
-        loss = torch.stack([entry["loss"].detach().float() for entry in losses]).mean()
-        received = self.signals.received if self.signals else 0
-        met = self.unreadable.new if self.unreadable else False
-        flags = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm.to(loss.device))]).float()
-        agreed = greatest(torch.cat([flags, flags.new_tensor([received, met])]))
-        bad_loss, bad_norm, self.stop, met = map(int, agreed)
-        if met:
-            self.unreadable.share(gather_object)
-        scaler = self.accelerator.scaler
-        if (
-            not bad_loss and not bad_norm or scaler is not None and bad_norm
-        ):  # a scaler skips by itself
-            optimizer.step()
-        elif scaler is not None:
-            scaler.update()  # it has unscaled these gradients, and expects the step's end
-        optimizer.zero_grad(set_to_none=True)
-        finite = not (bad_loss or bad_norm)
-        if step != self.last_bad:  # a step of several updates counts once
-            if finite:
-                self.in_a_row = 0
-            elif (
-                scaler is None or bad_loss or scaler.get_scale() < 1
-            ):  # above 1 it still seeks its scale
-                self._count(step, optimizer, norm.item(), loss.item())
-        return norm.item(), finite
+    @property
+    def finite(self) -> bool:
+        """Whether the update can be made."""
+        return not (self.bad_loss or self.bad_norm)
 
-    def stop_after_all(self) -> int:
-        """Return a signal that any process got, or 0; for every process after the last step."""
-        received = max(self.stop, self.signals.received if self.signals else 0)
-        return int(greatest(torch.tensor([float(received)], device=self.accelerator.device))[0])
 
-    def _count(self, step: int, optimizer, norm: float, loss: float) -> None:
-        self.last_bad = step
-        self.skipped += 1
+def agree(loss: Tensor, norm: Tensor, signal: int = 0, bad_samples: bool = False) -> Agreement:
+    """Let processes agree on what each has met, by one collective; every process calls it.
+
+    Args:
+        loss: of this process's micro-batches, a number.
+        norm: of the gradients.
+        signal: number of a signal that this process got, or 0.
+        bad_samples: whether this process has met samples that cannot be read since the last call.
+    """
+    bad = torch.stack([~torch.isfinite(loss), ~torch.isfinite(norm.to(loss.device))]).float()
+    bad_loss, bad_norm, signal, bad_samples = greatest(
+        torch.cat([bad, bad.new_tensor([signal, bad_samples])])
+    )
+    return Agreement(bool(bad_loss), bool(bad_norm), int(signal), bool(bad_samples))
+
+
+class SkippedSteps:
+    """Counts steps without finite loss and gradient, and ends a run after ten in a row.
+
+    A step of several phases counts once, and its other phases do not make up for it.
+
+    Attributes:
+        total: such steps since the process started.
+        in_a_row: such steps since the last good one.
+        last: the last such step, or None.
+    """
+
+    def __init__(self):
+        self.total = 0
+        self.in_a_row = 0
+        self.last: int | None = None
+
+    def count(
+        self, step: int, agreed: Agreement, scaler, norm: Tensor, loss: Tensor, lr: float
+    ) -> None:
+        """Count an update of `step`; raise FloatingPointError, with its numbers, after ten bad steps in a row.
+
+        Where fp16's `scaler` still seeks its scale, by gradients that overflow, nothing is counted: above 1 it is not
+        yet the model that is broken.
+        """
+        if step == self.last:
+            return
+        if agreed.finite:
+            self.in_a_row = 0
+            return
+        if scaler is not None and not agreed.bad_loss and scaler.get_scale() >= 1:
+            return
+        self.last = step
+        self.total += 1
         self.in_a_row += 1
         if self.in_a_row >= MAX_BAD_STEPS:
-            lr = max(group["lr"] for group in optimizer.param_groups)
             raise FloatingPointError(
                 f"step {step}: {self.in_a_row} steps in a row without finite loss and gradient (gradient norm {norm:g}, "
                 f"loss {loss:g}, lr {lr:g}); the last one with both was step {step - self.in_a_row}"

@@ -7,9 +7,9 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.io import run_of
-from moh_vision.engine.opened import Opened
+from moh_vision.engine.command_line import SavedConfig, parse_config
+from moh_vision.engine.io import CONFIG, run_of
+from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.progress import Progress
 from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
@@ -104,19 +104,19 @@ def open_run(
     options: Sequence[str] = (),
     *,
     command: str = "open_run",
-    **_,
+    saved: SavedConfig | None = None,
 ) -> OpenedText:
     """See `moh_vision.open_run`; options are those of data and precision."""
     file = weights_file(path, weights)
     folder = run_of(file)
-    if not (folder / "config.yaml").is_file():
+    if not (folder / CONFIG).is_file():
+        refuse_options(options, f"{path} is of no run, whose data they would change")
         model = saved_model(path).to(device or "cpu").eval()
         return OpenedText(
             None, model, dict(architecture=model.config.model_type, weights=str(path))
         )
-    config = parse_config(
-        LanguageConfig, ["--config", str(folder / "config.yaml"), *options], command
-    )
+    asked = ["--config", str(folder / CONFIG), *options]
+    config = parse_config(LanguageConfig, asked, command, saved)
     for key in sorted(config.given):
         if key.partition(".")[0] not in ("data", "mixed_precision", "tf32"):
             raise ValueError(

@@ -11,14 +11,17 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
-from moh_vision.attention import settings
-from moh_vision.engine.best import BEST, earlier_scores
+from moh_vision.engine.best import BEST, Best, earlier_scores
+from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.errors import user_errors
+from moh_vision.engine.errors import extra_named, user_errors
+from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
-from moh_vision.engine.run import Run
+from moh_vision.engine.run_setup import RunSetup, Span, set_up_run
+from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import whole_weights
+from moh_vision.engine.wings import TEXT
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, full_name, in_short
@@ -26,10 +29,10 @@ from moh_vision.models.elastic import elastic_budget, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
-NAME = "train_text.py"
 MOST_AVERAGED = 0.2  # share of a run that its averaged checkpoints may reach back, without a word
 
-with user_errors(NAME):
+# A command says in one line what to install; an import raises ImportError.
+with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
@@ -45,8 +48,9 @@ with user_errors(NAME):
     from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
-def train(run: Run) -> None:
-    config, accelerator = run.config, run.accelerator
+def train(setup: RunSetup) -> None:
+    config = setup.config
+    accelerator = setup.accelerator
     d, o = config.data, config.optim
     if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
@@ -56,8 +60,9 @@ def train(run: Run) -> None:
     if task_for(config.model) == "mt":
         bleu_tokenizer(config.data.target, config.generate.tokenizer)  # may lack a package
 
-    # ---------------------------------------------------------------- data; a resumed run has its tokenizer
-    checkpoint = run.take_up(config.max_steps)
+    # ---------------------------------------------------------------- lock the folder; a run that goes on has its tokenizer
+    span = setup.find_checkpoint(config.max_steps)
+    checkpoint = span.checkpoint
     tokenizer = tokenizer_of(config, config.output if checkpoint else None)
     with accelerator.main_process_first():
         text = INPUTS[task_for(config.model)](
@@ -90,20 +95,25 @@ def train(run: Run) -> None:
     train_only(model, config.train_only)
     elastic = elastic_budget(model, config)
     name = full_name(config.model.name, arguments)
+    description = ""
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(name, model, **text.example())
-        run.description = with_elastic(shown, elastic, "\n")
+        description = with_elastic(shown, elastic, "\n")
     else:
         say(with_elastic(in_short(name, model), elastic, "; "))
-    run.take_model(model, mae_routers(model), elastic)
-    batches = text.batches(**run.portion())
-    run.open()
+    descent = BlockDescent(
+        accelerator, model, mae_routers(model), config.compile, config.block_descent
+    )
+    sampler = text.sampler(**setup.portion(span))
+
+    # ---------------------------------------------------------------- from here on the folder is the run's
+    folder = setup.open_folder(span, description=description)
     if config.dry_run:
         return
     if accelerator.is_main_process and not checkpoint:
-        text.save(run.folder, micro_batches)
+        text.save(folder.path, micro_batches)
         for each in configs_of(model):  # with model.safetensors what from_pretrained reads
-            each.save_pretrained(run.folder)
+            each.save_pretrained(folder.path)
 
     # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(
@@ -115,114 +125,120 @@ def train(run: Run) -> None:
         if ".router." in name or name.endswith("head_bias")
     ]
     optimizer = make_optimizer(model, o, undecayed)
-    run.keep_best("loss", config.patience, write=config.patience > 0)
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
-    run.prepare(
+    with start_loop(
+        setup,
+        span,
+        folder,
+        descent,
         task,
         optimizer,
         metadata,
         title=config.model.name,
+        elastic=elastic,
+        best=Best("loss", config.patience, write=config.patience > 0),
         unit="tokens",
         ends_with_validation=False,
-    )
-    evaluate = evaluation_of(text, run.task, accelerator, run.log)
-    say_long_average(run)
+    ) as loop:
+        # ------------------------------------------------------------ the loop
+        say_long_average(config, span)
+        evaluate = evaluation_of(text, loop.task, accelerator, loop.log)
+        batches = load_batches(text.train, sampler, d.workers)
+        if not config.max_steps:  # no step saves the weights that are scored
+            loop.save()
+        for step in loop.steps():
+            with setup.errors(every_rank=True, code=1):  # changed text, or invalid ids
+                step_batches = [
+                    send_to_device(batch, accelerator.device, non_blocking=True)
+                    for batch in islice(batches, o.accumulation)
+                ]
+            # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
+            # mean over all its labels.
+            local_labels = sum((batch["labels"] != -100).sum() for batch in step_batches)
+            labels = accelerator.reduce(local_labels.float(), "sum")
+            epoch = sampler.epoch(step)
+            mean_labels = labels / micro_batches
+            loop.step(step_batches, epoch=epoch, count=int(labels), tokens=mean_labels)
+            if loop.logs():
+                v = dict(loop.averages(), epoch=epoch)
+                rate = f"lr {loop.learning_rate:.2e}"
+                loop.metrics(v, f"loss {v['loss']:.4f}, nll {v['nll']:.4f}, {rate}")
+            # Before the save, so that a run that goes on from there knows of it.
+            if config.eval_every and loop.done % config.eval_every == 0:
+                with setup.errors(code=1):  # a loss that is not finite
+                    scores = evaluate(text.val, "validation")
+                loop.judge(scores, loop.model)
+                loop.event(
+                    {"validation": scores}, f"validation after {loop.done} steps: {summary(scores)}"
+                )
+            if config.keep_weights_every and loop.done % config.keep_weights_every == 0:
+                keep_weights(loop)
+            loop.save()
+        if not loop.stopped:
+            final_evaluation(loop, text, evaluate)
 
-    # ---------------------------------------------------------------- the loop
-    stream = load_batches(text.train, batches, d.workers)
-    if not config.max_steps:  # no step saves the weights that are scored
-        run.save()
-    for step in run.steps():
-        with run.errors(every_rank=True, code=1):  # changed text, or invalid ids
-            micro = islice(stream, o.accumulation)
-            own = [send_to_device(batch, accelerator.device, non_blocking=True) for batch in micro]
-        # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
-        # mean over all its labels.
-        labels = accelerator.reduce(
-            sum((batch["labels"] != -100).sum() for batch in own).float(), "sum"
-        )
-        run.step(own, epoch=batches.epoch(step), count=int(labels), tokens=labels / micro_batches)
-        if run.logs():
-            v = dict(run.averages(), epoch=batches.epoch(step))
-            run.metrics(v, f"loss {v['loss']:.4f}, nll {v['nll']:.4f}, lr {run.learning_rate:.2e}")
-        # Before the save, so that a run that goes on from there knows of it.
-        if config.eval_every and run.done % config.eval_every == 0:
-            with run.errors(code=1):  # a loss that is not finite
-                scores = evaluate(text.val, "validation")
-            run.judge(scores, run.model)
-            run.event(
-                {"validation": scores}, f"validation after {run.done} steps: {summary(scores)}"
-            )
-        if config.keep_weights_every and run.done % config.keep_weights_every == 0:
-            keep_weights(run)
-        run.save()
 
-    if not run.stopped:
-        final_evaluation(run, text, evaluate)
-
-
-def say_long_average(run: Run) -> None:
+def say_long_average(config: LanguageConfig, span: Span) -> None:
     """Say before step 1 if the checkpoints that are averaged reach far back, and what to set."""
-    config = run.config
-    if config.average == 1 or run.start == run.stop:
+    if config.average == 1 or span.start == span.stop:
         return
-    span = (config.average - 1) * config.save_every
-    if span > MOST_AVERAGED * run.stop:
-        most = max(1, int(MOST_AVERAGED * run.stop / (config.average - 1)))
+    reach = (config.average - 1) * config.save_every
+    if reach > MOST_AVERAGED * span.stop:
+        most = max(1, int(MOST_AVERAGED * span.stop / (config.average - 1)))
         say(
-            f"average {config.average}: its checkpoints, save_every {config.save_every} apart, reach {span} of the "
-            f"{run.stop} steps back, to weights that had learned less; set save_every to at most {most}, or average 1"
+            f"average {config.average}: its checkpoints, save_every {config.save_every} apart, reach {reach} of the "
+            f"{span.stop} steps back, to weights that had learned less; set save_every to at most {most}, or average 1"
         )
 
 
-def keep_weights(run: Run) -> None:
+def keep_weights(loop: TrainingLoop) -> None:
     """Write OUTPUT/weights/step_N, a transformers model with tokenizer; every process calls it."""
-    folder = run.folder / "weights" / f"step_{run.done}"
-    main = run.accelerator.is_main_process
+    folder = loop.folder / "weights" / f"step_{loop.done}"
+    main = loop.accelerator.is_main_process
     if main:
         folder.mkdir(parents=True, exist_ok=True)
-        for file in (*run.folder.glob("*config.json"), *run.folder.glob("*tokenizer.json")):
+        for file in (*loop.folder.glob("*config.json"), *loop.folder.glob("*tokenizer.json")):
             shutil.copyfile(file, folder / file.name)
-    metadata = dict(run.metadata, step=run.done)
-    export_weights(run.model, folder / "model.safetensors", metadata, write=main)
-    run.log.pause()
+    metadata = dict(loop.metadata, step=loop.done)
+    export_weights(loop.model, folder / "model.safetensors", metadata, write=main)
+    loop.log.pause()
 
 
-def final_evaluation(run: Run, text, evaluate) -> None:
+def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
     """Score the configured final weights and write results.json; every process calls it."""
-    if run.best.exhausted:
-        looks = f"{run.best.waited} validations without a lower loss than {run.best.value:.4f}"
-        run.log.say(f"stopped after {run.done} steps: {looks}")
-    with run.errors():
-        results = final_weights(run, partial(evaluate, text.val))
-        with whole_weights(run.task):
-            scores = final_scores(run, text, evaluate)
-            if run.elastic:
+    if loop.best.exhausted:
+        looks = f"{loop.best.waited} validations without a lower loss than {loop.best.value:.4f}"
+        loop.log.say(f"stopped after {loop.done} steps: {looks}")
+    with loop.setup.errors():
+        results = final_weights(loop, partial(evaluate, text.val))
+        with whole_weights(loop.task):
+            scores = final_scores(loop, text, evaluate)
+            if loop.elastic:
                 validate = partial(evaluate, text.val, "validation")
-                scores["by_share"] = shares = run.elastic.by_share(
-                    run.model, validate, scores["validation"]
+                scores["by_share"] = shares = loop.elastic.by_share(
+                    loop.model, validate, scores["validation"]
                 )
-                run.log.say(
+                loop.log.say(
                     "\n".join(
                         f"with a share of {share}: {summary(shares[share])}" for share in shares
                     )
                 )
     results.update(scores)
-    for step, loss in earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]:
-        if step == run.done and results["weights"] == BEST and run.config.average == 1:
+    for step, loss in earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]:
+        if step == loop.done and results["weights"] == BEST and loop.config.average == 1:
             own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
-            run.log.say(
+            loop.log.say(
                 f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights"
             )
-    run.write_results(dict(results, **run.best.results()))
-    run.log.say(
-        f"{run.folder}: {run.done} steps done; weights in {run.folder / results['weights']}"
+    loop.write_results(dict(results, **loop.best.results()))
+    loop.log.say(
+        f"{loop.folder}: {loop.done} steps done; weights in {loop.folder / results['weights']}"
     )
 
 
 def main(argv: list[str] | None = None) -> None:
-    with Run(NAME, LanguageConfig, argv, settings) as run:
-        train(run)
+    with set_up_run(TEXT.script, LanguageConfig, argv) as setup:
+        train(setup)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """Set up the model of a run on images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -15,43 +17,69 @@ from moh_vision.models.pretrained import load_source
 from moh_vision.models.weights import check_side, create, keep_shared_heads
 
 
-def set_up_model(
-    run, wing: str, name: str, arguments: dict, classes: Sequence[str], steps: int
-) -> tuple[nn.Module, ElasticBudget | None]:
-    """Create the model of a run and load its weights; lock the run, if there is one.
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model of a run, and what is said and saved of it.
 
     Args:
-        run: a `Run`.
-        wing: "classification" or "diffusion".
-        name, arguments: for `create`; the image size and the trained budget are added.
-        classes: of the data.
-        steps: of the whole run.
-
-    Returns:
-        (model, elastic budget or None). Of a dry run, `run.description` describes the model.
+        model: with its weights; what is not trained requires no gradient.
+        arguments: by which `create` makes it again.
+        elastic: the budget that is drawn for every step, or None.
+        inputs: of one forward of batch 1.
+        description: for a dry run, else empty.
     """
-    config = run.config
+
+    model: nn.Module
+    arguments: dict
+    elastic: ElasticBudget | None
+    inputs: list[torch.Tensor]
+    description: str
+
+
+def set_up_model(
+    config,
+    wing: str,
+    name: str,
+    arguments: dict,
+    classes: Sequence[str],
+    checkpoint: Path | None,
+    say: Callable[[str], None],
+) -> ModelSetup:
+    """Create the model of a run and load the weights that it starts from.
+
+    Args:
+        config: an `ImageRunConfig`.
+        wing: "classification" or "diffusion".
+        name, arguments: for `create`; the result's have the image size and the trained budget, too.
+        classes: of the data.
+        checkpoint: that the run goes on from; its weights are loaded later. None: weights of config.init_from or
+            config.model.pretrained are loaded, if these are given.
+        say: prints a line.
+
+    Raises:
+        ValueError: the configuration does not fit the model or its weights.
+    """
     torch.manual_seed(config.seed)
     model = create(name, wing, **arguments)
     check_side(model, arguments.get("img_size"))
-    side = arguments.setdefault(
-        "img_size", getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
-    )
-    checkpoint = run.take_up(steps)
+    side = arguments.get("img_size")
+    if "img_size" not in arguments:
+        side = getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
+        arguments = dict(arguments, img_size=side)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
     elif (
         config.init_from or not config.dry_run
     ):  # model.pretrained weights fit, and may need a download
-        load_source(model, config, classes, run.say)
+        load_source(model, config, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
-    refuse_what_exceeds_memory(run, model, inputs)
+    description = ""
     if config.dry_run:  # shows an elastic budget's largest share
         shown = describe(full_name(name, arguments), model, *inputs)
-        run.description = with_elastic(shown, elastic, "\n")
+        description = with_elastic(shown, elastic, "\n")
     train_only(model, config.train_only)
     if config.checkpointing:
         enable = (
@@ -59,33 +87,47 @@ def set_up_model(
         )
         enable()
     if elastic:
-        arguments.update(saved_budget(model))
+        arguments = arguments | saved_budget(model)
     if not config.dry_run:
         shown = in_short(full_name(name, arguments), model)
-        run.say(with_elastic(shown, elastic, "; "))
-    return model, elastic
+        say(with_elastic(shown, elastic, "; "))
+    return ModelSetup(model, arguments, elastic, inputs, description)
 
 
-def refuse_what_exceeds_memory(run, model: nn.Module, inputs: list[torch.Tensor]) -> None:
+def check_memory(
+    config,
+    model_setup: ModelSetup,
+    device: torch.device,
+    micro_batch: int,
+    say: Callable[[str], None],
+) -> None:
     """Refuse a run whose first step needs more memory than there is: the system would kill it without a word.
 
     A dry run says so and goes on: it describes runs of larger machines.
+
+    Args:
+        config: an `ImageRunConfig`.
+        model_setup: the model and its inputs.
+        device: that the model will be trained on.
+        micro_batch: images that it takes at once.
+        say: prints a line.
     """
-    config, limit = run.config, memory_limit(run.accelerator.device)
-    if config.checkpointing or config.train_only != "all":  # then much less is kept
-        return
+    limit = memory_limit(device)
     if limit is None:
         return
+    if config.checkpointing or config.train_only != "all":  # then much less is kept
+        return
+    inputs = model_setup.inputs
     bytes_each = 4 if config.mixed_precision == "no" else 2
-    needed = run.micro_batch * least_activations(model, *inputs) * bytes_each
+    needed = micro_batch * least_activations(model_setup.model, *inputs) * bytes_each
     if needed <= limit:
         return
     side = inputs[0].shape[-1]
     problem = (
-        f"a step of {run.micro_batch} images of {side} x {side} pixels or latents keeps at least "
+        f"a step of {micro_batch} images of {side} x {side} pixels or latents keeps at least "
         f"{needed / 2**30:.1f} GiB for backward, and there are {limit / 2**30:.1f} GiB: take a smaller "
         "optim.batch_size, a larger optim.accumulation or model.patch_size, smaller images, or --checkpointing"
     )
     if not config.dry_run:
         raise ValueError(problem)
-    run.say(f"refused on this machine: {problem}")
+    say(f"refused on this machine: {problem}")

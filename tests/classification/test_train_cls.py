@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from moh_vision.classification import scores, validate
 from moh_vision.classification import train as train_cls
-from moh_vision.engine import run as run_module
+from moh_vision.engine import training_loop
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import read_safetensors
@@ -37,7 +37,8 @@ def train(root, run, *more):
 
 def refused(capsys, *argv, given=TINY, script=train_cls):
     error = refusals.refused(capsys, script.main, *given, *argv)
-    assert error.startswith(f"{script.NAME}: error: ")
+    name = "train_cls.py" if script is train_cls else "validate.py"
+    assert error.startswith(f"{name}: error: ")
     return error
 
 
@@ -131,7 +132,7 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
     """Each validation comes before the save of its step; a resumed run goes on with the score in the file's metadata."""
     root, run, there = write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", []
     script, full = [90, 50, 30, 40, 45, 60], {90}
-    validate, export = train_cls.validate, run_module.export_weights
+    validate, export = train_cls.validate, training_loop.export_weights
 
     def scripted(*args):
         there.append(checkpoint_steps(run))
@@ -144,7 +145,7 @@ def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
         export(model, file, about, write)
 
     monkeypatch.setattr(train_cls, "validate", scripted)
-    monkeypatch.setattr(run_module, "export_weights", export_unless_full)
+    monkeypatch.setattr(training_loop, "export_weights", export_unless_full)
     every = "--eval-every 1 --save-every 1 --keep-checkpoints 9 --save_in_background false --max-steps".split()
     train(root, run, *every, "4")
     said = capsys.readouterr().out

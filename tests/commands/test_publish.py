@@ -1,5 +1,7 @@
 """Runs of each kind as a folder that their libraries load, and its model card."""
 
+import builtins
+import io
 import json
 import os
 import re
@@ -19,7 +21,7 @@ from moh_vision.attention import head_budget
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.publish import data_of, datasets_of, without_paths
 from moh_vision.commands.runs import TEXT, ScoredRun
-from moh_vision.diffusion import sample
+from moh_vision.diffusion import loading, sample
 from moh_vision.language import train as train_text
 from tests.support import small_runs
 from tests.support.paths import ROOT
@@ -180,6 +182,42 @@ def test_card(runs, published):
     assert small_runs.same(
         load_run(published / "text").state_dict(), averaged
     )  # a translation model too
+
+
+@pytest.mark.parametrize("name", ["cls", "dit", "text"])
+@pytest.mark.parametrize("command", ["publish", "table", "report"])
+def test_the_configuration_is_read_once(runs, tmp_path, monkeypatch, command, name):
+    """So that it is the same for weights, scores and card."""
+    files = []
+    for module in (io, builtins):
+        original = module.open
+
+        def counted(file, *args, original=original, **options):
+            files.append(str(file))
+            return original(file, *args, **options)
+
+        monkeypatch.setattr(module, "open", counted)
+    argv = [command, str(runs / name)]
+    if command == "publish":
+        argv += ["--output", str(tmp_path / name)]
+    if command == "report":
+        argv += ["--output", str(tmp_path / "report.html")]
+    assert main(argv) == 0
+    assert files.count(str(runs / name / "config.yaml")) == 1
+
+
+def test_a_diffusion_model_is_opened_once(runs, tmp_path, monkeypatch):
+    """Two would be in memory."""
+    opened = []
+    from_run = loading.from_run
+
+    def counted(*args):
+        opened.append(args)
+        return from_run(*args)
+
+    monkeypatch.setattr(loading, "from_run", counted)
+    assert main(["publish", str(runs / "dit"), "--output", str(tmp_path / "dit")]) == 0
+    assert len(opened) == 1
 
 
 def test_data_of_a_language_model():

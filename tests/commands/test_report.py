@@ -14,6 +14,7 @@ from PIL import Image
 from moh_vision.__main__ import main
 from moh_vision.classification import train as train_cls
 from moh_vision.commands.report_figures import POINTS, draw_curves, embed, svg_settings
+from moh_vision.commands.runs import read_runs
 from moh_vision.commands.table import make_table
 from moh_vision.diffusion import train as train_dit
 from tests.support import small_runs
@@ -85,7 +86,7 @@ def made(folder, *runs):
 def test_runs_of_each_kind(runs, tmp_path, capsys):
     page = made(tmp_path, runs["cls"], runs["dit"], runs["text"])
     for kind in ("cls", "text"):  # the table is that of moh_vision.commands.table
-        table = make_table([runs[kind]])
+        table = make_table(read_runs([runs[kind]]))
         for text in (*table.titles, *table.rows[0], *table.notes):
             assert text in page.text
     assert f"{runs['dit']} has no scores yet: python sample.py" in page.text

@@ -1,4 +1,5 @@
 import math
+import os
 import random
 
 import numpy as np
@@ -9,7 +10,7 @@ from PIL import Image, ImageOps
 from timm.data import create_transform
 
 from moh_vision.classification.config import ClsDataConfig
-from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_batches, training_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader, training_loader
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.imagenet import (
     BatchMixing,
@@ -17,7 +18,7 @@ from moh_vision.data.imagenet import (
     imagenet_train_transform,
     validation_transform,
 )
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
 from tests.support.pictures import gradient, write_folder
@@ -53,17 +54,30 @@ def test_pixels_become_floats_as_in_timm(channels):
         )
 
 
-def loader(root, workers=0, bad=None, mixing=None, **order):
+def loader(root, workers=0, bad=None, mixing=None, prepare=None, **order):
     source = open_source(str(root), "train")
     transform = imagenet_train_transform(16, 3, **NORMAL, **RECIPE)
     order = {
         **dict(batch_size=8, accumulation=1, rank=0, world=1, start=0, stop=3, repeats=3),
         **order,
     }
-    batches = StepBatches(source.shard_sizes, group=2, seed=5, **order)
-    return training_batches(
-        LabelledImages(source, transform, seed=5), batches, workers, bad, mixing
-    )
+    sampler = PositionSampler(source.shard_sizes, group=2, seed=5, **order)
+    images = LabelledImages(source, transform, seed=5)
+    return training_loader(images, sampler, workers, bad, mixing, prepare)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_prepares_batches_in_its_own_process(tmp_path, workers):
+    root = write_folder(tmp_path, train=8)
+    processes = []
+
+    def prepared(batch):
+        processes.append(os.getpid())
+        return dict(batch, count=len(batch["labels"]))
+
+    batches = list(loader(root, workers, prepare=prepared))
+    assert [batch["count"] for batch in batches] == [8] * 3
+    assert processes == [os.getpid()] * 3
 
 
 @pytest.mark.parametrize("augment", ["imagenet", "none", "affine", "crop_flip", "flip"])
@@ -208,7 +222,7 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
         }
     assert bad.new and set(bad.seen) == {3, 4}  # different ones, however often they come
     data.replace = False  # as for validation
-    batches = evaluation_batches(data, [[0, 3, 9], [3, 4], [8]], 0, bad)
+    batches = evaluation_loader(data, [[0, 3, 9], [3, 4], [8]], 0, bad)
     assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [1]]
     others = [(5, "rank 1: bad"), (6, "rank 1: bad")]  # of another process
     words = r"^rank 1: bad \(2 unreadable so far, allowed are .* 0.1 of 16"

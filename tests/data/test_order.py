@@ -1,14 +1,14 @@
 import numpy as np
 import pytest
 
-from moh_vision.data.order import StepBatches, epoch_order, rank_slice
+from moh_vision.data.order import PositionSampler, epoch_order, rank_slice
 from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def batches(**kwargs):
     defaults = dict(shard_sizes=[10, 7, 13], group=2, seed=3, batch_size=8, accumulation=1)
     defaults.update(rank=0, world=1, start=0, stop=12)
-    return StepBatches(**{**defaults, **kwargs})
+    return PositionSampler(**{**defaults, **kwargs})
 
 
 def flat(lists):

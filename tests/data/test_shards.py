@@ -299,8 +299,9 @@ def test_shards_store_every_format_that_folders_have(tmp_path):
     read = {shards.read(i) for i in range(len(shards))}
     assert read == {folder.read(i) for i in range(len(folder))} and len(shards) == 3 * len(endings)
     stream = ShardStream([str(shards.paths[0])], shards.classes, len(shards), "out")
-    names = itertools.islice(stream.names(0, 0, 1), len(shards))
-    assert {stream.image(name).size for name in names} == {shards.image(0).size}
+    samples = list(itertools.islice(stream.samples(0, 0, 1), len(shards)))
+    assert {sample.content for sample in samples} <= read
+    assert {stream.decode(sample).size for sample in samples} == {shards.image(0).size}
 
 
 def test_the_rule_of_names_is_in_the_message(tmp_path):

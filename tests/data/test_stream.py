@@ -19,10 +19,10 @@ import torch
 from PIL import Image
 
 from moh_vision.classification import train as cls
-from moh_vision.data import stream
-from moh_vision.data.batches import BadSamples, LabelledImages, image_transform, training_batches
+from moh_vision.data import batches, stream
+from moh_vision.data.batches import BadSamples, LabelledImages, image_transform, training_loader
 from moh_vision.data.decode import UnreadableImage
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream, StreamedFile
 from moh_vision.diffusion import train as dit
@@ -87,9 +87,9 @@ def source_of(urls, samples=46):
 def numbers(source, count, parts=1):
     """The images that arrive, told by their red pixels; their labels must fit."""
     found = []
-    for name in itertools.islice(source.names(0, 0, parts), count):
-        found.append(source.image(name).getpixel((0, 0))[0])
-        assert source.labels == {name: found[-1] % 3}
+    for sample in itertools.islice(source.samples(0, 0, parts), count):
+        found.append(source.decode(sample).getpixel((0, 0))[0])
+        assert sample.label == found[-1] % 3
     return found
 
 
@@ -148,7 +148,7 @@ def test_parts_read_shards_of_their_own(shards, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
         one_pass = itertools.islice(source_of([], 40)._passes(paths(shards)[:4], 1), 20)
-        seen.append({sample["__key__"] for sample in one_pass})
+        seen.append({sample.name for sample in one_pass})
     assert len(seen[0]) == len(seen[1]) == 20 and len(set.union(*seen)) == 40
     monkeypatch.setenv("RANK", "1")  # of fewer shards than parts each has one all the same
     assert set(numbers(source_of(paths(shards)[:1]), 400, parts=4)) == set(range(10))
@@ -169,8 +169,8 @@ def test_parts_read_every_image_equally_often(shards, monkeypatch, count, world,
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORKER", str(worker))
         info = SimpleNamespace(id=worker, num_workers=workers)
-        monkeypatch.setattr(stream, "get_worker_info", lambda info=info: info)
-        order = StepBatches(
+        monkeypatch.setattr(batches, "get_worker_info", lambda info=info: info)
+        order = PositionSampler(
             [10 * count],
             group=8,
             seed=0,
@@ -182,7 +182,7 @@ def test_parts_read_every_image_equally_often(shards, monkeypatch, count, world,
             stop=1000,
         )
         own_shards = len(range(count * copies)[rank::world][worker::workers])
-        images = iter(stream.StreamedBatches(dataset, order, lambda items: items[0]["images"]))
+        images = iter(batches.StreamDataset(dataset, order, lambda items: items[0]["images"]))
         for image in itertools.islice(images, 10 * own_shards):
             seen[round(image[0, 0, 0].item() * 255)] += 1
     assert seen == dict.fromkeys(range(10 * count), copies)
@@ -192,13 +192,24 @@ def test_epochs_go_on_for_ever_and_the_order_follows_from_the_seed(shards):
     first = numbers(source_of(paths(shards)), 300)
     assert set(first) == set(range(46)) and first == numbers(source_of(paths(shards)), 300)
     assert first[:46] != sorted(first[:46])
-    names = source_of(paths(shards)).names
-    assert list(itertools.islice(names(0, 0, 1), 40)) != list(itertools.islice(names(0, 7, 1), 40))
+    samples = source_of(paths(shards)).samples
+    resumed = [sample.name for sample in itertools.islice(samples(0, 7, 1), 40)]
+    assert [sample.name for sample in itertools.islice(samples(0, 0, 1), 40)] != resumed
+
+
+def test_samples_hold_image_and_label(shards):
+    """Whichever is decoded first, and long after others have arrived."""
+    source = source_of(paths(shards))
+    samples = list(itertools.islice(source.samples(0, 0, 1), 60))
+    for sample in reversed(samples):
+        assert source.decode(sample).getpixel((0, 0))[0] % 3 == sample.label
+        assert sample.name.startswith(str(shards))
+    assert not hasattr(source, "labels")  # none is known ahead
 
 
 def batches_of(source, workers, bad=None, steps=40):
     dataset = LabelledImages(source, image_transform("flip", 4, 3, **PIXELS), seed=0)
-    order = StepBatches(
+    order = PositionSampler(
         source.shard_sizes,
         group=8,
         seed=0,
@@ -209,7 +220,7 @@ def batches_of(source, workers, bad=None, steps=40):
         start=3,
         stop=3 + steps,
     )
-    return training_batches(dataset, order, workers, bad)
+    return training_loader(dataset, order, workers, bad)
 
 
 def test_two_workers_take_turns(shards):
@@ -396,8 +407,8 @@ def test_the_record_of_the_shard_writer_counts_the_images(tmp_path):
     shutil.copy(
         third, first
     )  # whoever counts them says that they are no longer those of the record
-    names = opened("--data.stream", first, "--data.samples", "7").names(0, 0, 1)
-    assert len(set(itertools.islice(names, 50))) == 4
+    samples = opened("--data.stream", first, "--data.samples", "7").samples(0, 0, 1)
+    assert len({sample.name for sample in itertools.islice(samples, 50)}) == 4
 
 
 def write_tar(file, names):
@@ -428,9 +439,9 @@ def test_both_orders_read_the_same_members(tmp_path):
     assert exact.labels.tolist() == [1, 1, 1]
     arriving = source_of([str(tmp_path / "train-000000.tar")], 3)
     streamed = set()
-    for name in itertools.islice(arriving.names(0, 0, 1), 60):  # of many passes, shuffled
-        streamed.add(arriving.image(name).getpixel((0, 0))[0])
-        assert arriving.labels == {name: 1}
+    for sample in itertools.islice(arriving.samples(0, 0, 1), 60):  # of many passes, shuffled
+        streamed.add(arriving.decode(sample).getpixel((0, 0))[0])
+        assert sample.label == 1
     assert sorted(streamed) == found
 
 

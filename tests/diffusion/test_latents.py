@@ -96,7 +96,7 @@ def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(
             - 1
         )
         expected = torch.cat([encode_moments(vae, x[None]) for x in (pixels, pixels.flip(-1))])
-        moments = cache.moments(i)
+        moments = cache.read(i)
         assert moments.shape == (2, 8, 8, 8) and moments.dtype == torch.float32
         torch.testing.assert_close(moments, expected, rtol=tolerance, atol=tolerance)
         assert not torch.allclose(moments[0], moments[1], atol=0.01)
@@ -269,25 +269,25 @@ def test_damage_is_noticed(out, fault):
             header="train-000000.npy: .*magic", dtype="int16 of shape", shape="float16 of shape"
         ).get(fault)
     cache = LatentCache(str(out), "train")
-    assert torch.equal(cache.moments(19), cache.moments(19))
+    assert torch.equal(cache.read(19), cache.read(19))
     if fault == "changed":
         np.save(path, array + 1)
     if fault == "gone":
         path.unlink()
         words = "train-000000.npy: .*No such file"
     if fault == "cut off":
-        cache.moments(1)  # it is open
+        cache.read(1)  # it is open
         os.truncate(path, 128)
         words = "train-000000.npy: latents 0: 0 bytes of 2048 are there"
     with pytest.raises(UnreadableImage, match=words):
-        cache.moments(0)
+        cache.read(0)
 
 
 def test_more_shards_than_files_may_be_open(tmp_path, vae_folder, root):
     assert run(vae_folder, root, tmp_path / "out", "--samples-per-shard", 1) == 0
     cache, before = LatentCache(str(tmp_path / "out"), "train"), len(os.listdir("/proc/self/fd"))
     for i in (*range(20), 0, 19):
-        assert cache.moments(i).isfinite().all()
+        assert cache.read(i).isfinite().all()
     assert len(os.listdir("/proc/self/fd")) <= before + 16
 
 

@@ -77,7 +77,7 @@ def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
     again, other = data[(5, 2)]["images"], flipped.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
     assert torch.equal(data[(5, 2)]["images"], again) and not torch.equal(other, again)
     for inputs in (flipped, plain):  # log variance too
-        inputs.source.moments = lambda i: torch.stack(
+        inputs.source.read = lambda i: torch.stack(
             [torch.full((8, 8, 8), v) for v in (-90.0, 90.0)]
         )
     drawn = torch.stack([data[(p, 0)]["images"] for p in range(400)]) / flipped.space.scaling_factor

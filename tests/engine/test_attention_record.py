@@ -14,6 +14,7 @@ from moh_vision.attention.executors import measured
 from moh_vision.attention.kernels import build as building
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
+from moh_vision.engine import attention_record
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import refuse, refused
@@ -22,11 +23,24 @@ from tests.support.small_runs import arguments, outcome
 COLD, WARM = {"limit": 0.5}, {"limit": 0.9}
 
 
+@pytest.fixture(autouse=True)
+def real_machine():
+    """Afterwards records ask the machine that the tests run on again."""
+    yield
+    attention_record.operators, attention_record.measured = building, measured
+
+
 class Machine:
-    """Settings of attention, as in `moh_vision.attention.settings`; `used` is what a record has told it to use."""
+    """A machine that has these operators and has measured this table, which records ask from now on.
+
+    `used` is what a record has told it to use.
+    """
 
     def __init__(self, path, table):
-        self.found, self.measured, self.used = path, table, [None, None]
+        self.found = path
+        self.measured = table
+        self.used = [None, None]
+        attention_record.operators = attention_record.measured = self
 
     PATHS = building.PATHS
 
@@ -51,7 +65,7 @@ class Machine:
 def begin(folder, path, table):
     """A record of work that begins with these settings and has measured, written into a folder."""
     machine = Machine(path, table)
-    record = AttentionRecord(machine, None)
+    record = AttentionRecord(None)
     record.measure(lambda: (table, ""), folder, Accelerator(cpu=True))
     return machine, record
 
@@ -59,7 +73,7 @@ def begin(folder, path, table):
 def goes_on(folder, path, table, *allowed, device="cpu"):
     """(what a process with these settings uses, what it refuses, whether it is to measure) when it goes on with a folder."""
     machine = Machine(path, table)
-    record = AttentionRecord(machine, folder, allowed, device)
+    record = AttentionRecord(folder, allowed, device)
     return machine.used, record.refused, record.table is None
 
 
@@ -72,7 +86,8 @@ def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path):
     )
     assert written(tmp_path) == dict(path="cpp", table=COLD)
     for table, kept in ((None, {}), (COLD, None)):  # before it has measured
-        AttentionRecord(Machine("torch", table), None).save(tmp_path)
+        Machine("torch", table)
+        AttentionRecord(None).save(tmp_path)
         assert written(tmp_path) == dict(path="torch", table=kept)
 
 
@@ -124,7 +139,8 @@ def test_a_damaged_record_is_refused(tmp_path, text):
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
     other = SimpleNamespace(device=SimpleNamespace(type="mps"))
-    assert keep_settings(Machine("torch", COLD), tmp_path, other, contextlib.ExitStack()) is None
+    Machine("torch", COLD)
+    assert keep_settings(tmp_path, other, contextlib.ExitStack()) is None
 
 
 def on_a_rank(rank, folder):
@@ -137,22 +153,22 @@ def on_a_rank(rank, folder):
         == "attention runs in plain PyTorch on all processes (process 1: attention runs on torch)"
     )
 
-    compiled = AttentionRecord(machine, folder)
+    compiled = AttentionRecord(folder)
     assert compiled.refused == [
         "attention.path: 'cpp' -> 'torch' (process 1: attention runs on torch)"
     ]
 
     machine = Machine("cpp", WARM) if rank else Machine("torch", COLD)
-    AttentionRecord(machine, None)
+    AttentionRecord(None)
     assert machine.used == ["torch", {}]
 
     machine = Machine("cpp", WARM) if rank else Machine("cpp", COLD)
-    AttentionRecord(machine, folder)
+    AttentionRecord(folder)
     assert machine.used == ["cpp", COLD]
 
     if rank:
         machine.path = lambda device: int("nothing")
-    refuse("invalid literal", AttentionRecord, machine, folder)
+    refuse("invalid literal", AttentionRecord, folder)
 
 
 def test_processes_use_what_the_main_one_has(tmp_path):

@@ -35,8 +35,8 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     )  # after the checkpoint that the run goes on from
     log.write_text("".join(json.dumps(e) + "\n" for e in entries) + '{"step": 3')
     assert earlier_scores(log, "loss", 20) == [(10, 2.0), (20, 2.1)]
-    best = Best("loss", 2)
-    best.replay(tmp_path, 20, from_file=False)
+    best = Best("loss", 2, write=False)
+    best.replay(tmp_path, 20)
     assert (best.results(), best.waited, best.exhausted) == (
         dict(best_loss=2.0, best_step=10),
         1,
@@ -44,7 +44,7 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     )
     assert earlier_scores(tmp_path / "none", "loss", 5) == []
     log.write_text(json.dumps(dict(step=10, validation=dict(loss=None))) + "\n")  # nan in JSON
-    assert Best("loss", 1).replay(tmp_path, 20, from_file=False).exhausted
+    assert Best("loss", 1, write=False).replay(tmp_path, 20).exhausted
 
 
 def write_best(folder, **metadata):
@@ -80,12 +80,12 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, key, killed, start, wri
     if key == "top1":
         scores = [-score for score in scores]
     folder = tmp_path if written else None
-    whole = Best(key, 3)
+    whole = Best(key, 3, write=written)
     assert validate(whole, scores, 1) == 8
     assert whole.results() == {f"best_{key}": scores[4], "best_step": 5}
     validate(Best(key, 3), scores[:killed], 1, folder)
     write_log(tmp_path, key, scores[:killed])
-    resumed = Best(key, 3).replay(tmp_path, start, from_file=written)
+    resumed = Best(key, 3, write=written).replay(tmp_path, start)
     assert validate(resumed, scores, start + 1) == 8
     assert vars(resumed) == vars(whole)
 
@@ -94,10 +94,10 @@ def test_only_the_file_says_which_weights_it_has(tmp_path):
     """A better score whose file could not be written is not the best; without files the log alone counts."""
     write_best(tmp_path, best_loss=5.0, step=1)
     write_log(tmp_path, "loss", [5.0, 4.0, 6.0])
-    best = Best("loss", 3).replay(tmp_path, 3, from_file=True)
+    best = Best("loss", 3, write=True).replay(tmp_path, 3)
     assert (best.value, best.step, best.waited) == (5.0, 1, 2)
     write_best(tmp_path, best_loss=3.0, step=1)  # left from when files were written
-    best = Best("loss", 3).replay(tmp_path, 3, from_file=False)
+    best = Best("loss", 3, write=False).replay(tmp_path, 3)
     assert (best.value, best.step, best.waited) == (4.0, 2, 1)
 
 
@@ -105,4 +105,4 @@ def test_only_the_file_says_which_weights_it_has(tmp_path):
 def test_a_file_without_its_score_or_step_is_refused(tmp_path, metadata):
     write_best(tmp_path, **metadata)
     with pytest.raises(ValueError, match=f"{tmp_path / BEST}: not a readable .safetensors file"):
-        Best("loss").replay(tmp_path, 1, from_file=True)
+        Best("loss", write=True).replay(tmp_path, 1)

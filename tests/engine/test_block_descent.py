@@ -15,11 +15,12 @@ from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent
 from moh_vision.engine.config import BlockDescentConfig
 from moh_vision.engine.seeds import derive_seed
-from moh_vision.engine.step import Step, Updater
+from moh_vision.engine.step import SkippedSteps
 from moh_vision.models.mae import mae_routers, train_only
 from tests.support.pictures import write_folder
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import refuse
+from tests.support.small_loop import small_loop
 from tests.support.small_runs import (
     arguments,
     entries,
@@ -56,22 +57,30 @@ def micro_batches(seed, count=2, size=4):
     return [dict(images=images, labels=labels) for images, labels in pairs]
 
 
-class Recorded(Updater):
+class Recorded(SkippedSteps):
     """Remembers which phases of a step moved weights; `watch` is called after each."""
 
-    def __call__(self, *args, **more):
-        norm, updated = super().__call__(*args, **more)
-        self.updated.append(updated)
+    def __init__(self):
+        super().__init__()
+        self.updated = []
+        self.watch = lambda: None
+
+    def count(self, step, agreed, *numbers):
+        super().count(step, agreed, *numbers)
+        self.updated.append(agreed.finite)
         self.watch()
-        return norm, updated
 
 
 class Training:
-    """The step of the scripts, of two micro-batches, with plain SGD in F so that an update is the gradient."""
+    """The loop of the scripts, of two micro-batches, with plain SGD in F so that an update is the gradient."""
 
-    def __init__(self, model, which="all", optimizer=None, lr=0.1, scaler=None, **settings):
-        self.accelerator, self.model, self.seen = Accelerator(cpu=True), model, []
+    def __init__(
+        self, model, which="all", optimizer=None, lr=0.1, scaler=None, clip_norm=0.0, **settings
+    ):
+        self.accelerator = Accelerator(cpu=True)
         self.accelerator.scaler = scaler  # accelerate makes one for a GPU alone
+        self.model = model
+        self.seen = []
         train_only(model, which)
         self.descent = BlockDescent(
             self.accelerator, model, mae_routers(model), False, BlockDescentConfig(**settings)
@@ -80,25 +89,34 @@ class Training:
         optimizer = optimizer or torch.optim.SGD(
             [p for p in model.parameters() if p.requires_grad], lr=0.1
         )
-        config = SimpleNamespace(seed=0, optim=SimpleNamespace(accumulation=2, clip_norm=0.0))
-        parts = dict(descent=self.descent, task=task, optimizer=optimizer)
-        self.run = Step(config, **parts, learning_rate=lambda step: lr)
-        self.run.updater = self.update = Recorded(self.accelerator, 0.0)
-        self.task, self.optimizer = self.run.task, self.run.optimizer
+        self.loop = small_loop(
+            self.accelerator,
+            task,
+            optimizer,
+            self.descent,
+            accumulation=2,
+            clip_norm=clip_norm,
+            lr=lr,
+        )
+        self.loop.skipped = self.skipped = Recorded()
+        self.task = self.loop.task
+        self.optimizer = self.loop.optimizer
         task.register_forward_pre_hook(
             lambda _, args, more: self.seen.append(more.get("images")), with_kwargs=True
         )
 
     def step(self, step, epoch, batches, watch=lambda: None):
         """Which phases moved weights."""
-        self.update.updated, self.update.watch = [], watch
+        self.skipped.updated = []
+        self.skipped.watch = watch
         self.seen.clear()
-        self.run(step, iter(batches), epoch)
-        return self.update.updated
+        self.loop.done = step
+        self.loop.step(iter(batches), epoch, count=8)
+        return self.skipped.updated
 
     def phases(self):
         """Of the last step."""
-        return "".join(self.run.norms)
+        return "".join(self.loop.norms)
 
 
 def draws_of(step, phase, rank=0):
@@ -356,9 +374,9 @@ def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
     batches[0]["images"][0, 0, 0, 0] = value
     assert training.step(1, 0, batches) == [False, False]
     assert same(training.model, before)
-    assert training.update.skipped == training.update.in_a_row == 1  # one step, though two phases
+    assert training.skipped.total == training.skipped.in_a_row == 1  # one step, though two phases
     assert training.step(2, 0, micro_batches(2)) == [True, True]
-    assert training.update.in_a_row == 0 and training.update.skipped == 1
+    assert training.skipped.in_a_row == 0 and training.skipped.total == 1
 
 
 def test_gates_that_alone_are_not_finite_end_the_run_too():
@@ -368,9 +386,9 @@ def test_gates_that_alone_are_not_finite_end_the_run_too():
     bias.register_hook(lambda gradient: gradient * math.nan)
     for step in range(9):
         assert training.step(step, 0, micro_batches(step)) == [False, True]
-    assert training.update.in_a_row == 9
+    assert training.skipped.in_a_row == 9
     training.step(9, 1, micro_batches(9))
-    assert training.update.in_a_row == 0
+    assert training.skipped.in_a_row == 0
     for step in range(10, 19):
         training.step(step, 5, micro_batches(step))
     with pytest.raises(
@@ -380,8 +398,7 @@ def test_gates_that_alone_are_not_finite_end_the_run_too():
 
 
 def test_the_models_clipping_is_not_the_gates():
-    training = Training(vit())
-    training.update.clip_norm = 1e-6
+    training = Training(vit(), clip_norm=1e-6)
     before = snapshot(training.model)
     training.step(0, 0, micro_batches(0))
     gates, weights = split(training.model)
@@ -390,7 +407,7 @@ def test_the_models_clipping_is_not_the_gates():
         math.sqrt(sum((after[n] - before[n]).square().sum().item() for n in names))
         for names in (gates, weights)
     ]
-    assert moved[0] == pytest.approx(training.run.norms[GATES], rel=1e-3) and moved[0] > 1e-3
+    assert moved[0] == pytest.approx(training.loop.norms[GATES], rel=1e-3) and moved[0] > 1e-3
     assert moved[1] < 1e-6
 
 
@@ -475,7 +492,7 @@ def train_with_another(rank):
     # One process meets a bad batch: both skip both phases, batch statistics included.
     before, batch = snapshot(training.model), micro_batches(99)
     batch[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0
-    assert training.step(4, 0, batch) == [False, False] and training.update.skipped == 1
+    assert training.step(4, 0, batch) == [False, False] and training.skipped.total == 1
     assert same(training.model, before)
     for value in training.model.state_dict().values():  # batch statistics are those of all
         other = [torch.empty_like(value) for _ in range(2)]

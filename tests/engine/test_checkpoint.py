@@ -1,6 +1,7 @@
 import contextlib
 import copy
 import errno
+import re
 from types import SimpleNamespace
 from unittest import mock
 
@@ -22,7 +23,7 @@ from moh_vision.engine.config import ModelConfig
 from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.step import Updater
+from moh_vision.engine.step import clip_gradients
 from moh_vision.engine.step_folders import latest_checkpoint, resume_point
 from moh_vision.engine.weights import make_ema
 from moh_vision.models.pretrained import described
@@ -82,9 +83,7 @@ def train(state, steps):
     task = getattr(state.task, "module", getattr(state.task, "_orig_mod", state.task))
     rank = dist.get_rank() if dist.is_initialized() else 0
     (optimizer,), norms = state.optimizers, []
-    update = Updater(
-        SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_, scaler=None), clip_norm=1.0
-    )
+    accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
     for step in steps:
         generator = torch.Generator().manual_seed(2 * step + rank)
         images = torch.randn(4, 3, 16, 16, generator=generator)
@@ -97,7 +96,9 @@ def train(state, steps):
             optimizer.zero_grad(set_to_none=True)
         else:
             losses["loss"].backward()
-            norms.append(update(state.task, optimizer, step, [losses])[0])
+            norms.append(clip_gradients(accelerator, state.task.parameters(), 1.0).item())
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         state.ema.update(task.model, step + 1)
     return norms
 
@@ -252,6 +253,23 @@ def trained(tmp_path):
 
 def save(run, step, state, keep=2):
     Saver(PartialState(), run, state, keep).save(step, {"architecture": "linear"}, last=True)
+
+
+def test_the_first_save_says_what_it_took_and_later_ones_are_silent(tmp_path, capsys):
+    saver = Saver(PartialState(), tmp_path, beginning(), keep=9)
+    with mock.patch("moh_vision.engine.saver.save_tensors", full):
+        saver.save(1, {})
+        saver.wait()
+    said = capsys.readouterr().out
+    assert "step 1 could not be saved" in said and "first save" not in said
+    for step in (2, 3):
+        saver.save(step, {})
+        saver.finish()
+    line = capsys.readouterr().out
+    folder = tmp_path / "checkpoints" / "step_2"
+    size = sum(file.stat().st_size for file in folder.iterdir()) / 2**20
+    pattern = rf"first save: {re.escape(str(folder))}, {size:.1f} MiB in \d+\.\d s\n"
+    assert size > 0.1 and re.fullmatch(pattern, line)
 
 
 def test_ema_and_scaler_switched_on_and_off(trained):

@@ -8,6 +8,7 @@ from moh_vision.__main__ import main
 from moh_vision.attention.budget import BudgetError
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
+from moh_vision.commands.runs import read_runs
 from moh_vision.commands.table import make_table
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 from moh_vision.models.head_load import HeadLoad
@@ -106,7 +107,7 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     assert f"loss {validation['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
     # The table, the card and the figure of head load show what each share gives.
     capsys.readouterr()
-    table = make_table([whole])
+    table = make_table(read_runs([whole]))
     active, top1 = (table.titles.index(title) for title in ("active heads, %", "top-1, %"))
     rows = {row[0].rpartition(", ")[2]: row for row in table.rows}
     shares = {"0.5": "50", "0.75": "75", "1": "100"}

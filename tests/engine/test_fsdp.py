@@ -4,12 +4,12 @@ import contextlib
 from datetime import timedelta
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import timm
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from PIL import Image
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,23 +19,21 @@ from moh_vision.classification import scores as scoring
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.data.decode import UnreadableImage
+from moh_vision.data.sources import ImageSource
 from tests.support.processes import on_two_ranks
 
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 
 
-class HalfUnreadable:
+class HalfUnreadable(ImageSource):
     """12 images of 5 classes; the second process's, those of odd numbers, cannot be read."""
 
     classes, labels = list("abcde"), [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
-    def __len__(self):
-        return 12
-
-    def image(self, i):
+    def read(self, i):
         if i % 2:
             raise UnreadableImage(f"image {i}")
-        return Image.new("RGB", (16, 16), (20 * i, 0, 0))
+        return np.full((16, 16, 3), (20 * i, 0, 0), np.uint8)
 
 
 def validate_sharded(rank):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moh_vision.engine.run import make_accelerator
+from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.run_folder import RunFolder
 from moh_vision.engine.step import average_over_step, learning_rate, set_learning_rate
 from tests.support.processes import hold
@@ -79,7 +79,7 @@ ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: No
 def opened(path, config, fresh=False):
     with contextlib.ExitStack() as held:
         folder = RunFolder(str(path), fresh, ACCELERATOR, held)
-        folder.take_up(1)
+        folder.find_checkpoint(1)
         folder.open(config, lambda earlier: ["lr: 1 -> 2"] * (earlier != config))
         yield
 
@@ -124,7 +124,7 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
         {},
         fresh,
     )
-    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).take_up(1)  # only reads
+    RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(1)  # only reads
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert [p.name for p in tmp_path.iterdir()] == ["run"]

@@ -8,8 +8,8 @@ import tarfile
 import numpy as np
 import pytest
 
-from moh_vision.data.batches import LabelledImages, image_transform, training_batches
-from moh_vision.data.order import StepBatches
+from moh_vision.data.batches import LabelledImages, image_transform, training_loader
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import open_source
 from tests.support.pictures import convert, write_folder
 from tests.support.refusals import refuse
@@ -124,9 +124,9 @@ def test_fewer_images_than_a_batch_and_fewer_shards_than_workers(tmp_path, worke
     source = open_source(str(write_shards(tmp_path / "d", count=3, per_shard=3)), "train")
     images = LabelledImages(source, image_transform("none", 4, 3, [0.5] * 3, [0.5] * 3), 0)
     how = dict(group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3)
-    order = StepBatches(source.shard_sizes, **how)
+    order = PositionSampler(source.shard_sizes, **how)
     seen = np.concatenate(
-        [batch["labels"].numpy() for batch in training_batches(images, order, workers)]
+        [batch["labels"].numpy() for batch in training_loader(images, order, workers)]
     )
     assert len(seen) == 21 and np.bincount(seen).tolist() == [
         7,

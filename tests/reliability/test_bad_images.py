@@ -15,13 +15,13 @@ from PIL import Image
 from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
-    evaluation_batches,
+    evaluation_loader,
     image_transform,
-    training_batches,
+    training_loader,
 )
 from moh_vision.data.decode import MAX_PIXELS, UnreadableImage, center_crop, decode_image
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import open_source
 from moh_vision.data.write_shards import encode_sample
 from moh_vision.diffusion import train as dit
@@ -119,15 +119,15 @@ def trained_on(source, size, steps, counted=None, workers=0):
     how = dict(
         group=1, seed=0, batch_size=size, accumulation=1, rank=0, world=1, start=0, stop=steps
     )
-    batches = training_batches(
-        labelled(source), StepBatches(source.shard_sizes, **how), workers, counted
+    batches = training_loader(
+        labelled(source), PositionSampler(source.shard_sizes, **how), workers, counted
     )
     return [len(batch["images"]) for batch in batches]
 
 
 def evaluated(source, counted):
     """How many of all images an evaluation sees."""
-    batches = evaluation_batches(
+    batches = evaluation_loader(
         labelled(source, replace=False), [list(range(len(source)))], 0, counted
     )
     return sum(len(batch["images"]) for batch in batches)

@@ -104,7 +104,7 @@ def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, way):
         with one_line(f"^{url}: {words}"):
             list(
                 itertools.islice(
-                    ShardStream([url], ["a", "b", "c"], 40, "some").names(0, 0, 1), 100
+                    ShardStream([url], ["a", "b", "c"], 40, "some").samples(0, 0, 1), 100
                 )
             )
 
@@ -150,8 +150,9 @@ def test_what_tar_writes_at_the_end_is_taken(tmp_path, write, blocks):
                 last = tar.getmembers()[-1]
             os.truncate(path, padded(last) + 512)
     assert len(Shards(str(folder), "train")) == 21
-    names = ShardStream(sorted(map(str, folder.glob("*.tar"))), ["a"], 21, "some").names(0, 0, 1)
-    assert len(set(itertools.islice(names, 200))) == 21
+    urls = sorted(map(str, folder.glob("*.tar")))
+    samples = ShardStream(urls, ["a"], 21, "some").samples(0, 0, 1)
+    assert len({sample.name for sample in itertools.islice(samples, 200)}) == 21
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def doors(folder) -> dict:
     for name in ("train.meta.json", "train.labels.npy", "train-000000.npy"):
         places[f"latents {name}"] = (
             latents / name,
-            lambda f: LatentCache(str(latents), "train").moments(0),
+            lambda f: LatentCache(str(latents), "train").read(0),
         )
     places["latents record"] = latents / "train.meta.json", lambda f: convert_latents(folder)
     places["shards record"] = (
@@ -358,7 +358,7 @@ def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
             error
         )
         with contextlib.suppress(ValueError):  # training reads of it what it needs
-            LatentCache(str(world / "latents"), "train").moments(0)
+            LatentCache(str(world / "latents"), "train").read(0)
     file.write_text(whole)
     start(file)  # as if nothing had been
 

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from moh_vision.engine import run
+from moh_vision.engine import training_loop
 from moh_vision.engine.logging import RunLog
 from moh_vision.engine.saver import Saver
 from tests.support.processes import Command
@@ -24,7 +24,9 @@ def recorded(kind, file, slow_save, argv):
     """The real main(); each step's loss, as a hexadecimal number, is appended by one write, which a kill cannot tear."""
     losses = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     real, exact = (
-        SimpleNamespace(average=run.average_over_step, metrics=RunLog.metrics, save=Saver.save),
+        SimpleNamespace(
+            average=training_loop.average_over_step, metrics=RunLog.metrics, save=Saver.save
+        ),
         [],
     )
 
@@ -40,7 +42,7 @@ def recorded(kind, file, slow_save, argv):
         time.sleep(slow_save)
         return real.save(*args, **kwargs)
 
-    run.average_over_step, RunLog.metrics, Saver.save = average, metrics, save
+    training_loop.average_over_step, RunLog.metrics, Saver.save = average, metrics, save
     script(kind).main(argv)
 
 

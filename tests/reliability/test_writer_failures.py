@@ -16,8 +16,8 @@ import pytest
 
 from moh_vision.engine import saver
 from moh_vision.engine.saver import check_writable
-from moh_vision.engine.step import Step
 from moh_vision.engine.step_folders import latest_checkpoint
+from moh_vision.engine.training_loop import TrainingLoop
 from tests.support import refusals
 from tests.support.pictures import write_folder
 from tests.support.processes import fork, on_two_ranks, wait
@@ -108,7 +108,9 @@ def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatc
             saves.save(step, {})
         training.step(3)
         saves.finish()
-    assert told == ["step 2 waits for the checkpoint that is being written"] and not saves.failed
+    waited, first_save = told
+    assert waited == "step 2 waits for the checkpoint that is being written" and not saves.failed
+    assert first_save.startswith(f"first save: {tmp_path / 'checkpoints' / 'step_1'}, ")
     for step, state in states.items():
         training.saved.restore(tmp_path / "checkpoints" / f"step_{step}")
         assert training.state() == state
@@ -258,20 +260,20 @@ def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(
 
 
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
-    seal, step = saver.seal, Step.__call__
+    seal, step = saver.seal, TrainingLoop.step
 
     def seal_late(*arguments):
         time.sleep(0.5)
         seal(*arguments)
 
-    def step_until_3(self, number, *arguments, **more):
-        if number == 3:
+    def step_until_3(self, *arguments, **more):
+        if self.done == 3:
             assert checkpoint_steps(tmp_path) == []
             raise RuntimeError("of the code")
-        return step(self, number, *arguments, **more)
+        return step(self, *arguments, **more)
 
     monkeypatch.setattr(saver, "seal", seal_late)
-    monkeypatch.setattr(Step, "__call__", step_until_3)
+    monkeypatch.setattr(TrainingLoop, "step", step_until_3)
     refuse("of the code", script("cls").main, arguments("cls", tmp_path, 10, 3), kind=RuntimeError)
     assert checkpoint_steps(tmp_path) == [3]
 

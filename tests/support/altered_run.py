@@ -17,7 +17,7 @@ from moh_vision.classification import scores  # noqa: E402
 from tests.support.small_runs import script  # noqa: E402
 
 module = script(sys.argv[2])
-batches, evaluate = module.training_batches, scores.evaluate
+batches, evaluate = module.training_loader, scores.evaluate
 
 
 def in_float64(*args, **kwargs):
@@ -32,7 +32,7 @@ def overflow(*args, **kwargs):
         yield batch
 
 
-module.training_batches = globals()[how]
+module.training_loader = globals()[how]
 if how == "in_float64":
     scores.evaluate = lambda predict, *more: evaluate(
         lambda images, labels: predict(images.double(), labels), *more

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
-from moh_vision.engine import run as engine_run
-from moh_vision.engine.step import Step
+from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.language import train as train_text
 from tests.support.paths import ROOT
 from tests.support.small_text import ENGLISH, words, write_pairs, write_plain
@@ -131,21 +131,15 @@ def recorded(double: bool):
     Weights, augmentation and noise are drawn as in float32, and validation is in float32 as it always is. Truncated
     normals are drawn again until none is outside, as by torch of today: earlier releases drew others.
     """
-    rows, take, steps = [], engine_run.Run.take_model, engine_run.Run.steps
+    rows = []
+    make_descent, do_step, all_steps = BlockDescent.__init__, TrainingLoop.step, TrainingLoop.steps
 
-    class Recorded(Step):
-        def __call__(self, number, batches, epoch, **more):
-            updated = super().__call__(
-                number, map(in_float64, batches) if double else batches, epoch, **more
-            )
-            names = [name for name in self.losses[0] if name != "head_runs"]
-            rows.append(
-                {
-                    name: sum(float(v[name]) for v in self.losses) / len(self.losses)
-                    for name in names
-                }
-            )
-            return updated
+    def recorded_step(self, batches, *arguments, **more):
+        do_step(self, map(in_float64, batches) if double else batches, *arguments, **more)
+        names = [name for name in self.losses[0] if name != "head_runs"]
+        rows.append(
+            {name: sum(float(v[name]) for v in self.losses) / len(self.losses) for name in names}
+        )
 
     def normal(tensor, mean, std, a, b, generator=None):
         with torch.no_grad():
@@ -155,20 +149,20 @@ def recorded(double: bool):
                 tensor.copy_(torch.where(outside, again, tensor))
             return tensor
 
-    def take_double(self, model, *more):
-        take(self, model.double(), *more)
+    def descent_of_double(self, accelerator, model, *more):
+        make_descent(self, accelerator, model.double(), *more)
 
     def steps_then_float(self):
-        yield from steps(self)
+        yield from all_steps(self)
         for model in filter(None, (self.model, self.ema and self.ema.module)):
             model.float()
 
     with contextlib.ExitStack() as patches:
-        patches.enter_context(patch.object(engine_run, "Step", Recorded))
+        patches.enter_context(patch.object(TrainingLoop, "step", recorded_step))
         patches.enter_context(patch.object(torch.nn.init, "_no_grad_trunc_normal_", normal))
         if double:
-            patches.enter_context(patch.object(engine_run.Run, "take_model", take_double))
-            patches.enter_context(patch.object(engine_run.Run, "steps", steps_then_float))
+            patches.enter_context(patch.object(BlockDescent, "__init__", descent_of_double))
+            patches.enter_context(patch.object(TrainingLoop, "steps", steps_then_float))
         yield rows
 
 

@@ -40,9 +40,9 @@ def sharding(make, policy, folder):
 def run(rank, argv, folder, policy):
     """Call train_text.main as one of two processes; standard error goes to a file."""
     os.environ["ACCELERATE_USE_FSDP"] = "true"
-    from moh_vision.engine import run as engine_run
+    from moh_vision.engine import run_setup
     from moh_vision.language import train as train_text
 
-    engine_run.make_accelerator = sharding(engine_run.make_accelerator, policy, folder)
+    run_setup.make_accelerator = sharding(run_setup.make_accelerator, policy, folder)
     with open(folder / f"stderr.{rank}", "w") as file, contextlib.redirect_stderr(file):
         train_text.main(argv)

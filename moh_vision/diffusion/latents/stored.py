@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
+from moh_vision.data.sources import ImageSource, Sample
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
 from moh_vision.engine.errors import reason_of
@@ -34,13 +35,11 @@ def stored_shape(space: LatentSpace, size: int) -> tuple[int, int, int, int]:
     return (2, space.moment_channels, side, side)
 
 
-class LatentCache:
+class LatentCache(ImageSource):
     """Posterior moments of images and of their mirror images, written by `python -m moh_vision latents`.
 
     `space` is a `LatentSpace`, `size` the images' side in pixels; `img_size` and `channels` are the latents'.
     """
-
-    numbered, remarks = False, ()
 
     def __init__(self, root: str, split: str):
         folder, file = Path(root), latents_path(Path(root), split)
@@ -91,7 +90,11 @@ class LatentCache:
         shard = int(np.searchsorted(self._ends, index, "right"))
         return shard, index - int(self._ends[shard]) + self.shard_sizes[shard]
 
-    def moments(self, index: int) -> Tensor:
+    def decode(self, sample: Sample) -> Tensor:
+        """Return the content of a sample as it is."""
+        return sample.content
+
+    def read(self, index: int) -> Tensor:
         """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
         shard, row = self._place(index)
         path, dtype = self.paths[shard], DTYPES[self.dtype]

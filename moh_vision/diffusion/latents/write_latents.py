@@ -32,7 +32,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_batches
+from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_loader
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.splits import latents_path, open_source, say_transparent
 from moh_vision.diffusion.batches import cropped
@@ -206,7 +206,9 @@ class Encoder:
         }
         transform = cropped("none", o.size, image_channels(self.model))
         images = LabelledImages(self.source, transform, seed=0, replace=False)
-        stream = iter(evaluation_batches(images, sum(batches.values(), []), o.workers).loader)
+        slices = sum(batches.values(), [])
+        # Not of the `Loader` itself, which counts bad samples: here each belongs to a shard.
+        loaded = iter(evaluation_loader(images, slices, o.workers).loader)
         title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
         entries, bad = [], []
         count = sum(len(plan[name]) for name in names)
@@ -214,7 +216,7 @@ class Encoder:
             for name in names:
                 before, arrays = len(bad), []
                 for numbers in batches[name]:
-                    batch = _next(stream, o.workers)
+                    batch = _next(loaded, o.workers)
                     bad += batch["bad"]
                     self.limit.check(bad)
                     if "images" in batch:
@@ -252,9 +254,9 @@ class Encoder:
         return stored.numpy().view(DTYPES[self.o.dtype])
 
 
-def _next(stream: Iterator[dict], workers: int) -> dict:
+def _next(batches: Iterator[dict], workers: int) -> dict:
     try:
-        return next(stream)
+        return next(batches)
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from moh_vision.data.order import StepBatches
+from moh_vision.data.order import PositionSampler
 from moh_vision.data.workers import leave_signals_to_the_parent
 from moh_vision.engine.seeds import Stream, derive_seed
 
@@ -41,7 +41,7 @@ def batch_ends(sizes: np.ndarray, max_tokens: int) -> list[int]:
     return ends[1:]
 
 
-class TokenBatches(StepBatches):
+class TokenSampler(PositionSampler):
     """The micro-batches of one rank as lists of sample numbers, at most `max_tokens` padded tokens each (sentences x
     longest of either side with eos, as in fairseq). Samples are cut by length alone: epochs have equally many batches.
 

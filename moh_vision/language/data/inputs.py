@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 from torch import Tensor
 
-from moh_vision.data.order import StepBatches, rank_slice
+from moh_vision.data.order import PositionSampler, rank_slice
 from moh_vision.data.records import check_sums
 from moh_vision.engine.cli import refuse_missing_source
 from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
-from moh_vision.language.data.batches import TokenBatches, length_slices, load_batches
+from moh_vision.language.data.batches import TokenSampler, length_slices, load_batches
 from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks
-from moh_vision.language.data.mixture import MixedBatches, MixedWindows, Mixture
+from moh_vision.language.data.mixture import MixedWindows, Mixture, MixtureSampler
 from moh_vision.language.data.sources import ParallelText, find_lines, find_pairs, find_tokens
 from moh_vision.language.data.tokens import META, Tokens, encoded, sums_of
 from moh_vision.language.data.translation import ParallelTokens
@@ -201,9 +201,9 @@ class TranslationInputs(TextInputs):
             sizes["target_vocab_size"] = len(target)
         return sizes
 
-    def batches(self, batch_size: int, **arguments) -> TokenBatches:
-        """Make the `TokenBatches` of training; data.max_tokens limits sentences, `batch_size` has no effect."""
-        return TokenBatches(
+    def sampler(self, batch_size: int, **arguments) -> TokenSampler:
+        """Make the `TokenSampler` of training; data.max_tokens limits sentences, `batch_size` has no effect."""
+        return TokenSampler(
             self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments
         )
 
@@ -247,9 +247,9 @@ class BlockInputs(TextInputs):
         )
         return vocabulary, vocabulary
 
-    def batches(self, batch_size: int, **arguments) -> StepBatches:
-        """Make the `StepBatches` of training, with `batch_size` blocks a step."""
-        return StepBatches(
+    def sampler(self, batch_size: int, **arguments) -> PositionSampler:
+        """Make the `PositionSampler` of training, with `batch_size` blocks a step."""
+        return PositionSampler(
             [len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments
         )
 
@@ -333,21 +333,21 @@ class CausalInputs(BlockInputs):
         weights = [source["weight"] for source in data.mixture]
         return MixedWindows(texts, names, weights)
 
-    def batches(self, batch_size: int, **arguments):
-        """Make the batches of training, as `BlockInputs` does; with data.mixture a `MixedBatches`."""
+    def sampler(self, batch_size: int, **arguments):
+        """Make the sampler of training, as `BlockInputs` does; with data.mixture a `MixtureSampler`."""
         train = self.train
         if not isinstance(train, MixedWindows):
-            return super().batches(batch_size, **arguments)
+            return super().sampler(batch_size, **arguments)
         mixture = Mixture(train.weights, [len(text) for text in train.datasets], self.seed)
-        batches = MixedBatches(mixture, batch_size=batch_size, **arguments)
+        sampler = MixtureSampler(mixture, batch_size=batch_size, **arguments)
         for name, text, share, epochs in zip(
-            train.names, train.datasets, mixture.shares, batches.epochs()
+            train.names, train.datasets, mixture.shares, sampler.epochs()
         ):
             say(
                 f"source {name}: {100 * float(share):.2f} %, {len(text.tokens.ids):,} tokens, {len(text):,} blocks; "
                 f"{epochs:.2f} times in this run"
             )
-        return batches
+        return sampler
 
     def texts(self) -> list[tuple[str, CausalWindows]]:
         """With data.mixture, add the first training tokens of each source, as many as in validation."""

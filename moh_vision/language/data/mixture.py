@@ -13,7 +13,7 @@ from math import lcm
 import numpy as np
 from torch.utils.data import ConcatDataset
 
-from moh_vision.data.order import StepBatches, epoch_order
+from moh_vision.data.order import PositionSampler, epoch_order
 from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.blocks import CausalWindows
 
@@ -88,7 +88,7 @@ class Mixture:
         return epoch_order(seed, epoch, (self.blocks[source],), group=1)
 
 
-class MixedBatches(StepBatches):
+class MixtureSampler(PositionSampler):
     """Micro-batches of a rank: lists of (position, block number through all sources)."""
 
     def __init__(self, mixture: Mixture, **arguments):

@@ -14,8 +14,8 @@ from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import from_first, total
-from moh_vision.engine.run import Run
 from moh_vision.engine.step_folders import damage
+from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import load_whole, whole_weights
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import gate_text, read_gates
@@ -78,48 +78,48 @@ def notes_on_scores(config, text: TextInputs) -> list[str]:
     return []
 
 
-def final_weights(run: Run, validate: Callable[[str], dict]) -> dict:
+def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """Load the weights that are scored at the end; return their file's name, and what else results.json says of them.
 
     They are the last weights, with patience the best ones, and with `average` the mean of the last checkpoints, which is
     written here, if its validation loss is lower. `validate` takes a title. Every process calls it.
     """
-    config = run.config
+    config = loop.config
     if config.average > 1:
-        return _average_or_better(run, validate)
-    if config.patience and (run.folder / BEST).exists():
-        load_whole(run.model, load_file(run.folder / BEST))
+        return _average_or_better(loop, validate)
+    if config.patience and (loop.folder / BEST).exists():
+        load_whole(loop.model, load_file(loop.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
 
 
-def _average_or_better(run: Run, validate: Callable[[str], dict]) -> dict:
+def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
-    config = run.config
-    run.accelerator.wait_for_everyone()
-    averaged, steps = average_checkpoints(run.folder, config.average, config.save_every)
-    last = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    validations = earlier_scores(run.folder / "metrics.jsonl", "loss", run.done)[-1:]
-    last_loss = from_first(lambda: dict(validations).get(run.done))
+    config = loop.config
+    loop.accelerator.wait_for_everyone()
+    averaged, steps = average_checkpoints(loop.folder, config.average, config.save_every)
+    last = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
+    validations = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
+    last_loss = from_first(lambda: dict(validations).get(loop.done))
     if last_loss is None:
         last_loss = validate("validation of the last weights")["loss"]
-    load_whole(run.model, averaged)
-    if run.accelerator.is_main_process:
-        metadata = dict(run.metadata, averaged_steps=steps)
-        export_weights(run.model, run.folder / AVERAGED, metadata)
+    load_whole(loop.model, averaged)
+    if loop.accelerator.is_main_process:
+        metadata = dict(loop.metadata, averaged_steps=steps)
+        export_weights(loop.model, loop.folder / AVERAGED, metadata)
     averaged_loss = validate("validation of the average")["loss"]
     losses = {AVERAGED: averaged_loss, "model.safetensors": last_loss}
     of_steps = f"the average of steps {', '.join(map(str, reversed(steps)))}"
     said = [f"{averaged_loss:.4f} with {of_steps}", f"{last_loss:.4f} with the last weights"]
-    if config.patience and (run.folder / BEST).exists():
-        losses[BEST] = run.best.value
-        said.append(f"{run.best.value:.4f} with those of step {run.best.step}")
+    if config.patience and (loop.folder / BEST).exists():
+        losses[BEST] = loop.best.value
+        said.append(f"{loop.best.value:.4f} with those of step {loop.best.step}")
     better = min(losses, key=losses.get)
     if better == BEST:
-        load_whole(run.model, load_file(run.folder / BEST))
+        load_whole(loop.model, load_file(loop.folder / BEST))
     elif better != AVERAGED:
-        load_whole(run.model, last)
-    run.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
+        load_whole(loop.model, last)
+    loop.log.say(f"validation loss: {', '.join(said)}; the scores are of {better}")
     found = dict(averaged_loss=averaged_loss, last_loss=last_loss, averaged_steps=steps)
     return dict(weights=better, **found)
 
@@ -150,15 +150,15 @@ def average_checkpoints(
     return averages, list(whole)
 
 
-def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> dict:
+def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., dict]) -> dict:
     """Score the model's present weights, which are whole, with `evaluate` of `evaluation_of`; every process calls it.
 
     Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
     the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
     """
-    config = run.config
+    config = loop.config
     texts = text.texts()
-    load = HeadLoad(head_budget(run.model)["layers"], {"text": [name for name, _ in texts]})
+    load = HeadLoad(head_budget(loop.model)["layers"], {"text": [name for name, _ in texts]})
     counts = load.choosing()
 
     def count_in(group: int) -> Callable[[list[RoutingStats]], None]:
@@ -177,46 +177,46 @@ def final_scores(run: Run, text: TextInputs, evaluate: Callable[..., dict]) -> d
         if isinstance(text, CausalInputs):  # to compare byte-pair vocabularies
             nats = scores["loss"] * scores["tokens"]
             scores["word_perplexity"] = exp(nats / dataset.tokens.words)
-        run.log.say(f"{title}: {summary(scores)}")
+        loop.log.say(f"{title}: {summary(scores)}")
     if counts:
         for group, (name, dataset) in enumerate(texts[1:], 1):
             evaluate(dataset, f"head load, {name}", count_in(group))
         load.reduce(total)
         load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
-        if run.accelerator.is_main_process:
-            load.save(run.folder / FILE)
-    results.update(_gate_scores(run, text))
+        if loop.accelerator.is_main_process:
+            load.save(loop.folder / FILE)
+    results.update(_gate_scores(loop, text))
     if isinstance(text, TranslationInputs):
-        results.update(_translations(run, text))
+        results.update(_translations(loop, text))
     return results
 
 
-def _gate_scores(run: Run, text: TextInputs) -> dict:
+def _gate_scores(loop: TrainingLoop, text: TextInputs) -> dict:
     """Write gates.json and gates.md; return the entropies of the gates, nothing for a model without."""
-    split = run.config.data.val
+    split = loop.config.data.val
     batches = text.eval_batches(
-        text.val, run.accelerator.process_index, run.accelerator.num_processes
+        text.val, loop.accelerator.process_index, loop.accelerator.num_processes
     )
-    gates = read_gates(run.model, batches, text.vocabularies, run.accelerator)
+    gates = read_gates(loop.model, batches, text.vocabularies, loop.accelerator)
     if not gates["layers"]:
         return {}
-    if run.accelerator.is_main_process:
-        write_json(run.folder / "gates.json", dict(split=split, **gates))
+    if loop.accelerator.is_main_process:
+        write_json(loop.folder / "gates.json", dict(split=split, **gates))
         page = gate_text(gates, f"# What the gates do with {split}")
-        write_whole(run.folder / "gates.md", page)
+        write_whole(loop.folder / "gates.md", page)
     by_layer = {layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]}
     by_stack = {stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()}
     for stack, mean in by_stack.items():
-        run.log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
+        loop.log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
     return dict(gate_entropy=by_layer, mean_gate_entropy=by_stack)
 
 
-def _translations(run: Run, text: TranslationInputs) -> dict:
+def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
     """Return the scores of translations in each gate mode, and what they are of; "random" is a mean over draws.
 
     Writes OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
     """
-    config = run.config
+    config = loop.config
     pairs = text.test
     split = config.data.test
     if pairs is None:
@@ -242,10 +242,16 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
             message = f"{title}: translating {len(references)} sentences"
             if mode == "random":
                 message += f", draw {draw + 1} of {count}"
-            run.log.say(message)
-            with gate_mode(run.model, mode):
+            loop.log.say(message)
+            with gate_mode(loop.model, mode):
                 lines = translate(
-                    run.model, pairs, vocabulary, options, run.accelerator, run.log.progress, draw
+                    loop.model,
+                    pairs,
+                    vocabulary,
+                    options,
+                    loop.accelerator,
+                    loop.log.progress,
+                    draw,
                 )
             lines = [join_pieces(line, cut) for line in lines]
             default = bleu(lines, references, tokenizer)
@@ -253,8 +259,8 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
                 lines, references, options.tokenizer or tokenizer, options.compound_split
             )
             draws.append(dict(bleu=default, tokenised_bleu=papers))
-            if run.accelerator.is_main_process and draw == 0:
-                write_whole(run.folder / file, "".join(line + "\n" for line in lines))
+            if loop.accelerator.is_main_process and draw == 0:
+                write_whole(loop.folder / file, "".join(line + "\n" for line in lines))
         scores[mode] = draws[0]
         if mode == "random":
             scores[mode] = {form: over_draws(draws, form) for form in draws[0]}
@@ -263,7 +269,7 @@ def _translations(run: Run, text: TranslationInputs) -> dict:
             line = f"{title}, {FORMS[form]}{case}: {bleu_summary(found)}"
             if mode == "random":
                 line += f", mean of {count} draws, std {found['std']:.2f}"
-            run.log.say(line)
+            loop.log.say(line)
     return dict(
         bleu=scores,
         bleu_split=split,

@@ -139,7 +139,7 @@ def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
         place = dict(
             rank=0, batch_size=4, world=world, accumulation=accumulation, start=start, stop=stop
         )
-        batches = load_batches(text.train, text.batches(**{**place, **rank}), workers)
+        batches = load_batches(text.train, text.sampler(**{**place, **rank}), workers)
         return [list(zip(*(rows.tolist() for rows in batch.values()))) for batch in batches]
 
     whole = stream()

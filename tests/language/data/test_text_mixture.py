@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import CausalInputs
-from moh_vision.language.data.mixture import LONGEST_ROUND, MixedBatches, Mixture
+from moh_vision.language.data.mixture import LONGEST_ROUND, Mixture, MixtureSampler
 from moh_vision.language.data.vocabulary import train_vocabulary
 from tests.support.refusals import each_refused, refuse
 from tests.support.small_text import write_ids
@@ -87,8 +87,8 @@ def test_a_run_on_sources(tmp_path, capsys):
     assert text.train.names == ["s0", "second", "s2"] and len(text.train) == 17
     assert text.model_arguments() == dict(vocab_size=1000)
 
-    batches = text.batches(4, accumulation=1, rank=0, world=1, start=0, stop=30)
-    assert isinstance(batches, MixedBatches)
+    batches = text.sampler(4, accumulation=1, rank=0, world=1, start=0, stop=30)
+    assert isinstance(batches, MixtureSampler)
     rows = [row for batch in load_batches(text.train, batches) for row in batch["labels"].tolist()]
     of = Counter(next(i for i in row if i != -100) // 100 for row in rows)
     assert of == {0: 60, 1: 36, 2: 24}
@@ -102,7 +102,7 @@ def test_a_run_on_sources(tmp_path, capsys):
         assert (
             real == list(range(real[0], real[0] + len(real))) and real[-1] // 100 == real[0] // 100
         )
-    later = text.batches(
+    later = text.sampler(
         4, accumulation=2, rank=1, world=2, start=20, stop=30
     )  # resumed, as one of two processes
     assert [item for batch in later for item in batch] == [

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from moh_vision.language.data.batches import TokenBatches, length_slices
+from moh_vision.language.data.batches import TokenSampler, length_slices
 from moh_vision.language.data.tokens import Tokens, write_store
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import BOS, EOS, PAD, train_vocabulary
@@ -15,7 +15,7 @@ LENGTHS = np.random.default_rng(5).integers(1, 40, (500, 2))
 
 def batches(lengths=LENGTHS, **kwargs):
     defaults = dict(max_tokens=200, seed=3, accumulation=1, rank=0, world=1, start=0, stop=300)
-    return TokenBatches(lengths, **{**defaults, **kwargs})
+    return TokenSampler(lengths, **{**defaults, **kwargs})
 
 
 def flat(lists):

@@ -1,0 +1,181 @@
+"""From the open folder of a run to its `TrainingLoop`: the task is wrapped, a checkpoint restored, the log opened."""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from moh_vision.engine.best import Best
+from moh_vision.engine.block_descent import BlockDescent
+from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.config import EmaConfig
+from moh_vision.engine.logging import RunLog, open_tracker
+from moh_vision.engine.ranks import by_main, from_first, say
+from moh_vision.engine.run_folder import OpenFolder
+from moh_vision.engine.run_setup import RunSetup, Span
+from moh_vision.engine.saver import Saver
+from moh_vision.engine.step import learning_rate
+from moh_vision.engine.step_folders import export
+from moh_vision.engine.training_loop import TrainingLoop
+from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
+
+
+def start_loop(
+    setup: RunSetup,
+    span: Span,
+    folder: OpenFolder,
+    descent: BlockDescent,
+    task: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    metadata: dict[str, object],
+    *,
+    title: str,
+    schedule: dict | None = None,
+    ema: EmaConfig | None = None,
+    elastic=None,
+    best: Best | None = None,
+    unreadable=None,
+    **log_options,
+) -> TrainingLoop:
+    """Wrap the task, restore the checkpoint that the run goes on from, and open the log.
+
+    Args:
+        setup, span, folder: the first half of the run, see `RunSetup`.
+        descent: made of what is trained.
+        task: the model, which is its attribute `model`, with its losses; its forward returns a dict with "loss".
+        optimizer: of the model's parameters.
+        metadata: what exported weights have beside the configuration: of which model they are.
+        title: of the run, for its log.
+        schedule: arguments of `learning_rate` beyond config.optim.
+        ema: how weights are averaged; None: they are not.
+        elastic: an `ElasticBudget`, or None.
+        best: the validation to look for; None: none is kept.
+        unreadable: a `BadSamples`, or None.
+        log_options: see `RunLog`.
+    """
+    config = setup.config
+    accelerator = setup.accelerator
+    if best is not None:
+        with setup.errors():
+            best = from_first(lambda: best.replay(folder.path, span.start))
+    if config.compile:
+        task.compile()
+    # Before the model may be sharded: the average is whole on every process.
+    decay = ema.decay if ema else 0.0
+    average = make_ema(task.model, decay, bool(ema and ema.warmup), accelerator.device)
+    averaging = ema if average else None
+    say_long_average(averaging, span)
+    rate = make_schedule(config.optim, span, schedule or {})
+
+    task, optimizer = descent.prepare(task, optimizer)
+    model = accelerator.unwrap_model(task).model
+    state = TrainingState(task, descent.optimizers, average, accelerator.scaler)
+    with setup.errors():
+        state.check_options(config.optim.name)
+    if span.checkpoint:
+        restore(setup, span, folder, state)
+        say_new_schedule(rate, span, folder.earlier, config.max_steps)
+    saver = Saver(
+        accelerator,
+        folder.path,
+        state,
+        config.keep_checkpoints,
+        config.save_every,
+        config.save_in_background,
+    )
+
+    log = open_log(setup, span, folder.path, title, **log_options)
+    if span.stop:
+        descent.announce(log, span.start)
+    return TrainingLoop(
+        setup=setup,
+        span=span,
+        folder=folder.path,
+        model=model,
+        task=task,
+        optimizer=optimizer,
+        descent=descent,
+        schedule=rate,
+        metadata=dict(architecture=config.model.name, config=config.tree()) | metadata,
+        log=log,
+        saver=saver,
+        ema=average,
+        ema_config=averaging,
+        elastic=elastic,
+        best=best,
+        unreadable=unreadable,
+    )
+
+
+def make_schedule(optim, span: Span, changes: dict) -> partial:
+    """Return `learning_rate` as a function of the step alone; say if the warm-up takes much of the run.
+
+    Args:
+        optim: the configuration's section.
+        changes: arguments that differ from that section.
+    """
+    arguments = dict(
+        peak=optim.lr,
+        schedule=optim.schedule,
+        warmup_steps=optim.warmup_steps,
+        max_steps=span.stop,
+        floor=optim.min_lr,
+        warmup_lr=getattr(optim, "warmup_lr", 0.0),  # missing in some configurations
+    )
+    rate = partial(learning_rate, **(arguments | changes))
+    warmup = rate.keywords["warmup_steps"]
+    if 3 * warmup > span.stop > span.start:
+        ends = f"the learning rate ends at {rate(span.stop - 1):.3g}"
+        say(f"the warm-up takes {warmup} steps, the run has {span.stop}: {ends}")
+    return rate
+
+
+def restore(setup: RunSetup, span: Span, folder: OpenFolder, state: TrainingState) -> None:
+    """Load the checkpoint that a run goes on from, then write the folder's records."""
+    with setup.errors():
+        state.restore(span.checkpoint, say)
+        by_main(folder.write_records, setup.accelerator)
+        # The run may have been killed between a checkpoint and its export.
+        finished = span.start == span.stop
+        by_main(lambda: export(folder.path, span.checkpoint, join=finished), setup.accelerator)
+    say(f"resuming {folder.path} at step {span.start}")
+
+
+def open_log(setup: RunSetup, span: Span, folder: Path, title: str, **log_options) -> RunLog:
+    """Open metrics.jsonl, and the tracker of the configuration; see `RunLog`."""
+    config = setup.config
+    accelerator = setup.accelerator
+    accelerator.wait_for_everyone()  # all have read the log that the main process goes on with
+    main = accelerator.is_main_process
+    tracker = open_tracker(
+        config.tracker, folder, span.start, f"moh_vision {title}", config.tree(), main
+    )
+    file = folder / "metrics.jsonl"
+    return RunLog(file, span.start, span.stop, main, title, tracker, **log_options)
+
+
+def say_long_average(ema: EmaConfig | None, span: Span) -> None:
+    """Say before step 1 if the run is too short for its EMA, and what to set."""
+    if ema is None or span.start == span.stop:
+        return
+    left = first_weights_left(ema, span.stop)
+    if left:
+        say(
+            f"ema.decay {ema.decay:g}: after {span.stop} steps {left:.1%} of the EMA are still "
+            f"the weights of step 1; set {short_enough(ema, span.stop)}"
+        )
+
+
+def say_new_schedule(rate: partial, span: Span, earlier: dict | None, max_steps: int) -> None:
+    """Say how a changed max_steps changes the next step's learning rate, if it does."""
+    before = (earlier or {}).get("max_steps")
+    if not isinstance(before, int) or before == max_steps or span.start == max_steps:
+        return
+    if rate.keywords["max_steps"] != max_steps:
+        return  # the schedule has a length of its own
+    as_before = rate(span.start, max_steps=before)
+    as_now = rate(span.start)
+    if as_before != as_now:
+        change = f"goes from {as_before:.3g} to {as_now:.3g}"
+        say(f"max_steps {before} -> {max_steps}: the learning rate at step {span.start} {change}")
