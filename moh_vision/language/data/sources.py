@@ -108,7 +108,7 @@ class HubText:
             else:
                 text = cell["text"]
             if not isinstance(text, str) or "\0" in text:
-                fault = "a NUL character" if text else "no text"
+                fault = "a NUL character" if isinstance(text, str) else "no text"
                 raise ValueError(f"{self.name}, row {row}: {fault}")
             if len(text.splitlines()) > 1 or (INDENTED.match(text) and text.strip()):
                 several += 1
