@@ -95,8 +95,7 @@ class ScoredFolder(ImageSet):
             first_width, first_height = self.size
             raise ValueError(
                 f"{file} has {width} x {height} pixels, {self.files[0].name} has {first_width} x {first_height}; "
-                "all images must have one size (those of a "
-                "data set, shards or folders train and val, are cropped to one)"
+                "all images must have one size (those of a data set, shards or folders train and val, are cropped to one)"
             )
 
     def _pixels(self, file: Path) -> np.ndarray:

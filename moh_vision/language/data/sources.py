@@ -107,9 +107,10 @@ class HubText:
                 text = cell["translation"].get(self.language)
             else:
                 text = cell["text"]
-            if not isinstance(text, str) or "\0" in text:
-                fault = "a NUL character" if isinstance(text, str) else "no text"
-                raise ValueError(f"{self.name}, row {row}: {fault}")
+            if not isinstance(text, str):
+                raise ValueError(f"{self.name}, row {row}: no text")
+            if "\0" in text:
+                raise ValueError(f"{self.name}, row {row}: a NUL character")
             if len(text.splitlines()) > 1 or (INDENTED.match(text) and text.strip()):
                 several += 1
             yield " ".join(text.splitlines()).strip()

@@ -143,7 +143,7 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     scores, lines = _report(options, items, scored, circumstances)
     for row, result in scored:
         if row["metric"] is None:
-            # Of a group, without the tasks inside.
+            # A group's table leaves out the tasks inside.
             column = "groups" if result.get("groups") else "results"
             lines.append(utils.make_table(result, column))
     return scores, lines

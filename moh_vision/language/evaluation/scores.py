@@ -17,6 +17,7 @@ from moh_vision.engine.ranks import from_first, total
 from moh_vision.engine.step_folders import damage
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import load_whole, whole_weights
+from moh_vision.language.config import GenerationConfig
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, routed_losses, summary
@@ -254,11 +255,7 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
                     draw,
                 )
             lines = [join_pieces(line, cut) for line in lines]
-            default = bleu(lines, references, tokenizer)
-            papers = tokenised_bleu(
-                lines, references, options.tokenizer or tokenizer, options.compound_split
-            )
-            draws.append(dict(bleu=default, tokenised_bleu=papers))
+            draws.append(_both_forms(lines, references, tokenizer, options))
             if loop.accelerator.is_main_process and draw == 0:
                 write_whole(loop.folder / file, "".join(line + "\n" for line in lines))
         scores[mode] = draws[0]
@@ -278,6 +275,17 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
         bleu_joined=cut,
         left_out=pairs.left_out,
     )
+
+
+def _both_forms(
+    lines: list[str], references: list[str], tokenizer: str, options: GenerationConfig
+) -> dict[str, dict]:
+    """Return BLEU of translations in the forms of `FORMS`; `tokenizer` is sacrebleu's for the language."""
+    default = bleu(lines, references, tokenizer)
+    papers = tokenised_bleu(
+        lines, references, options.tokenizer or tokenizer, options.compound_split
+    )
+    return dict(bleu=default, tokenised_bleu=papers)
 
 
 def over_draws(draws: list[dict], form: str) -> dict:
