@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
-from moh_vision.attention.executors import Masked
+from moh_vision.attention.executors import Executor, Masked
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routing import Call, Routing
 
@@ -172,8 +172,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         collects = stats is not None and len(stats) == self.layer_idx
         queries = None
         if self.needs_query:
-            queries = self.project_queries(x).unflatten(-1, (self.num_heads, self.head_dim))
-            queries = queries.transpose(1, 2)
+            queries = self.project_queries(x).transpose(1, 2)
         learns = self.training or torch.is_grad_enabled()
         if self.needs_query and x.shape[1] == 1 and not collects and not learns:
             # One token at a time nobody asks for more than the choice.
@@ -198,7 +197,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         v = self.v_proj(x).view(shape).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
-    def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Masked | None:
+    def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Executor | None:
         """Return a call's executor, given its mask and cache; None: transformers' attention with weights."""
         if not self._is_for_executors(call, mask, **kwargs):
             return None
@@ -219,7 +218,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             cache = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=cache)
-        executor = self.choose(call)
+        executor = self.make_executor(call)
         if type(executor) is not Masked:
             return executor
         # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
