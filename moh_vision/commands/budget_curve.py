@@ -113,7 +113,7 @@ def measure(
         )
     lines = []
     timed: list[Timed] = []
-    for name, one, (forward, size), of in zip(names, opened, passes, budgets):
+    for name, one, (forward, size), by_share in zip(names, opened, passes, budgets):
         first = attention_layers(one.model)[0]
         line = dict(
             run=name,
@@ -124,12 +124,12 @@ def measure(
             scope=first.scope,
             executor=first.executor,
             share=head_budget(one.model)["share"],
-            shares=list(of),
-            layers=[[[b.shared, b.routed] for b in chosen] for chosen in of.values()],
+            shares=list(by_share),
+            layers=[[[b.shared, b.routed] for b in chosen] for chosen in by_share.values()],
             scores=[],
-            milliseconds=[[] for _ in of],
+            milliseconds=[[] for _ in by_share],
         )
-        for (share, chosen), times in zip(of.items(), line["milliseconds"]):
+        for (share, chosen), times in zip(by_share.items(), line["milliseconds"]):
             with running(one.model, chosen):
                 scores = one.scores()
             line["scores"].append(
@@ -180,17 +180,19 @@ def draw(lines: Sequence[dict]):
         2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained"
     )
     for number, line in enumerate(lines):
-        x, y = [100 * share for share in line["shares"]], [scores[key] for scores in line["scores"]]
+        percents = [100 * share for share in line["shares"]]
+        values = [scores[key] for scores in line["scores"]]
         low, middle, high = zip(*line["milliseconds"])
-        own, colour = line["shares"].index(line["share"]), f"C{number}"
-        which = "all heads" if line["shares"] == [1.0] else f"{line['scope']} scope"
-        above.plot(
-            x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {which}"
-        )
-        quartiles = np.subtract(middle, low), np.subtract(high, middle)
-        below.errorbar(x, middle, quartiles, color=colour, marker="o", markersize=4, capsize=3)
-        for axes, value in ((above, y[own]), (below, middle[own])):
-            axes.plot(x[own], value, color=colour, marker="o", markersize=10, fillstyle="none")
+        look = dict(color=f"C{number}", marker="o")
+        label = f"{Path(line['run']).name}, {line['scope']} scope"
+        if line["shares"] == [1.0]:
+            label = f"{Path(line['run']).name}, all heads"
+        above.plot(percents, values, markersize=4, label=label, **look)
+        quartiles = (np.subtract(middle, low), np.subtract(high, middle))
+        below.errorbar(percents, middle, quartiles, markersize=4, capsize=3, **look)
+        saved = line["shares"].index(line["share"])
+        for axes, value in ((above, values[saved]), (below, middle[saved])):
+            axes.plot(percents[saved], value, markersize=10, fillstyle="none", **look)
     above.set_ylabel(COLUMNS[key].title)
     above.legend(fontsize=8)
     below.set_ylabel(f"forward pass, ms per batch of {lines[0]['batch_size']}")
@@ -215,24 +217,27 @@ def options(add) -> None:
 def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
-            understood = parse_share(share).shared is None  # the share of shared heads, which stay
+            # parse_share also reads a share of shared heads: those stay as they are.
+            understood = parse_share(share).shared is None
         except ValueError:
             understood = False
         if not understood:
             raise ValueError(
                 f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S"
             )
-    kinds = [kind_of(run, options.rest) for run in options.runs]
-    if len(set(kinds)) > 1:
+    wings = [kind_of(run, options.rest) for run in options.runs]
+    if len(set(wings)) > 1:
         raise ValueError(
-            f"{', '.join(options.runs)} are runs of {', '.join(kinds)}: one figure has one kind"
+            f"{', '.join(options.runs)} are runs of {', '.join(wings)}: one figure has one kind"
         )
     opened: list[Opened] = []
     for run in options.runs:
         given = options.rest
-        if opened and kinds[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
-            c = opened[0].config  # a folder that is no run has neither data nor a precision
-            given = ["--data.root", c.data.root, "--mixed_precision", c.mixed_precision, *given]
+        if opened and wings[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
+            # A folder that is no run has neither data nor a precision: take the first run's.
+            first = opened[0].config
+            root = ["--data.root", first.data.root]
+            given = [*root, "--mixed_precision", first.mixed_precision, *given]
         opened.append(
             open_run(run, options=given, split="val", scores=True, command="budget-curve")
         )
