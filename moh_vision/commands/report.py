@@ -176,7 +176,7 @@ def training(runs: Named) -> Section:
         # The balance loss of dense models is 0 at every step.
         if any(value for _, values in curves.values() for value in values):
             log = title == "training loss"
-            drawn.append(figures.draw_curves(title, curves, colours, log))
+            drawn.append(figures.draw_curves(title, curves, colours, log=log))
     return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
 
 

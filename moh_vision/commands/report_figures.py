@@ -78,9 +78,9 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
         axes.bar(range(len(layers)), heads, bottom=below, color=colour, width=0.8, label=label)
         below += heads
     nth = math.ceil(len(layers) / 40)
-    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8)
+    rotation = 45 if wordy else 0
+    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8, rotation=rotation)
     if wordy:
-        axes.tick_params(axis="x", rotation=45)
         plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.set_xlabel("layer", fontsize=9)
     axes.set_ylabel("heads that a token runs", fontsize=9)
