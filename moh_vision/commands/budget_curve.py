@@ -65,11 +65,11 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     saved = tuple(layer_budgets(model))
     if is_dense(model):
         return {1.0: saved}
-    if not any(b.candidates for b in saved):
+    if not any(budget.candidates for budget in saved):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    heads = sum(b.heads for b in saved)
+    heads = sum(budget.heads for budget in saved)
 
     def allowed(share: str) -> Budgets | None:
         try:
@@ -81,19 +81,16 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     for share in shares or ():
         if found[share] is None:
             shape, colon, _ = share.rpartition(":")
-            least = next(
-                f"{k / heads:.3f}"
-                for k in range(1, heads + 1)
-                if allowed(f"{shape}{colon}{k / heads}")
-            )
+            every_share = (k / heads for k in range(1, heads + 1))
+            least = next(one for one in every_share if allowed(f"{shape}{colon}{one}"))
             raise ValueError(
-                f"--shares {share}: with the shared heads of this model allowed is {least} to 1"
+                f"--shares {share}: with the shared heads of this model allowed is {least:.3f} to 1"
             )
-    every = {
-        sum(b.active for b in budgets) / heads: budgets
-        for budgets in [*filter(None, found.values()), saved]
-    }
-    return dict(sorted(every.items()))
+    by_share = {}
+    for budgets in (*filter(None, found.values()), saved):
+        active = sum(budget.active for budget in budgets)
+        by_share[active / heads] = budgets
+    return dict(sorted(by_share.items()))
 
 
 def measure(
@@ -107,19 +104,18 @@ def measure(
             budgets.append(budgets_of(one.model, shares))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    for name, one in zip(names, opened):
-        say(
-            f"{name}: weights of {one.metadata['weights']}; scored on {one.scored_on.format(c=one.config)}"
-        )
+    data = [one.scored_on.format(c=one.config) for one in opened]
+    for name, one, text in zip(names, opened, data):
+        say(f"{name}: weights of {one.metadata['weights']}; scored on {text}")
     lines = []
     timed: list[Timed] = []
-    for name, one, (forward, size), by_share in zip(names, opened, passes, budgets):
+    for name, one, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):
         first = attention_layers(one.model)[0]
         line = dict(
             run=name,
             weights=one.metadata["weights"],
             model=one.metadata["architecture"],
-            data=one.scored_on.format(c=one.config),
+            data=text,
             batch_size=size,
             scope=first.scope,
             executor=first.executor,
@@ -132,19 +128,12 @@ def measure(
         for (share, chosen), times in zip(by_share.items(), line["milliseconds"]):
             with running(one.model, chosen):
                 scores = one.scores()
-            line["scores"].append(
-                {
-                    key: value
-                    for key, value in scores.items()
-                    if isinstance(value, (int, float, str))
-                }
-            )
-            shown = ", ".join(
-                f"{COLUMNS[key].title} {scores[key]:.4g}"
-                for key in DRAWN
-                if scores.get(key) is not None
-            )
-            say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
+            line["scores"].append(plain_values(scores))
+            texts = []
+            for key in DRAWN:
+                if scores.get(key) is not None:
+                    texts.append(f"{COLUMNS[key].title} {scores[key]:.4g}")
+            say(f"{name}: {100 * share:5.1f} % of the heads, {', '.join(texts)}")
             timed.append(Timed(times, one.model, chosen, forward))
         lines.append(line)
     take_turns(timed)
@@ -154,6 +143,11 @@ def measure(
                 f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch"
             )
     return lines
+
+
+def plain_values(scores: dict) -> dict:
+    """Keep the numbers and texts of scores; lists are long, and nothing draws them."""
+    return {key: value for key, value in scores.items() if isinstance(value, (int, float, str))}
 
 
 def take_turns(timed: Sequence[Timed]) -> None:

@@ -119,6 +119,15 @@ def _export_program(
     any_batch: bool,
     metadata: dict[str, str],
 ) -> Run:
+    """Write a .pt2 file, see `export`; return a function that runs it.
+
+    Args:
+        module: as of `export`.
+        inputs: its arguments, as an example.
+        file: the new file.
+        any_batch: whether the file takes batches of any size, or only that of the inputs.
+        metadata: texts for metadata.json.
+    """
     dims = dict.fromkeys(inputs)
     if any_batch:
         dims = {name: {0: torch.export.Dim("batch", min=1)} for name in inputs}
@@ -135,6 +144,7 @@ def _export_onnx(
     any_batch: bool,
     metadata: dict[str, str],
 ) -> Run:
+    """Write an ONNX file, see `_export_program`; metadata go into its metadata_props."""
     import onnxruntime
 
     dims = dict.fromkeys(inputs)

@@ -162,6 +162,7 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     wordy = max(map(len, titles)) > 3
     width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
+    # White are the gaps, grey the heads that every token runs.
     colours = plt.get_cmap("viridis").with_extremes(bad="white", under=ALWAYS)
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)

@@ -123,9 +123,8 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 def inline_svg(figure, caption: str = "") -> Picture:
     """Turn a figure drawn within `svg_settings` into a page element; close it."""
     text = io.StringIO()
-    figure.savefig(
-        text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    )
+    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(text, format="svg", metadata=none)
     width = round(96 * figure.get_figwidth())
     plt.close(figure)
     number = next(_numbers)

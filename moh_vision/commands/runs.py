@@ -192,7 +192,7 @@ def as_written(these: str) -> Iterator[None]:
 
 
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
-    """Return the file of each run that has it, and lines that tell how the others get it."""
+    """Return the file of each run that has it, and a line on `maker` for each run that lacks it."""
     found = {}
     missing = []
     for name, run in runs.items():
@@ -291,6 +291,7 @@ def _scored_samples(run: ScoredRun) -> dict:
 
 
 def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
+    """Say what a classifier's scores are of, and how exact they are."""
     if 0 < len(results.get("top1_by_class", ())) <= FEW:
         run.scores["top5"] = None
     top1 = run.scores["top1"] or 0
@@ -304,6 +305,7 @@ def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
+    """Say what a diffusion model's scores are of."""
     sampling = results.get("sampling", {})
     scorer = results.get("label") or results.get("feature_space")
     if run.scores["recognised"] is not None:
@@ -321,6 +323,7 @@ def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
+    """Say what a language model's scores are of."""
     splits = [run.config[f"data.{key}"] for key in ("val", "test") if run.config.get(f"data.{key}")]
     scored_on = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:

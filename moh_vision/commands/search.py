@@ -148,6 +148,18 @@ def refuse_budget(opened: Opened, option: str) -> None:
             raise ValueError(f"{key} has no effect: {option} says how many heads run")
 
 
+def say_table(compared: dict[str, dict], elsewhere: dict[str, dict], heads: int, unit: str) -> None:
+    """Print what `compare` measured on searched and on unseen data, of a model of so many heads."""
+    unseen = f"on other {unit}"
+    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{unseen:>17}  active heads per layer")
+    for name, budget in compared.items():
+        count = sum(budget["active"])
+        percent = 100 * count / heads
+        unseen_loss = elsewhere[name]["loss"]
+        row = f"{name:10}{count:6d}{percent:6.1f} %{budget['loss']:9.4f}{unseen_loss:17.4f}"
+        say(f"{row}  {' '.join(map(str, budget['active']))}")
+
+
 def options(add) -> None:
     add(
         "run",
@@ -205,16 +217,7 @@ def work(options) -> None:
         active, losses = search_budget(model, loss_of, options.share, show)
         compared = compare(model, active, loss_of)
         elsewhere = compare(model, active, partial(measured, unseen))
-    say(
-        f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer"
-    )
-    heads = sum(budget.heads for budget in full)
-    for name, budget in compared.items():
-        count = sum(budget["active"])
-        percent = 100 * count / heads
-        unseen_loss = elsewhere[name]["loss"]
-        row = f"{name:10}{count:6d}{percent:6.1f} %{budget['loss']:9.4f}{unseen_loss:17.4f}"
-        say(f"{row}  {' '.join(map(str, budget['active']))}")
+    say_table(compared, elsewhere, sum(budget.heads for budget in full), unit)
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
         say(f"the {best} budget is better on other {unit}: head_budget={best}:{options.share:g}")

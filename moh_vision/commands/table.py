@@ -100,9 +100,10 @@ def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
 
 
 def _alike(row: dict[str, str], sizes: Sizes) -> bool:
-    """Whether a model may be that of a paper's row: about as many parameters, and ImageNet's classes where it has them.
+    """Return whether a model may be that of a paper's row.
 
-    A text model has one name in every size, and with another vocabulary.
+    On ImageNet it has as many classes; else about as many parameters: a text model has one name in every size, and with
+    another vocabulary.
     """
     if sizes.classes is not None and row["data"].startswith("ImageNet"):
         return sizes.classes == IMAGENET_CLASSES
