@@ -156,7 +156,7 @@ def released(model):
         # For cosine attention the released code computes the attention matrix itself.
         layer.fused_attn = not isinstance(layer, CosineAttention)
         if isinstance(layer, AggregatedAttention):
-            layer.all_heads = UnfoldedHeads
+            layer.unfused_executor = UnfoldedHeads
     return model
 
 

@@ -115,7 +115,7 @@ def open_run(
     command: str = "open_run",
     saved: SavedConfig | None = None,
 ) -> OpenedText:
-    """See `moh_vision.open_run`; options are those of data and precision."""
+    """Open a language model, see `moh_vision.open_run`; options are those of data and precision."""
     file = weights_file(path, weights)
     folder = run_of(file)
     if not (folder / CONFIG).is_file():
