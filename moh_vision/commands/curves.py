@@ -93,7 +93,8 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
     began = {0.0: 0.0}  # epoch -> steps before it
     before = 0.0  # the last step logged
     for entry in read_lines(file):
-        step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
+        step = number_at(entry, ("step",), file)
+        epoch = number_at(entry, ("epoch",), file)
         if step is None:
             raise ValueError(f"{file}: a line without step")
         # "nll" is the loss without smoothed labels; only text has it.

@@ -87,8 +87,8 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     in_run = file.parent.resolve() == run.folder.resolve()
     drawn = run.json("scores.json") if run.wing == "diffusion" else {}
     results = {} if drawn else run.json("results.json")
+    same_weights = False  # whether the scores are of these weights, and not of others of the run
     signatures = ""
-    # Whether the scores are of these weights, and not of others of the run.
     if drawn:
         from moh_vision.diffusion.scores import record_text
 
@@ -102,9 +102,9 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
         same_weights = in_run and same_name and metadata.get("step", step) == step
         translations = results.get("bleu", {}).get("soft", {})
         signatures = "\n".join(form["signature"] for form in translations.values())
-    else:
+    elif in_run:
         same_name = file.name == weights_file(str(run.folder)).name
-        same_weights = in_run and same_name and metadata.get("step") == scored.steps
+        same_weights = same_name and metadata.get("step") == scored.steps
     of_suites = in_run and file.stem == "model"  # the command for suites reads this file
     kept = {}
     for key, value in scored.scores.items():

@@ -308,9 +308,9 @@ def translations(runs: Named) -> Section:
 
 def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[str, str]]:
     """Read the sentence pairs of a split; empty if they are no longer on this machine."""
-    if not Path(root).is_dir():
-        return []
     try:
+        if not Path(root).is_dir():
+            return []
         return list(zip(*find_pairs(root, split, source, target)))
     except (ValueError, OSError):
         return []

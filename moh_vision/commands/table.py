@@ -42,7 +42,7 @@ TOLERANCE = 0.1
 IMAGENET_CLASSES = 1000
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments that make another model than the papers'; translation models have one name in two sizes.
-OWN = {
+ANOTHER_MODEL = {
     "attention",
     "head_budget",
     "router",
@@ -80,8 +80,8 @@ class Table(NamedTuple):
 
 def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
     """Return the papers' rows of an unchanged model on like data: values by key or task title."""
-    given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
-    if given or OWN & set(run.config.get("model.kwargs") or ()):
+    given = {key for key in ANOTHER_MODEL if run.config.get(f"model.{key}") is not None}
+    if given or ANOTHER_MODEL.intersection(run.config.get("model.kwargs") or ()):
         return []
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
     rows = []
@@ -107,8 +107,10 @@ def _alike(row: dict[str, str], sizes: Sizes) -> bool:
     """
     if sizes.classes is not None and row["data"].startswith("ImageNet"):
         return sizes.classes == IMAGENET_CLASSES
-    theirs = float(row.get("parameters", "nan").replace(",", ""))
-    return sizes.parameters is None or not abs(sizes.parameters / theirs - 1) > TOLERANCE
+    if sizes.parameters is None or "parameters" not in row:
+        return True
+    theirs = float(row["parameters"].replace(",", ""))
+    return abs(sizes.parameters / theirs - 1) <= TOLERANCE
 
 
 def sizes_of(run: ScoredRun) -> Sizes:
