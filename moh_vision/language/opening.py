@@ -59,14 +59,15 @@ class OpenedText(Opened):
             raise ValueError(
                 f"--images {count}: these and as many others are needed, {self.config.data.train} has {total} blocks"
             )
-        # (position, number of the block), evenly spread. No block is augmented: all have position 0.
+        # (position, number of the block), evenly spread; what a causal model reads does not depend on the position.
         samples = [(0, i * total // (2 * count)) for i in range(2 * count)]
         return self._batches(train, samples[::2]), self._batches(train, samples[1::2])
 
-    def _batches(self, split, samples: Sequence[tuple[int, int]]) -> list[dict]:
+    def _batches(self, blocks, samples: Sequence[tuple[int, int]]) -> list[dict]:
+        """Load samples, as many at a time as in validation."""
         size = self.config.data.eval_batch_size
         starts = range(0, len(samples), size)
-        return list(load_batches(split, [samples[start : start + size] for start in starts]))
+        return list(load_batches(blocks, [samples[start : start + size] for start in starts]))
 
     def inputs(self, batch: dict) -> Tensor:
         return batch["input_ids"]
