@@ -127,7 +127,7 @@ class TextDataConfig(Section, section="data"):
             )
 
     def source_root(self, root: str) -> str:
-        """Return the root of a source of data.mixture; a relative one is inside data.root."""
+        """Return where a source of data.mixture is: on the hub, or inside data.root."""
         if root.startswith("hfds/"):
             return root
         return str(Path(self.root, root))
@@ -138,23 +138,28 @@ def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     checked = []
     for number, source in enumerate(sources):
         where = f"data.mixture {number}"
-        for name in source:
-            if name not in ("root", "weight", "name"):
+        for entry in source:
+            if entry not in ("root", "weight", "name"):
                 raise ValueError(
-                    f"{where}: unknown key {name!r}; allowed are root, weight and name"
+                    f"{where}: unknown key {entry!r}; allowed are root, weight and name"
                 )
         root = source.get("root")
-        weight = source.get("weight")
         if not isinstance(root, str) or not root:
             raise ValueError(f"{where}: root {root!r}; expected a folder")
-        is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not is_number or not 0 < weight < math.inf:
+        weight = source.get("weight")
+        if not _is_weight(weight):
             raise ValueError(f"{where}: weight {weight!r}; expected a number above 0")
         name = source.get("name", root.rstrip("/").rpartition("/")[2])
-        if not isinstance(name, str) or name in [other["name"] for other in checked]:
+        if not isinstance(name, str) or name in [earlier["name"] for earlier in checked]:
             raise ValueError(f"{where}: name {name!r}; expected a text that no other source has")
         checked.append(dict(root=root, weight=weight, name=name))
     return checked
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value < math.inf
 
 
 @dataclass
@@ -250,9 +255,9 @@ class LanguageConfig(RunConfig):
             )
 
     def routers(self) -> set[str]:
-        """Return the routers in the model's name and arguments."""
-        name = self.model.name.replace("nobcd", "mae").replace("uni_mae", "")
-        text = f"{name} {self.model.kwargs}"
+        """Return the routers that the name and the arguments of the model mention."""
+        preset = self.model.name.replace("nobcd", "mae").replace("uni_mae", "")
+        text = f"{preset} {self.model.kwargs}"
         routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in text}
         if self.model.name == "clm_pretrained":
             routers.add("query_norm")
@@ -260,13 +265,13 @@ class LanguageConfig(RunConfig):
 
     def model_arguments(self, sizes: dict) -> dict:
         """Merge `sizes`, which follow from the text, with the configured arguments."""
-        arguments = self.model.arguments() or {}
+        given = self.model.arguments() or {}
         for name, value in sizes.items():
-            if name in arguments:
+            if name in given:
                 raise ValueError(
-                    f"model.kwargs {name} {arguments[name]!r}: it follows from the text, {value}; leave it out"
+                    f"model.kwargs {name} {given[name]!r}: it follows from the text, {value}; leave it out"
                 )
-        return {**sizes, **arguments}
+        return {**sizes, **given}
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for what cannot be had with a model of this transformers config."""
