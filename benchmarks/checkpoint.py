@@ -39,6 +39,7 @@ from timing import (
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.config import EmaConfig
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.weights import make_ema
 
@@ -52,7 +53,7 @@ def training_state(depth):
     model = timm.create_model(
         "moh_vit_small_patch16_224", depth=depth, head_budget="uniform:0.75", img_size=32
     )
-    ema = make_ema(model, 0.99, False, "cpu")
+    ema = make_ema(model, EmaConfig(decay=0.99), "cpu")
     task = ClassificationTask(model, 0.01)
     task, optimizer = accelerator.prepare(task, torch.optim.AdamW(task.parameters()))
     task(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))["loss"].backward()
