@@ -175,7 +175,7 @@ class GatheredLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # consists of operations that autograd differentiates again
         x, weight, rows = ctx.saved_tensors
-        with torch.autocast_bias(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             dx = torch.bmm(grad, gather(weight, rows, ctx.dim))
             parts = torch.bmm(grad.mT, x)  # [S, O, I]
             # A product with 0 and 1 adds the sequences up: in float32 also in 16 bits, and in the same order every time.
