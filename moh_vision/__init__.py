@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import moh_vision.language  # noqa: F401  adds its converter
 from moh_vision.attention import head_budget
 from moh_vision.attention.measure import measure
-from moh_vision.engine.io import __version__
+from moh_vision.common.io import __version__
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import load_checkpoint

@@ -5,8 +5,8 @@ from importlib import import_module
 from types import ModuleType
 
 from moh_vision.commands.command import run_command
-from moh_vision.engine.errors import closest, user_errors
-from moh_vision.engine.progress import say
+from moh_vision.common.errors import closest, user_errors
+from moh_vision.common.progress import say
 
 COMMANDS = {
     "table": "scores, sizes and MACs of runs, as the papers print them",

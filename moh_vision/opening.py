@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from moh_vision.common.errors import closest
+from moh_vision.common.io import run_of
+from moh_vision.common.wings import WINGS
 from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
-from moh_vision.engine.errors import closest
-from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.wings import WINGS
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import image_models
 

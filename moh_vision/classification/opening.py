@@ -13,6 +13,9 @@ from moh_vision.classification.config import EvalDataConfig, OpenedClsConfig
 from moh_vision.classification.labels import IMAGENET, open_labelled, refuse_other_classifier
 from moh_vision.classification.scores import validate
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.progress import Progress
 from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
@@ -24,10 +27,7 @@ from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
 from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.command_line import SavedConfig, parse_config
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget

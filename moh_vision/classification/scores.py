@@ -9,9 +9,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget
+from moh_vision.common.io import write_csv
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total
 from moh_vision.engine.weights import whole_weights

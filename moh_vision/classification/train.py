@@ -14,6 +14,9 @@ from torch import nn
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.errors import BadData, message_of
+from moh_vision.common.io import write_whole
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.data import splits
 from moh_vision.data.batches import (
     BadSamples,
@@ -29,14 +32,11 @@ from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.errors import BadData, message_of
-from moh_vision.engine.io import write_whole
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
-from moh_vision.engine.wings import CLASSIFICATION
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads

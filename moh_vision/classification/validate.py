@@ -19,12 +19,12 @@ from moh_vision.classification.scores import (
     write_predictions,
 )
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.cli import refuse_output
+from moh_vision.common.errors import BUILD, BadData, user_errors
+from moh_vision.common.progress import Progress
 from moh_vision.engine.accelerator import finish, make_accelerator
-from moh_vision.engine.cli import refuse_output
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.errors import BUILD, BadData, user_errors
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
 from moh_vision.engine.signals import StopSignals
 from moh_vision.evaluation.accuracy import summary

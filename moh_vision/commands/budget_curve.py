@@ -31,9 +31,9 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
 from moh_vision.commands.search import refuse_budget
-from moh_vision.engine.io import run_of
+from moh_vision.common.io import run_of
+from moh_vision.common.progress import say
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import say
 from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import kind_of, open_run
 

@@ -4,9 +4,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moh_vision.engine.cli import Parser, refuse_output
-from moh_vision.engine.errors import exit_code, user_errors
-from moh_vision.engine.progress import say
+from moh_vision.common.cli import Parser, refuse_output
+from moh_vision.common.errors import exit_code, user_errors
+from moh_vision.common.progress import say
 
 
 class Drawn(NamedTuple):

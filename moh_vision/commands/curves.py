@@ -29,8 +29,8 @@ from moh_vision.commands.runs import (
     read_lines,
     read_runs,
 )
+from moh_vision.common.errors import closest
 from moh_vision.engine.command_line import SHIPPED
-from moh_vision.engine.errors import closest
 
 Points = list[tuple[float, float]]  # (steps done, loss)
 

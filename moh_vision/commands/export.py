@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.commands.predict import class_names
-from moh_vision.engine.cli import refuse_output
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import fsync, give_name
+from moh_vision.common.cli import refuse_output
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import fsync, give_name
+from moh_vision.common.progress import say
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import say
 from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 
-from moh_vision.engine.io import write_whole
+from moh_vision.common.io import write_whole
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, plt
-from moh_vision.engine.errors import closest, nearest
+from moh_vision.common.errors import closest, nearest
 from moh_vision.models.head_load import FILE, HeadLoad
 
 SHOWN = 3  # groups of bars, unless they are named

@@ -20,9 +20,9 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import shortened
 from moh_vision.commands.predict import class_names
+from moh_vision.common.io import composed, run_of
 from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.engine.io import composed, run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.transnext import TransNeXt, stage_sizes
 from moh_vision.opening import kind_of, open_run

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
+from moh_vision.common.progress import say
 from moh_vision.data import folder
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.folder import IMAGES, ImageFolder, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.progress import say
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"

@@ -33,12 +33,12 @@ from moh_vision.commands.runs import (
     starts_of,
     with_scores,
 )
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import give_name, run_of, sha256_of, step_of
+from moh_vision.common.progress import say
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import say
 from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run

@@ -35,9 +35,9 @@ from moh_vision.commands.runs import (
     with_scores,
 )
 from moh_vision.commands.table import Table, make_table
-from moh_vision.engine.errors import message_of
-from moh_vision.engine.io import __version__, write_whole
-from moh_vision.engine.progress import say
+from moh_vision.common.errors import message_of
+from moh_vision.common.io import __version__, write_whole
+from moh_vision.common.progress import say
 from moh_vision.language.data.sources import find_pairs
 from moh_vision.models.describe import describe, full_name
 from moh_vision.models.head_load import FILE, HeadLoad

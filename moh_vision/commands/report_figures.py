@@ -16,7 +16,7 @@ from PIL import Image
 
 from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import short_names, shortened
-from moh_vision.engine.errors import reason_of
+from moh_vision.common.errors import reason_of
 
 Curve = tuple[Sequence[int], Sequence[float]]  # steps, values
 POINTS = 400  # of a curve

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from moh_vision.common.errors import reason_of
 from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
-from moh_vision.engine.errors import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget

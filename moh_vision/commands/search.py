@@ -20,9 +20,9 @@ from torch import nn
 from moh_vision.attention import HeadBudget, attention_layers, layer_budgets, running
 from moh_vision.attention.budget import spread
 from moh_vision.attention.model_heads import head_groups
-from moh_vision.engine.io import write_whole
+from moh_vision.common.io import write_whole
+from moh_vision.common.progress import Progress, say
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import Progress, say
 from moh_vision.models.convert import convert
 from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import open_run

@@ -31,7 +31,7 @@ from moh_vision.commands.runs import (
     read_runs,
     suite_titles,
 )
-from moh_vision.engine.progress import say
+from moh_vision.common.progress import say
 from moh_vision.language.config import WORDS
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import count_macs, count_parameters

@@ -18,12 +18,12 @@ from torch.utils.data import (
 )
 from torchvision.transforms import InterpolationMode, v2
 
+from moh_vision.common.seeds import derive_seed
 from moh_vision.data.decode import BadSamples, UnreadableImage, center_crop
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.workers import leave_signals_to_the_parent
-from moh_vision.engine.seeds import derive_seed
 
 MAX_BAD_IN_A_ROW = 100
 

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from moh_vision.engine.errors import BadData, message_of
+from moh_vision.common.errors import BadData, message_of
 
 # A short list: some of Pillow's other formats start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")

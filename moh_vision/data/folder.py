@@ -13,8 +13,8 @@ from typing import Self
 
 import numpy as np
 
+from moh_vision.common.io import composed
 from moh_vision.data.sources import ImageSource, read_file
-from moh_vision.engine.io import composed
 
 # The extensions that are looked for.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")

@@ -5,8 +5,8 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from moh_vision.common.io import composed
 from moh_vision.data.sources import MAX_CLASSES, ImageSource, read_file
-from moh_vision.engine.io import composed
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}

@@ -10,10 +10,10 @@ from timm.data import ImageNetInfo, Mixup, create_transform
 from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
+from moh_vision.common.io import composed
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import shorten
-from moh_vision.engine.io import composed
-from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def imagenet_train_transform(

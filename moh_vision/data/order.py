@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moh_vision.engine.seeds import derive_seed
+from moh_vision.common.seeds import derive_seed
 
 
 @lru_cache(maxsize=2)

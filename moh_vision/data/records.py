@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import kept_beside, sha256_of, write_whole
-from moh_vision.engine.progress import Progress
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import kept_beside, sha256_of, write_whole
+from moh_vision.common.progress import Progress
 
 FORMAT = 2
 # The keys of a shard's entry, and the types of their values.

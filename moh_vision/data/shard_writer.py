@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from moh_vision.common.io import sha256_of, write_whole
+from moh_vision.common.progress import say
 from moh_vision.data.folder import one_line
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.splits import outline
-from moh_vision.engine.io import sha256_of, write_whole
-from moh_vision.engine.progress import say
 
 INPUT = "sha256 of the input"  # among what a record says that shards were made from
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import class_names, places_beside, sha256_of, whole_file, writable_place
+from moh_vision.common.progress import Progress
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import MAX_CLASSES, ImageSource
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import class_names, places_beside, sha256_of, whole_file, writable_place
-from moh_vision.engine.progress import Progress
 
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2

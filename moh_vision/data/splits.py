@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from moh_vision.common.errors import some_of
+from moh_vision.common.io import write_whole
 from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
-from moh_vision.engine.errors import some_of
-from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
 LOOKED_AT = 64  # images of a split, evenly spread, that are asked for transparent pixels

@@ -22,14 +22,14 @@ import webdataset
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import group_by_keys
 
+from moh_vision.common.errors import message_of
+from moh_vision.common.io import class_names
+from moh_vision.common.progress import say
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
-from moh_vision.engine.errors import message_of
-from moh_vision.engine.io import class_names
-from moh_vision.engine.progress import say
-from moh_vision.engine.seeds import Stream, derive_seed
 
 PATIENCE = 300  # seconds that a shard that cannot be read is tried again
 SILENCE = 60  # seconds without a byte after which a server counts as gone

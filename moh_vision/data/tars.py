@@ -9,8 +9,8 @@ from typing import BinaryIO, Self
 
 from webdataset.tariterators import base_plus_ext
 
+from moh_vision.common.errors import BadData, reason_of
 from moh_vision.data.folder import IMAGES
-from moh_vision.engine.errors import BadData, reason_of
 
 # Two blocks, filled up to a record of 20 (tar's -b).
 MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE

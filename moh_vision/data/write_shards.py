@@ -32,16 +32,16 @@ import numpy as np
 import webdataset
 from PIL import Image
 
+from moh_vision.common.cli import refuse_missing, refuse_unwritable
+from moh_vision.common.errors import some_of
+from moh_vision.common.io import hidden_path, only_one, whole_file, write_whole
+from moh_vision.common.progress import Progress, say
 from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in_8_bits
 from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import match_classes, of_classes, say_transparent
-from moh_vision.engine.cli import refuse_missing, refuse_unwritable
-from moh_vision.engine.errors import some_of
-from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
-from moh_vision.engine.progress import Progress, say
 
 KEPT = "shards"  # what an interrupted command finds again
 # Formats of the files that an image folder may have, and their endings in shards.

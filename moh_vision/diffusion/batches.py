@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.diffusion.latents.vae import sample_posterior
-from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def cropped(augment: str, img_size: int, channels: int) -> Callable:

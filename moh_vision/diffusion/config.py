@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from moh_vision.common.errors import nearest
+from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.sampling import sampler_for
 from moh_vision.engine.config import (
@@ -15,8 +17,6 @@ from moh_vision.engine.config import (
     ModelConfig,
     OpenedConfig,
 )
-from moh_vision.engine.errors import nearest
-from moh_vision.engine.io import composed
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]

@@ -17,10 +17,10 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import hidden_path, whole_file, write_whole
 from moh_vision.diffusion.fonts import drawable, font_for
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import hidden_path, whole_file, write_whole
 
 CELL = 48  # pixels of an image, about
 GAP = 2  # pixels between images

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moh_vision.engine.io import whole_file, write_whole
+from moh_vision.common.io import whole_file, write_whole
 
 IMAGES = ".npy"
 SUMS = ".loads.npz"  # compressed: a batch has few classes

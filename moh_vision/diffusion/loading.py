@@ -10,15 +10,15 @@ import torch
 from diffusers.utils import logging
 from torch import Tensor, nn
 
+from moh_vision.common.cli import refuse_missing
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import run_of
 from moh_vision.data.imagenet import unnamed_classes
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
-from moh_vision.engine.cli import refuse_missing
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import run_of
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
 from moh_vision.models.head_budgets import set_head_budget

@@ -13,11 +13,11 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, Schedu
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
+from moh_vision.common.io import write_whole
 from moh_vision.diffusion import flow_sde, sampling  # noqa: F401  diffusers opens schedulers of imported modules only
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance
-from moh_vision.engine.io import write_whole
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")

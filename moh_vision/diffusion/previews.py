@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from moh_vision.common.errors import message_of
 from moh_vision.diffusion.config import chosen_classes
 from moh_vision.diffusion.image_grid import draw_class_rows, draw_image_grid
 from moh_vision.diffusion.image_parts import ImageParts
@@ -24,7 +25,6 @@ from moh_vision.diffusion.sampling import (
     weak_predict,
 )
 from moh_vision.diffusion.scores import make_scorer
-from moh_vision.engine.errors import message_of
 from moh_vision.engine.ranks import attempt, by_main
 
 BATCH = 32  # images at a time

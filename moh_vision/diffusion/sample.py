@@ -19,6 +19,11 @@ from torch import Tensor
 
 from moh_vision.attention import head_budget
 from moh_vision.attention.measure import collect, measured_table
+from moh_vision.common.cli import refuse_unwritable
+from moh_vision.common.errors import user_errors
+from moh_vision.common.io import only_one, sha256_of, step_of, tensor_files
+from moh_vision.common.progress import Progress
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.diffusion import MoHDiTPipeline
 from moh_vision.diffusion.config import SampleConfig, chosen_classes
 from moh_vision.diffusion.image_grid import (
@@ -37,14 +42,9 @@ from moh_vision.diffusion.sampling import to_uint8, weak_predict
 from moh_vision.diffusion.scores import make_scorer, record_text
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import keep_settings
-from moh_vision.engine.cli import refuse_unwritable
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.errors import user_errors
-from moh_vision.engine.io import only_one, sha256_of, step_of, tensor_files
 from moh_vision.engine.logging import peak_memory_mib, versions, write_json
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import by_main, say
-from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.evaluation.fidelity.reference import is_adm
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weight_files import kind_in, weights_file

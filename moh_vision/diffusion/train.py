@@ -10,6 +10,7 @@ from pathlib import Path
 from accelerate.utils import send_to_device
 from torch import nn
 
+from moh_vision.common.wings import DIFFUSION
 from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, check_images_fit, training_loader
 from moh_vision.data.order import PositionSampler
@@ -25,7 +26,6 @@ from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
-from moh_vision.engine.wings import DIFFUSION
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers

@@ -10,9 +10,9 @@ from accelerate.utils import gather_object
 
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as operators
+from moh_vision.common.errors import BUILD, MISTAKES
+from moh_vision.common.io import write_whole
 from moh_vision.engine.config import KEPT_KEYS
-from moh_vision.engine.errors import BUILD, MISTAKES
-from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import attempt, by_main, from_first, say
 
 RECORD = "attention.json"

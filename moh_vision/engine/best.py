@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Self
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import TensorFiles
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import TensorFiles
 from moh_vision.engine.logging import logged
 
 BEST = "best.safetensors"

@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import WRAPPED, TensorFiles, write_tensors
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 

@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from moh_vision.engine.errors import message_of, nearest, reason_of
-from moh_vision.engine.io import CONFIG, run_of
+from moh_vision.common.errors import message_of, nearest, reason_of
+from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.progress import say
+from moh_vision.common.wings import WINGS
 from moh_vision.engine.keys import (
     Key,
     Section,
@@ -27,8 +29,6 @@ from moh_vision.engine.keys import (
     needs_of,
     unknown_key,
 )
-from moh_vision.engine.progress import say
-from moh_vision.engine.wings import WINGS
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
 MAX_BYTES = 2**20  # of a configuration

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from moh_vision.engine.errors import nearest
+from moh_vision.common.errors import nearest
 
 NUMBERS = dict(
     gt=("above", operator.gt),

@@ -23,8 +23,8 @@ import torch
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from tqdm import tqdm
 
-from moh_vision.engine.io import __version__, write_whole
-from moh_vision.engine.progress import Progress, say
+from moh_vision.common.io import __version__, write_whole
+from moh_vision.common.progress import Progress, say
 
 UNITS = dict(images="img", tokens="tok")  # as the log shows them
 PACKAGES = (

@@ -16,7 +16,7 @@ from timm.optim import (
 )
 from torch import nn
 
-from moh_vision.engine.errors import closest
+from moh_vision.common.errors import closest
 
 # Optimisers of timm that a run cannot use: for GPUs alone (bnb*, fused*); with a second derivative (adahessian); with
 # random numbers outside the state, so that a resumed run differs (kron*); with weights kept from the first step and

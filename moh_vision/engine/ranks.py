@@ -9,8 +9,8 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, reduc
 from safetensors import SafetensorError
 from torch import Tensor
 
-from moh_vision.engine import progress
-from moh_vision.engine.errors import MISTAKES
+from moh_vision.common import progress
+from moh_vision.common.errors import MISTAKES
 
 T = TypeVar("T")
 

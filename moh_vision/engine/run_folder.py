@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moh_vision.common.io import CONFIG, LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.command_line import dump, load_tree
-from moh_vision.engine.io import CONFIG, LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable

@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 
 from moh_vision.attention.executors.measurement_table import processor
+from moh_vision.common.errors import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.config import RunConfig
-from moh_vision.engine.errors import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import record_start
 from moh_vision.engine.optimizers import check_sharded

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from moh_vision.common.cli import refuse_unwritable
+from moh_vision.common.io import fsync, hidden_path, save_tensors, sha256_of
 from moh_vision.engine.checkpoint import Snapshot, TrainingState
-from moh_vision.engine.cli import refuse_unwritable
-from moh_vision.engine.io import fsync, hidden_path, save_tensors, sha256_of
 from moh_vision.engine.ranks import attempt, from_all, say
 from moh_vision.engine.step_folders import export, put_in_place, rotate, seal, tidy
 

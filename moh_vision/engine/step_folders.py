@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from moh_vision.engine.io import (
+from moh_vision.common.io import (
     TensorFiles,
     __version__,
     by_age,

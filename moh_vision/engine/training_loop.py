@@ -14,16 +14,16 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention.measure import collect, measured_table
+from moh_vision.common.errors import BadData, lost_a_process
+from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import GATES, BlockDescent
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.config import EmaConfig, RunConfig
-from moh_vision.engine.errors import BadData, lost_a_process
 from moh_vision.engine.logging import RunLog, ending, write_json
 from moh_vision.engine.ranks import attempt
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.step import (
     SkippedSteps,
     agree,

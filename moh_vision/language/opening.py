@@ -7,10 +7,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.progress import Progress
 from moh_vision.engine.command_line import SavedConfig, parse_config
-from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened, refuse_options
-from moh_vision.engine.progress import Progress
 from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
+from moh_vision.common.errors import extra_named, user_errors
+from moh_vision.common.wings import TEXT
 from moh_vision.engine.best import BEST, Best, earlier_scores
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.errors import extra_named, user_errors
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, Span, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import whole_weights
-from moh_vision.engine.wings import TEXT
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, full_name, in_short

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moh_vision.engine.io import memory_limit
+from moh_vision.common.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget, with_elastic

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moh_vision.attention import head_budget
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.io import by_age
 from moh_vision.engine.checkpoint import TrainingState
 from moh_vision.engine.config import EmaConfig, ModelConfig
-from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import clip_gradients

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import moh_vision
 from moh_vision.commands.runs import read_run
-from moh_vision.engine import progress
+from moh_vision.common import progress
 from moh_vision.language import train as train_text
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
 from moh_vision.language.evaluation.scores import average_checkpoints

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from moh_vision.attention.kernels.build import path
-from moh_vision.engine.io import cache_folder, write_whole
+from moh_vision.common.io import cache_folder, write_whole
 
 log = logging.getLogger("moh_vision.attention")
 

@@ -9,9 +9,9 @@ import time
 import torch
 
 from moh_vision.attention.kernels.build import BUILDING, COMMAND, build, library_path, load
-from moh_vision.engine.cli import Parser
-from moh_vision.engine.errors import exit_code
-from moh_vision.engine.progress import say
+from moh_vision.common.cli import Parser
+from moh_vision.common.errors import exit_code
+from moh_vision.common.progress import say
 
 
 def main(argv: list[str] | None = None) -> int:

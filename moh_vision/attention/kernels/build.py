@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend
 
-from moh_vision.engine.io import cache_folder, whole_file
+from moh_vision.common.io import cache_folder, whole_file
 
 log = logging.getLogger("moh_vision.attention")
 

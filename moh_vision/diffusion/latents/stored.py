@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.common.errors import reason_of
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
 from moh_vision.data.sources import ImageSource, Sample
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
-from moh_vision.engine.errors import reason_of
 
 # How latents are stored; numpy has no bfloat16, so that its bits are stored.
 DTYPES = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4")}

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moh_vision.engine.errors import reason_of
+from moh_vision.common.errors import reason_of
 from moh_vision.models.frozen import digest_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"

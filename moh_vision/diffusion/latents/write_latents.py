@@ -32,6 +32,9 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from moh_vision.common.cli import refuse_unwritable
+from moh_vision.common.io import only_one, whole_file, write_whole
+from moh_vision.common.progress import Progress
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_loader
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.sources import ImageSource
@@ -50,9 +53,6 @@ from moh_vision.diffusion.latents.vae import (
     image_channels,
     load_vae,
 )
-from moh_vision.engine.cli import refuse_unwritable
-from moh_vision.engine.io import only_one, whole_file, write_whole
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import first, from_first, say
 
 KEPT = "shards"  # what an interrupted command finds again

@@ -5,8 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from moh_vision.engine.errors import nearest
-from moh_vision.engine.progress import say
+from moh_vision.common.errors import nearest
+from moh_vision.common.progress import say
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")  # of files of weights
 

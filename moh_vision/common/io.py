@@ -1,4 +1,4 @@
-"""Folders of runs, locks, and files that are written whole; any room may import this."""
+"""Folders of runs, locks, and files that are written whole."""
 
 import contextlib
 import csv
