@@ -41,7 +41,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, resolve_budget
-from moh_vision.attention.executors import choose
+from moh_vision.attention.executors import select_executor
 from moh_vision.attention.routing import Call, Routing, RoutingStats
 
 
@@ -238,7 +238,7 @@ def picked(layer, x, mode):
     """The executor that auto takes."""
     with torch.set_grad_enabled(mode == "train"):
         routing = layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x)
-        return type(choose(layer, Call(x, routing))).__name__
+        return select_executor(layer, Call(x, routing)).__name__
 
 
 def moh_case(name, share, scope, dtype):

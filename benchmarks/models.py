@@ -144,7 +144,7 @@ def released(model):
             layer, CosineAttention
         )  # in whose release the matrix is made
         if isinstance(layer, AggregatedAttention):
-            layer.all_heads = UnfoldedHeads
+            layer.unfused_executor = UnfoldedHeads
     return model
 
 

@@ -92,15 +92,16 @@ def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monk
 
 
 def test_the_gpu_benchmark_names_a_wrong_executor(run, tmp_path, monkeypatch):
-    choose = HeadMixtureAttention.choose
+    make_executor = HeadMixtureAttention.make_executor
 
     def damaged(layer, call):
-        heads = choose(layer, call)
-        combine = heads.combine
-        heads.combine = lambda o: 1.1 * combine(o) if layer.executor == "masked" else combine(o)
-        return heads
+        executor = make_executor(layer, call)
+        combine = executor.combine
+        factor = 1.1 if layer.executor == "masked" else 1.0
+        executor.combine = lambda o: factor * combine(o)
+        return executor
 
-    monkeypatch.setattr(HeadMixtureAttention, "choose", damaged)
+    monkeypatch.setattr(HeadMixtureAttention, "make_executor", damaged)
     code, printed = run(
         "gpu", f"--output {tmp_path / 'report.json'} {GPU} 'numerics token 64 bfloat16 0.5'"
     )

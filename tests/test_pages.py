@@ -267,6 +267,7 @@ def test_the_shares_of_shared_heads():
 GUIDES = "classifier diffusion data scale extend analysis convert sampling"
 RUN_PAGES = [
     "README",
+    "docs/architecture",
     "docs/getting-started",
     "docs/concepts",
     *(f"docs/guides/{name}" for name in GUIDES.split()),
@@ -475,7 +476,7 @@ def run_page(page, places):
 
 
 @pytest.mark.parametrize(
-    "page", [RUN_PAGES[0], *(pytest.param(p, marks=pytest.mark.slow) for p in RUN_PAGES[1:])]
+    "page", [*RUN_PAGES[:2], *(pytest.param(p, marks=pytest.mark.slow) for p in RUN_PAGES[2:])]
 )
 def test_what_a_page_says_runs(page, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

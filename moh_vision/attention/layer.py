@@ -5,15 +5,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.types import Device
 
 from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache
-from moh_vision.attention.executors import EXECUTORS, Masked, choose
-from moh_vision.attention.executors.choice import way_to_skip, ways
+from moh_vision.attention.executors import (
+    EXECUTORS,
+    Executor,
+    Masked,
+    OnGpu,
+    Reference,
+    Sequences,
+    Tokens,
+    Unfused,
+    WholeSequences,
+    select_executor,
+)
 from moh_vision.attention.kernels.route import project_and_route
-from moh_vision.attention.linear import is_traced, plain, unhooked
+from moh_vision.attention.linear import is_traced, linear_rows, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
@@ -52,6 +61,14 @@ class HeadMixtureAttention(nn.Module):
     Parameters: qkv.weight [(H + 2 * kv_heads) * D, C], rows grouped q | k | v and by head inside each; proj.weight
     [C, H * D] (both as in timm and DiT); router.*.
     """
+
+    # Classes of executors. Names in EXECUTORS, which a user gives as `executor`, choose among them: those that skip heads,
+    # in the order of trial; that of all heads; that where `fused_attn` is False; the oracle.
+    skipping_executors: tuple[type[Executor], ...] = (WholeSequences, Sequences, OnGpu, Tokens)
+    all_heads_executor: type[Executor] = Masked
+    unfused_executor: type[Executor] = Unfused
+    reference_executor: type[Executor] = Reference
+    variant = ""  # what decides the time of a call beside its sizes
 
     def __init__(
         self,
@@ -203,21 +220,17 @@ class HeadMixtureAttention(nn.Module):
             routing, q = self.route(x, padded, condition, context, context_padding, cache)
         dropout_p = self.attn_drop.p if self.training else 0.0
         call = Call(x, routing, context, q, mask, causal, dropout_p, rotary, cache, product)
-        heads = self.choose(call)
-        q, k, v = heads.project()
-        o = heads.attend(q, k, v)
-        return self.proj_drop(heads.combine(o)), routing.stats
+        executor = self.make_executor(call)
+        q, k, v = executor.project()
+        o = executor.attend(q, k, v)
+        return self.proj_drop(executor.combine(o)), routing.stats
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's own says nothing of types
 
-    def choose(self, call: Call) -> Masked:
-        """The executor of a call."""
-        return choose(self, call)
-
-    all_heads: type[Masked] = Masked  # this and `ways`: other layers have executors of their own
-    ways, way_to_skip = ways, way_to_skip
-    variant = ""  # what decides the time of a call beside its sizes
+    def make_executor(self, call: Call) -> Executor:
+        """Return the executor of a call."""
+        return select_executor(self, call)(self, call)
 
     def check(
         self, x: Tensor, padding: Tensor | None, rotary: Any, condition: Tensor | None,
@@ -264,11 +277,7 @@ class HeadMixtureAttention(nn.Module):
             return routing, None
         q = None
         if self.needs_query:
-            q = (
-                self.project_queries(x)
-                .unflatten(-1, (self.num_heads, self.head_dim))
-                .transpose(1, 2)
-            )
+            q = self.project_queries(x).transpose(1, 2)
         if self.scope == "token":
             return self.router(x, q, padded), q
         mean_q = None if q is None else masked_mean(q, padded)  # [B, H, 1, D]
@@ -299,87 +308,64 @@ class HeadMixtureAttention(nn.Module):
             return None, None
         return project_and_route(x, self.qkv.weight, self.qkv.bias, gates, padded) or (None, None)
 
-    # ---- projections. `SeparateHeadMixtureAttention` has others.
+    # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` has others
 
     def projects_at_once(self) -> bool:
-        """Whether queries, keys and values are one product with a weight that may be read."""
+        """Whether queries, keys and values are one product with a weight that may be read: that of `qkv`."""
         return plain(self.qkv)
 
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of queries, of keys and of values; of one `split`, whose backward is one pass over the weight."""
-        bias = self.qkv.bias
-        return list(
-            zip(
-                self.qkv.weight.split(self.rows),
-                (None,) * 3 if bias is None else bias.split(self.rows),
-            )
-        )
+        """Weight and bias of queries, of keys and of values: [H*D, C] and [H*D], twice [G*D, C] and [G*D].
 
-    def project_all(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of x in one product: x [B, N, C] -> [B, N, H*D] and twice [B, N, G*D]."""
-        return self.qkv(x).split(self.rows, -1)
+        They are of one `split`, whose backward is one pass over the weight.
+        """
+        weights = self.qkv.weight.split(self.rows)
+        biases = (None, None, None) if self.qkv.bias is None else self.qkv.bias.split(self.rows)
+        return list(zip(weights, biases))
+
+    def project_all(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens x of a call [B, N, C] -> q [B, N, H, D], k and v [B, N, G, D]."""
+        product = self.qkv(call.x) if call.product is None else call.product
+        q, k, v = product.split(self.rows, -1)  # no *: fx could not trace it
+        return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:
-        """x [B, N, C] -> [B, N, H*D], before norm and rotation."""
-        return self.project_rows(x, 0, self.q_dim)
+        """x [B, N, C] -> q [B, N, H, D]."""
+        return self.by_head(linear_rows(self.qkv, x, 0, self.q_dim))
 
-    def project_keys_values(self, x: Tensor, weights: list | None = None) -> tuple[Tensor, ...]:
-        """x [B, M, C] -> twice [B, M, G*D]; `weights`: those of keys and of values, where the caller has split them."""
-        if weights is not None:
-            return tuple(F.linear(x, weight, bias) for weight, bias in weights)
-        return self.project_rows(x, self.q_dim, sum(self.rows)).split(self.rows[1:], -1)
+    def project_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [B, M, C] -> k and v [B, M, G, D]."""
+        product = linear_rows(self.qkv, x, self.q_dim, sum(self.rows))
+        k, v = product.split(self.rows[1:], -1)
+        return self.by_head(k), self.by_head(v)
 
-    def project_rows(self, x: Tensor, first: int, last: int) -> Tensor:
-        """x [.., C] -> outputs first .. last - 1 of `qkv`; only these rows of the weight are multiplied, if it is
-        `plain`."""
-        if not plain(self.qkv):
-            return self.qkv(x)[..., first:last]
-        bias = self.qkv.bias
-        return F.linear(x, self.qkv.weight[first:last], None if bias is None else bias[first:last])
+    def by_head(self, t: Tensor) -> Tensor:
+        """[.., h * D] -> [.., h, D]."""
+        return t.unflatten(-1, (-1, self.head_dim))
 
-    def product(self, call: Call) -> Tensor | None:
-        """Queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
-
-        None where there is no such product, or a norm or rotation follows.
-        """
-        if self.qk_norm or call.rotary is not None:
-            return None
-        if call.product is not None:
-            return call.product
-        alone = call.q is None and call.context is None and call.cache is None
-        return self.qkv(call.x) if alone and self.projects_at_once() else None
-
-    # ---- all heads, ready for attention
+    # ---- queries, keys and values that are ready for attention
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, G, M, D]."""
-        kv = None
+        """q [B, H, N, D], k and v [B, G, M, D] of all heads."""
+        k = v = None
         if call.q is not None:
             q = call.q.transpose(1, 2)  # [B, N, H, D]
         elif call.context is None and not isinstance(call.cache, ContextCache):
-            if call.product is None:
-                q, k, v = self.project_all(call.x)  # no *: fx could not trace it
-            else:
-                q, k, v = call.product.split(self.rows, -1)
-            q, kv = q.unflatten(-1, (self.num_heads, self.head_dim)), (k, v)
+            q, k, v = self.project_all(call)
         else:
-            q = self.project_queries(call.x).unflatten(-1, (self.num_heads, self.head_dim))
-        return self.prepare_queries(q, call.rotary).transpose(1, 2), *self.project_kv(call, kv=kv)
-
-    def project_kv(
-        self, call: Call, weights: list | None = None, kv: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """k and v [B, G, M, D] of the context or x, with what was cached.
-
-        weights: see `project_keys_values`; kv: twice [B, M, G*D], if they are projected already.
-        """
+            q = self.project_queries(call.x)
+        q = self.prepare_queries(q, call.rotary).transpose(1, 2)
         if isinstance(call.cache, ContextCache) and call.cache.length > 0:
-            return call.cache.keys, call.cache.values
-        k, v = kv or self.project_keys_values(
-            call.x if call.context is None else call.context, weights
-        )
-        k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))  # [B, M, G, D]
-        k, v = self.prepare_keys(k, call.rotary).transpose(1, 2), v.transpose(1, 2)
+            return q, call.cache.keys, call.cache.values
+        if k is None:
+            k, v = self.project_keys_values(call.x if call.context is None else call.context)
+        k, v = self.prepare_keys_values(k, v, call)
+        return q, k, v
+
+    def prepare_keys_values(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """As projected, [B, M, G, D], -> [B, G, M, D] with norm and rotation, behind what was cached."""
+        k = self.prepare_keys(k, call.rotary).transpose(1, 2)
+        v = v.transpose(1, 2)
         return (k, v) if call.cache is None else call.cache.update(k, v)
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -388,6 +374,7 @@ class HeadMixtureAttention(nn.Module):
         return q if rotary is None else rotate(q, rotary, self.rotary_pairs)
 
     def prepare_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Norm and rotation of any key heads [B, M, g, D]."""
         k = self.k_norm(k)
         return k if rotary is None else rotate(k, rotary, self.rotary_pairs)
 

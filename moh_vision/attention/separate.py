@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.routing import Call
 
 
 class SeparateHeadMixtureAttention(HeadMixtureAttention):
@@ -36,11 +37,11 @@ class SeparateHeadMixtureAttention(HeadMixtureAttention):
     def projects_at_once(self) -> bool:
         return False
 
-    def project_all(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def project_all(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        return self.project_queries(call.x), *self.project_keys_values(call.x)
 
     def project_queries(self, x: Tensor) -> Tensor:
-        return self.q_proj(x)
+        return self.by_head(self.q_proj(x))
 
-    def project_keys_values(self, x: Tensor, weights: list | None = None) -> tuple[Tensor, Tensor]:
-        return self.k_proj(x), self.v_proj(x)
+    def project_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.by_head(self.k_proj(x)), self.by_head(self.v_proj(x))

@@ -36,6 +36,7 @@ from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
+from moh_vision.engine.wings import CLASSIFICATION
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads
@@ -45,8 +46,6 @@ from moh_vision.models.mae import mae_routers
 from moh_vision.models.pretrained import described
 from moh_vision.models.set_up import check_memory, set_up_model
 from moh_vision.models.teachers import Teacher
-
-NAME = "train_cls.py"
 
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
@@ -295,7 +294,7 @@ class Evaluation:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with set_up_run(NAME, ClsConfig, argv) as setup:
+    with set_up_run(CLASSIFICATION.script, ClsConfig, argv) as setup:
         train(setup)
 
 

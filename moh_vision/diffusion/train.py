@@ -25,6 +25,7 @@ from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
+from moh_vision.engine.wings import DIFFUSION
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
@@ -186,7 +187,7 @@ def objective_said(config: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with set_up_run("train_dit.py", DitConfig, argv) as setup:
+    with set_up_run(DIFFUSION.script, DitConfig, argv) as setup:
         train(setup)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accelerate.utils import gather_object
 
-from moh_vision.attention.executors import measured
+from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as operators
 from moh_vision.engine.config import KEPT_KEYS
 from moh_vision.engine.errors import BUILD, MISTAKES
@@ -24,7 +24,7 @@ def keep_settings(folder: Path | None, accelerator, held: ExitStack, allowed: Co
     device = accelerator.device.type
     if device not in operators.PATHS:
         return None
-    held.callback(measured.use_table, None)
+    held.callback(measurement_table.use_table, None)
     held.callback(operators.use, None)
     return AttentionRecord(folder, allowed, device)
 
@@ -59,7 +59,9 @@ class AttentionRecord:
             if os.environ.setdefault(BUILD, "later") == "later" and build and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
             here.update(
-                path=operators.path(device), line=operators.about(device), off=measured.off()
+                path=operators.path(device),
+                line=operators.about(device),
+                off=measurement_table.measuring_is_off(),
             )
 
         problem = attempt(look, MISTAKES)
@@ -87,7 +89,7 @@ class AttentionRecord:
         if not self.refused:
             operators.use(self.path)
             try:
-                measured.use_table(self.table or {})
+                measurement_table.use_table(self.table or {})
             except ValueError as error:  # of another version or card
                 self.refused.append(f"{TABLE}: {error}")
         return self.refused
@@ -95,7 +97,7 @@ class AttentionRecord:
     def measure(self, make: Callable[[], tuple[dict, str]], folder: Path, accelerator) -> None:
         """Take the main process's table, with a line for the user or "", and write it into a folder."""
         self.table, line = from_first(make)
-        measured.use_table(self.table)
+        measurement_table.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)
         if line:
             say(line)

@@ -36,12 +36,12 @@ PACKAGES = (
     "transformers",
     "torch-fidelity",
 )
-NEXT = {  # what to type after a run, behind "python -m moh_vision", by script
-    "train_cls.py": (".classification.validate --checkpoint {run}", " predict {run} IMAGES"),
-    "train_dit.py": (
+NEXT = {  # what to type after a run, behind "python -m moh_vision", by its wing
+    "classification": (".classification.validate --checkpoint {run}", " predict {run} IMAGES"),
+    "diffusion": (
         ".diffusion.sample --checkpoint {run} --num-images 100 {few_steps} --grid grid.png",
     ),
-    "train_text.py": (" publish {run} --output FOLDER", " table {run}"),
+    "text": (" publish {run} --output FOLDER", " table {run}"),
 }
 OF_FILES = {  # and where the run has such a file
     "config.yaml": " report {run} --output report.html",
@@ -243,12 +243,12 @@ def commit(clone: Path) -> str | None:
     return None
 
 
-def ending(script: str, run: Path, objective: str | None = None) -> str:
+def ending(wing: str, run: Path, objective: str | None = None) -> str:
     """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
     commands = [
-        *NEXT.get(script, ()),
+        *NEXT[wing],
         *(command for name, command in OF_FILES.items() if (run / name).exists()),
     ]
     following = (f"  python -m moh_vision{command.format(**names)}" for command in commands)

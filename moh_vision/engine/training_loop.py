@@ -109,7 +109,7 @@ class TrainingLoop:
         if error is None:
             if not self.stopped:
                 objective = getattr(self.config, "objective", None)
-                self.log.say(ending(self.setup.name, self.folder, objective))
+                self.log.say(ending(self.config.kind, self.folder, objective))
             self.log.close()
 
     @property

@@ -21,6 +21,7 @@ from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, Span, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import whole_weights
+from moh_vision.engine.wings import TEXT
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, full_name, in_short
@@ -28,11 +29,10 @@ from moh_vision.models.elastic import elastic_budget, with_elastic
 from moh_vision.models.mae import mae_routers, train_only
 from moh_vision.models.weights import taken_for
 
-NAME = "train_text.py"
 MOST_AVERAGED = 0.2  # share of a run that its averaged checkpoints may reach back, without a word
 
 # A command says in one line what to install; an import raises ImportError.
-with user_errors(NAME) if __name__ == "__main__" else extra_named():
+with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.data.batches import load_batches
     from moh_vision.language.data.inputs import INPUTS, tokenizer_of
     from moh_vision.language.data.tokens import cache_beside
@@ -237,7 +237,7 @@ def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    with set_up_run(NAME, LanguageConfig, argv) as setup:
+    with set_up_run(TEXT.script, LanguageConfig, argv) as setup:
         train(setup)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers
-from moh_vision.attention.executors.sequences import Sequences
+from moh_vision.attention.executors import Sequences
 from moh_vision.attention.model_heads import new_router
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear

@@ -2,12 +2,12 @@
 
 Both are cosine attention with a learned temperature per head, an embedding added to the unit query, logits
 that grow with the log of the number of keys, and a position bias from an MLP. Both skip heads that do not
-run where that is faster, see `CosineAttention.ways`.
+run where that is faster, see `CosinePairs.why_not`.
 """
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, RoutingStats, kernels
-from moh_vision.attention.executors.choice import is_traced, pays, trains
-from moh_vision.attention.executors.masked import Masked, attention_matrix
-from moh_vision.attention.executors.packed import Tokens
-from moh_vision.attention.linear import plain, product_dtype
+from moh_vision.attention.executors import Masked, Tokens, select_executor
+from moh_vision.attention.executors.reasons import hidden_weights, trains
+from moh_vision.attention.executors.reference import attention_matrix
+from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Call
 
 WINDOW = 9  # neighbours of a token, itself included: 3 x 3, row by row
@@ -95,11 +95,12 @@ class CosineHeads(Masked):
 
     def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
         super().__init__(layer, call)
-        self.positions, self.size = positions, size
+        self.positions = positions
+        self.size = size
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Unit queries, unit keys, values, each [B, h, N, D]."""
-        q, k, v = self.layer.unit_qkv(self.call.x, self.call.q)
+        q, k, v = self.layer.unit_qkv(self.call)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -120,17 +121,27 @@ class CosinePairs(Tokens):
 
     def __init__(self, layer: nn.Module, call: Call, positions: Positions, size: tuple[int, int]):
         super().__init__(layer, call)
-        self.positions, self.size = positions, size
+        self.positions = positions
+        self.size = size
         self.head = kernels.eager.heads_of(*self.pairs, layer.num_heads)  # [P]
         self.n = self.pairs.token % call.x.shape[1]  # [P]
+
+    @staticmethod
+    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
+        x = call.x
+        if trains(layer) or compiling or not kernels.native(x.device, product_dtype(x)):
+            return "heads are skipped by the operators in C++, in inference that is not compiled"
+        if call.routing.active is None or x.numel() == 0 or hidden_weights(layer):
+            return "every head may run, there are no tokens, or the projections carry hooks"
+        return ""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Unit queries of the pairs [P, D]; all unit keys and values [B, N, h, D]."""
         layer = self.layer
-        queries, *keys_values = layer.weights()
-        shape = (layer.num_heads, layer.head_dim)
-        k, v = (t.unflatten(-1, shape) for t in layer.project_keys_values(self.call.x, keys_values))
-        return unit(self.queries(*queries), -1), unit(k, -1), v
+        of_queries, of_keys, of_values = layer.weights()
+        k = layer.by_head(F.linear(self.call.x, *of_keys))
+        v = layer.by_head(F.linear(self.call.x, *of_values))
+        return unit(self.queries(*of_queries), -1), unit(k, -1), v
 
     def scaled(self, q: Tensor) -> Tensor:
         """Scale unit queries of the pairs [P, D], as the layer's `scaled` does."""
@@ -246,8 +257,8 @@ class CosineAttention(HeadMixtureAttention):
         **kwargs: others of `HeadMixtureAttention`, but none for keys shared by heads or a norm of them.
     """
 
-    all_heads: type[Masked] = CosineHeads
-    pairs: type[Masked] = CosinePairs
+    skipping_executors = (CosinePairs,)
+    all_heads_executor = unfused_executor = reference_executor = CosineHeads
 
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None, **kwargs):
         dd = {"device": device, "dtype": dtype}
@@ -280,45 +291,23 @@ class CosineAttention(HeadMixtureAttention):
         """Embed and scale unit queries [B, h, N, D]; length [N]."""
         return (q + self.query_embedding) * self.query_scale(length.to(q.dtype))
 
-    def unit_qkv(self, x: Tensor, q: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C] -> unit queries, unit keys, values, [B, N, h, D]; q [B, h, N, D]: already projected."""
-        if q is None:
-            q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).unbind(2)
+    def unit_qkv(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens x of a call [B, N, C] -> unit queries, unit keys, values, [B, N, h, D]."""
+        if call.q is None:
+            q, k, v = self.project_all(call)
         else:
-            k, v = (
-                t.unflatten(-1, (self.num_heads, self.head_dim))
-                for t in self.project_keys_values(x)
-            )
-            q = q.transpose(1, 2)
+            q = call.q.transpose(1, 2)
+            k, v = self.project_keys_values(call.x)
         return unit(q, -1), unit(k, -1), v
 
     def forward(self, x: Tensor, positions: Positions) -> tuple[Tensor, RoutingStats]:
         tokens = x.flatten(1, 2)  # [B, N, C]
         routing, q = self.route(tokens)
         call = Call(tokens, routing, q=q, dropout_p=self.attn_drop.p if self.training else 0.0)
-        heads = self.choose(call, positions, x.shape[1:3])
-        q, k, v = heads.project()
-        y = heads.combine(heads.attend(q, k, v))  # [B, N, C]
+        executor = select_executor(self, call)(self, call, positions, x.shape[1:3])
+        q, k, v = executor.project()
+        y = executor.combine(executor.attend(q, k, v))  # [B, N, C]
         return self.proj_drop(y.view(x.shape)), routing.stats
-
-    def choose(self, call: Call, *where: Any) -> CosineHeads | CosinePairs:
-        way: Any = self.executor
-        if isinstance(way, str):
-            skips = way in ("auto", "packed") and self.fused_attn and not is_traced(call.x)
-            way = self.way_to_skip(call)[0] if skips else self.all_heads
-            if way is not self.all_heads and self.executor == "auto":
-                way, _ = pays(self, call, way)
-        return way(self, call, *where)
-
-    def ways(self, call: Call, compiling: bool | None = None) -> list[tuple[type[Masked], str]]:
-        """Return the executor that skips heads, and why it cannot; "" where it can."""
-        x, reason = call.x, ""
-        compiling = torch.compiler.is_compiling() if compiling is None else compiling
-        if trains(self) or compiling or not kernels.native(x.device, product_dtype(x)):
-            reason = "heads are skipped by the operators in C++, in inference that is not compiled"
-        elif call.routing.active is None or x.numel() == 0 or not all(map(plain, self.projections)):
-            reason = "every head may run, there are no tokens, or the projections carry hooks"
-        return [(self.pairs, reason)]
 
 
 class AggregatedAttention(CosineAttention):
@@ -334,7 +323,8 @@ class AggregatedAttention(CosineAttention):
         pool: pooling factor of each side of a map.
     """
 
-    all_heads, pairs = AggregatedHeads, AggregatedPairs
+    skipping_executors = (AggregatedPairs,)
+    all_heads_executor = unfused_executor = reference_executor = AggregatedHeads
 
     def __init__(self, dim: int, budget: HeadBudget, pool: int, device=None, dtype=None, **kwargs):
         dd = {"device": device, "dtype": dtype}
@@ -358,8 +348,8 @@ class AggregatedAttention(CosineAttention):
         _, H, W, _ = x.shape
         x = F.gelu(self.sr(x.permute(0, 3, 1, 2)))  # [B, C, H, W]
         x = F.adaptive_avg_pool2d(x, (max(H // self.pool, 1), max(W // self.pool, 1)))
-        k, v = self.project_keys_values(self.norm(x.flatten(2).transpose(1, 2)))  # [B, P, C]
-        k, v = (t.unflatten(-1, (self.num_heads, self.head_dim)) for t in (k, v))
+        tokens = self.norm(x.flatten(2).transpose(1, 2))  # [B, P, C]
+        k, v = self.project_keys_values(tokens)
         return unit(k, -1), v
 
     def padded(self, x: Tensor, H: int, W: int) -> Tensor:

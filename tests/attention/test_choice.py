@@ -12,7 +12,8 @@ from moh_vision.attention import (
     KeyValueCache,
     kernels,
 )
-from moh_vision.attention.executors.choice import say, way_to_skip
+from moh_vision.attention.executors import Executor, Masked, Reference, Unfused
+from moh_vision.attention.executors.choice import first_that_skips, key_of, say
 from moh_vision.attention.routing import Call
 
 
@@ -32,7 +33,9 @@ def choice(budget, tokens=197, batch=8, dtype=torch.float32, training=False, cal
     """The name of the executor."""
     layer = layer_of(budget, dtype=dtype, **kwargs).train(training)
     with torch.set_grad_enabled(training):
-        return type(layer.choose(call_of(layer, tokens, batch, dtype, **(call or {})))).__name__
+        return type(
+            layer.make_executor(call_of(layer, tokens, batch, dtype, **(call or {})))
+        ).__name__
 
 
 LEARNED = torch.zeros(1, 1, 197, 197, requires_grad=True)  # a mask that learns is left to PyTorch
@@ -74,6 +77,115 @@ def test_packed(kwargs, cpp, torch_, path):
     assert choice(executor="packed", **kwargs) == (cpp if path == "cpp" else torch_)
 
 
+PER_SEQUENCE = "needs heads that are chosen per sequence"
+SHARED_KEYS = "keys are cached, or shared by groups of heads"
+NO_TRITON = "no Triton kernel runs the call"
+HOOKED = "the projections carry hooks or are not plain linear layers"
+
+
+def same(reason):
+    return dict.fromkeys(("WholeSequences", "Sequences", "OnGpu", "Tokens"), reason)
+
+
+REASONS = {  # by call on a CPU with operators: why each executor cannot take it
+    "per token": (
+        dict(budget=(2, 4)),
+        dict(WholeSequences=PER_SEQUENCE, Sequences=PER_SEQUENCE, OnGpu=NO_TRITON, Tokens=""),
+    ),
+    "per sequence": (
+        dict(budget=(2, 4), scope="sample"),
+        dict(WholeSequences="", Sequences="", OnGpu=NO_TRITON, Tokens=""),
+    ),
+    "per sequence, shared keys": (
+        dict(budget=(2, 4), scope="sample", kv_heads=4),
+        dict(WholeSequences=SHARED_KEYS, Sequences=SHARED_KEYS, OnGpu=NO_TRITON, Tokens=""),
+    ),
+    "per sequence, hooked": (
+        dict(budget=(2, 4), scope="sample", hooked=True),
+        dict(WholeSequences=HOOKED, Sequences=HOOKED, OnGpu=NO_TRITON, Tokens=HOOKED),
+    ),
+    "per sequence, compiled": (
+        dict(budget=(2, 4), scope="sample", compiling=True),
+        dict(
+            WholeSequences="compiled, or the router has projected the queries",
+            Sequences="",
+            OnGpu=NO_TRITON,
+            Tokens="",
+        ),
+    ),
+    "per sequence, 64 bits": (
+        dict(budget=(2, 4), scope="sample", dtype=torch.float64),
+        dict(
+            WholeSequences="no compiled operator runs the call (attention runs on the C++ operators",
+            Sequences="",
+            OnGpu=NO_TRITON,
+            Tokens="no compiled operator runs the call (attention runs on the C++ operators",
+        ),
+    ),
+    "no tokens": (dict(budget=(2, 4), tokens=0), same("there are no tokens")),
+    "all heads": (dict(budget=(12, 0), router="dense"), same("every head may run")),
+}
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+@pytest.mark.parametrize("name", REASONS)
+def test_every_executor_says_why_it_cannot_run(name, path):
+    options, reasons = REASONS[name]
+    options = dict(options)
+    tokens = options.pop("tokens", 197)
+    compiling = options.pop("compiling", False)
+    hooked = options.pop("hooked", False)
+    layer = layer_of(**options)
+    call = call_of(layer, tokens, dtype=options.get("dtype", torch.float32))
+    if hooked:
+        layer.qkv.register_forward_hook(lambda *_: None)
+    said = {e.__name__: e.why_not(layer, call, compiling) for e in layer.skipping_executors}
+    assert list(said) == list(reasons)  # the order of trial
+    for executor, reason in reasons.items():
+        assert said[executor].startswith(reason) and bool(said[executor]) == bool(reason), executor
+    for executor in (Reference, Masked, Unfused):
+        assert executor.why_not(layer, call, compiling) == ""
+    first = next((e for e in layer.skipping_executors if not said[e.__name__]), Masked)
+    assert first_that_skips(layer, call, compiling)[0] is first
+
+
+def test_a_layer_takes_the_first_of_its_list_that_can_run():
+    class Never(Executor):
+        @staticmethod
+        def why_not(layer, call, compiling):
+            return "never"
+
+    class Always(Masked):
+        pass
+
+    layer = layer_of((2, 4), executor="packed")
+    call = call_of(layer)
+    layer.skipping_executors = (Never, Always, *layer.skipping_executors)
+    assert type(layer.make_executor(call)) is Always
+    layer.skipping_executors = (Never,)
+    assert type(layer.make_executor(call)) is Masked
+    assert first_that_skips(layer, call) == (Masked, "never")
+    layer.executor = Never  # a class is taken as it is
+    assert type(layer.make_executor(call)) is Never
+
+
+def test_the_key_of_a_call_names_all_that_changes_its_time():
+    layer = layer_of((2, 4)).eval()
+    mask = torch.zeros(8, 1, 9, 9, requires_grad=True)
+    angles = torch.ones(9, 64), torch.ones(9, 64)
+    call = call_of(layer, 9, attn_mask=mask, dropout_p=0.1, rotary=angles)
+    heads = "12 heads of 64, 12 of keys, 768 wide,"
+    dtypes = "torch.float32 in torch.float32"
+    modules = "cpu HeadMixtureAttention MoHRouter per token"
+    of_mask = ("torch.float32", "B", "N", "learned")
+    with torch.no_grad():
+        key = key_of(layer, call, Masked, compiling=True)
+    words = ("Masked", "inference", heads, dtypes, modules)
+    assert key == (*words, "compiled", "rotary", "dropout", *of_mask)
+    plain = key_of(layer.train(), call_of(layer, 9), Masked)
+    assert plain == ("Masked", "training", heads, dtypes, modules)
+
+
 @pytest.mark.parametrize(
     "kwargs, picked",
     [
@@ -107,7 +219,7 @@ def test_elsewhere_auto_computes_all_heads_without_measurements(path):
         assert choice((1, 2), 33, 1, heads=4, executor="packed", **other) == "Masked"
     if path == "torch":
         layer = layer_of((2, 4))
-        assert "no compiled operator runs the call" in way_to_skip(layer, call_of(layer))[1]
+        assert "no compiled operator runs the call" in first_that_skips(layer, call_of(layer))[1]
 
 
 @pytest.mark.parametrize("available", [True, False])

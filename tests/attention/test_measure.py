@@ -9,11 +9,9 @@ import torch
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
-from moh_vision.attention import measure as measuring
-from moh_vision.attention.executors import measured, sequences
+from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels, trial
+from moh_vision.attention.executors import Executor, Sequences, measurement_table
 from moh_vision.attention.executors.choice import say
-from moh_vision.attention.executors.masked import Masked
 from moh_vision.attention.kernels import route as routing_kernels
 from tests.support.refusals import each_refused, refuse
 from tests.support.small_runs import same
@@ -24,10 +22,10 @@ from tests.support.small_transnext import scramble, small
 def folder(monkeypatch, tmp_path):
     """A cache folder of rows; measuring is on."""
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path)
-    measured.use_table(None)
+    monkeypatch.setattr(measurement_table, "cache_folder", lambda: tmp_path)
+    measurement_table.use_table(None)
     yield tmp_path / "measured"
-    measured.use_table(None)
+    measurement_table.use_table(None)
 
 
 @pytest.fixture
@@ -37,7 +35,7 @@ def takes(folder, monkeypatch):
     def set_ratio(ratio):
         asked = []
         monkeypatch.setattr(
-            measuring, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1]
+            trial, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1]
         )
         return asked
 
@@ -52,14 +50,14 @@ def layer_of(active=2, training=False, **kwargs):
 
 def picked(model, *inputs, **named):
     """The executors that a model's layers take in a call."""
-    names, make = [], Masked.__init__
+    names, make = [], Executor.__init__
 
     def count(self, layer, call):
         names.append(type(self).__name__)
         make(self, layer, call)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Masked, "__init__", count)
+        patch.setattr(Executor, "__init__", count)
         with torch.set_grad_enabled(model.training):
             model(*inputs, **named)
     return names
@@ -91,7 +89,7 @@ def test_auto_follows_what_was_measured(path, takes, capsys):
     ]  # that row was known
     assert len(asked) == 1
 
-    measured.use_table(None)  # as in a process that starts later
+    measurement_table.use_table(None)  # as in a process that starts later
     assert picked(layer, x) == [SKIPS[path]] and picked(layer.train(), x) == ["Masked"]
 
 
@@ -160,6 +158,26 @@ def test_a_smaller_batch_and_fewer_heads_follow_the_row_of_the_nearest(rows, cal
     assert {call: picked(layer_of(call[1]), x[: call[0]]) != ["Masked"] for call in calls} == calls
 
 
+def test_rows_that_are_added_replace_those_of_the_same_sizes():
+    """And stand by active heads, then by batch: the first row that a call fits into is its own."""
+    few, many, more_heads = [9, 9, 4, 2], [9, 9, 8, 2], [9, 9, 4, 3]
+    table = measurement_table.MeasurementTable({"a": [[*many, "Masked", 1.5]]})
+    table.add({"a": [[*more_heads, "Tokens", 0.5], [*few, "Tokens", 0.5]], "b": []})
+    table.add({"a": [[*many, "Tokens", 0.9]]})
+    assert table.rows == {
+        "a": [
+            [*few, "Tokens", 0.5],
+            [*many, "Tokens", 0.9],
+            [*more_heads, "Tokens", 0.5],
+        ],
+        "b": [],
+    }
+    record = table.as_record()
+    assert list(record) == ["device", "rows"]
+    again = measurement_table.MeasurementTable.from_record(json.loads(json.dumps(record)))
+    assert again.rows == table.rows
+
+
 def test_other_calls_do_not_follow(takes):
     takes(0.5)
     layer, x = layer_of(), torch.randn(4, 9, 32)
@@ -182,7 +200,7 @@ def test_other_calls_do_not_follow(takes):
 )
 def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, monkeypatch, caplog):
     takes(0.1)
-    attend = sequences.Sequences.attend
+    attend = Sequences.attend
 
     def wrong(self, q, k, v):
         o = attend(self, q, k, v)
@@ -196,7 +214,7 @@ def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, mon
             return o + 0 * torch.empty(1000)[:1]
         return o if self.call.routing.active[..., -1].any() else o + 1
 
-    monkeypatch.setattr(sequences.Sequences, "attend", wrong)
+    monkeypatch.setattr(Sequences, "attend", wrong)
     layer, x = layer_of(training=training), torch.randn(4, 9, 32)
     rows = moh_vision.measure(layer, x)
     (row,) = next(kind for key, kind in rows.items() if ("training" in key) == training)
@@ -245,9 +263,11 @@ def test_the_interpreter_of_triton(path, takes):
     assert [kind[0][4:] for kind in rows.values()] == [["OnGpu", 0.5]] and picked(layer, x) == [
         "OnGpu"
     ]
-    table = json.loads(json.dumps(measured.table()))
+    table = json.loads(json.dumps(measurement_table.current_table().as_record()))
     refuse(
-        "measured on another card, this is", measured.use_table, dict(table, device="another card")
+        "measured on another card, this is",
+        measurement_table.use_table,
+        dict(table, device="another card"),
     )
 
 
@@ -278,16 +298,16 @@ def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(wrong, path, takes
 def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, takes, monkeypatch):
     """PyTorch sums a router's logits in another order than an operator does: both get the same bits."""
     takes(0.5)
-    run = measuring.run
+    run = trial.run
     logits = []
 
-    def run_and_note(layer, call, inputs, way):
-        answer = run(layer, call, inputs, way)
+    def run_and_note(layer, call, inputs, executor):
+        answer = run(layer, call, inputs, executor)
         with torch.autocast(*call.autocast):
             logits.append(layer(*inputs[0], **inputs[1])[1].logits)
         return answer
 
-    monkeypatch.setattr(measuring, "run", run_and_note)
+    monkeypatch.setattr(trial, "run", run_and_note)
     layer = HeadMixtureAttention(192, HeadBudget(6, 32, 1, 2), executor="auto", dtype=dtype).eval()
     moh_vision.measure(layer, 5 * torch.randn(2, 64, 192, dtype=dtype))
     assert len(logits) == 4 and torch.equal(*logits[:2])
@@ -300,11 +320,11 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
         assert moh_vision.measure(layer, x) == {}
     finally:
         torch.use_deterministic_algorithms(False)
-    measured.use_table(None)
+    measurement_table.use_table(None)
     moh_vision.measure(layer, x)
     assert len(asked) == 1 and picked(layer, x) != ["Masked"]
     monkeypatch.setenv("MOH_VISION_MEASURE", "off")
-    measured.use_table(None)
+    measurement_table.use_table(None)
     assert moh_vision.measure(layer, x) == {} and picked(layer, x) == ["Masked"] and len(asked) == 1
     monkeypatch.setenv("MOH_VISION_MEASURE", "no")
     refuse("MOH_VISION_MEASURE=no: only auto .* and off", lambda: moh_vision.measure(layer, x))
@@ -315,12 +335,12 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
 )
 def test_a_damaged_cache_is_ignored_and_replaced(takes, content, caplog):
     takes(0.5)
-    place = measured.place()
-    place.parent.mkdir()
-    place.write_bytes(content)
+    file = measurement_table.cache_file()
+    file.parent.mkdir()
+    file.write_bytes(content)
     moh_vision.measure(layer_of(), torch.randn(4, 9, 32))
-    assert str(place) in caplog.messages[0] and caplog.records[0].levelname == "WARNING"
-    assert len(json.loads(place.read_text())["rows"]) == 1
+    assert str(file) in caplog.messages[0] and caplog.records[0].levelname == "WARNING"
+    assert len(json.loads(file.read_text())["rows"]) == 1
 
 
 def test_a_cache_that_cannot_be_written(folder, takes, caplog):
@@ -332,7 +352,7 @@ def test_a_cache_that_cannot_be_written(folder, takes, caplog):
 
 
 test_a_malformed_table_is_refused = each_refused(
-    lambda table: measured.use_table(dict(device="", rows=table)),
+    lambda table: measurement_table.use_table(dict(device="", rows=table)),
     *(
         (table, "rows of the table of auto are four numbers, a name and a ratio")
         for row in (

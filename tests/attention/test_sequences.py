@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels
-from moh_vision.attention.executors.sequences import Gathered, LookedUp, Sliced
+from moh_vision.attention.executors.products import (
+    GatheredProducts,
+    LookedUpProducts,
+    SlicedProducts,
+)
 from moh_vision.attention.losses import load_balance_loss
 from moh_vision.attention.routing import Call
 from tests.support import attend_backends as backends
@@ -76,10 +80,10 @@ def test_looked_up_products_equal_those_of_gathered_weights(shape, dtype, bias, 
     x = torch.randn(3, tokens, layer.dim, dtype=dtype, device=DEVICE)
     with torch.no_grad():
         call = Call(x, layer.route(x)[0])
-        ours = LookedUp(layer, call)
+        ours = LookedUpProducts(layer, call)
         q, k, v = ours.project(x, x)
         y = ours.combine(v)
-        other = Gathered(layer, call)
+        other = GatheredProducts(layer, call)
         wanted = other.project(x, x)
         assert torch.equal(ours.heads, other.heads)
         gates = call.routing.weights.squeeze(1).gather(1, other.heads)[:, None, :, None]
@@ -93,14 +97,14 @@ def test_looked_up_products_equal_those_of_gathered_weights(shape, dtype, bias, 
 
 @pytest.mark.parametrize(
     "tokens, grad, products",
-    [(128, False, LookedUp), (128, True, None), (7, False, None)],
+    [(128, False, LookedUpProducts), (128, True, None), (7, False, None)],
     ids=["inference", "training", "tiles half empty"],
 )
 def test_what_a_gpu_takes(tokens, grad, products, triton):
     layer = build((2, 2), scope="sample", executor="packed").to(DEVICE).train(grad)
     x = torch.randn(2, tokens, C, device=DEVICE)
     with torch.set_grad_enabled(grad):
-        executor = layer.choose(Call(x, layer.route(x)[0]))
+        executor = layer.make_executor(Call(x, layer.route(x)[0]))
         packed = layer(x)[0]
         layer.executor = "reference"
         torch.testing.assert_close(packed, layer(x)[0], rtol=0, atol=1e-5)
@@ -147,8 +151,8 @@ def test_one_condition_is_one_choice_and_counts_for_all():
         assert got.shape == expected.shape
         torch.testing.assert_close(got, expected)
     torch.testing.assert_close(load_balance_loss([stats]), load_balance_loss([repeated]))
-    executor = layer.choose(Call(x, layer.route(x, condition=one)[0]))
-    assert type(executor.products) is Sliced
+    executor = layer.make_executor(Call(x, layer.route(x, condition=one)[0]))
+    assert type(executor.products) is SlicedProducts
     assert executor.project()[0].shape == (5, layer.budget.active, 7, layer.head_dim)
     assert layer.budget.active < H
 
@@ -167,12 +171,12 @@ def test_without_operators_one_choice_skips_too():
     kernels.use("torch")
     try:
         layer = build((2, 2), scope="sample", executor="packed")
-        executor = layer.choose(
+        executor = layer.make_executor(
             Call(
                 torch.randn(3, 7, C),
                 layer.route(torch.randn(3, 7, C), condition=torch.randn(1, C))[0],
             )
         )
-        assert type(executor.products) is Sliced
+        assert type(executor.products) is SlicedProducts
     finally:
         kernels.use(None)

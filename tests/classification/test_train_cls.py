@@ -37,7 +37,8 @@ def train(root, run, *more):
 
 def refused(capsys, *argv, given=TINY, script=train_cls):
     error = refusals.refused(capsys, script.main, *given, *argv)
-    assert error.startswith(f"{script.NAME}: error: ")
+    name = "train_cls.py" if script is train_cls else "validate.py"
+    assert error.startswith(f"{name}: error: ")
     return error
 
 

@@ -14,8 +14,8 @@ from diffusers import DiffusionPipeline
 from PIL import Image
 
 from moh_vision import load_run
-from moh_vision.attention import measure
-from moh_vision.attention.executors import measured
+from moh_vision.attention import trial
+from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as building
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import latents_path
@@ -257,7 +257,7 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     monkeypatch.setenv("MOH_VISION_KERNELS", "off")
     monkeypatch.setattr(building, "_find", functools.cache(building._find.__wrapped__))
     monkeypatch.setattr(building, "_used", None)  # an interrupted command leaves it as it is
-    monkeypatch.setattr(measured, "_table", None)
+    monkeypatch.setattr(measurement_table, "_current", None)
     interrupted(run, "--out", tmp_path / "a.npz")
     (record,) = tmp_path.glob(".samples-*/attention.json")
     record.write_text(record.read_text().replace('"torch"', '"cpp"'))
@@ -281,7 +281,7 @@ def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(
     short, _ = drawn(run, *weak)
     assert "attention measured" not in capsys.readouterr().out
     monkeypatch.setattr(sample, "WORTH_MEASURING", 0)
-    monkeypatch.setattr(measure, "timed", lambda call, left: (2.0, 0.0))  # all heads run
+    monkeypatch.setattr(trial, "timed", lambda call, left: (2.0, 0.0))  # all heads run
     interrupted(run, *weak, "--overwrite", "--out", tmp_path / "drawn.npz")
     assert capsys.readouterr().out.count("attention measured in ") == 1
     (record,) = tmp_path.glob(".samples-*/attention.json")

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 from accelerate import Accelerator
 
-from moh_vision.attention import measure
-from moh_vision.attention.executors import measured
+from moh_vision.attention import measure, trial
+from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as building
 from moh_vision.classification import train as train_cls
 from moh_vision.diffusion import train as train_dit
@@ -30,7 +30,7 @@ def real_machine():
     """Afterwards records ask the machine that the tests run on again."""
     yield
     attention_record.operators = building
-    attention_record.measured = measured
+    attention_record.measurement_table = measurement_table
 
 
 class Machine:
@@ -44,7 +44,7 @@ class Machine:
         self.measured = table
         self.used = [None, None]
         attention_record.operators = self
-        attention_record.measured = self
+        attention_record.measurement_table = self
 
     PATHS = building.PATHS
 
@@ -54,7 +54,7 @@ class Machine:
     def about(self, device):
         return f"attention runs on {self.found}"
 
-    def off(self):
+    def measuring_is_off(self):
         return self.measured is None
 
     def use(self, path):
@@ -245,7 +245,7 @@ def test_operators_that_come_and_go(tmp_path, train, capsys):
     assert "optim.lr: " in error and "--allow-change KEY" in error
     # Nothing of the runs is left in this process.
     assert building._used is None
-    assert measured._table is None
+    assert measurement_table._current is None
     train(compiled, 2, "off", *PACKED, "--allow-change", "attention.path")
     assert written(compiled)["path"] == "torch"
     train(compiled, 3, "auto", *PACKED)  # what was allowed stays
@@ -293,7 +293,7 @@ def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, m
 def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypatch):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(measure, "timed", lambda call, left: (0.5, 0.0))
+    monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
     monkeypatch.setattr(measure, "STEPS", 1000)
     elastic = ["--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]"]
     train(tmp_path / "run", 1, "off", *elastic)

@@ -221,6 +221,6 @@ def test_what_comes_next_is_a_command(command, capsys):
 
 @pytest.mark.parametrize("objective", ["noise", "flow"])
 def test_a_diffusion_run_suggests_few_steps_of_a_sampler_for_its_objective(tmp_path, objective):
-    command = ending("train_dit.py", tmp_path, objective).splitlines()[2]
+    command = ending("diffusion", tmp_path, objective).splitlines()[2]
     config = parse_config(SampleConfig, shlex.split(command)[3:], "sample.py")
     assert SAMPLERS[config.sampler] == objective and config.steps == 20

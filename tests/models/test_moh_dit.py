@@ -150,14 +150,14 @@ def test_one_timestep_for_all_images_is_one_choice_of_heads(executor):
         torch.manual_seed(0)
         model = awake(tiny(scope="sample", route_by="timestep", executor=executor))
         layer = model.blocks[0].attn
-        choose = layer.choose
+        make_executor = layer.make_executor
 
-        def keep(call, choose=choose):
-            executor = choose(call)
+        def keep(call, make_executor=make_executor):
+            executor = make_executor(call)
             taken.append(type(getattr(executor, "products", executor)).__name__)
             return executor
 
-        layer.choose = keep
+        layer.make_executor = keep
         output, stats = model.forward_routed(x, timestep, y)
         assert stats[0].counts.shape[0] == len(x)
         loss = output.square().mean() + load_balance_loss(stats)
@@ -169,7 +169,7 @@ def test_one_timestep_for_all_images_is_one_choice_of_heads(executor):
                 got, want, atol=1e-6 + 1e-5 * want.abs().max().item(), rtol=1e-4
             )
     if executor == "packed":
-        assert taken[:2] == ["Sliced", "Sliced"] and taken[2] != "Sliced"
+        assert taken[:2] == ["SlicedProducts", "SlicedProducts"] and taken[2] != "SlicedProducts"
 
 
 def test_inputs_out_of_range():

@@ -5,8 +5,9 @@ import timm
 import torch
 from torch.nn import functional as F
 
+from moh_vision.attention.executors.choice import first_that_skips
 from moh_vision.attention.routing import Call
-from moh_vision.models.foveal_attention import position_tables
+from moh_vision.models.foveal_attention import AggregatedPairs, CosinePairs, position_tables
 from moh_vision.models.transnext import checkpoint_filter_fn
 from tests.support.official_dit import official_gates
 from tests.support.refusals import refuse
@@ -238,13 +239,13 @@ def test_packed_equals_masked_in_the_last_stage(dtype, tolerance, kwargs):
 def test_packed_equals_masked_with_a_window(kwargs, path, monkeypatch):
     attn, x, positions = layer_of(2, **kwargs)
     calls = []
-    pairs = attn.pairs
+    make = AggregatedPairs.__init__
 
-    def counted_pairs(*args):
-        calls.append(1)
-        return pairs(*args)
+    def counted(self, *args):
+        calls.append(args)
+        make(self, *args)
 
-    monkeypatch.setattr(attn, "pairs", counted_pairs)
+    monkeypatch.setattr(AggregatedPairs, "__init__", counted)
     assert_packed_equals_masked(attn, x, positions, 1e-5)
     assert calls
 
@@ -254,10 +255,11 @@ def test_heads_are_skipped_by_cpp_in_inference(path):
     """Triton's kernels know neither unit queries nor a position bias with a gradient."""
     attn, x, positions = layer_of(3)
 
-    def skips(compiling=None):
+    def skips(compiling=False):
         tokens = x.flatten(1, 2)
         routing, q = attn.route(tokens)
-        return attn.way_to_skip(Call(tokens, routing, q=q), compiling)[0] is attn.pairs
+        executor, _ = first_that_skips(attn, Call(tokens, routing, q=q), compiling)
+        return executor is CosinePairs
 
     assert not skips()
     with torch.no_grad():

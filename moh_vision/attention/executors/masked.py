@@ -1,21 +1,17 @@
 """All heads: one fused attention call, or step by step, then the weights. Never wrong, skips nothing."""
 
-import torch
 import torch.fx
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention import kernels
-from moh_vision.attention.routing import Call
+from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.reference import attention_matrix, weighted
 
 torch.fx.wrap("attend")  # a leaf while tracing, where masks may be proxies that stand for None
 
 
-class Masked:
-    """The executor of one call of `layer`. The others override some of its three steps."""
-
-    def __init__(self, layer: nn.Module, call: Call):
-        self.layer, self.call = layer, call
+class Masked(Executor):
+    """All heads by one fused call. Executors that skip heads override some of its three steps."""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, H, N, D], k and v [B, G, M, D], normalised and rotated."""
@@ -28,38 +24,19 @@ class Masked:
 
     def combine(self, o: Tensor) -> Tensor:
         """o [B, H, N, D] -> y [B, N, C]."""
-        weights = self.call.routing.weights
-        y = None if weights is None else kernels.weigh(o, weights)
-        return self.layer.proj(weighted(o, weights) if y is None else y)
+        return self.layer.proj(weighted(o, self.call.routing.weights))
 
 
 class Unfused(Masked):
     """As timm's layers where `fused_attn` is False: the module `attn_drop` is called with the matrix [B, H, N, M]."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        return (
-            self.layer.attn_drop(attention_matrix(q, k, self.call.attn_mask, self.call.is_causal))
-            @ v
-        )
-
-
-class Reference(Masked):
-    """The oracle: equation (*) as a loop over heads, without any fused kernel. Slow, for tests."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        call, (B, H, N, _), (_, G, M, _) = self.call, q.shape, k.shape
-        mask = call.attn_mask
-        if mask is not None:
-            mask = mask.expand(B, H, N, M)
-        heads = []
-        for h in range(H):
-            g = h * G // H  # its key-value head
-            matrix = attention_matrix(
-                q[:, h], k[:, g], None if mask is None else mask[:, h], call.is_causal
-            )
-            heads.append(F.dropout(matrix, call.dropout_p) @ v[:, g])
-        return torch.stack(heads, 1)
+        call = self.call
+        shared_by = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(shared_by, 1)
+        v = v.repeat_interleave(shared_by, 1)
+        matrix = attention_matrix(q, k, call.attn_mask, call.is_causal)
+        return self.layer.attn_drop(matrix) @ v
 
 
 def attend(
@@ -89,38 +66,3 @@ def attend(
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask, dropout_p, is_causal, enable_gqa=grouped
     )
-
-
-def attention_matrix(
-    q: Tensor,
-    k: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Tensor:
-    """Return the matrix that multiplies v [B, h, M, D]: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
-
-    Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call. scale: of q k^T; None: 1 / sqrt(D).
-    """
-    scores = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if attn_mask is None:
-        return scores.softmax(-1)
-    if attn_mask.dtype == torch.bool:
-        scores = scores.masked_fill(~attn_mask, -float("inf"))
-    else:
-        scores = scores + attn_mask
-    blind = scores.isneginf().all(-1, keepdim=True)
-    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-
-
-def weighted(o: Tensor, weights: Tensor | None) -> Tensor:
-    """Outputs of heads [B, h, N, D] by weights [B, N or 1, h] -> [B, N, h*D]."""
-    o = o.transpose(1, 2)  # [B, N, h, D]
-    if weights is None:
-        return o.flatten(2)
-    weights = weights.unsqueeze(-1).to(o.dtype)
-    # Where no gradient can be asked for the result may overwrite o, which saves a pass over fresh memory.
-    in_place = type(o) is Tensor and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return (o.mul_(weights) if in_place else o * weights).flatten(2)

@@ -1,31 +1,58 @@
-"""Heads chosen once for a sequence: whole heads are left out, their keys and values too."""
+"""`Sequences`: heads chosen once for a sequence. Whole heads are left out, their keys and values too."""
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from moh_vision.attention import kernels
-from moh_vision.attention.executors.masked import Masked, attend
-from moh_vision.attention.linear import in_float, product_dtype
+from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.masked import attend
+from moh_vision.attention.executors.products import (
+    GatheredProducts,
+    LookedUpProducts,
+    SlicedProducts,
+    why_not_looked_up,
+)
+from moh_vision.attention.executors.reasons import (
+    not_whole_heads,
+    nothing_to_skip,
+    one_choice_for_all,
+    path_of,
+)
+from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Call
 
 
-class Sequences(Masked):
+class Sequences(Executor):
     """Every sequence runs the same number K of heads. Where some run fewer, heads of weight 0 fill up.
 
-    Only the products with the weights of these heads differ by call: `Sliced` where one choice serves all sequences,
-    `LookedUp` on a GPU in inference, `Gathered` elsewhere.
+    Only the products with the weights of these heads differ by call: `SlicedProducts` where one choice serves all
+    sequences, `LookedUpProducts` on a GPU in inference, `GatheredProducts` elsewhere.
     """
 
     def __init__(self, layer: nn.Module, call: Call):
         # Tokens are cast once for all products.
         super().__init__(layer, call._replace(x=call.x.to(product_dtype(call.x))))
         if call.routing.active.shape[0] == 1:
-            self.products = Sliced(layer, self.call)
+            self.products = SlicedProducts(layer, self.call)
         elif not why_not_looked_up(layer, call):
-            self.products = LookedUp(layer, self.call)
+            self.products = LookedUpProducts(layer, self.call)
         else:
-            self.products = Gathered(layer, self.call)
+            self.products = GatheredProducts(layer, self.call)
+
+    @staticmethod
+    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
+        reason = nothing_to_skip(layer, call) or not_whole_heads(layer, call)
+        if reason:
+            return reason
+        if not one_choice_for_all(call) and path_of(layer, call) == "triton":
+            # Gathered weights take more time there than all heads: only products that look heads up pay.
+            reason = why_not_looked_up(layer, call)
+        if not reason and compiling and call.routing.count is None:
+            reason = "compiled, and the number of heads varies"
+        return reason
+
+    @staticmethod
+    def skips_in_cpp(layer: nn.Module, call: Call, compiling: bool) -> bool:
+        return not compiling and path_of(layer, call) == "cpp"
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, K, N, D], k and v [B, K, M, D]."""
@@ -53,186 +80,3 @@ class Sequences(Masked):
 
     def combine(self, o: Tensor) -> Tensor:
         return self.products.combine(o.transpose(1, 2))
-
-
-def heads_that_run(call: Call) -> Tensor:
-    """The heads of each sequence, those that run first and in rising order: [B or 1, K]."""
-    active = call.routing.active.squeeze(1)  # [B or 1, H]
-    H = active.shape[1]
-    K = call.routing.count or int(active.sum(1).max())
-    rank = active.int() * H - torch.arange(H, device=active.device)
-    return rank.topk(K).indices
-
-
-class Sliced:
-    """One choice for all sequences [1, 1, H]: plain products of all tokens by a smaller weight.
-
-    The gate of a head is a factor of the weight of its values: softmax(q k) (x g W_v) = g softmax(q k) x W_v.
-    """
-
-    def __init__(self, layer: nn.Module, call: Call):
-        self.layer, self.call = layer, call
-        self.heads = heads_that_run(call)  # [1, K]
-
-    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C] and context [B, M, C], the same or not -> [B, N, K, D] and twice [B, M, K, D]."""
-        gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [1, K]
-        queries, keys, values = self.layer.weights()
-        parts = [
-            self.slice(*queries, x.dtype),
-            self.slice(*keys, x.dtype),
-            self.slice(*values, x.dtype, gates.flatten()),
-        ]
-        if context is not x:
-            results = [
-                F.linear(tokens, *part) for tokens, part in zip((x, context, context), parts)
-            ]
-        else:
-            weights, biases = zip(*parts)
-            bias = None if biases[0] is None else torch.cat(biases)
-            results = F.linear(x, torch.cat(weights), bias).chunk(3, -1)
-        q, k, v = (result.unflatten(-1, (self.heads.shape[1], -1)) for result in results)
-        return q, k, v
-
-    def slice(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        gates: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows of a weight [H*D, C] and a bias that belong to the heads, times their gates [K]: [K*D, C] and [K*D]."""
-        H, heads = self.layer.num_heads, self.heads.flatten()
-        weight = weight.unflatten(0, (H, -1)).index_select(0, heads)  # [K, D, C]
-        bias = None if bias is None else bias.unflatten(0, (H, -1)).index_select(0, heads)
-        if gates is not None:
-            weight = weight * gates[:, None, None]
-            bias = None if bias is None else bias * gates[:, None]
-        return weight.flatten(0, 1).to(dtype), None if bias is None else bias.flatten().to(dtype)
-
-    def combine(self, o: Tensor) -> Tensor:
-        """o [B, N, K, D] -> [B, N, C]."""
-        weight, bias = self.layer.proj.weight, self.layer.proj.bias
-        weight = weight.unflatten(1, (self.layer.num_heads, -1))  # [C, H, D]
-        weight = weight.index_select(1, self.heads.flatten()).flatten(1)
-        return F.linear(
-            o.flatten(2), weight.to(o.dtype), None if bias is None else bias.to(o.dtype)
-        )
-
-
-class LookedUp:
-    """On a GPU, without gradients: tiles of the products look up the rows of the weight, see `kernels.project_heads`."""
-
-    def __init__(self, layer: nn.Module, call: Call):
-        self.layer, self.call = layer, call
-        routing = call.routing
-        count = routing.count or int(routing.active.sum(-1).max())
-        gates = in_float(routing.weights)
-        self.plan = kernels.plan_heads(routing.active, gates, count, layer.head_dim)
-        self.heads = self.plan[0]  # [B, K]
-
-    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias = self.layer.qkv.weight, self.layer.qkv.bias
-        bias = None if bias is None else bias.to(x.dtype)
-        return kernels.project_heads(x, weight.to(x.dtype), bias, self.plan)
-
-    def combine(self, o: Tensor) -> Tensor:
-        weight, bias = self.layer.proj.weight, self.layer.proj.bias
-        bias = None if bias is None else bias.to(o.dtype)
-        return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan)
-
-
-def why_not_looked_up(layer: nn.Module, call: Call) -> str:
-    """Why products that look up the heads of a sequence are no use on a GPU; "" where they are."""
-    if not kernels.looks_up_heads(call.x):
-        return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
-    if call.context is not None or not layer.projects_at_once():
-        return "queries, keys and values are not one product"
-    if not kernels.fills_tiles(call.x.shape[1]):
-        return "tiles of 128 tokens would be half empty, and products of all heads are faster"
-    return ""
-
-
-class Gathered:
-    """Products of PyTorch, on any device: each sequence's weights are gathered.
-
-    Sequences that all chose the same heads are one: the weights are gathered once, for one product of all tokens.
-    """
-
-    def __init__(self, layer: nn.Module, call: Call):
-        self.layer, self.call = layer, call
-        self.heads = heads_that_run(call)  # [B, K]
-        is_alike = alike(call.routing.active.squeeze(1))
-        self.rows = self.heads[:1] if is_alike else self.heads  # [S, K], S = 1 or B
-
-    def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries, keys, values = self.layer.weights()
-        return self.linear(x, *queries), self.linear(context, *keys), self.linear(context, *values)
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [B, M, C] -> [B, M, K, D], with weight [H*D, C] and bias [H*D] of all heads."""
-        (B, M, C), (S, K), H = x.shape, self.rows.shape, self.layer.num_heads
-        weight = weight.to(x.dtype).view(H, -1, C)
-        y = GatheredLinear.apply(x.reshape(S, -1, C), weight, self.rows, 0)
-        if bias is not None:
-            y = y + bias.to(x.dtype).view(H, -1)[self.rows].view(S, 1, -1)
-        return y.view(B, M, K, -1)
-
-    def combine(self, o: Tensor) -> Tensor:
-        """o [B, N, K, D] -> [B, N, C]."""
-        (B, N, K, D), weight, bias = o.shape, self.layer.proj.weight, self.layer.proj.bias
-        gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [B, K]
-        o = o * gates[:, None, :, None].to(o.dtype)
-        C, S = weight.shape[0], self.rows.shape[0]
-        weight = weight.to(o.dtype).view(C, -1, D)
-        y = GatheredLinear.apply(o.reshape(S, -1, K * D), weight, self.rows, 1).view(B, N, C)
-        return y if bias is None else y + bias.to(y.dtype)
-
-
-class GatheredLinear(torch.autograd.Function):
-    """x [S, T, I] times the weights of each sequence's heads -> [S, T, O]. Backward gathers them again, and keeps none.
-
-    weight: [H, D, C] (dim 0: O = K * D, I = C) or [C, H, D] (dim 1: O = C, I = K * D); rows [S, K]: the heads.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, rows, dim):
-        ctx.save_for_backward(x, weight, rows)
-        ctx.dim = dim
-        return torch.bmm(x, gather(weight, rows, dim).mT)
-
-    @staticmethod
-    def backward(ctx, grad):  # of operations that autograd differentiates again
-        x, weight, rows = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
-            dx = torch.bmm(grad, gather(weight, rows, ctx.dim))
-            parts = torch.bmm(grad.mT, x)  # [S, O, I]
-            # A product with 0 and 1 adds the sequences up: in float32 also in 16 bits, and in the same order every time.
-            H, D = weight.shape[ctx.dim], weight.shape[ctx.dim + 1]
-            which = F.one_hot(rows.flatten(), H).to(parts.dtype).t()  # [H, S * K]
-            if ctx.dim == 0:
-                return dx, (which @ parts.reshape(rows.numel(), -1)).view_as(weight), None, None
-            parts = (
-                parts.unflatten(2, (-1, D)).transpose(1, 2).reshape(rows.numel(), -1)
-            )  # [S * K, C * D]
-            return dx, (which @ parts).view(H, -1, D).transpose(0, 1), None, None
-
-
-def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """The weights of heads `rows` [S, K], as [S, O, I]: see `GatheredLinear`."""
-    S = rows.shape[0]
-    chosen = weight.index_select(dim, rows.flatten())  # [S * K, D, C] or [C, S * K, D]
-    return (
-        chosen.view(S, -1, chosen.shape[2])
-        if dim == 0
-        else chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
-    )
-
-
-def alike(active: Tensor) -> bool:
-    """Whether all sequences chose the same heads, active [B, H]; False where the answer would have to be waited for."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return False
-    return active.shape[0] == 1 or (
-        active.device.type == "cpu" and bool((active == active[:1]).all())
-    )

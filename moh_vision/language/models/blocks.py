@@ -15,7 +15,7 @@ from moh_vision.attention import (
     resolve_budget,
     run_block,
 )
-from moh_vision.attention.executors import Masked
+from moh_vision.attention.executors import Executor
 from moh_vision.attention.routing import Call
 from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig, attention_budget
 
@@ -84,16 +84,16 @@ class ExpertBiasAttention(HeadMixtureAttention):
         super().__init__(dim, budget, router, proj_bias=False, **kwargs)
         self.head_bias = nn.Parameter(torch.zeros(budget.heads, dim))
 
-    def choose(self, call: Call) -> Masked:
-        heads = super().choose(call)
-        combine = heads.combine
+    def make_executor(self, call: Call) -> Executor:
+        executor = super().make_executor(call)
+        combine = executor.combine
 
         def with_biases(o: Tensor) -> Tensor:
             y = combine(o)
             return y + call.routing.weights.to(y.dtype) @ self.head_bias.to(y.dtype)  # [B, N, C]
 
-        heads.combine = with_biases
-        return heads
+        executor.combine = with_biases
+        return executor
 
 
 class TextLayer(nn.Module):

@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
-from moh_vision.attention.executors import Masked
+from moh_vision.attention.executors import Executor, Masked
 from moh_vision.attention.layer import is_captured
 from moh_vision.attention.routing import Call
 
@@ -108,15 +108,11 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             past_key_values if cache is None else cache,
         )
         collects = stats is not None and len(stats) == self.layer_idx
-        queries = routing = heads = None
+        queries = routing = executor = None
         # Not only if it collects: recomputation must compute the same tensors.
         if stats is not None or not self.is_dense:
             if self.needs_query:
-                queries = (
-                    self.project_queries(x)
-                    .unflatten(-1, (self.num_heads, self.head_dim))
-                    .transpose(1, 2)
-                )
+                queries = self.project_queries(x).transpose(1, 2)
             # One token at a time nobody asks for more than the choice.
             brief = (
                 self.needs_query
@@ -129,11 +125,11 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         if self.is_dense:
             routing = None
         else:
-            heads = self.executor_of(
+            executor = self.executor_of(
                 Call(x, routing, q=queries, rotary=rotary), attention_mask, cache, **kwargs
             )
-        if heads is not None:
-            return heads.combine(heads.attend(*heads.project())), None
+        if executor is not None:
+            return executor.combine(executor.attend(*executor.project())), None
 
         q, k, v = self.rotated(x, queries, rotary)
         if cache is not None:
@@ -167,7 +163,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         v = self.v_proj(x).view(shape).transpose(1, 2)
         return *apply_rotary_pos_emb(q, k, *rotary), v
 
-    def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Masked | None:
+    def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Executor | None:
         """Return a call's executor, given its mask and cache; None: transformers' attention with weights."""
         implementation, N = self.config._attn_implementation, call.x.shape[1]
         taken = (
@@ -197,7 +193,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             kept = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
         call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept)
-        heads = self.choose(call)
+        executor = self.make_executor(call)
         # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
         rows = (
             N == 1
@@ -206,7 +202,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             and self.grouped
             and implementation == "sdpa"
         )
-        return None if type(heads) is Masked and not rows else heads
+        return None if type(executor) is Masked and not rows else executor
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):

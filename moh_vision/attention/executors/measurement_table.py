@@ -1,0 +1,168 @@
+"""`MeasurementTable`: for which calls skipping heads takes less time on this machine. `auto` looks its calls up in one."""
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from moh_vision.attention.kernels.build import path
+from moh_vision.engine.io import cache_folder, write_whole
+
+log = logging.getLogger("moh_vision.attention")
+
+VARIABLE = "MOH_VISION_MEASURE"
+# By the words of `choice.key_of`: [tokens, keys, batch, active heads, executor, its time over that of all heads or None].
+Rows = dict[str, list[list]]
+
+
+class MeasurementTable:
+    """Rows that were measured on this device.
+
+    Args:
+        rows: none: an empty table.
+    """
+
+    def __init__(self, rows: Rows | None = None):
+        self.rows: Rows = rows or {}
+
+    @classmethod
+    def from_record(cls, record: dict) -> Self:
+        """The table of `as_record`, or of {}, an empty one.
+
+        Raises:
+            ValueError: for rows that are malformed, and for those of Triton's kernels on another card.
+        """
+        rows = checked(record.get("rows", {}))
+        on_gpu = any(row[4] == "OnGpu" for of_calls in rows.values() for row in of_calls)
+        if on_gpu and record.get("device") != device_name():
+            raise ValueError(f"measured on {record.get('device')}, this is {device_name()}")
+        return cls(rows)
+
+    @classmethod
+    def from_cache(cls) -> Self:
+        """What the user's cache has; an empty table with a warning where that cannot be read."""
+        file = cache_file()
+        try:
+            if not file.is_file():
+                return cls()
+            return cls(checked(json.loads(file.read_text())["rows"]))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.warning(f"{file} is ignored ({error!r})")
+            return cls()
+
+    def as_record(self) -> dict:
+        """The table as JSON, as the cache and attention.json of a run keep it: dict(device, rows)."""
+        return dict(device=device_name(), rows=self.rows)
+
+    def add(self, rows: Rows) -> None:
+        """Add rows; of two rows of the same sizes the new one stays.
+
+        Those with fewer heads, and then the smaller batch, come first: the first row that a call fits into is its own.
+        """
+        merged = {}
+        for key in [*self.rows, *rows]:
+            by_sizes = {tuple(row[:4]): row for row in self.rows.get(key, ())}
+            by_sizes.update({tuple(row[:4]): row for row in rows.get(key, ())})
+            merged[key] = sorted(by_sizes.values(), key=lambda row: (row[3], row[2]))
+        self.rows = merged
+
+    def save(self) -> None:
+        """Add the rows to the user's cache; what cannot be written is a warning."""
+        cached = MeasurementTable.from_cache()
+        cached.add(self.rows)
+        text = json.dumps(cached.as_record(), indent=1) + "\n"
+        file = cache_file()
+        try:
+            write_whole(file, text, shared=True)
+        except OSError as error:
+            log.warning(f"{file}: {error.strerror}; what was measured is not kept")
+
+
+_current: MeasurementTable | None = None  # of this process; None: not yet read
+
+
+def current_table() -> MeasurementTable:
+    """The table of this process: that of `use_table`, else what the user's cache has, unless measuring is off."""
+    global _current
+    if _current is None:
+        _current = MeasurementTable() if measuring_is_off() else MeasurementTable.from_cache()
+    return _current
+
+
+def use_table(record: dict | None) -> None:
+    """Set the table of this process, see `MeasurementTable.from_record`; None: back to the user's cache."""
+    global _current
+    _current = None if record is None else MeasurementTable.from_record(record)
+
+
+@torch.compiler.assume_constant_result  # a compiled model keeps the table that it was compiled with
+def look_up(key: tuple[str, ...]) -> tuple[tuple, ...]:
+    """The rows of calls with a key of `choice.key_of`, of the table of this process."""
+    return tuple(map(tuple, current_table().rows.get(" ".join(key), ())))
+
+
+def measuring_is_off() -> bool:
+    """Return whether measuring is off; earlier measurements are not read either."""
+    wish = os.environ.get(VARIABLE, "") or "auto"
+    if wish not in ("auto", "off"):
+        raise ValueError(
+            f"{VARIABLE}={wish}: only auto (measure where skipping heads pays) and off (do not)"
+        )
+    return wish == "off" or torch.are_deterministic_algorithms_enabled()
+
+
+def checked(rows: object) -> Rows:
+    """Rows as they were read, or ValueError."""
+    try:
+        forms = {(len(row), *map(type, row[:5])) for of_calls in rows.values() for row in of_calls}
+    except (AttributeError, TypeError, LookupError):
+        forms = {()}
+    if forms - {(6, int, int, int, int, str)}:
+        raise ValueError("rows of the table of auto are four numbers, a name and a ratio")
+    return rows
+
+
+def cache_file() -> Path:
+    """CACHE/measured/DEVICE-HASH.json, the hash of all that times depend on beside the call."""
+    gpu = torch.cuda.is_available()
+    if gpu:
+        capability = torch.cuda.get_device_capability()
+    else:
+        capability = torch.backends.cpu.get_cpu_capability()
+    conditions = [
+        capability,
+        torch.__version__,
+        path("cuda" if gpu else "cpu"),
+        torch.get_float32_matmul_precision(),
+    ]
+    if "triton" in conditions:
+        conditions.append(metadata.version("triton"))
+    else:
+        conditions.append(torch.get_num_threads())
+    digest = hashlib.sha256(repr([device_name(), *conditions]).encode())
+    for file in sorted(Path(__file__).parents[1].rglob("*.[chp]*")):
+        if "__pycache__" not in file.parts:
+            digest.update(file.read_bytes())
+    device = re.sub("[^0-9A-Za-z]+", "-", device_name())
+    return cache_folder() / "measured" / f"{device}-{digest.hexdigest()[:12]}.json"
+
+
+def device_name() -> str:
+    """The name of the GPU, else of the processor."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+
+
+def processor() -> str:
+    """The name of the processor's model."""
+    info = Path("/proc/cpuinfo")
+    names = re.findall(
+        r"^model name\s*: (.*)", info.read_text() if info.is_file() else "", re.MULTILINE
+    )
+    return names[0] if names else platform.processor()

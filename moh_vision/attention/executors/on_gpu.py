@@ -1,0 +1,61 @@
+"""`OnGpu`: heads chosen per token or sequence, by Triton."""
+
+from torch import Tensor, nn
+
+from moh_vision.attention import kernels
+from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.reasons import nothing_to_skip, path_of
+from moh_vision.attention.routing import Call
+
+
+class OnGpu(Executor):
+    """All queries are projected. One kernel attends for the pairs that run, weighs, and puts in place."""
+
+    @staticmethod
+    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
+        reason = nothing_to_skip(layer, call)
+        if not reason and path_of(layer, call) != "triton":
+            reason = "no Triton kernel runs the call"
+        return reason
+
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As `Masked`. Where q, k and v are views of one product, attention reads that."""
+        self.product = readable_product(self.layer, self.call)
+        return self.layer.project(self.call._replace(product=self.product))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[B, N, H*D], weighted."""
+        layer, call = self.layer, self.call
+        if self.product is not None:
+            # It gets one gradient, and nothing is joined afterwards.
+            return kernels.attend_product_on_gpu(
+                self.product,
+                layer.num_heads,
+                layer.kv_heads,
+                call.routing,
+                call.is_causal,
+                call.attn_mask,
+            )
+        B = q.shape[0]
+        q = q.to(v.dtype)
+        k = k.to(v.dtype).expand(B, -1, -1, -1)
+        v = v.expand(B, -1, -1, -1)
+        return kernels.attend_on_gpu(q, k, v, call.routing, call.is_causal, call.attn_mask)
+
+    def combine(self, o: Tensor) -> Tensor:
+        """o [B, N, H*D] -> [B, N, C]."""
+        return self.layer.proj(o)
+
+
+def readable_product(layer: nn.Module, call: Call) -> Tensor | None:
+    """Queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
+
+    None where there is no such product, or a norm or rotation follows.
+    """
+    if layer.qk_norm or call.rotary is not None:
+        return None
+    if call.product is not None:
+        return call.product
+    if call.q is not None or call.context is not None or call.cache is not None:
+        return None
+    return layer.qkv(call.x) if layer.projects_at_once() else None

@@ -1,0 +1,67 @@
+"""Reasons that several executors share why they cannot run a call; "" where there is none. See `Executor.why_not`."""
+
+import torch
+from torch import nn
+
+from moh_vision.attention import kernels
+from moh_vision.attention.cache import ContextCache
+from moh_vision.attention.linear import plain, product_dtype
+from moh_vision.attention.routing import Call
+
+
+def nothing_to_skip(layer: nn.Module, call: Call) -> str:
+    """Why no executor can skip heads of a call."""
+    if call.routing.active is None:
+        return "every head may run"
+    if call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
+        return "there are no tokens"
+    cache = call.cache
+    if cache is None:
+        return ""
+    # What is left is a prompt in inference: of many tokens, each runs its heads, and the cache gets the keys of all heads.
+    if call.x.shape[1] == 1 or trains(layer) or isinstance(cache, ContextCache):
+        return "the keys of all heads are cached"
+    return ""
+
+
+def not_whole_heads(layer: nn.Module, call: Call) -> str:
+    """Why heads cannot be left out of a sequence altogether, their keys and values too."""
+    if call.routing.active.shape[1] != 1:
+        return "needs heads that are chosen per sequence"
+    if call.cache is not None or layer.grouped:
+        return "keys are cached, or shared by groups of heads"
+    return hidden_weights(layer)
+
+
+def hidden_weights(layer: nn.Module) -> str:
+    """Why the weights of a layer's projections cannot be read, and the modules must be called."""
+    for module in layer.projections:
+        if not plain(module):
+            return "the projections carry hooks or are not plain linear layers"
+    return ""
+
+
+def no_operator(layer: nn.Module, call: Call) -> str:
+    """Why neither C++ nor Triton has an operator for the attention of a call."""
+    if path_of(layer, call) != "torch":
+        return ""
+    why = "dropout" if call.dropout_p else kernels.about(call.x.device.type)
+    return f"no compiled operator runs the call ({why})"
+
+
+def path_of(layer: nn.Module, call: Call) -> str:
+    """Return the path that runs the attention of a call: "cpp", "triton" or "torch"."""
+    dtype = product_dtype(call.x)
+    return kernels.attend_path(call.x.device, dtype, layer.head_dim, call.attn_mask, call.dropout_p)
+
+
+def one_choice_for_all(call: Call) -> bool:
+    """Return whether one choice of heads serves all sequences of a call."""
+    return call.routing.active.shape[0] < call.x.shape[0]
+
+
+def trains(layer: nn.Module) -> bool:
+    """Return whether a call of a layer belongs to training."""
+    # Not is_grad_enabled alone: reentrant checkpointing runs forward without and again with gradients, and both times
+    # the same executor must draw the dropout.
+    return layer.training or torch.is_grad_enabled()

@@ -1,0 +1,83 @@
+"""`Reference`: equation (*) as a loop over heads. Read this first; every other executor computes the same, faster.
+
+y_t = sum_h  w_h(x_t) * softmax(q_h(x_t) K_h^T / sqrt(D)) V_h  W_O^h            (*)
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from moh_vision.attention import kernels
+from moh_vision.attention.executors.executor import Executor
+
+
+class Reference(Executor):
+    """The oracle of the tests: every head by itself, its attention matrix in memory. Slow."""
+
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, H, N, D], k and v [B, G, M, D]: of H query heads, H / G in a row share one of the G key-value heads."""
+        return self.layer.project(self.call)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """softmax(q_h(x_t) K_h^T / sqrt(D)) V_h of every head h and token t: [B, H, N, D]."""
+        call = self.call
+        B, H, N, _ = q.shape
+        _, G, M, _ = k.shape
+        mask = call.attn_mask
+        if mask is not None:
+            mask = mask.expand(B, H, N, M)
+        outputs = []
+        for h in range(H):
+            g = h * G // H  # its key-value head
+            mask_h = None if mask is None else mask[:, h]
+            matrix = attention_matrix(q[:, h], k[:, g], mask_h, call.is_causal)  # [B, N, M]
+            matrix = F.dropout(matrix, call.dropout_p)
+            outputs.append(matrix @ v[:, g])
+        return torch.stack(outputs, 1)
+
+    def combine(self, o: Tensor) -> Tensor:
+        """sum_h  w_h(x_t) * o_h(x_t)  W_O^h. The sum over heads is one product: W_O is [W_O^1 .. W_O^H]."""
+        return self.layer.proj(weighted(o, self.call.routing.weights))
+
+
+def attention_matrix(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Return the matrix that multiplies v [B, h, M, D]: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
+
+    Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call. scale: of q k^T; None: 1 / sqrt(D).
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    scores = q @ k.transpose(-2, -1) * scale
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attn_mask, -float("inf"))
+    else:
+        scores = scores + attn_mask
+    blind = scores.isneginf().all(-1, keepdim=True)
+    return scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+
+
+def weighted(o: Tensor, weights: Tensor | None) -> Tensor:
+    """Outputs of heads times w_h(x_t), side by side: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D].
+
+    weights: None: every head counts as 1.
+    """
+    if weights is None:
+        return o.transpose(1, 2).flatten(2)
+    y = kernels.weigh(o, weights)
+    if y is not None:
+        return y
+    o = o.transpose(1, 2)  # [B, N, H, D]
+    weights = weights.unsqueeze(-1).to(o.dtype)
+    # Where no gradient can be asked for the result may overwrite o, which saves a pass over fresh memory.
+    in_place = type(o) is Tensor and not torch.is_grad_enabled() and not torch.jit.is_tracing()
+    return (o.mul_(weights) if in_place else o * weights).flatten(2)

@@ -1,0 +1,90 @@
+"""`Tokens`: heads chosen per token. Only the (head, sequence, token) pairs that run are computed, in C++."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from moh_vision.attention import kernels
+from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.reasons import hidden_weights, no_operator, nothing_to_skip
+from moh_vision.attention.linear import in_float
+from moh_vision.attention.routing import Call, Pairs
+
+
+class Tokens(Executor):
+    """Skips queries, attention and output projection. Other tokens need the keys and values of a head.
+
+    The operators are C++ for float32; for 16 bits attention alone is, and the projections are those of all heads.
+    """
+
+    def __init__(self, layer: nn.Module, call: Call):
+        super().__init__(layer, call)
+        routing = call.routing
+        B, N, _ = call.x.shape
+        if routing.pairs is not None and routing.active.shape[:2] == (B, N):
+            self.pairs = routing.pairs
+        else:
+            self.pairs = kernels.list_pairs(routing.active.expand(B, N, -1))
+
+    @staticmethod
+    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
+        reason = nothing_to_skip(layer, call) or no_operator(layer, call) or hidden_weights(layer)
+        if not reason and compiling and call.routing.pairs is None:
+            reason = "compiled, and the list of pairs has no fixed length"
+        return reason
+
+    @staticmethod
+    def skips_in_cpp(layer: nn.Module, call: Call, compiling: bool) -> bool:
+        return True
+
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [P, D], k and v [B, G, M, D]."""
+        layer = self.layer
+        call = self.call
+        context = call.x if call.context is None else call.context
+        of_queries, of_keys, of_values = layer.weights()
+        q = self.queries(*of_queries)
+        k = layer.by_head(F.linear(context, *of_keys))
+        v = layer.by_head(F.linear(context, *of_values))
+        k, v = layer.prepare_keys_values(k, v, call)
+        # A norm leaves queries and keys in float32 under autocast. One context may serve all sequences.
+        B = call.x.shape[0]
+        return q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
+
+    def queries(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The queries of the pairs [P, D], normalised and rotated."""
+        layer, call, pairs = self.layer, self.call, self.pairs
+        if call.q is None:
+            q = kernels.project(call.x.flatten(0, 1), weight, bias, pairs, layer.num_heads)
+        else:
+            q = kernels.select(call.q.transpose(1, 2), pairs, layer.num_heads)
+        angles = of_pairs(call.rotary, pairs, call.x)
+        return layer.prepare_queries(q.unsqueeze(1), angles).squeeze(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[P, D]"""
+        call = self.call
+        H, N = self.layer.num_heads, call.x.shape[1]
+        return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask)
+
+    def combine(self, o: Tensor) -> Tensor:
+        """o [P, D] -> [B, N, C]."""
+        layer = self.layer
+        B, N, _ = self.call.x.shape
+        gates = in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
+        y = kernels.combine(
+            o, gates, layer.proj.weight, layer.proj.bias, self.pairs, layer.num_heads
+        )
+        return y.view(B, N, -1)
+
+
+def of_pairs(
+    rotary: tuple[Tensor, Tensor] | None, pairs: Pairs, x: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """Cosines and sines of the pairs' tokens, [P, D] each, of those of x [B, N, C]."""
+    if rotary is None:
+        return None
+    B, N, _ = x.shape
+    cos, sin = (
+        t.expand(B, N, t.shape[-1]).flatten(0, 1).index_select(0, pairs.token) for t in rotary
+    )
+    return cos, sin

@@ -1,0 +1,64 @@
+"""`WholeSequences`: heads chosen once for a sequence, all in C++."""
+
+import torch
+from torch import Tensor, nn
+
+from moh_vision.attention import kernels
+from moh_vision.attention.executors.products import why_not_looked_up
+from moh_vision.attention.executors.reasons import (
+    no_operator,
+    not_whole_heads,
+    nothing_to_skip,
+    one_choice_for_all,
+    path_of,
+)
+from moh_vision.attention.executors.tokens import Tokens, of_pairs
+from moh_vision.attention.linear import product_dtype
+from moh_vision.attention.routing import Call
+
+
+class WholeSequences(Tokens):
+    """The pairs of `Tokens`; keys and values too are those of heads that run, [1, X, M, D]."""
+
+    @staticmethod
+    def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
+        reason = nothing_to_skip(layer, call) or not_whole_heads(layer, call)
+        if reason:
+            return reason
+        if one_choice_for_all(call):
+            return "one choice serves all sequences, which plain products by a smaller weight do faster"
+        path = path_of(layer, call)
+        if path == "triton":  # for those who read the table: what `Sequences` lacks comes first
+            return why_not_looked_up(layer, call) or "no C++ operator projects such numbers"
+        if path == "torch":
+            return no_operator(layer, call)
+        if not kernels.native(call.x.device, product_dtype(call.x)):
+            return "no C++ operator projects such numbers"
+        if call.q is not None or compiling:
+            return "compiled, or the router has projected the queries"
+        return ""
+
+    def project(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q [P, D], k and v [1, X, M, D] of the X heads of sequences that run."""
+        layer, call = self.layer, self.call
+        B, N, _ = call.x.shape
+        context = call.x if call.context is None else call.context.expand(B, -1, -1)
+        M = context.shape[1]
+        key_pairs = self.pairs
+        if M != N:
+            key_pairs = kernels.list_pairs(call.routing.active.expand(B, M, -1))
+        of_queries, of_keys, of_values = layer.weights()
+        k = kernels.project(context.flatten(0, 1), *of_keys, key_pairs, layer.num_heads)
+        v = kernels.project(context.flatten(0, 1), *of_values, key_pairs, layer.num_heads)
+        angles = of_pairs(call.rotary, key_pairs, context)
+        k = layer.prepare_keys(k.unsqueeze(1), angles).squeeze(1)
+        q = self.queries(*of_queries)
+        return q, k.view(1, -1, M, layer.head_dim), v.view(1, -1, M, layer.head_dim)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """[P, D]"""
+        call = self.call
+        runs = self.pairs.offsets.diff() > 0  # whether a segment of pairs has any
+        source = runs.cumsum(0, dtype=torch.int32) - 1  # the keys and values that it reads
+        H, N = self.layer.num_heads, call.x.shape[1]
+        return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask, source)
