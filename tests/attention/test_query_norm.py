@@ -12,7 +12,7 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.routers.query_norm import QueryNormRouter
-from tests.support.refusals import each_refused
+from tests.support.refusals import refuse
 
 B, N, C, H, D, GROUP = 3, 7, 24, 8, 4, 2
 BUDGET = HeadBudget(H, D, 2, 4)  # one shared group, two of the three others
@@ -143,32 +143,48 @@ def test_changing_the_budget_of_a_model():
     assert [layer.router.num_routed for layer in net] == [12, 4]
 
 
-test_refused_routers = each_refused(
-    lambda budget, group: QueryNormRouter(C, HeadBudget(*budget), group=group),
-    ((8, 4, 2, 4), 3, "heads=8 is not a multiple of group=3: heads are chosen in whole"),
-    ((8, 4, 1, 4), 2, "shared=1 is not a multiple of group=2"),
-    ((8, 4, 2, 3), 2, "routed=3 is not a multiple of group=2"),
-    ((8, 4, 2, 4), 0, "group=0 is not a number of heads, 1 or more"),
-    ((8, 4, 2, 4), True, "group=True is not a number of heads, 1 or more"),
+@pytest.mark.parametrize(
+    "shared, routed, group, words",
+    [
+        (2, 4, 3, "heads=8 is not a multiple of group=3: heads are chosen in whole"),
+        (1, 4, 2, "shared=1 is not a multiple of group=2"),
+        (2, 3, 2, "routed=3 is not a multiple of group=2"),
+        (2, 4, 0, "group=0 is not a number of heads, 1 or more"),
+        (2, 4, True, "group=True is not a number of heads, 1 or more"),
+    ],
 )
-WHOLE = r"is not a pair of multiples of group=4"
-test_refused_budgets = each_refused(
-    lambda make: make(),
-    (
-        lambda: resolve_budget(0.5, 2, 8, 4, group=3),
-        "head_budget, layer 0: heads=8 is not a multiple of group=3",
-    ),
-    (
-        lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4),
-        rf"layer 1: \(4, 6\) {WHOLE}: heads are chosen in",
-    ),
-    (lambda: set_head_budget(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
-    (
-        lambda: set_head_budget(model(), 0.25),
-        r"head_budget 'ramp:0.25': .* \(counted in groups of 4 heads\)",
-    ),
-    (
-        lambda: model(group=2),
-        "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head",
-    ),
+def test_refused_routers(shared, routed, group, words):
+    budget = HeadBudget(8, 4, shared, routed)
+    refuse(words, QueryNormRouter, C, budget, group=group)
+
+
+@pytest.mark.parametrize(
+    "spec, heads, group, words",
+    [
+        (0.5, 8, 3, "head_budget, layer 0: heads=8 is not a multiple of group=3"),
+        (
+            [(4, 4), (4, 6)],
+            16,
+            4,
+            r"layer 1: \(4, 6\) is not a pair of multiples of group=4: heads are chosen in",
+        ),
+    ],
 )
+def test_specs_of_broken_groups_are_refused(spec, heads, group, words):
+    refuse(words, resolve_budget, spec, 2, heads, 4, group=group)
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ([(4, 4), (4, 2)], r"layer 1: \(4, 2\) is not a pair of multiples of group=4"),
+        (0.25, r"head_budget 'ramp:0.25': .* \(counted in groups of 4 heads\)"),
+    ],
+)
+def test_changed_budgets_of_broken_groups_are_refused(spec, words):
+    refuse(words, set_head_budget, model(), spec)
+
+
+def test_groups_across_key_value_heads_are_refused():
+    words = "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"
+    refuse(words, model, group=2)
