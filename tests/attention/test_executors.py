@@ -314,11 +314,11 @@ def test_attention_dropout(scope):
     )
     x = torch.randn(1, 1, C).expand(4000, 1, C)
     with torch.no_grad():
-        dropped, exact = layer(x)[0], layer.eval()(x[:1])[0]
+        dropped = layer(x)[0]
+        exact = layer.eval()(x[:1])[0]
     assert len(dropped.unique(dim=0)) == 8  # three heads, each on or off
-    torch.testing.assert_close(
-        dropped.mean(0), exact[0], atol=0.1 * exact.abs().max().item(), rtol=0
-    )
+    atol = 0.1 * exact.abs().max().item()
+    torch.testing.assert_close(dropped.mean(0), exact[0], atol=atol, rtol=0)
 
 
 class Block(nn.Module):

@@ -14,7 +14,11 @@ from moh_vision.attention.routers.moh import MoHRouter
 from tests.support import layers
 from tests.support.refusals import refuse
 
-B, N, C, H, D = 3, 6, 16, 6, 4
+B = 3
+N = 6
+C = 16
+H = 6
+D = 4
 ALL = HeadBudget(H, D, H, 0)
 # name -> budget, sum of a token's weights, active heads (None: not fixed)
 CASES = {
@@ -35,30 +39,34 @@ def build(name, **options):
 
 
 def inputs(name, batch=B, tokens=N):
-    return torch.randn(batch, tokens, C), torch.randn(batch, H, tokens, D) if ROUTERS[
-        name
-    ].needs_query else None
+    """Draw tokens, and queries if the router reads them."""
+    x = torch.randn(batch, tokens, C)
+    if ROUTERS[name].needs_query:
+        return x, torch.randn(batch, H, tokens, D)
+    return x, None
 
 
 def test_every_router_has_a_case():
-    assert (
-        CASES.keys() == ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
-    )
+    assert CASES.keys() == ROUTERS.keys()
+    assert ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_weights_counts_and_gradients(name):
-    """Deterministic, each sequence by itself; gradients reach every parameter, and the queries that are scored."""
-    router, (_, total, active) = build(name).eval(), CASES[name]
+    """Weights are deterministic and of each sequence by itself; gradients reach every parameter and scored queries."""
+    router = build(name).eval()
+    _, total, active = CASES[name]
     x, q = inputs(name)
     if q is not None:
         q.requires_grad_()
-    routing, again = router(x, q), router(x, q)
+    routing = router(x, q)
+    again = router(x, q)
     alone = router(x[1:2], None if q is None else q[1:2])
     assert all(isinstance(tensor, torch.Tensor) for tensor in routing.stats)
     counts = routing.stats.counts
     assert counts.shape == (B, H) and not counts.requires_grad
-    assert torch.equal(again.stats.counts, counts) and torch.equal(alone.stats.counts[0], counts[1])
+    assert torch.equal(again.stats.counts, counts)
+    assert torch.equal(alone.stats.counts[0], counts[1])
     tokens = N if name != "mae" else 1  # mae decides once for the sequence
     assert active is None or counts.sum(1).tolist() == [tokens * active] * B
     if name == "dense":
@@ -104,9 +112,11 @@ def test_padding_in_the_layer(name, scope, options, causal):
 
 
 def test_logits_of_16_bit_tokens_and_their_gradient():
-    """As a float32 product of the same numbers; the tokens are kept for backward as they came."""
-    x, w = torch.randn(2, 5, C).bfloat16().requires_grad_(), torch.randn(4, C, requires_grad=True)
-    logits, want = gate_logits(x, w), x.float() @ w.t()
+    """Logits are those of float32; the tokens are kept for backward in their 16 bits."""
+    x = torch.randn(2, 5, C).bfloat16().requires_grad_()
+    w = torch.randn(4, C, requires_grad=True)
+    logits = gate_logits(x, w)
+    want = x.float() @ w.t()
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, want)
     assert all(t.dtype == torch.bfloat16 or t is w for t in logits.grad_fn.saved_tensors)
@@ -169,7 +179,8 @@ def left_out(weights):
 
 
 def test_mae_modes():
-    router, x = build("mae", mode="uniform").eval(), torch.randn(B, N, C)
+    router = build("mae", mode="uniform").eval()
+    x = torch.randn(B, N, C)
     assert not list(router.parameters())  # UNI-MAE "does not have parameterized gating functions"
     torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))  # plain attention
     assert left_out(router.train()(x).weights).shape == (B, H)
