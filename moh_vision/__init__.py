@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from moh_vision.opening import load_run, open_run
 
 __all__ = [
-    "__version__", "convert", "head_budget", "load_checkpoint", "load_run", "measure", "open_run", "set_head_budget"
-]  # fmt: skip
+    "__version__",
+    "convert",
+    "head_budget",
+    "load_checkpoint",
+    "load_run",
+    "measure",
+    "open_run",
+    "set_head_budget",
+]
 
 
 def __getattr__(name: str):

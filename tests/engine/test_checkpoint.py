@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from moh_vision.attention import head_budget
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
-from moh_vision.engine.config import ModelConfig
+from moh_vision.engine.config import EmaConfig, ModelConfig
 from moh_vision.engine.io import by_age
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
@@ -69,7 +69,7 @@ def beginning(traits="plain", optimizer="adamw"):
         task.unused = torch.nn.Parameter(torch.ones(3))
     if "buffers" in traits:
         task.norm = torch.nn.BatchNorm2d(3)
-    ema = make_ema(model, 0.9, False, "cpu")
+    ema = make_ema(model, EmaConfig(decay=0.9), "cpu")
     if "compiled" in traits:
         task.compile(backend="eager")
     wrapped = wrap(task, traits)

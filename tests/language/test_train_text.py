@@ -291,7 +291,7 @@ def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(
     train(*argv)
     said = capfd.readouterr().out
     assert "val, sacreBLEU's default, lower-cased data: BLEU" in said and "case:mixed" in said
-    assert "BLEU of 40 pairs of val, lower-cased data" in read_run(run).how
+    assert "BLEU of 40 pairs of val, lower-cased data" in read_run(run).scored_on
     assert "val: translating 40 sentences\n" in said and "translating: 1 of 1 steps, " in said
     assert results(run)["step"] == 2
     text, lines = moh_vision.open_run(run).text(), (folder / "val.de").read_text().splitlines()
