@@ -167,7 +167,7 @@ def met_or_missed(ratio, limit):
     return "met" if ratio <= limit else "missed"
 
 
-def plan(run):
+def plan(run):  # noqa: C901
     """Return [(name, function, arguments, whether torch.compile takes much of its time)], the most wanted first."""
     shapes = SHAPES
     cases = CASES

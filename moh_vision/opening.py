@@ -15,7 +15,7 @@ from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import image_models
 
 
-def open_run(
+def open_run(  # noqa: PLR0913
     path: str | Path,
     weights: str | None = None,
     device: Any = None,

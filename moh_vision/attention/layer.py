@@ -70,7 +70,7 @@ class HeadMixtureAttention(nn.Module):
     reference_executor: type[Executor] = Reference
     variant = ""  # what decides the time of a call beside its sizes
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dim: int,
         budget: HeadBudget,
@@ -158,7 +158,7 @@ class HeadMixtureAttention(nn.Module):
         """The modules whose weights are read by executors that skip heads."""
         return self.qkv, self.proj
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         x: Tensor,
         context: Tensor | None = None,

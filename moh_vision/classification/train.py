@@ -68,7 +68,7 @@ def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Tea
     return teacher
 
 
-def train(setup: RunSetup) -> None:
+def train(setup: RunSetup) -> None:  # noqa: PLR0915
     config = setup.config
     accelerator = setup.accelerator
     data = config.data

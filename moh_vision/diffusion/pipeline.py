@@ -99,7 +99,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return class_numbers("class_labels", asked, names, self.transformer.config.num_classes)
 
     @torch.no_grad()
-    def __call__(
+    def __call__(  # noqa: PLR0913
         self,
         class_labels: int | str | Sequence[int | str] | Tensor,
         guidance_scale: float = 4.0,

@@ -328,7 +328,7 @@ def denoise(
     return x
 
 
-def sample_images(
+def sample_images(  # noqa: PLR0913
     predict: Callable[[Tensor, Tensor, Tensor], Tensor],
     scheduler: SchedulerMixin,
     labels: Tensor,

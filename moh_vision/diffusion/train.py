@@ -35,7 +35,7 @@ from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
-def train(setup: RunSetup) -> None:
+def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     config = setup.config
     accelerator = setup.accelerator
     data_config = config.data

@@ -21,7 +21,7 @@ from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
 
 
-def start_loop(
+def start_loop(  # noqa: PLR0913
     setup: RunSetup,
     span: Span,
     folder: OpenFolder,

@@ -48,7 +48,7 @@ with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
-def train(setup: RunSetup) -> None:
+def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     config = setup.config
     accelerator = setup.accelerator
     if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:

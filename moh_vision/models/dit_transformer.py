@@ -172,7 +172,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
     _no_split_modules = ["DiTBlock"]
 
     @register_to_config
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         sample_size: int = 32,
         patch_size: int = 2,

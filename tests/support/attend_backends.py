@@ -101,7 +101,7 @@ def list_for_triton(active, tail=5):
     return token.to(DEVICE), pairs.offsets.to(DEVICE)
 
 
-def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):
+def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):  # noqa: PLR0913
     """`attend` of a back end; plain PyTorch has no lse."""
     B, H, N, D = q.shape
     if backend.path == "triton":
