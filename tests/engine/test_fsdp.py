@@ -69,9 +69,9 @@ def validate_sharded(rank):
             )
             assert (scores["images"], scores["unreadable"]) == (6, 6)
             assert load.sums[:, -1].sum() == 6 * 17  # tokens
-            images = predictions[:, 0].tolist()
-            assert len(images) == 6
-            assert images == sorted(set(images))
+            numbers = predictions[:, 0].tolist()
+            assert len(numbers) == 6
+            assert numbers == sorted(set(numbers))
             assert set(predictions[:, 1].tolist()) == {0, 1, 2, 3, 4}
             task.train()(torch.zeros(2, 3, 16, 16), torch.tensor([0, 1]))["loss"].backward()
             assert all(isinstance(p, DTensor) for p in task.parameters())  # sharded again
