@@ -13,7 +13,7 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.budget import BudgetError, change_budget
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 
 
 def totals(budgets):
@@ -55,16 +55,14 @@ def test_ramp_uniform_and_list():
 def test_share_of_shared_heads(share):
     """As in Jin 2024, table 7: how many of the active heads are shared."""
     budgets = resolve_budget(f"uniform:0.75:{share}", 12, 12, 64)
-    assert {b.active for b in budgets} == {9} and {b.shared for b in budgets} == {
-        int(9 * share + 0.5)
-    }
+    assert {budget.active for budget in budgets} == {9}
+    assert {budget.shared for budget in budgets} == {int(9 * share + 0.5)}
     active, _, shared = totals(resolve_budget(f"ramp:0.75:{share}", 12, 12, 64))
     assert (active, shared) == (108, int(108 * share + 0.5))
     assert resolve_budget("ramp:0.5:0.4", 6, 8, 64) == resolve_budget(0.5, 6, 8, 64)
 
 
-test_impossible_specs_name_layer_and_numbers = each_refused(
-    lambda spec: resolve_budget(spec, 4, 6, 64),
+IMPOSSIBLE = [
     (0, "0 is not understood"),
     (1.2, "1.2 is not understood"),
     (float("nan"), "nan is not understood"),
@@ -80,31 +78,39 @@ test_impossible_specs_name_layer_and_numbers = each_refused(
     ([(1.5, 3)] * 4, "layer 0: .1.5, 3. is not a pair of whole"),
     ("uniform:0.01", "layer 0 with 6 heads would run 0"),
     (0.02, "layer 0 with 6 heads would run 0"),
-)
+]
 
 
-@pytest.mark.parametrize("kind", ["uniform", "ramp"])
+@pytest.mark.parametrize("spec, words", IMPOSSIBLE, ids=[str(spec) for spec, _ in IMPOSSIBLE])
+def test_impossible_specs_name_layer_and_numbers(spec, words):
+    refuse(words, resolve_budget, spec, 4, 6, 64)
+
+
+@pytest.mark.parametrize("shape", ["uniform", "ramp"])
 @pytest.mark.parametrize("heads", [[3] * 12, [6] * 12, [8, 16, 24], [2, 4, 6]])
-def test_a_share_too_small_is_refused_with_the_smallest_one(kind, heads):
+def test_a_share_too_small_is_refused_with_the_smallest_one(shape, heads):
     full = [HeadBudget(h, 64, *pair) for h, pair in zip(heads, full_budget(heads))]
-    ways = (
-        (lambda spec: resolve_budget(spec, len(heads), heads, 64)),
-        (lambda spec: change_budget(spec, full)),
-    )
-    for budget in ways:
+
+    def resolve(spec):
+        return resolve_budget(spec, len(heads), heads, 64)
+
+    def change(spec):
+        return change_budget(spec, full)
+
+    for budget in (resolve, change):
         with pytest.raises(ValueError) as error:
-            budget(f"{kind}:0.01")
+            budget(f"{shape}:0.01")
         least = float(re.search(r"the smallest share is (0\.\d+)", str(error.value))[1])
-        assert budget is ways[
-            0
-        ] or "give the lower budget when the model is made or converted" in str(error.value)
-        active = [layer.active for layer in budget(f"{kind}:{least}")]
+        if budget is change:
+            advice = "give the lower budget when the model is made or converted"
+            assert advice in str(error.value)
+        active = [layer.active for layer in budget(f"{shape}:{least}")]
         assert sum(active) / sum(heads) == pytest.approx(least, abs=6e-4)  # whole heads reach it
         for total in range(1, sum(active)):
             with contextlib.suppress(ValueError):
-                fewer = budget(f"{kind}:{total / sum(heads)}")
+                fewer = budget(f"{shape}:{total / sum(heads)}")
                 assert sum(layer.active for layer in fewer) != total
-        refuse("the smallest share", budget, f"{kind}:0.02")
+        refuse("the smallest share", budget, f"{shape}:0.02")
     layers = [HeadBudget(10, 64, 2, 8)] * 5
     refuse("the smallest share is 0.3;", change_budget, "ramp:0.1", layers)
     change_budget("ramp:0.3", layers)
@@ -173,8 +179,7 @@ def test_routed_heads_change(spec, layers, active):
     assert [b.shared for b in changed] == [b.shared for b in layers]
 
 
-test_routed_heads_refused = each_refused(
-    lambda spec, layers: change_budget(spec, layers),
+REFUSED = [
     (
         0.5,
         FIXED,
@@ -196,4 +201,9 @@ test_routed_heads_refused = each_refused(
         "the shared heads and one routed head per layer are 12 of 16 already",
     ),
     ("uniform:0.5", [B(8, 4, 5, 2)] * 2, "layer 0 would run 4 of 8 heads, but 5 are shared"),
-)
+]
+
+
+@pytest.mark.parametrize("spec, layers, words", REFUSED, ids=[row[2] for row in REFUSED])
+def test_routed_heads_refused(spec, layers, words):
+    refuse(words, change_budget, spec, layers)

@@ -6,9 +6,11 @@ import torch
 from moh_vision.attention import ContextCache, HeadBudget, HeadMixtureAttention, KeyValueCache
 from tests.support import layers
 from tests.support.layers import CASES, ROUTERS, C, D, H
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 
-B, N, M = 2, 9, 7
+B = 2
+N = 9  # tokens of a sequence
+M = 7  # tokens of a context
 SELF = {
     **ROUTERS,
     "query_norm": dict(**ROUTERS["query_norm"], kv_heads=3),
@@ -55,31 +57,32 @@ def context_and_padding():
 
 
 def assert_near(got, want):
-    near = 1e-10 if want.dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(got, want, rtol=near, atol=near)
+    tolerance = 1e-10 if want.dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
 
 
 @torch.no_grad()
 def assert_the_same_step_by_step(layer, padding, dtype=torch.float64, width=D):
     x = tokens(dtype=dtype)
-    whole, stats = layer(
-        x, is_causal=True, rotary=layers.angles(N, 0, dtype, width), padding_mask=padding
-    )
+    rotary = layers.angles(N, 0, dtype, width)
+    whole, stats = layer(x, is_causal=True, rotary=rotary, padding_mask=padding)
     for split in SPLITS:
-        cache, start, counts = KeyValueCache(), 0, 0
+        cache = KeyValueCache()
+        start = 0
+        counts = 0
         for step in split:
             end = start + step
-            y, part = layer(
-                x[:, start:end],
-                is_causal=True,
-                rotary=layers.angles(step, start, dtype, width),
-                cache=cache,
-                padding_mask=None if padding is None else padding[:, :end],
-            )
-            real = slice(None) if padding is None else ~padding[:, start:end]  # which outputs count
+            rotary = layers.angles(step, start, dtype, width)
+            named = dict(is_causal=True, rotary=rotary, cache=cache)
+            real = slice(None)  # the outputs that count
+            if padding is not None:
+                named["padding_mask"] = padding[:, :end]
+                real = ~padding[:, start:end]
+            y, part = layer(x[:, start:end], **named)
             assert_near(y[real], whole[:, start:end][real])
             assert_near(part.probs, stats.probs[:, start:end])
-            counts, start = counts + part.counts, end
+            counts = counts + part.counts
+            start = end
         assert cache.length == N
         torch.testing.assert_close(counts, stats.counts)
 
@@ -89,9 +92,8 @@ def assert_the_same_step_by_step(layer, padding, dtype=torch.float64, width=D):
 @pytest.mark.parametrize("padding", PADDING.values(), ids=PADDING.keys())
 def test_token_by_token_is_the_whole_sequence(name, executor, padding):
     dtype = torch.float32 if executor == "auto" else torch.float64
-    assert_the_same_step_by_step(
-        build(executor=executor, dtype=dtype, **SELF[name]), padding, dtype
-    )
+    layer = build(executor=executor, dtype=dtype, **SELF[name])
+    assert_the_same_step_by_step(layer, padding, dtype)
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
@@ -107,19 +109,22 @@ def test_token_by_token_on_triton(name, path):
 @torch.no_grad()
 def test_beams(crosses, name):
     """A prompt is repeated, then rows are swapped, doubled and dropped: each goes on from the past that it has now."""
-    layer, cache = (
-        build(**(CROSS if crosses else SELF)[name]),
-        ContextCache() if crosses else KeyValueCache(),
-    )
-    x, rows = tokens(count=5), torch.arange(B)
-    context, padding = context_and_padding() if crosses else (None, PADDING["left"][:, :5])
+    layer = build(**CROSS[name] if crosses else SELF[name])
+    x = tokens(count=5)
+    rows = torch.arange(B)
+    if crosses:
+        cache = ContextCache()
+        context, padding = context_and_padding()
+    else:
+        cache = KeyValueCache()
+        padding = PADDING["left"][:, :5]
 
     def whole():
+        """Arguments of a call on whole sequences."""
         if crosses:
             return dict(context=context[rows], context_padding=padding[rows])
-        return dict(
-            is_causal=True, padding_mask=torch.nn.functional.pad(padding[rows], (0, x.shape[1] - 5))
-        )
+        longer = torch.nn.functional.pad(padding[rows], (0, x.shape[1] - 5))
+        return dict(is_causal=True, padding_mask=longer)
 
     layer(x, cache=cache, **whole())
     cache.repeat(3)
@@ -131,12 +136,15 @@ def test_beams(crosses, name):
         assert_near(got, layer(x, **whole())[0][:, -1:])
         indices = torch.tensor(indices)
         cache.reorder(indices)
-        x, rows = x[indices], rows[indices]
+        x = x[indices]
+        rows = rows[indices]
 
 
 @torch.no_grad()
 def test_crop():
-    layer, x, cache = build(**SELF["moh"]), tokens(), KeyValueCache()
+    layer = build(**SELF["moh"])
+    x = tokens()
+    cache = KeyValueCache()
     whole = layer(x, is_causal=True)[0]
     layer(torch.cat([x[:, :4], tokens(count=3)], 1), is_causal=True, cache=cache)
     cache.crop(4)
@@ -145,30 +153,23 @@ def test_crop():
         refuse(f"crop to {length} tokens is out of range: 0 to {N}", cache.crop, length)
 
     # A filled cache refuses another batch and dtype, an emptied one takes them.
-    refuse(
-        "keeps a batch of 2 in torch.float64, not of 1 in torch.float64: crop it to 0",
-        layer,
-        x[:1],
-        cache=cache,
-    )
-    refuse(
-        "a batch of 2 in torch.float64, not of 2 in torch.float32",
-        layer.float(),
-        x.float(),
-        cache=cache,
-    )
+    words = "keeps a batch of 2 in torch.float64, not of 1 in torch.float64: crop it to 0"
+    refuse(words, layer, x[:1], cache=cache)
+    words = "a batch of 2 in torch.float64, not of 2 in torch.float32"
+    refuse(words, layer.float(), x.float(), cache=cache)
     cache.crop(0)
     cache.reorder(torch.tensor([1, 0]))  # of nothing
     cache.repeat(4)
     x = tokens(1, dtype=torch.float32)
-    torch.testing.assert_close(
-        layer(x, is_causal=True, cache=cache)[0], layer(x, is_causal=True)[0]
-    )
+    y = layer(x, is_causal=True, cache=cache)[0]
+    torch.testing.assert_close(y, layer(x, is_causal=True)[0])
 
 
 @torch.no_grad()
 def test_a_running_gate_cannot_be_cropped_but_started_again():
-    layer, x, cache = build(**SELF["mae running"]), tokens(), KeyValueCache()
+    layer = build(**SELF["mae running"])
+    x = tokens()
+    cache = KeyValueCache()
     first = layer(x, is_causal=True, cache=cache)[0]
     cache.crop(N)  # nothing
     refuse("crop to 4 of 9 tokens: the running state of this layer's router", cache.crop, 4)
@@ -179,14 +180,16 @@ def test_a_running_gate_cannot_be_cropped_but_started_again():
 
 @torch.no_grad()
 def test_the_windows_state_does_not_grow():
-    layer, cache = build(**SELF["mae window"]), KeyValueCache()
+    layer = build(**SELF["mae window"])
+    cache = KeyValueCache()
     for step in (2, 1, 6, 3):
         layer(tokens(count=step), is_causal=True, cache=cache)
     assert [t.shape for t in cache.router_state] == [(B, 3, C), (B, 3, 1)]
 
 
 def test_cache_grows_by_doubling_and_copies_only_what_is_new():
-    cache, where = KeyValueCache(), set()
+    cache = KeyValueCache()
+    where = set()
     k = torch.randn(1, 2, 40, 3)
     for n in range(40):
         keys, values = cache.update(k[:, :, n : n + 1], -k[:, :, n : n + 1])
@@ -200,37 +203,38 @@ def test_cache_grows_by_doubling_and_copies_only_what_is_new():
 @pytest.mark.parametrize("padded", [False, True])
 @torch.no_grad()
 def test_a_context_cache_changes_nothing(name, executor, padded):
-    layer, x, (context, padding) = (
-        build(executor=executor, **CROSS[name]),
-        tokens(),
-        context_and_padding(),
-    )
-    padding = padding if padded else None
+    layer = build(executor=executor, **CROSS[name])
+    x = tokens()
+    context, padding = context_and_padding()
+    if not padded:
+        padding = None
     whole, stats = layer(x, context, context_padding=padding)
     got, cached_stats = layer(x, context, context_padding=padding, cache=ContextCache())
     assert_near(got, whole)
     torch.testing.assert_close(tuple(cached_stats), tuple(stats))
-    cache, start = ContextCache(), 0
-    for step in (2, 1, 1, 5):
-        # The context is projected once: afterwards it need not be there, and what is there is not looked at.
-        given = (
-            context if start == 0 else None if step == 1 else torch.full_like(context, torch.nan)
-        )
-        y = layer(
-            x[:, start : start + step],
-            given,
-            context_padding=padding if start < 3 else None,
-            cache=cache,
-        )[0]
-        assert_near(y, whole[:, start : start + step])
-        start += step
+    cache = ContextCache()
+    start = 0
+    # The context is projected once: afterwards it need not be given, and a given one is not read.
+    unread = torch.full_like(context, torch.nan)
+    for step, given, given_padding in (
+        (2, context, padding),
+        (1, None, padding),
+        (1, None, None),
+        (5, unread, None),
+    ):
+        end = start + step
+        y = layer(x[:, start:end], given, context_padding=given_padding, cache=cache)[0]
+        assert_near(y, whole[:, start:end])
+        start = end
     assert cache.length == M
 
 
 @torch.no_grad()
 def test_the_expert_of_a_context_is_drawn_once():
     layer = build(**BY_CONTEXT, router_kwargs=dict(mode="random"))
-    x, (context, padding), cache = tokens(count=1), context_and_padding(), ContextCache()
+    x = tokens(count=1)
+    context, padding = context_and_padding()
+    cache = ContextCache()
     first = layer(x, context, context_padding=padding, cache=cache)[0]
     for _ in range(8):
         assert torch.equal(layer(x, cache=cache)[0], first)
@@ -243,7 +247,8 @@ def test_the_expert_of_a_context_is_drawn_once():
 @pytest.mark.parametrize("training", [False, True])
 def test_mae_by_context_reads_the_unpadded_context_and_no_query(training):
     layer = build(**BY_CONTEXT, router_kwargs=dict(dropout=0.0)).train(training)
-    x, (context, padding) = tokens(), context_and_padding()
+    x = tokens()
+    context, padding = context_and_padding()
 
     def probs(x, context):
         return layer(x, context, context_padding=padding)[1].probs
@@ -257,42 +262,44 @@ def test_mae_by_context_reads_the_unpadded_context_and_no_query(training):
     other[:, 0] += 1
     assert (probs(x, other) - before).abs().max() > 1e-4
     compiled = torch.compile(layer.eval(), fullgraph=True, backend="aot_eager")
-    assert_near(
-        compiled(x, context, context_padding=padding)[0],
-        layer(x, context, context_padding=padding)[0],
-    )
+    got = compiled(x, context, context_padding=padding)[0]
+    assert_near(got, layer(x, context, context_padding=padding)[0])
 
 
-test_bad_route_by = each_refused(
-    lambda kwargs: HeadMixtureAttention(
-        C, HeadBudget(H, D, *kwargs.pop("budget", (2, 2))), **kwargs
-    ),
-    (dict(route_by="keys"), "route_by 'keys' is not one of context, query"),
-    (
+BAD_ROUTE_BY = {
+    "keys": (dict(route_by="keys"), "route_by 'keys' is not one of context, query"),
+    "moh": (
         dict(route_by="context"),
         "route_by 'context' needs a router that chooses once for a sequence, which 'moh'",
     ),
-    (
+    "moh, sample": (
         dict(route_by="context", scope="sample"),
         "which 'moh' with scope 'sample' and its defaults does not",
     ),
-    (
+    "mae running": (
         dict(route_by="context", **SELF["mae running"]),
         "which 'mae' with scope 'token' and .'pool': 'running'",
     ),
-    (dict(scope="sample", **BY_CONTEXT), "which 'mae' with scope 'sample'"),
-)
+    "mae, sample": (dict(scope="sample", **BY_CONTEXT), "which 'mae' with scope 'sample'"),
+}
+
+
+@pytest.mark.parametrize("options, words", BAD_ROUTE_BY.values(), ids=BAD_ROUTE_BY)
+def test_bad_route_by(options, words):
+    options = dict(options)
+    shared, routed = options.pop("budget", (2, 2))
+    refuse(words, HeadMixtureAttention, C, HeadBudget(H, D, shared, routed), **options)
 
 
 def test_bad_calls():
-    x, (context, padding) = tokens(), context_and_padding()
-    moh, mae, cache, contexts = (
-        build(**SELF["moh"]),
-        build(**BY_CONTEXT),
-        KeyValueCache(),
-        ContextCache(),
-    )
-    moh(x[:, :3], cache=cache), moh(x, context, cache=contexts)
+    x = tokens()
+    context, padding = context_and_padding()
+    moh = build(**SELF["moh"])
+    mae = build(**BY_CONTEXT)
+    cache = KeyValueCache()
+    contexts = ContextCache()
+    moh(x[:, :3], cache=cache)
+    moh(x, context, cache=contexts)
     of_all = "cannot be routed by all of them together .router"
     for layer, call, words in (
         (

@@ -9,13 +9,17 @@ from torch import nn
 from moh_vision.attention.routers.gate_norm import GateNorm
 from tests.support.processes import on_two_ranks
 
-B, N, C = 6, 5, 7
+B = 6
+N = 5
+C = 7
 
 
 def pair(causal=False):
-    """Ours and torch's, of equal weights; each loads the other's state."""
-    ours, theirs = GateNorm(C, causal).double(), nn.BatchNorm1d(C).double()
-    nn.init.normal_(theirs.weight), nn.init.normal_(theirs.bias)
+    """Return our norm and torch's, with equal weights; each loads the other's state."""
+    ours = GateNorm(C, causal).double()
+    theirs = nn.BatchNorm1d(C).double()
+    nn.init.normal_(theirs.weight)
+    nn.init.normal_(theirs.bias)
     ours.load_state_dict(theirs.state_dict())
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs
@@ -31,7 +35,8 @@ def compare(rows, all_reduce=lambda x: None):
     weight = torch.randn(B, C, dtype=torch.float64)
     for step in range(3):
         x = (torch.randn(B, C, dtype=torch.float64) + step).requires_grad_()
-        got, want = ours(x[rows].unsqueeze(1)).squeeze(1), theirs(x)
+        got = ours(x[rows].unsqueeze(1)).squeeze(1)
+        want = theirs(x)
         torch.testing.assert_close(got, want[rows])
         # Of the sum of all losses, whose terms are local; and those of scale and shift as DDP would sum them.
         dx, *sums = torch.autograd.grad((got * weight[rows]).sum(), (x, ours.weight, ours.bias))

@@ -11,7 +11,8 @@ from moh_vision.attention import EXECUTORS, SeparateHeadMixtureAttention
 from tests.support import layers
 from tests.support.layers import ROUTERS, C
 
-B, N = 2, 6
+B = 2
+N = 6
 LAYERS = {
     **{name: ROUTERS[name] for name in ("moh", "query_norm", "mae")},
     "moh, sample": dict(**ROUTERS["moh"], scope="sample"),
@@ -27,9 +28,16 @@ class Adapter(nn.Module):
 
     def __init__(self, base, delta):
         super().__init__()
-        self.base, self.B = base, nn.Parameter(delta)
+        self.base = base
+        self.B = nn.Parameter(delta)
 
-    weight, bias = property(lambda self: self.base.weight), property(lambda self: self.base.bias)
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
 
     def forward(self, x):
         return self.base(x) + x @ self.B.to(x.dtype).t()
@@ -66,7 +74,7 @@ def pruned(linear, delta):
     return linear
 
 
-WAYS = [Adapter, parametrised, hooked, replaced_forward, pruned]
+WRAPPERS = [Adapter, parametrised, hooked, replaced_forward, pruned]
 
 
 def build(**options):
@@ -77,40 +85,41 @@ def linears(layer):
     return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("crosses", [False, True], ids=["self", "cross"])
-def test_what_stands_around_a_linear_layer_counts(kind, way, crosses):
-    x, context = torch.randn(B, N, C), torch.randn(B, N + 1, C) if crosses else None
-    for name in linears(build(**LAYERS[kind])):
-        layer = build(**LAYERS[kind])
+def test_what_stands_around_a_linear_layer_counts(name, wrapper, crosses):
+    x = torch.randn(B, N, C)
+    context = torch.randn(B, N + 1, C) if crosses else None
+    for linear in linears(build(**LAYERS[name])):
+        layer = build(**LAYERS[name])
         want = copy.deepcopy(layer)
-        weight = want.get_submodule(name).weight
+        weight = want.get_submodule(linear).weight
         delta = torch.randn_like(weight)
         weight.data += delta
-        parent, _, leaf = name.rpartition(".")
-        setattr(layer.get_submodule(parent), leaf, way(layer.get_submodule(name), delta))
+        parent, _, leaf = linear.rpartition(".")
+        setattr(layer.get_submodule(parent), leaf, wrapper(layer.get_submodule(linear), delta))
         for executor in EXECUTORS:
             layer.executor = want.executor = executor
             with torch.no_grad():
                 y, stats = layer(x, context)
                 y_want, stats_want = want(x, context)
-            torch.testing.assert_close(
-                (y, *stats), (y_want, *stats_want), rtol=1e-4, atol=1e-4, msg=f"{name}, {executor}"
-            )
-        if way is Adapter and name != "router.noise":  # which is for training
+            got = (y, *stats)
+            expected = (y_want, *stats_want)
+            message = f"{linear}, {executor}"
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=message)
+        if wrapper is Adapter and linear != "router.noise":  # noise is for training
             y, stats = layer(x, context)
             (y.square().sum() + stats.logits.square().sum()).backward()
-            if (
-                kind != "mae" or "router" not in name
-            ):  # in mode "argmax" nothing is trained through the gate
-                assert layer.get_submodule(name).B.grad.norm() > 0, name
+            # In mode "argmax" nothing is trained through the gate.
+            if name != "mae" or "router" not in linear:
+                assert layer.get_submodule(linear).B.grad.norm() > 0, linear
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("kind", LAYERS)
-def test_dynamic_quantisation_leaves_routers_in_float(kind):
-    options = dict(LAYERS[kind])
+@pytest.mark.parametrize("name", LAYERS)
+def test_dynamic_quantisation_leaves_routers_in_float(name):
+    options = dict(LAYERS[name])
     if options["router"] == "query_norm":
         options["budget"] = (2, 4)  # queries are rounded, so its choice may differ
     layer = build(**options)
@@ -119,7 +128,8 @@ def test_dynamic_quantisation_leaves_routers_in_float(kind):
     )
     x = torch.randn(B, N, C)
     with torch.no_grad():
-        y, want = quantised(x)[0], layer(x)[0]
+        y = quantised(x)[0]
+        want = layer(x)[0]
     assert 0 < (y - want).norm() < 0.1 * want.norm()
     assert all(
         isinstance(linear, torch.ao.nn.quantized.dynamic.Linear) for linear in quantised.projections

@@ -13,7 +13,7 @@ from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels, tria
 from moh_vision.attention.executors import Executor, Sequences, measurement_table
 from moh_vision.attention.executors.choice import say
 from moh_vision.attention.kernels import route as routing_kernels
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 from tests.support.small_runs import same
 from tests.support.small_transnext import scramble, small
 
@@ -30,27 +30,34 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def takes(folder, monkeypatch):
-    """takes(ratio): what the clock says of every way to skip; returns the calls that it was asked for."""
+    """Return takes(ratio): the clock says so of every executor that skips; returns the calls that it was asked for."""
 
     def set_ratio(ratio):
         asked = []
-        monkeypatch.setattr(
-            trial, "timed", lambda call, left: (asked.append(call), (ratio, 0.0))[1]
-        )
+
+        def timed(call, left):
+            asked.append(call)
+            return ratio, 0.0
+
+        monkeypatch.setattr(trial, "timed", timed)
         return asked
 
     return set_ratio
 
 
 def layer_of(active=2, training=False, **kwargs):
-    return HeadMixtureAttention(32, HeadBudget(4, 8, 0, active), scope="sample", **kwargs).train(
-        training
-    )
+    budget = HeadBudget(4, 8, 0, active)
+    return HeadMixtureAttention(32, budget, scope="sample", **kwargs).train(training)
+
+
+def tokens(batch=4):
+    return torch.randn(batch, 9, 32)
 
 
 def picked(model, *inputs, **named):
-    """The executors that a model's layers take in a call."""
-    names, make = [], Executor.__init__
+    """Return the names of the executors that a model's layers take in a call."""
+    names = []
+    make = Executor.__init__
 
     def count(self, layer, call):
         names.append(type(self).__name__)
@@ -67,38 +74,42 @@ SKIPS = {"cpp": "WholeSequences", "torch": "Sequences"}
 
 
 def test_auto_follows_what_was_measured(path, takes, capsys):
-    layer, x = layer_of(), torch.randn(4, 9, 32)
+    layer = layer_of()
+    x = tokens()
     assert picked(layer, x) == ["Masked"]  # too small for the rule, and never measured
     asked = takes(0.5)
     rows = moh_vision.measure(layer, x)
-    assert [row for kind in rows.values() for row in kind] == [[9, 9, 4, 2, SKIPS[path], 0.5]]
-    call, way, whole = capsys.readouterr().out.splitlines()
+    assert list(rows.values()) == [[[9, 9, 4, 2, SKIPS[path], 0.5]]]
+    call, executor, whole = capsys.readouterr().out.splitlines()
     assert call == "inference, 4 sequences of 9 tokens, 2 of 4 heads run: heads are skipped"
     words = dict(cpp="per sequence, C++", torch="per sequence, PyTorch")[path]
-    assert way.split("  ", 2)[1] == words and way.endswith("0.50 of the time of all heads")
-    assert re.fullmatch(
-        r"the whole model, forward: [\d.e+-]+ ms, with all heads [\d.e+-]+ ms; skipping takes [\d.]+ of the time",
-        whole,
-    )
+    assert executor.split("  ", 2)[1] == words
+    assert executor.endswith("0.50 of the time of all heads")
+    times = r"[\d.e+-]+ ms, with all heads [\d.e+-]+ ms; skipping takes [\d.]+ of the time"
+    assert re.fullmatch(f"the whole model, forward: {times}", whole)
     assert picked(layer, x) == [SKIPS[path]]
     assert picked(layer.train(), x) == ["Masked"]  # training was not measured
     takes(0.96)
     moh_vision.measure(layer, x)
-    assert picked(layer, x) == ["Masked"] and picked(layer.eval(), x) == [
-        SKIPS[path]
-    ]  # that row was known
+    assert picked(layer, x) == ["Masked"]
+    assert picked(layer.eval(), x) == [SKIPS[path]]  # the row of inference was known
     assert len(asked) == 1
 
     measurement_table.use_table(None)  # as in a process that starts later
     assert picked(layer, x) == [SKIPS[path]] and picked(layer.train(), x) == ["Masked"]
 
 
-def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
+TOOK = {
+    "cpp": "0.96 of the time of all heads",
+    "torch": "no compiled operator runs the call (attention runs",
+}
+
+
+def test_the_table_names_every_executor_that_was_refused(path, takes, capsys):
     takes(0.96)
-    moh_vision.measure(
-        HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1), torch.randn(4, 9, 32)
-    )
-    training, *of_training, inference, _, _, _, tokens = capsys.readouterr().out.splitlines()
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1)
+    moh_vision.measure(layer, tokens())
+    training, *of_training, inference, _, _, _, per_token = capsys.readouterr().out.splitlines()
     sizes = "4 sequences of 9 tokens, 2 of 4 heads run"
     assert training == f"training, {sizes}: all heads are computed"
     assert [re.split(r"  +", line.strip()) for line in of_training] == [
@@ -108,27 +119,25 @@ def test_the_table_names_every_way_that_was_refused(path, takes, capsys):
         ["per token, C++", "no compiled operator runs the call (dropout)"],
     ]
     assert inference == f"inference, {sizes}: all heads are computed"
-    took = (
-        "0.96 of the time of all heads"
-        if path == "cpp"
-        else "no compiled operator runs the call (attention runs"
-    )
-    assert tokens.strip().startswith("per token, C++") and took in tokens
+    assert per_token.strip().startswith("per token, C++")
+    assert TOOK[path] in per_token
 
 
 def test_the_time_of_the_whole_model_leaves_it_as_it_was(takes, capsys):
-    """In training mode with gradients; other keys have other lengths, and batch norms other statistics."""
+    """A call in training has gradients; keys have a length of their own, and batch norms keep their statistics."""
     takes(0.5)
 
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.norm, self.layer = nn.BatchNorm1d(32), layer_of(training=True)
+            self.norm = nn.BatchNorm1d(32)
+            self.layer = layer_of(training=True)
 
         def forward(self, x):
             return self.layer(self.norm(x.transpose(1, 2)).transpose(1, 2), context=x[:, :5])[0]
 
-    model, x = Model(), torch.randn(4, 9, 32)
+    model = Model()
+    x = tokens()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     moh_vision.measure(model, x)
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -159,8 +168,10 @@ def test_a_smaller_batch_and_fewer_heads_follow_the_row_of_the_nearest(rows, cal
 
 
 def test_rows_that_are_added_replace_those_of_the_same_sizes():
-    """And stand by active heads, then by batch: the first row that a call fits into is its own."""
-    few, many, more_heads = [9, 9, 4, 2], [9, 9, 8, 2], [9, 9, 4, 3]
+    """Rows stand by active heads, then by batch: the first row that a call fits into is the call's."""
+    few = [9, 9, 4, 2]
+    many = [9, 9, 8, 2]
+    more_heads = [9, 9, 4, 3]
     table = measurement_table.MeasurementTable({"a": [[*many, "Masked", 1.5]]})
     table.add({"a": [[*more_heads, "Tokens", 0.5], [*few, "Tokens", 0.5]], "b": []})
     table.add({"a": [[*many, "Tokens", 0.9]]})
@@ -180,15 +191,13 @@ def test_rows_that_are_added_replace_those_of_the_same_sizes():
 
 def test_other_calls_do_not_follow(takes):
     takes(0.5)
-    layer, x = layer_of(), torch.randn(4, 9, 32)
+    layer = layer_of()
+    x = tokens()
     moh_vision.measure(layer, x)
     mask = torch.ones(1, 1, 9, 9, dtype=torch.bool)
-    assert (
-        picked(layer, x)
-        != picked(layer, x[:, :8])
-        == picked(layer, x, attn_mask=mask)
-        == ["Masked"]
-    )
+    assert picked(layer, x) != ["Masked"]
+    assert picked(layer, x[:, :8]) == ["Masked"]
+    assert picked(layer, x, attn_mask=mask) == ["Masked"]
     with torch.autocast("cpu", torch.bfloat16):
         assert picked(layer, x) == ["Masked"]
 
@@ -196,29 +205,32 @@ def test_other_calls_do_not_follow(takes):
 @pytest.mark.parametrize("path", ["torch"], indirect=True)
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize(
-    "kind", ["output", "gradient", "unread memory", "a head that no token chose", "raises"]
+    "fault", ["output", "gradient", "unread memory", "a head that no token chose", "raises"]
 )
-def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, monkeypatch, caplog):
+def test_an_executor_that_is_not_right_is_never_taken(
+    fault, training, path, takes, monkeypatch, caplog
+):
     takes(0.1)
     attend = Sequences.attend
 
     def wrong(self, q, k, v):
         o = attend(self, q, k, v)
-        if kind == "raises":
+        if fault == "raises":
             raise torch.OutOfMemoryError("out of\nmemory")
-        if kind == "output":
+        if fault == "output":
             return o * 1.01
-        if kind == "gradient":
+        if fault == "gradient":
             return o + 0.1 * (o - o.detach())
-        if kind == "unread memory":
+        if fault == "unread memory":
             return o + 0 * torch.empty(1000)[:1]
         return o if self.call.routing.active[..., -1].any() else o + 1
 
     monkeypatch.setattr(Sequences, "attend", wrong)
-    layer, x = layer_of(training=training), torch.randn(4, 9, 32)
+    layer = layer_of(training=training)
+    x = tokens()
     rows = moh_vision.measure(layer, x)
-    (row,) = next(kind for key, kind in rows.items() if ("training" in key) == training)
-    if kind == "gradient" and not training:
+    (row,) = next(found for key, found in rows.items() if ("training" in key) == training)
+    if fault == "gradient" and not training:
         assert row[4:] == ["Sequences", 0.1]
     else:
         assert row[4:] == ["Masked", None] and picked(layer, x) == ["Masked"]
@@ -227,26 +239,21 @@ def test_a_way_that_is_not_right_is_never_taken(kind, training, path, takes, mon
 
 
 def test_what_is_measured_for_real(path, folder):
-    """All ways that a CPU has, with the clock; a layer, MAE's statistics and the draws that follow stay as they were."""
-    layer, mae = (
-        HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1),
-        dict(mode="argmax"),
-    )
-    model = nn.ModuleList(
-        [layer, HeadMixtureAttention(32, HeadBudget(4, 8, 4, 0), router="mae", router_kwargs=mae)]
-    )
+    """Time all executors of a CPU by the clock; a layer, MAE's statistics and the draws that follow stay as they were."""
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), attn_drop=0.1)
+    argmax = dict(router="mae", router_kwargs=dict(mode="argmax"))
+    model = nn.ModuleList([layer, HeadMixtureAttention(32, HeadBudget(4, 8, 4, 0), **argmax)])
     before = {name: t.clone() for name, t in model.state_dict().items()}
-    x, mask, state = (
-        torch.randn(3, 9, 32),
-        torch.ones(9, 9, dtype=torch.bool).tril(),
-        torch.random.get_rng_state(),
-    )
+    x = tokens(3)
+    mask = torch.ones(9, 9, dtype=torch.bool).tril()
+    state = torch.random.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
         in_16_bits = moh_vision.measure(layer, x[:2])
-    assert all(row[5] is not None for kind in in_16_bits.values() for row in kind)
+    assert all(row[5] is not None for found in in_16_bits.values() for row in found)
     rows = moh_vision.measure(layer, x, attn_mask=mask)
-    assert len(rows) == (path == "cpp")  # dropout of the matrix has no operator, inference none
-    assert all(row[5] > 0 for kind in rows.values() for row in kind)
+    # Dropout of the matrix has no operator; inference has no dropout.
+    assert len(rows) == (path == "cpp")
+    assert all(row[5] > 0 for found in rows.values() for row in found)
     assert moh_vision.measure(model[1], x)
     assert layer.training and layer.executor == "auto" and not layer._forward_pre_hooks
     assert same(model, before)
@@ -258,38 +265,40 @@ def test_what_is_measured_for_real(path, folder):
 def test_the_interpreter_of_triton(path, takes):
     """The kernels of a GPU are compared before they are taken."""
     takes(0.5)
-    layer, x = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval(), torch.randn(1, 5, 32)
+    layer = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval()
+    x = torch.randn(1, 5, 32)
     rows = moh_vision.measure(layer, x)
-    assert [kind[0][4:] for kind in rows.values()] == [["OnGpu", 0.5]] and picked(layer, x) == [
-        "OnGpu"
-    ]
+    assert [found[0][4:] for found in rows.values()] == [["OnGpu", 0.5]]
+    assert picked(layer, x) == ["OnGpu"]
     table = json.loads(json.dumps(measurement_table.current_table().as_record()))
-    refuse(
-        "measured on another card, this is",
-        measurement_table.use_table,
-        dict(table, device="another card"),
-    )
+    other = dict(table, device="another card")
+    refuse("measured on another card, this is", measurement_table.use_table, other)
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
-@pytest.mark.parametrize("wrong", ["router", "attention of one product"])
-def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(wrong, path, takes, monkeypatch):
+@pytest.mark.parametrize(
+    "module, name",
+    [(routing_kernels, "_routing"), (kernels, "attend_product_on_gpu")],
+    ids=["router", "attention of one product"],
+)
+def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(
+    module, name, path, takes, monkeypatch
+):
     """A router that is wrong is so for all heads too; the operator of one product is not called where hooks are."""
     takes(0.5)
-    name = "_routing" if wrong == "router" else "attend_product_on_gpu"
-    module = routing_kernels if wrong == "router" else kernels
     right = getattr(module, name)
 
-    def off(*given):
+    def wrong(*given):
         answer = right(*given)
-        if wrong == "router":
+        if module is routing_kernels:
             return answer._replace(weights=1.01 * answer.weights)
         return 1.01 * answer
 
-    monkeypatch.setattr(module, name, off)
-    layer, x = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval(), torch.randn(1, 5, 32)
+    monkeypatch.setattr(module, name, wrong)
+    layer = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval()
+    x = torch.randn(1, 5, 32)
     rows = moh_vision.measure(layer, x)
-    assert [kind[0][4:] for kind in rows.values()] == [["Masked", None]]
+    assert [found[0][4:] for found in rows.values()] == [["Masked", None]]
     assert kernels.path() == "triton"
 
 
@@ -314,7 +323,9 @@ def test_no_head_is_chosen_by_rounding_where_results_are_compared(dtype, path, t
 
 
 def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monkeypatch):
-    asked, layer, x = takes(0.5), layer_of(), torch.randn(4, 9, 32)
+    asked = takes(0.5)
+    layer = layer_of()
+    x = tokens()
     torch.use_deterministic_algorithms(True)
     try:
         assert moh_vision.measure(layer, x) == {}
@@ -325,9 +336,10 @@ def test_off_and_under_deterministic_algorithms_nothing_is_measured(takes, monke
     assert len(asked) == 1 and picked(layer, x) != ["Masked"]
     monkeypatch.setenv("MOH_VISION_MEASURE", "off")
     measurement_table.use_table(None)
-    assert moh_vision.measure(layer, x) == {} and picked(layer, x) == ["Masked"] and len(asked) == 1
+    assert moh_vision.measure(layer, x) == {}
+    assert picked(layer, x) == ["Masked"] and len(asked) == 1
     monkeypatch.setenv("MOH_VISION_MEASURE", "no")
-    refuse("MOH_VISION_MEASURE=no: only auto .* and off", lambda: moh_vision.measure(layer, x))
+    refuse("MOH_VISION_MEASURE=no: only auto .* and off", moh_vision.measure, layer, x)
 
 
 @pytest.mark.parametrize(
@@ -346,39 +358,47 @@ def test_a_damaged_cache_is_ignored_and_replaced(takes, content, caplog):
 def test_a_cache_that_cannot_be_written(folder, takes, caplog):
     takes(0.5)
     folder.write_text("a file")
-    layer, x = layer_of(), torch.randn(4, 9, 32)
+    layer = layer_of()
+    x = tokens()
     moh_vision.measure(layer, x)
-    assert "what was measured is not kept" in caplog.text and picked(layer, x) != ["Masked"]
+    assert "what was measured is not kept" in caplog.text
+    assert picked(layer, x) != ["Masked"]
 
 
-test_a_malformed_table_is_refused = each_refused(
-    lambda table: measurement_table.use_table(dict(device="", rows=table)),
-    *(
-        (table, "rows of the table of auto are four numbers, a name and a ratio")
-        for row in (
-            [1, 2, 3, 4, 5, 6],
-            [1, True, 3, 4, "Masked", None],
-            [1, 2, 3, 4, "Masked", None, 7],
-        )
-        for table in ([], {"a": 1}, {"a": [row]})
-    ),
-)
+BAD_ROWS = {
+    "a number for a name": [1, 2, 3, 4, 5, 6],
+    "a truth value": [1, True, 3, 4, "Masked", None],
+    "seven entries": [1, 2, 3, 4, "Masked", None, 7],
+}
+BAD_TABLES = {
+    "a list": [],
+    "a text": "rows",
+    "a number": 7,
+    "a number for rows": {"a": 1},
+    "a text for rows": {"a": "rows"},
+    "a number for a row": {"a": [7]},
+    **{name: {"a": [row]} for name, row in BAD_ROWS.items()},
+}
+
+
+@pytest.mark.parametrize("table", BAD_TABLES.values(), ids=BAD_TABLES)
+def test_a_malformed_table_is_refused(table):
+    words = "rows of the table of auto are four numbers, a name and a ratio"
+    refuse(words, measurement_table.use_table, dict(device="", rows=table))
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 @pytest.mark.parametrize("ratio", [0.5, 1.1])
 def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio):
     takes(ratio)
-    model, x, pairs = (
-        scramble(small()),
-        torch.randn(2, 3, 64, 64),
-        {"AggregatedPairs", "CosinePairs"},
-    )
+    model = scramble(small())
+    x = torch.randn(2, 3, 64, 64)
+    pairs = {"AggregatedPairs", "CosinePairs"}
     rows = moh_vision.measure(model, x)
-    assert {len(kind) for kind in rows.values()} == {1} and "pool" in " ".join(rows)
-    assert {row[4] for kind in rows.values() for row in kind} <= (
-        pairs if ratio < 1 else {"Masked"}
-    )
+    assert {len(found) for found in rows.values()} == {1}
+    assert "pool" in " ".join(rows)
+    executors = {row[4] for found in rows.values() for row in found}
+    assert executors <= (pairs if ratio < 1 else {"Masked"})
     assert bool(pairs & set(picked(model, x))) == (ratio < 1)
 
 
@@ -388,9 +408,11 @@ def test_every_kind_of_layer_of_a_transnext_is_measured_once(path, takes, ratio)
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
 def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
     asked = takes(0.5)
-    layer, x = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1)), torch.randn(4, 9, 32)
+    layer = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1))
+    x = tokens()
     compiled = torch.compile(layer, fullgraph=True, backend="eager")
-    (row,) = [kind[0] for key, kind in moh_vision.measure(compiled, x).items() if "training" in key]
+    rows = moh_vision.measure(compiled, x)
+    (row,) = [found[0] for key, found in rows.items() if "training" in key]
     assert row[4] == "Tokens" and all(call.compiled for call in asked)
     assert picked(layer, x) == ["Masked"]
     say.cache_clear()

@@ -12,9 +12,14 @@ from moh_vision.attention import (
     resolve_budget,
 )
 from moh_vision.attention.routers.query_norm import QueryNormRouter
-from tests.support.refusals import each_refused
+from tests.support.refusals import refuse
 
-B, N, C, H, D, GROUP = 3, 7, 24, 8, 4, 2
+B = 3
+N = 7
+C = 24
+H = 8
+D = 4
+GROUP = 2
 BUDGET = HeadBudget(H, D, 2, 4)  # one shared group, two of the three others
 ONE = HeadBudget(6, D, 2, 2)
 
@@ -34,7 +39,8 @@ def test_the_longest_queries_run_with_weight_one():
 
 def test_the_gradient_is_that_of_the_softmax():
     """Jin 2024 eq. 10: what comes into the 0/1 weight goes to p unchanged, for heads that are off too, which so must run."""
-    q, w = torch.randn(1, 6, 1, D, requires_grad=True), torch.randn(4)
+    q = torch.randn(1, 6, 1, D, requires_grad=True)
+    w = torch.randn(4)
     routing = QueryNormRouter(C, ONE)(torch.zeros(1, 1, C), q)
     assert routing.active is None
     (got,) = torch.autograd.grad((routing.weights[0, 0, 2:] * w).sum(), q)
@@ -46,21 +52,25 @@ def test_the_gradient_is_that_of_the_softmax():
 def test_it_sees_queries_before_their_norm():
     layer = HeadMixtureAttention(C, ONE, router="query_norm", qk_norm=True)
     with torch.no_grad():
-        layer.qkv.weight[3 * D : 4 * D] *= (
-            100  # head 3 has the longest query, which a norm would hide
-        )
+        # Head 3 has the longest query, which a norm would hide.
+        layer.qkv.weight[3 * D : 4 * D] *= 100
     assert layer(torch.randn(1, N, C))[1].counts[0, 3] == N
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_group_is_one_wide_head(padded):
-    padding = torch.arange(N) >= torch.tensor([[N], [5], [2]]) if padded else None
+    padding = None
+    real = torch.ones(B, N, dtype=torch.bool)
+    if padded:
+        real = torch.arange(N) < torch.tensor([[N], [5], [2]])
+        padding = ~real
     q = torch.randn(B, H, N, D, dtype=torch.float64, requires_grad=True)
     x = torch.randn(B, N, C, dtype=torch.float64)
     wide = q.unflatten(1, (H // GROUP, GROUP)).permute(0, 1, 3, 2, 4).flatten(3)  # [B, H/g, N, g*D]
     grouped = QueryNormRouter(C, BUDGET, group=GROUP).eval()
     single = QueryNormRouter(C, HeadBudget(H // GROUP, D * GROUP, 1, 2)).eval()
-    got, want = grouped(x, q, padding), single(x, wide, padding)
+    got = grouped(x, q, padding)
+    want = single(x, wide, padding)
 
     def per_head(t):
         return t.repeat_interleave(GROUP, -1)
@@ -69,7 +79,6 @@ def test_a_group_is_one_wide_head(padded):
     assert torch.equal(got.stats.counts, per_head(want.stats.counts))
     torch.testing.assert_close(got.stats.probs, per_head(want.stats.probs) / GROUP)
     torch.testing.assert_close(got.stats.logits, per_head(want.stats.logits))
-    real = torch.ones(B, N, dtype=torch.bool) if padding is None else ~padding
     torch.testing.assert_close(got.stats.logits.softmax(-1)[real], got.stats.probs[real])
     # The gradient too: every head of a group hands its own on to the group's probability.
     slope = torch.randn_like(got.weights)
@@ -78,19 +87,18 @@ def test_a_group_is_one_wide_head(padded):
     torch.testing.assert_close(a, b)
     assert a[:, 2:].norm() > 1e-3
     # MoH's loss in heads is the loss in groups times the heads of one.
-    torch.testing.assert_close(
-        load_balance_loss([got.stats]), GROUP * load_balance_loss([want.stats])
-    )
+    balance = load_balance_loss([got.stats])
+    torch.testing.assert_close(balance, GROUP * load_balance_loss([want.stats]))
 
     with torch.no_grad():  # whole groups run
-        got, want = grouped(x, q, padding), single(x, wide, padding)
-    assert torch.equal(got.active, per_head(want.active)) and torch.equal(
-        got.active, got.weights > 0
-    )
-    assert (got.active.sum(-1) == BUDGET.active).all() and got.active[..., : BUDGET.shared].all()
-    assert (
-        len(got.active.flatten(0, 1).unique(dim=0)) == 3
-    )  # the choices differ from token to token
+        got = grouped(x, q, padding)
+        want = single(x, wide, padding)
+    assert torch.equal(got.active, per_head(want.active))
+    assert torch.equal(got.active, got.weights > 0)
+    assert (got.active.sum(-1) == BUDGET.active).all()
+    assert got.active[..., : BUDGET.shared].all()
+    # The choices differ from token to token.
+    assert len(got.active.flatten(0, 1).unique(dim=0)) == 3
 
 
 @pytest.mark.parametrize("budget", [(H, 0), (6, 2)], ids=["all shared", "one group to choose from"])
@@ -104,14 +112,14 @@ def test_nothing_to_choose(budget):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("group", [1, GROUP])
 def test_the_choice_alone_is_the_same_choice(group, dtype):
-    """Also where queries tie, as those of equal length do."""
+    """The choice is the same where queries of equal length tie, too."""
     router = QueryNormRouter(C, BUDGET, group=group).eval()
     for q in (torch.randn(B, H, N, D).to(dtype), torch.ones(B, H, N, D, dtype=dtype)):
         with torch.no_grad():
-            want, got = router(torch.randn(B, N, C, dtype=dtype), q), router.choose(q)
-        assert torch.equal(got.active, want.active) and torch.equal(
-            got.weights.to(want.weights), want.weights
-        )
+            want = router(torch.randn(B, N, C, dtype=dtype), q)
+            got = router.choose(q)
+        assert torch.equal(got.active, want.active)
+        assert torch.equal(got.weights.to(want.weights), want.weights)
         assert got.active.sum(-1).unique().tolist() == [BUDGET.active]
 
 
@@ -143,32 +151,48 @@ def test_changing_the_budget_of_a_model():
     assert [layer.router.num_routed for layer in net] == [12, 4]
 
 
-test_refused_routers = each_refused(
-    lambda budget, group: QueryNormRouter(C, HeadBudget(*budget), group=group),
-    ((8, 4, 2, 4), 3, "heads=8 is not a multiple of group=3: heads are chosen in whole"),
-    ((8, 4, 1, 4), 2, "shared=1 is not a multiple of group=2"),
-    ((8, 4, 2, 3), 2, "routed=3 is not a multiple of group=2"),
-    ((8, 4, 2, 4), 0, "group=0 is not a number of heads, 1 or more"),
-    ((8, 4, 2, 4), True, "group=True is not a number of heads, 1 or more"),
+@pytest.mark.parametrize(
+    "shared, routed, group, words",
+    [
+        (2, 4, 3, "heads=8 is not a multiple of group=3: heads are chosen in whole"),
+        (1, 4, 2, "shared=1 is not a multiple of group=2"),
+        (2, 3, 2, "routed=3 is not a multiple of group=2"),
+        (2, 4, 0, "group=0 is not a number of heads, 1 or more"),
+        (2, 4, True, "group=True is not a number of heads, 1 or more"),
+    ],
 )
-WHOLE = r"is not a pair of multiples of group=4"
-test_refused_budgets = each_refused(
-    lambda make: make(),
-    (
-        lambda: resolve_budget(0.5, 2, 8, 4, group=3),
-        "head_budget, layer 0: heads=8 is not a multiple of group=3",
-    ),
-    (
-        lambda: resolve_budget([(4, 4), (4, 6)], 2, 16, 4, group=4),
-        rf"layer 1: \(4, 6\) {WHOLE}: heads are chosen in",
-    ),
-    (lambda: set_head_budget(model(), [(4, 4), (4, 2)]), rf"layer 1: \(4, 2\) {WHOLE}"),
-    (
-        lambda: set_head_budget(model(), 0.25),
-        r"head_budget 'ramp:0.25': .* \(counted in groups of 4 heads\)",
-    ),
-    (
-        lambda: model(group=2),
-        "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head",
-    ),
+def test_refused_routers(shared, routed, group, words):
+    budget = HeadBudget(8, 4, shared, routed)
+    refuse(words, QueryNormRouter, C, budget, group=group)
+
+
+@pytest.mark.parametrize(
+    "spec, heads, group, words",
+    [
+        (0.5, 8, 3, "head_budget, layer 0: heads=8 is not a multiple of group=3"),
+        (
+            [(4, 4), (4, 6)],
+            16,
+            4,
+            r"layer 1: \(4, 6\) is not a pair of multiples of group=4: heads are chosen in",
+        ),
+    ],
 )
+def test_specs_of_broken_groups_are_refused(spec, heads, group, words):
+    refuse(words, resolve_budget, spec, 2, heads, 4, group=group)
+
+
+@pytest.mark.parametrize(
+    "spec, words",
+    [
+        ([(4, 4), (4, 2)], r"layer 1: \(4, 2\) is not a pair of multiples of group=4"),
+        (0.25, r"head_budget 'ramp:0.25': .* \(counted in groups of 4 heads\)"),
+    ],
+)
+def test_changed_budgets_of_broken_groups_are_refused(spec, words):
+    refuse(words, set_head_budget, model(), spec)
+
+
+def test_groups_across_key_value_heads_are_refused():
+    words = "router_kwargs: group=2 is neither 1 nor 4, the query heads of one key-value head"
+    refuse(words, model, group=2)

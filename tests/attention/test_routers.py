@@ -12,9 +12,13 @@ from moh_vision.attention.routers.common import masked_mean
 from moh_vision.attention.routers.moa import MoARouter
 from moh_vision.attention.routers.moh import MoHRouter
 from tests.support import layers
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 
-B, N, C, H, D = 3, 6, 16, 6, 4
+B = 3
+N = 6
+C = 16
+H = 6
+D = 4
 ALL = HeadBudget(H, D, H, 0)
 # name -> budget, sum of a token's weights, active heads (None: not fixed)
 CASES = {
@@ -35,30 +39,34 @@ def build(name, **options):
 
 
 def inputs(name, batch=B, tokens=N):
-    return torch.randn(batch, tokens, C), torch.randn(batch, H, tokens, D) if ROUTERS[
-        name
-    ].needs_query else None
+    """Draw tokens, and queries if the router reads them."""
+    x = torch.randn(batch, tokens, C)
+    if ROUTERS[name].needs_query:
+        return x, torch.randn(batch, H, tokens, D)
+    return x, None
 
 
 def test_every_router_has_a_case():
-    assert (
-        CASES.keys() == ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
-    )
+    assert CASES.keys() == ROUTERS.keys()
+    assert ROUTERS.keys() == {options["router"] for options in layers.ROUTERS.values()}
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_weights_counts_and_gradients(name):
-    """Deterministic, each sequence by itself; gradients reach every parameter, and the queries that are scored."""
-    router, (_, total, active) = build(name).eval(), CASES[name]
+    """Weights are deterministic and of each sequence by itself; gradients reach every parameter and scored queries."""
+    router = build(name).eval()
+    _, total, active = CASES[name]
     x, q = inputs(name)
     if q is not None:
         q.requires_grad_()
-    routing, again = router(x, q), router(x, q)
+    routing = router(x, q)
+    again = router(x, q)
     alone = router(x[1:2], None if q is None else q[1:2])
     assert all(isinstance(tensor, torch.Tensor) for tensor in routing.stats)
     counts = routing.stats.counts
     assert counts.shape == (B, H) and not counts.requires_grad
-    assert torch.equal(again.stats.counts, counts) and torch.equal(alone.stats.counts[0], counts[1])
+    assert torch.equal(again.stats.counts, counts)
+    assert torch.equal(alone.stats.counts[0], counts[1])
     tokens = N if name != "mae" else 1  # mae decides once for the sequence
     assert active is None or counts.sum(1).tolist() == [tokens * active] * B
     if name == "dense":
@@ -104,9 +112,11 @@ def test_padding_in_the_layer(name, scope, options, causal):
 
 
 def test_logits_of_16_bit_tokens_and_their_gradient():
-    """As a float32 product of the same numbers; the tokens are kept for backward as they came."""
-    x, w = torch.randn(2, 5, C).bfloat16().requires_grad_(), torch.randn(4, C, requires_grad=True)
-    logits, want = gate_logits(x, w), x.float() @ w.t()
+    """Logits are those of float32; the tokens are kept for backward in their 16 bits."""
+    x = torch.randn(2, 5, C).bfloat16().requires_grad_()
+    w = torch.randn(4, C, requires_grad=True)
+    logits = gate_logits(x, w)
+    want = x.float() @ w.t()
     assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, want)
     assert all(t.dtype == torch.bfloat16 or t is w for t in logits.grad_fn.saved_tensors)
@@ -169,7 +179,8 @@ def left_out(weights):
 
 
 def test_mae_modes():
-    router, x = build("mae", mode="uniform").eval(), torch.randn(B, N, C)
+    router = build("mae", mode="uniform").eval()
+    x = torch.randn(B, N, C)
     assert not list(router.parameters())  # UNI-MAE "does not have parameterized gating functions"
     torch.testing.assert_close(router(x).weights, torch.ones(B, 1, H))  # plain attention
     assert left_out(router.train()(x).weights).shape == (B, H)
@@ -199,19 +210,16 @@ def test_mae_f_step_draws_one_expert_from_the_gate_without_a_gradient():
     drawn = left_out(routing.weights)
     torch.testing.assert_close(routing.weights.sum(-1), torch.full((4000, 1), float(H)))
     torch.testing.assert_close(drawn.mean(0), routing.stats.probs[0, 0], atol=0.04, rtol=0)
-    assert (
-        not routing.weights.requires_grad and len(drawn.unique(dim=0)) > 1
-    )  # each instance its own
-    # no gradient reaches the gate, and none is lost elsewhere
+    assert not routing.weights.requires_grad
+    assert len(drawn.unique(dim=0)) > 1  # each instance draws an expert
+    # No gradient reaches the gate, and none is lost elsewhere.
     layer = HeadMixtureAttention(C, ALL, router="mae", router_kwargs=dict(mode="sampled"))
     layer(torch.randn(B, N, C))[0].sum().backward()
-    assert (
-        all(p.grad is None for p in layer.router.parameters()) and layer.qkv.weight.grad.norm() > 0
-    )
+    assert all(p.grad is None for p in layer.router.parameters())
+    assert layer.qkv.weight.grad.norm() > 0
 
 
-test_bad_options = each_refused(
-    lambda name, budget, options: ROUTERS[name](C, budget, **options),
+BAD_OPTIONS = [
     (
         "moh",
         HeadBudget(H, D, 2, 2),
@@ -223,16 +231,22 @@ test_bad_options = each_refused(
     ("mae", ALL, dict(leave_out=6), "leave_out 6 is out of range: 1 to 5 of 6 heads"),
     ("mae", ALL, dict(pool="max"), "pool 'max' is not one of"),
     ("dense", HeadBudget(H, D, 2, 2), {}, "router 'dense' runs all 6 heads, the budget only 4"),
+]
+
+
+@pytest.mark.parametrize(
+    "name, budget, options, words", BAD_OPTIONS, ids=[row[3] for row in BAD_OPTIONS]
 )
+def test_bad_options(name, budget, options, words):
+    refuse(words, ROUTERS[name], C, budget, **options)
 
 
 def test_a_padded_sequence_is_pooled_over_its_real_tokens():
-    """One of them, too, and none: the sum of nothing."""
-    x, real = torch.randn(3, 5, 8), torch.tensor([5, 1, 0])
-    padding = torch.arange(5) >= real[:, None]
-    torch.testing.assert_close(
-        masked_mean(x, padding)[:, 0], torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)])
-    )
+    """Five, one and no tokens are real; the mean of no token is 0."""
+    x = torch.randn(3, 5, 8)
+    padding = torch.arange(5) >= torch.tensor([[5], [1], [0]])
+    want = torch.stack([x[0].mean(0), x[1, 0], torch.zeros(8)])
+    torch.testing.assert_close(masked_mean(x, padding)[:, 0], want)
 
 
 def expected_weights(router, x, heads, shared, routed, released):
@@ -242,12 +256,15 @@ def expected_weights(router, x, heads, shared, routed, released):
         e = np.exp(linear.weight.numpy(force=True) @ x)
         return e / e.sum()
 
-    w, two_groups = np.zeros(heads), 0 < shared < heads
-    alpha = softmax(router.balance) if router.balance is not None else np.array([0.5, 0.5])
-    if (
-        released or not two_groups
-    ):  # there is nothing to balance, and a (paper) or 2a (released) is 1
-        alpha = 2 * alpha if two_groups else np.ones(2)
+    w = np.zeros(heads)
+    if not 0 < shared < heads:  # one group: there is nothing to balance
+        alpha = np.ones(2)
+    else:
+        alpha = np.array([0.5, 0.5])
+        if router.balance is not None:
+            alpha = softmax(router.balance)
+        if released:
+            alpha = 2 * alpha
     if shared:
         s = softmax(router.shared) if shared > 1 else np.ones(1)
         w[:shared] = alpha[0] * s * (shared if released else 1)
@@ -268,9 +285,8 @@ def test_weights_follow_the_formulas(shared, routed, gate_scale, two_stage):
     for p in router.parameters():
         torch.nn.init.normal_(p)
     needed = dict(shared=shared > 1, routed=shared < 6, balance=two_stage and 0 < shared < 6)
-    assert {name.removesuffix(".weight") for name, _ in router.named_parameters()} == {
-        k for k, v in needed.items() if v
-    }
+    found = {name.removesuffix(".weight") for name, _ in router.named_parameters()}
+    assert found == {name for name, is_needed in needed.items() if is_needed}
     x = torch.randn(2, 5, C, dtype=torch.float64)
     routing = router(x)
     for token, weights, active in zip(

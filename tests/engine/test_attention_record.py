@@ -20,7 +20,9 @@ from tests.support.processes import on_two_ranks
 from tests.support.refusals import refuse, refused
 from tests.support.small_runs import arguments, outcome
 
-COLD, WARM = {"limit": 0.5}, {"limit": 0.9}
+# Two measurement tables that differ.
+COLD = {"limit": 0.5}
+WARM = {"limit": 0.9}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +67,7 @@ class Machine:
 
 
 def begin(folder, path, table):
-    """A record of work that begins with these settings and has measured, written into a folder."""
+    """Begin work with these settings, measure, and write the record into a folder."""
     machine = Machine(path, table)
     record = AttentionRecord(None)
     record.measure(lambda: (table, ""), folder, Accelerator(cpu=True))
@@ -73,21 +75,27 @@ def begin(folder, path, table):
 
 
 def goes_on(folder, path, table, *allowed, device="cpu"):
-    """(what a process with these settings uses, what it refuses, whether it is to measure) when it goes on with a folder."""
+    """Go on with a folder's work, in a process with these settings.
+
+    Returns: what the process uses, what it refuses, and whether it is to measure.
+    """
     machine = Machine(path, table)
     record = AttentionRecord(folder, allowed, device)
     return machine.used, record.refused, record.table is None
 
 
+def write_record(folder, path, table):
+    (folder / "attention.json").write_text(json.dumps(dict(path=path, table=table)))
+
+
 def test_what_begins_takes_what_is_there_and_keeps_it(tmp_path):
     machine, record = begin(tmp_path, "cpp", COLD)
-    assert (
-        machine.used == ["cpp", COLD]
-        and not record.refused
-        and record.line == "attention runs on cpp"
-    )
+    assert machine.used == ["cpp", COLD]
+    assert not record.refused
+    assert record.line == "attention runs on cpp"
     assert written(tmp_path) == dict(path="cpp", table=COLD)
-    for table, kept in ((None, {}), (COLD, None)):  # before it has measured
+    # A record that is saved before it has measured holds no table.
+    for table, kept in ((None, {}), (COLD, None)):
         Machine("torch", table)
         AttentionRecord(None).save(tmp_path)
         assert written(tmp_path) == dict(path="torch", table=kept)
@@ -97,34 +105,56 @@ def written(folder):
     return json.loads((folder / "attention.json").read_text())
 
 
-@pytest.mark.parametrize("stored, path, allowed, found", [
-    (("torch", COLD), "cpp", "", (["torch", COLD], [], False)),
-    (("torch", COLD), "cpp", "attention.path", (["cpp", COLD], [], False)),
-    (("torch", COLD), "cpp", "attention.table", (["torch", {}], [], True)),
-    (("cpp", {}), "cpp", "", (["cpp", {}], [], False)),  # where nothing is measured
-    (("cpp", None), "cpp", "", (["cpp", {}], [], True)),  # it ended before it had measured
-    (("cpp", COLD), "torch", "attention.path", (["torch", COLD], [], False)),
-    (("torch", {"border": 3}), "torch", "attention.table", (["torch", {}], [], True)),
-    (None, "cpp", "", (["cpp", {}], [], True)),
-    # unusable: operators that are gone, a table of another version
-    (("cpp", COLD), "torch", "", ([None, None], ["attention.path: 'cpp' -> 'torch' (attention runs on torch)"], False)),
-    (("torch", {"border": 3}), "torch", "", (["torch", None], ["attention.table: a table has a limit"], False)),
-    # of another kind of device
-    (("triton", COLD), "torch", "", (["torch", COLD], [], False)),
-    (("cpp", COLD), "triton", "", (["triton", COLD], [], False)),
-    (("triton", COLD), "triton", "attention.table", (["triton", {}], [], True)),
-])  # fmt: skip
+OLD_TABLE = {"border": 3}  # of another version
+
+GOES_ON = {
+    # case: (path and table of the record, the machine's path, what may change, path and table in use, whether to measure)
+    "other operators": (("torch", COLD), "cpp", "", ["torch", COLD], False),
+    "other operators allowed": (("torch", COLD), "cpp", "attention.path", ["cpp", COLD], False),
+    "another table allowed": (("torch", COLD), "cpp", "attention.table", ["torch", {}], True),
+    "nothing is measured": (("cpp", {}), "cpp", "", ["cpp", {}], False),
+    "ended before it had measured": (("cpp", None), "cpp", "", ["cpp", {}], True),
+    "fewer operators allowed": (("cpp", COLD), "torch", "attention.path", ["torch", COLD], False),
+    "old table allowed": (("torch", OLD_TABLE), "torch", "attention.table", ["torch", {}], True),
+    "no record": (None, "cpp", "", ["cpp", {}], True),
+    "from a GPU": (("triton", COLD), "torch", "", ["torch", COLD], False),
+    "to a GPU": (("cpp", COLD), "triton", "", ["triton", COLD], False),
+    "on a GPU": (("triton", COLD), "triton", "attention.table", ["triton", {}], True),
+}
+
+
+@pytest.mark.parametrize("stored, path, allowed, used, measures", GOES_ON.values(), ids=GOES_ON)
 def test_what_goes_on_uses_what_it_began_with_and_measures_nothing(
-    tmp_path, stored, path, allowed, found
+    tmp_path, stored, path, allowed, used, measures
 ):
     if stored:
-        (tmp_path / "attention.json").write_text(json.dumps(dict(path=stored[0], table=stored[1])))
+        write_record(tmp_path, *stored)
     device = "cuda" if path == "triton" else "cpu"
-    assert goes_on(tmp_path, path, WARM, allowed, device=device) == found
+    assert goes_on(tmp_path, path, WARM, allowed, device=device) == (used, [], measures)
+
+
+UNUSABLE = {
+    "operators that are gone": (
+        ("cpp", COLD),
+        [None, None],
+        "attention.path: 'cpp' -> 'torch' (attention runs on torch)",
+    ),
+    "a table of another version": (
+        ("torch", OLD_TABLE),
+        ["torch", None],
+        "attention.table: a table has a limit",
+    ),
+}
+
+
+@pytest.mark.parametrize("stored, used, refused", UNUSABLE.values(), ids=UNUSABLE)
+def test_what_cannot_go_on_as_it_began_is_refused(tmp_path, stored, used, refused):
+    write_record(tmp_path, *stored)
+    assert goes_on(tmp_path, "torch", WARM, "") == (used, [refused], False)
 
 
 def test_kernels_that_are_gone_are_refused(tmp_path):
-    (tmp_path / "attention.json").write_text(json.dumps(dict(path="triton", table=COLD)))
+    write_record(tmp_path, "triton", COLD)
     words = "attention.path: 'triton' -> 'torch' (attention runs on torch)"
     assert goes_on(tmp_path, "torch", WARM, device="cuda")[1] == [words]
 
@@ -134,9 +164,8 @@ def test_kernels_that_are_gone_are_refused(tmp_path):
 )
 def test_a_damaged_record_is_refused(tmp_path, text):
     (tmp_path / "attention.json").write_text(text)
-    refuse(
-        "attention.json: not a record of attention that can be read", goes_on, tmp_path, "cpp", COLD
-    )
+    words = "attention.json: not a record of attention that can be read"
+    refuse(words, goes_on, tmp_path, "cpp", COLD)
 
 
 def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
@@ -148,23 +177,20 @@ def test_on_a_device_without_operators_nothing_is_kept(tmp_path):
 def on_a_rank(rank, folder):
     """The second process lacks the operators, and would measure another table."""
     Accelerator(cpu=True)
-    machine, begun = begin(folder / "begun", *("torch", WARM) if rank else ("cpp", COLD))
-    assert machine.used == ["torch", COLD] and begun.table == COLD  # of the first process
-    assert (
-        begun.line
-        == "attention runs in plain PyTorch on all processes (process 1: attention runs on torch)"
-    )
+    table = WARM if rank else COLD
+    machine, begun = begin(folder / "begun", "torch" if rank else "cpp", table)
+    assert machine.used == ["torch", COLD] and begun.table == COLD  # the first process's table
+    lacks = "(process 1: attention runs on torch)"
+    assert begun.line == f"attention runs in plain PyTorch on all processes {lacks}"
 
     compiled = AttentionRecord(folder)
-    assert compiled.refused == [
-        "attention.path: 'cpp' -> 'torch' (process 1: attention runs on torch)"
-    ]
+    assert compiled.refused == [f"attention.path: 'cpp' -> 'torch' {lacks}"]
 
-    machine = Machine("cpp", WARM) if rank else Machine("torch", COLD)
+    machine = Machine("cpp" if rank else "torch", table)
     AttentionRecord(None)
     assert machine.used == ["torch", {}]
 
-    machine = Machine("cpp", WARM) if rank else Machine("cpp", COLD)
+    machine = Machine("cpp", table)
     AttentionRecord(folder)
     assert machine.used == ["cpp", COLD]
 
@@ -184,7 +210,7 @@ def test_processes_use_what_the_main_one_has(tmp_path):
 
 @pytest.fixture
 def train(monkeypatch):
-    """train(folder, steps, kernels, ...): as in a process of its own, with that value of MOH_VISION_KERNELS."""
+    """Return train(folder, steps, kernels, ...), which trains as a new process would with this MOH_VISION_KERNELS."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def options(folder, steps, kernels, *more):
@@ -206,21 +232,20 @@ PACKED = ("--model.executor", "packed")  # the model is so small that `auto` com
 @pytest.mark.skipif(not building.load(), reason="the C++ operators are not built")
 def test_operators_that_come_and_go(tmp_path, train, capsys):
     compiled, plain, whole = (tmp_path / name for name in ("compiled", "plain", "whole"))
-    assert train(compiled, 1, "auto", *PACKED) != train(
-        plain, 1, "off", *PACKED
-    )  # else the bits tell nothing
+    # The operators change the bits: else equal bits would tell nothing.
+    assert train(compiled, 1, "auto", *PACKED) != train(plain, 1, "off", *PACKED)
     assert capsys.readouterr().out.count("attention runs on the C++ operators") == 1
     assert train(plain, 2, "auto", *PACKED) == train(whole, 2, "off", *PACKED)
     assert f"attention runs in plain PyTorch, as {plain} began" in capsys.readouterr().out
 
-    error = refused(
-        capsys, train_dit.main, *train.options(compiled, 2, "off", *PACKED, "--optim.lr", "0.5")
-    )
-    why = "attention.path: 'cpp' -> 'torch' (attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
-    assert why in error and "optim.lr: " in error and "--allow-change KEY" in error
-    assert (
-        building._used is measurement_table._current is None
-    )  # nothing of the runs is left in this process
+    argv = train.options(compiled, 2, "off", *PACKED, "--optim.lr", "0.5")
+    error = refused(capsys, train_dit.main, *argv)
+    reason = "attention runs in plain PyTorch because of MOH_VISION_KERNELS=off"
+    assert f"attention.path: 'cpp' -> 'torch' ({reason}" in error
+    assert "optim.lr: " in error and "--allow-change KEY" in error
+    # Nothing of the runs is left in this process.
+    assert building._used is None
+    assert measurement_table._current is None
     train(compiled, 2, "off", *PACKED, "--allow-change", "attention.path")
     assert written(compiled)["path"] == "torch"
     train(compiled, 3, "auto", *PACKED)  # what was allowed stays
@@ -241,10 +266,10 @@ def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
 
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
-    monkeypatch.setenv(
-        "MOH_VISION_CACHE", str(tmp_path / "cache")
-    )  # without operators: all runs in plain PyTorch
-    run, whole = tmp_path / "run", tmp_path / "whole"
+    monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
+    # All runs are in plain PyTorch: `Sequences` needs no operators.
     per_sample = ("--model.scope", "sample")
     train(run, 1, "off", *per_sample)
     said = capsys.readouterr().out
@@ -270,19 +295,9 @@ def test_elastic_budgets_are_measured_at_three_shares(tmp_path, train, monkeypat
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(trial, "timed", lambda call, left: (0.5, 0.0))
     monkeypatch.setattr(measure, "STEPS", 1000)
-    train(
-        tmp_path / "run",
-        1,
-        "off",
-        "--model.scope",
-        "sample",
-        "--budget_range",
-        "[uniform:0.5, uniform:0.875]",
-    )
+    elastic = ["--model.scope", "sample", "--budget_range", "[uniform:0.5, uniform:0.875]"]
+    train(tmp_path / "run", 1, "off", *elastic)
     rows = written(tmp_path / "run")["table"]["rows"]
-    training = next(kind for key, kind in rows.items() if "training" in key)
-    assert [row[3] for row in training] == [
-        4,
-        6,
-        7,
-    ]  # of 8 heads; the smallest, the middle, the largest
+    training = next(measurements for key, measurements in rows.items() if "training" in key)
+    # Active heads of 8: the smallest share, the middle, the largest.
+    assert [row[3] for row in training] == [4, 6, 7]

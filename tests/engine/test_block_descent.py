@@ -32,7 +32,9 @@ from tests.support.small_runs import (
     whole_and_resumed,
 )
 
-C, H, DEPTH = 24, 6, 2
+C = 24
+H = 6
+DEPTH = 2
 VIT = dict(
     img_size=16, patch_size=4, embed_dim=C, depth=DEPTH, num_heads=H, num_classes=5, router="mae"
 )
@@ -106,7 +108,7 @@ class Training:
         )
 
     def step(self, step, epoch, batches, watch=lambda: None):
-        """Which phases moved weights."""
+        """Do one step and return, for each of its phases, whether the phase moved weights."""
         self.skipped.updated = []
         self.skipped.watch = watch
         self.seen.clear()
@@ -115,17 +117,23 @@ class Training:
         return self.skipped.updated
 
     def phases(self):
-        """Of the last step."""
+        """Names of the last step's phases: "GF", "F" or "G"."""
         return "".join(self.loop.norms)
 
 
 def draws_of(step, phase, rank=0):
-    """Seeds of the micro-batches."""
-    return [derive_seed(0, step, micro, rank, *(1,) * (phase == GATES)) for micro in range(2)]
+    """Seeds of a phase's two micro-batches; those of the gates' phase are salted."""
+    salt = (1,) if phase == GATES else ()
+    return [derive_seed(0, step, micro, rank, *salt) for micro in range(2)]
+
+
+def phases_of(epoch):
+    """Phases of a step with the default period: the gates move in every fifth epoch."""
+    return "GF" if epoch % 5 == 0 else "F"
 
 
 def split(model):
-    """(names of the gates, names of everything else)."""
+    """Return (names of the gates, names of all other parameters)."""
     names = [name for name, _ in model.named_parameters()]
     gates = {name for name in names if ".router." in name}
     return gates, set(names) - gates
@@ -146,10 +154,9 @@ def test_gates_move_in_every_fifth_epoch_from_the_first_one():
     descents = [Training(vit(), period=period).descent for period in (5, 1)]
     names = ["".join(phase.name for phase in descents[0].phases(epoch, [])) for epoch in range(12)]
     assert names == ["GF", "F", "F", "F", "F"] * 2 + ["GF", "F"]
-    # F draws what a model without gates draws.
-    assert [[phase.salt for phase in descents[1].phases(epoch, [])] for epoch in (0, 1)] == [
-        [(1,), ()]
-    ] * 2
+    # F draws what a model without gates draws: it has no salt.
+    for epoch in (0, 1):
+        assert [phase.salt for phase in descents[1].phases(epoch, [])] == [(1,), ()]
 
 
 # ---------------------------------------------------------------- what moves
@@ -164,49 +171,48 @@ def loss_by_hand(model, batch, mode, draw):
 
 
 def gradients_by_hand(model, batches, mode, draws, names):
-    own = dict(model.named_parameters())
+    parameters = [model.get_parameter(name) for name in names]
     losses = [loss_by_hand(model, batch, mode, draw) for batch, draw in zip(batches, draws)]
-    return dict(
-        zip(names, torch.autograd.grad(sum(losses) / len(losses), [own[name] for name in names]))
-    )
+    gradients = torch.autograd.grad(sum(losses) / len(losses), parameters)
+    return dict(zip(names, gradients))
 
 
 def assert_moved_by_hand(states, step, epoch, batches, rank=0, mean=lambda gradient: gradient):
     """From each state to the next one a phase moved its own parameters alone, by their gradients."""
     gates, weights = split(states[0])
     phases = {GATES: ("soft", gates, 1.0), WEIGHTS: ("sampled", weights, 0.1)}
-    for phase, model, moved in zip(
-        "GF" if epoch % 5 == 0 else "F", states[:-1], states[1:], strict=True
-    ):
+    for phase, model, moved in zip(phases_of(epoch), states[:-1], states[1:], strict=True):
         mode, names, lr = phases[phase]
-        before, after = snapshot(model), snapshot(moved)
+        before = snapshot(model)
+        after = snapshot(moved)
         assert changed(before, moved) == names
         model = copy.deepcopy(model).train().requires_grad_(True)
-        for name, gradient in gradients_by_hand(
-            model, batches, mode, draws_of(step, phase, rank), sorted(names)
-        ).items():
-            torch.testing.assert_close(
-                after[name], before[name] - lr * mean(gradient), rtol=0, atol=1e-7
-            )
+        draws = draws_of(step, phase, rank)
+        for name, gradient in gradients_by_hand(model, batches, mode, draws, sorted(names)).items():
+            expected = before[name] - lr * mean(gradient)
+            torch.testing.assert_close(after[name], expected, rtol=0, atol=1e-7)
 
 
 def test_g_moves_the_gates_and_f_the_rest_each_by_its_own_gradient():
-    training, batches = Training(vit()), micro_batches(1)
+    training = Training(vit())
+    batches = micro_batches(1)
     states = [copy.deepcopy(training.model)]
-    assert training.step(3, 0, batches, lambda: states.append(copy.deepcopy(training.model))) == [
-        True,
-        True,
-    ]
+
+    def keep_state():
+        states.append(copy.deepcopy(training.model))
+
+    assert training.step(3, 0, batches, keep_state) == [True, True]
     assert_moved_by_hand(states, 3, 0, batches)
     gates, _ = split(training.model)
-    assert (
-        max((states[1].state_dict()[n] - states[0].state_dict()[n]).abs().max() for n in gates)
-        > 1e-4
-    )
+    before = states[0].state_dict()
+    after = states[1].state_dict()
+    assert max((after[name] - before[name]).abs().max() for name in gates) > 1e-4
 
 
 def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone():
-    training, fetched, counts = Training(vit()), [], []
+    training = Training(vit())
+    fetched = []
+    counts = []
     training.task.register_forward_pre_hook(lambda *_: counts.append(len(fetched)))
 
     def stream():
@@ -218,17 +224,21 @@ def test_the_batch_is_fetched_once_as_it_is_needed_and_later_epochs_have_f_alone
     for step, epoch in enumerate([0, 1, 4, 5]):
         before = snapshot(training.model)
         training.step(step, epoch, source)
-        assert training.phases() == ("GF" if epoch % 5 == 0 else "F")
-        assert changed(before, training.model) == set().union(
-            *split(training.model)[epoch % 5 > 0 :]
-        )
+        assert training.phases() == phases_of(epoch)
+        gates, weights = split(training.model)
+        expected = weights
+        if "G" in training.phases():
+            expected = gates | weights
+        assert changed(before, training.model) == expected
         assert len(training.seen) == 2 * len(training.phases())
+        # The second phase reads the images of the first.
         assert all(one is other for one, other in zip(training.seen, training.seen[2:]))
     assert fetched == list(range(8)) and counts == [1, 2, 2, 2, 3, 4, 5, 6, 7, 8, 8, 8]
 
 
 def test_between_steps_the_model_is_as_it_is_evaluated():
-    training, x = Training(vit()), torch.randn(2, 3, 16, 16)
+    training = Training(vit())
+    x = torch.randn(2, 3, 16, 16)
     for epoch in (0, 1):
         training.step(epoch, epoch, micro_batches(epoch))
         assert {router.mode for router in mae_routers(training.model)} == {"soft"}
@@ -241,9 +251,8 @@ def test_between_steps_the_model_is_as_it_is_evaluated():
         torch.testing.assert_close(logits, reference(x), rtol=0, atol=0)
         assert all((entry.counts == 1).all() for entry in stats)  # every head of every sequence
     # Batch statistics are taken in both phases.
-    assert [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)] == [
-        6
-    ] * DEPTH
+    tracked = [int(router.norm.num_batches_tracked) for router in mae_routers(training.model)]
+    assert tracked == [6] * DEPTH
 
 
 def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
@@ -253,12 +262,10 @@ def test_joint_training_moves_the_gates_by_sgd_and_the_rest_by_adam():
     training = Training(model, optimizer=optimizer, lr=0.01, mode="joint", gate_lr=0.25)
     gates, weights = split(model)
     for step in range(2):  # the second step would show a momentum
-        before, batches = copy.deepcopy(model), micro_batches(step)
-        assert (
-            training.step(step, 0, batches) == [True]
-            and training.phases() == "F"
-            and len(training.seen) == 2
-        )
+        before = copy.deepcopy(model)
+        batches = micro_batches(step)
+        assert training.step(step, 0, batches) == [True]
+        assert training.phases() == "F" and len(training.seen) == 2
         assert changed(snapshot(before), model) == gates | weights
         draws = draws_of(step, WEIGHTS)
         gradients = gradients_by_hand(
@@ -276,75 +283,77 @@ UNIFORM = dict(router_kwargs=dict(mode="uniform"))
 def test_a_model_without_gates_has_one_plain_phase(options):
     torch.manual_seed(0)
     model = timm.create_model("moh_vit_tiny_patch16_224", **{**VIT, **options})
-    training, batches = Training(model), micro_batches(0)
+    training = Training(model)
+    batches = micro_batches(0)
     twin = copy.deepcopy(model).train()
     assert training.step(0, 0, batches) == [True]
-    optimizer, task = (
-        torch.optim.SGD(twin.parameters(), lr=0.1),
-        ClassificationTask(twin, 0.01).train(),
-    )
+    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    task = ClassificationTask(twin, 0.01).train()
     for draw, batch in zip(draws_of(0, WEIGHTS), batches):
         torch.manual_seed(draw)
         (task(**batch)["loss"] / 2).backward()
     optimizer.step()
     assert same(model, twin)
     assert training.descent.results() == {}
-    refuse(
-        "train_only gates: the model has no gates of MAE; .* router mae with mode soft",
-        train_only,
-        model,
-        "gates",
-    )
+    words = "train_only gates: the model has no gates of MAE; .* router mae with mode soft"
+    refuse(words, train_only, model, "gates")
 
 
 def test_fsdp_is_refused_in_turns_only():
     sharded = SimpleNamespace(distributed_type="FSDP")
-    with pytest.raises(
-        ValueError,
-        match="block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint",
-    ):
-        BlockDescent(sharded, model := vit(), mae_routers(model), False, BlockDescentConfig())
-    BlockDescent(sharded, model, mae_routers(model), False, BlockDescentConfig(mode="joint"))
+    model = vit()
+    routers = mae_routers(model)
+    words = "block_descent.mode bcd does not work with FSDP: .* DDP, or take mode joint"
+    with pytest.raises(ValueError, match=words):
+        BlockDescent(sharded, model, routers, False, BlockDescentConfig())
+    BlockDescent(sharded, model, routers, False, BlockDescentConfig(mode="joint"))
 
 
 # ---------------------------------------------------------------- fine-tuning sets
 
 
-GATE = (
-    C * 256 + 256 + 256 * H + H + 2 * C
-)  # two linear layers and the batch norm (Peng 2020, appendix A)
+# Parameters of a gate: two linear layers and the batch norm (Peng 2020, appendix A).
+GATE = C * 256 + 256 + 256 * H + H + 2 * C
 
 
 @pytest.mark.parametrize(
-    "which, count", [("gates", DEPTH * GATE), ("gates_and_outputs", DEPTH * (GATE + C * C))]
+    "which, phases, count",
+    [
+        ("gates", ["G", "G"], DEPTH * GATE),
+        ("gates_and_outputs", ["GF", "F"], DEPTH * (GATE + C * C)),
+    ],
 )
-def test_fine_tuning_sets(which, count):
+def test_fine_tuning_sets(which, phases, count):
+    """Phases are those of epochs 0 and 1."""
     model = vit()
     training = Training(model, which)
     gates, weights = split(model)
     outputs = {f"blocks.{layer}.attn.proj.weight" for layer in range(DEPTH)}
     assert training.descent.trained == count
-    for epoch, expected in (
-        (0, "G" if which == "gates" else "GF"),
-        (1, "G" if which == "gates" else "F"),
-    ):
+    moved = {"G": gates, "F": outputs, "GF": gates | outputs}
+    for epoch, expected in enumerate(phases):
         before = snapshot(model)
         training.step(epoch, epoch, micro_batches(epoch))
         assert training.phases() == expected
-        moved = (gates if "G" in expected else set()) | (outputs if "F" in expected else set())
-        assert changed(before, model) == moved
+        assert changed(before, model) == moved[expected]
 
 
 # ---------------------------------------------------------------- safety
 
 
-@pytest.mark.parametrize("mode", ["bcd", "joint"])
-def test_a_gradient_scaler_serves_both_phases(mode, monkeypatch):
+@pytest.mark.parametrize(
+    "mode, every, overflowed",
+    [
+        ("bcd", [True, True], [True, False]),  # in phase G the weights have no gradient
+        ("joint", [True], [False]),
+    ],
+    ids=["bcd", "joint"],
+)
+def test_a_gradient_scaler_serves_both_phases(mode, every, overflowed, monkeypatch):
     """As with fp16: what moves steps through one scaler, which divides what it multiplied, and skips an overflow."""
     plain = Training(vit(), mode=mode)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     scaled = Training(vit(), mode=mode, scaler=scaler)
-    every = [True, True] if mode == "bcd" else [True]
     for step in range(2):
         assert plain.step(step, 0, micro_batches(step)) == every
     scaled.accelerator.native_amp = True
@@ -360,8 +369,7 @@ def test_a_gradient_scaler_serves_both_phases(mode, monkeypatch):
     for name, parameter in scaled.model.named_parameters():
         if name in weights:
             parameter.register_hook(lambda gradient: gradient * math.inf)
-    moved = [True, False] if mode == "bcd" else [False]  # in phase G the weights have no gradient
-    assert scaled.step(2, 0, micro_batches(2)) == moved
+    assert scaled.step(2, 0, micro_batches(2)) == overflowed
     assert scaler.get_scale() == 512.0
     assert changed(before, scaled.model) == (gates if mode == "bcd" else set())
 
@@ -370,7 +378,8 @@ def test_a_gradient_scaler_serves_both_phases(mode, monkeypatch):
 def test_a_bad_batch_changes_nothing_not_even_batch_norm(value):
     training = Training(vit())
     training.step(0, 0, micro_batches(0))
-    before, batches = snapshot(training.model), micro_batches(1)
+    before = snapshot(training.model)
+    batches = micro_batches(1)
     batches[0]["images"][0, 0, 0, 0] = value
     assert training.step(1, 0, batches) == [False, False]
     assert same(training.model, before)
@@ -391,9 +400,8 @@ def test_gates_that_alone_are_not_finite_end_the_run_too():
     assert training.skipped.in_a_row == 0
     for step in range(10, 19):
         training.step(step, 5, micro_batches(step))
-    with pytest.raises(
-        FloatingPointError, match="step 19: 10 steps in a row .*lr 1\\); the last one with both was"
-    ):
+    words = "step 19: 10 steps in a row .*lr 1\\); the last one with both was"
+    with pytest.raises(FloatingPointError, match=words):
         training.step(19, 5, micro_batches(19))
 
 
@@ -422,15 +430,12 @@ MAE = (
 
 
 def test_a_resumed_run_has_the_bits_of_a_whole_one(tmp_path):
-    """Weights, batch statistics, EMA and both optimisers."""
+    """Compare weights, batch statistics, EMA and both optimisers."""
     root = write_folder(tmp_path / "d", train=8)  # two steps an epoch: 0, 1, 4 and 5 have a G phase
     _, run = whole_and_resumed("cls", tmp_path, [3, 6], *MAE, "--data.root", root)
     _, gates = outcome(run)["optimizers"]
-    assert [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")] == [
-        1,
-        0,
-        0,
-    ]
+    settings = [gates["plain"][f"1/group0/{key}"] for key in ("lr", "momentum", "weight_decay")]
+    assert settings == [1, 0, 0]
     lines = logged(run)
     assert [e["step"] for e in lines if "gate_grad_norm" in e] == [1, 2, 5, 6] and len(lines) == 6
     # From step 3 to 4 the gates stand still but for their batch statistics, from 4 to 6 they do not.
@@ -458,10 +463,8 @@ def test_fine_tuning_a_run(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         train(arguments("cls", tmp_path / "three", 1, 1, "--train_only", "gates"))
     left_out, error = capsys.readouterr().err.splitlines()
-    assert (
-        "cls.yaml, without effect here: optim.lr 0.003 (needs train_only other than gates"
-        in left_out
-    )
+    unused = "cls.yaml, without effect here: optim.lr 0.003 (needs train_only other than gates"
+    assert unused in left_out
     words = "train_only gates: the model has no gates of MAE; it needs router mae with mode soft"
     assert error == f"train_cls.py: error: {words}" and not (tmp_path / "three").exists()
 
@@ -490,23 +493,24 @@ def train_with_another(rank):
         # Both compute their half at the same time, because the gates' batch norm is that of both.
         assert_moved_by_hand(states, step, epoch, batches, rank, mean_of_two)
     # One process meets a bad batch: both skip both phases, batch statistics included.
-    before, batch = snapshot(training.model), micro_batches(99)
-    batch[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0
-    assert training.step(4, 0, batch) == [False, False] and training.skipped.total == 1
+    before = snapshot(training.model)
+    batches = micro_batches(99)
+    batches[1]["images"][0, 0, 0, 0] = math.nan if rank == 1 else 0.0
+    assert training.step(4, 0, batches) == [False, False] and training.skipped.total == 1
     assert same(training.model, before)
     for value in training.model.state_dict().values():  # batch statistics are those of all
         other = [torch.empty_like(value) for _ in range(2)]
         torch.distributed.all_gather(other, value.contiguous())
         assert torch.equal(*other)
-    for mode in ("joint", "uniform"):  # no gate waits for a gradient that does not come
-        model = vit(router_kwargs=dict(mode="uniform")) if mode == "uniform" else vit()
-        training = Training(model, mode="joint" if mode == "joint" else "bcd")
-        assert [training.step(step, 0, micro_batches(step)) for step in range(2)] == [
-            [True],
-            [True],
-        ]
-    training = Training(vit(), "gates")
-    assert [training.step(step, 0, micro_batches(step)) for step in range(2)] == [[True], [True]]
+    # No gate waits for a gradient that does not come.
+    for model, which, mode in (
+        (vit(), "all", "joint"),
+        (vit(**UNIFORM), "all", "bcd"),
+        (vit(), "gates", "bcd"),
+    ):
+        training = Training(model, which, mode=mode)
+        moved = [training.step(step, 0, micro_batches(step)) for step in range(2)]
+        assert moved == [[True], [True]]
     torch.distributed.destroy_process_group()
 
 

@@ -19,10 +19,13 @@ pytestmark = pytest.mark.skipif(not BUILT.is_file(), reason="the C++ operators a
 
 @pytest.fixture
 def environment(tmp_path):
-    """An empty cache and a compiler that copies what is built already, and counts its calls in the file `compiled`."""
+    """An empty cache and a compiler that copies the library built before, and counts its calls in the file `compiled`."""
     compiler = tmp_path / "compiler"
     compiler.write_text(
-        f'#!/bin/sh\necho >> {tmp_path}/compiled\nsleep 0.1\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && cp {BUILT} "$2"; shift; done\n'
+        "#!/bin/sh\n"
+        f"echo >> {tmp_path}/compiled\n"
+        "sleep 0.1\n"
+        f'while [ $# -gt 0 ]; do [ "$1" = -o ] && cp {BUILT} "$2"; shift; done\n'
     )
     compiler.chmod(0o755)
     return dict(
@@ -49,11 +52,8 @@ def test_training_builds_at_the_end_of_its_set_up(environment, tmp_path):
     run = Command(functools.partial(train, environment), [], tmp_path / "log")
     assert run.wait() == 0, run.said()
     said = run.said()
-    assert (
-        said.count("building the C++ operators: up to a minute, once; ")
-        == said.count("built the C++ operators in ")
-        == 1
-    )
+    assert said.count("building the C++ operators: up to a minute, once; ") == 1
+    assert said.count("built the C++ operators in ") == 1
     assert said.index("built the C++") < said.index("attention runs on the C++ operators")
     assert '"path": "cpp"' in (tmp_path / "run/attention.json").read_text()
 
@@ -65,21 +65,19 @@ def ask(environment, argv):
 
 
 def answers(environment, tmp_path, count, *more):
-    """What processes that ask at once for the path print."""
-    asked = [
-        Command(functools.partial(ask, environment), more, tmp_path / f"log{i}")
-        for i in range(count)
+    """Start processes that ask for the path at the same time; return what each prints."""
+    processes = [
+        Command(functools.partial(ask, environment), more, tmp_path / f"log{number}")
+        for number in range(count)
     ]
-    assert [one.wait() for one in asked] == [0] * count
-    return [one.said() for one in asked]
+    assert [process.wait() for process in processes] == [0] * count
+    return [process.said() for process in processes]
 
 
 def test_processes_wait_for_the_one_that_builds(environment, tmp_path):
     said = answers(environment, tmp_path, 2)
-    assert (
-        all(text.endswith("cpp\n") for text in said)
-        and "".join(said).count("built the C++ operators in") == 1
-    )
+    assert all(text.endswith("cpp\n") for text in said)
+    assert "".join(said).count("built the C++ operators in") == 1
 
 
 @pytest.mark.parametrize("off", ["MOH_VISION_KERNELS=off", "MOH_VISION_BUILD=off", "CXX=/nothing"])

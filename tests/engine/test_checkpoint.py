@@ -37,57 +37,68 @@ NAME = "moh_vit_tiny_patch16_224"
 VIT = dict(img_size=16, patch_size=4, embed_dim=24, depth=2, num_heads=6, num_classes=5)
 
 
-def beginning(kind="plain", optimizer="adamw"):
-    """A task as training has it, of a model of some kind, with EMA, optimiser and scaler; as a `TrainingState`."""
+def wrap(task, traits):
+    """Shard, wrap or compile a task as its traits say."""
+    if "sharded" in traits:
+        mesh = init_device_mesh("cpu", (2,))
+        if "head" in traits:
+            fully_shard(task.model.head, mesh=mesh)
+        return fully_shard(task, mesh=mesh)
+    if "ddp" in traits:
+        return DistributedDataParallel(task)
+    if "wrapped" in traits:
+        return torch.compile(task, backend="eager")
+    return task
+
+
+def beginning(traits="plain", optimizer="adamw"):
+    """Make the `TrainingState` that a training begins with: a task, its EMA, optimiser and scaler.
+
+    `traits` are words that say what is special about the model or the training.
+    """
     torch.manual_seed(0)
     model = timm.create_model(NAME, **VIT)
-    if "frozen" in kind:
+    if "frozen" in traits:
         model.patch_embed.requires_grad_(False)
-    if "tied" in kind:
+    if "tied" in traits:
         model.blocks[1].mlp.fc1.weight = model.blocks[0].mlp.fc1.weight
-    if "channels" in kind:  # safetensors refuses tensors that are not contiguous
+    if "channels" in traits:  # safetensors refuses tensors that are not contiguous
         model.to(memory_format=torch.channels_last)
     task = ClassificationTask(model, 0.01)
-    if "unused" in kind:
+    if "unused" in traits:
         task.unused = torch.nn.Parameter(torch.ones(3))
-    if "buffers" in kind:
+    if "buffers" in traits:
         task.norm = torch.nn.BatchNorm2d(3)
     ema = make_ema(model, EmaConfig(decay=0.9), "cpu")
-    if "compiled" in kind:
+    if "compiled" in traits:
         task.compile(backend="eager")
-    mesh = init_device_mesh("cpu", (2,)) if "sharded" in kind else None
-    if "head" in kind:
-        fully_shard(model.head, mesh=mesh)
-    wrapped = (
-        fully_shard(task, mesh=mesh)
-        if mesh
-        else DistributedDataParallel(task)
-        if "ddp" in kind
-        else task
-    )
-    if "wrapped" in kind:
-        wrapped = torch.compile(task, backend="eager")
-    common = dict(name=optimizer, lr=1e-2, weight_decay=0.05, momentum=0.9, layer_decay=None)
+    wrapped = wrap(task, traits)
     options = SimpleNamespace(
-        **common, **{name: own_value(optimizer, name) for name in ("betas", "eps")}
+        name=optimizer,
+        lr=1e-2,
+        weight_decay=0.05,
+        momentum=0.9,
+        layer_decay=None,
+        betas=own_value(optimizer, "betas"),
+        eps=own_value(optimizer, "eps"),
     )
-    scaler = (
-        torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-        if "scaled" in kind
-        else None
-    )
+    scaler = None
+    if "scaled" in traits:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
     return TrainingState(wrapped, [make_optimizer(task, options)], ema, scaler)
 
 
 def train(state, steps):
     task = getattr(state.task, "module", getattr(state.task, "_orig_mod", state.task))
     rank = dist.get_rank() if dist.is_initialized() else 0
-    (optimizer,), norms = state.optimizers, []
+    (optimizer,) = state.optimizers
+    norms = []
     accelerator = SimpleNamespace(clip_grad_norm_=torch.nn.utils.clip_grad_norm_)
     for step in steps:
         generator = torch.Generator().manual_seed(2 * step + rank)
         images = torch.randn(4, 3, 16, 16, generator=generator)
-        images = task.norm(images) if hasattr(task, "norm") else images
+        if hasattr(task, "norm"):
+            images = task.norm(images)
         losses = state.task(images, torch.randint(0, 5, (4,), generator=generator))
         if state.scaler:
             state.scaler.scale(losses["loss"]).backward()
@@ -104,40 +115,44 @@ def train(state, steps):
 
 
 def bits(state):
-    """All that a state holds; of sharded tensors this process's rows."""
-    found = {
-        **state.task.state_dict(),
-        **{f"ema.{k}": v for k, v in state.ema.module.state_dict().items()},
-    }
-    whole = state.optimizers[0].state_dict()
-    found |= {
-        (index, key): value for index, own in whole["state"].items() for key, value in own.items()
-    }
-    groups = [{k: v for k, v in group.items() if k != "lr"} for group in whole["param_groups"]]
-    local = {k: v.to_local() if isinstance(v, DTensor) else v for k, v in found.items()}
-    return copy.deepcopy((local, groups, state.scaler and state.scaler.state_dict()))
+    """Copy all that a state holds; of sharded tensors this process's rows."""
+    optimizer = state.optimizers[0].state_dict()
+    found = dict(state.task.state_dict())
+    for name, value in state.ema.module.state_dict().items():
+        found[f"ema.{name}"] = value
+    for index, buffers in optimizer["state"].items():
+        for name, value in buffers.items():
+            found[index, name] = value
+    for name, value in found.items():
+        if isinstance(value, DTensor):
+            found[name] = value.to_local()
+    groups = [
+        {key: value for key, value in group.items() if key != "lr"}
+        for group in optimizer["param_groups"]
+    ]
+    return copy.deepcopy((found, groups, state.scaler and state.scaler.state_dict()))
 
 
 def assert_same(one, other):
+    """Assert that two results of `bits` are equal, types included."""
     assert one[0].keys() == other[0].keys() and one[1:] == other[1:]
     for name, value in one[0].items():
-        same = (
-            torch.equal(value, other[0][name])
-            if isinstance(value, torch.Tensor)
-            else value == other[0][name]
-        )
-        assert same and type(value) is type(other[0][name]), name
+        expected = other[0][name]
+        assert type(value) is type(expected), name
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, expected), name
+        else:
+            assert value == expected, name
 
 
-def stopped_and_resumed(run, kind, optimizer):
+def stopped_and_resumed(run, traits, optimizer):
     """Three steps, a save amid which training goes on, and again from the checkpoint: the bits of six steps."""
-    whole, first, again = (beginning(kind, optimizer) for _ in range(3))
+    whole, first, again = (beginning(traits, optimizer) for _ in range(3))
     train(whole, range(6))
     train(first, range(3))
     saver = Saver(PartialState(), run, first, keep=1)
-    saver.save(
-        3, dict(architecture=NAME, arguments=VIT, config=dict(model=dict(pretrained="gone")))
-    )
+    config = dict(model=dict(pretrained="gone"))
+    saver.save(3, dict(architecture=NAME, arguments=VIT, config=config))
     train(first, range(3, 6))
     saver.finish(last=True)
     assert_same(bits(whole), bits(first))
@@ -147,15 +162,16 @@ def stopped_and_resumed(run, kind, optimizer):
 
 
 OPTIMIZERS = "muon lion sgd nesterov lamb nadamw adafactor adopt laprop cadamw mars radam".split()
-KINDS = ["frozen", "unused", "buffers", "tied", "channels", "compiled", "wrapped", "scaled"]
+TRAITS = ["frozen", "unused", "buffers", "tied", "channels", "compiled", "wrapped", "scaled"]
 
 
 @pytest.mark.parametrize(
-    "kind, optimizer", [("plain", o) for o in OPTIMIZERS] + [(kind, "adamw") for kind in KINDS]
+    "traits, optimizer",
+    [("plain", optimizer) for optimizer in OPTIMIZERS] + [(trait, "adamw") for trait in TRAITS],
 )
-def test_resumed_to_the_bit(tmp_path, kind, optimizer):
+def test_resumed_to_the_bit(tmp_path, traits, optimizer):
     PartialState(cpu=True)
-    stopped_and_resumed(tmp_path, kind, optimizer)
+    stopped_and_resumed(tmp_path, traits, optimizer)
 
 
 def full(*_):
@@ -167,33 +183,34 @@ def on_a_rank(rank, folder, cases):
     PartialState(cpu=True)
     for case in cases:
         stopped_and_resumed(folder / case, *case.split(":"))
-    one, two = (beginning(kind, "sgd") for kind in ("ddp", "sharded"))  # sharding changes no number
-    assert train(one, range(3)) == pytest.approx(train(two, range(3)), rel=1e-4)
-    averages = (dict(state.ema.module.state_dict()) for state in (one, two))
+    # Sharding changes no number.
+    replicated = beginning("ddp", "sgd")
+    sharded = beginning("sharded", "sgd")
+    assert train(replicated, range(3)) == pytest.approx(train(sharded, range(3)), rel=1e-4)
+    averages = (dict(state.ema.module.state_dict()) for state in (replicated, sharded))
     torch.testing.assert_close(*averages, rtol=1e-4, atol=1e-5)
     with one_line("cannot be loaded into this model"):
         beginning("ddp frozen").restore(folder / "sharded:adamw" / "checkpoints" / "step_3")
-    two = beginning("sharded head")  # they go on from one's checkpoint
-    two.restore(folder / "alone" / "checkpoints" / "step_3")
+    # Two processes go on from the checkpoint of one.
+    state = beginning("sharded head")
+    state.restore(folder / "alone" / "checkpoints" / "step_3")
     run = folder / "two"
-    saver = Saver(PartialState(), run, two, keep=1)
+    saver = Saver(PartialState(), run, state, keep=1)
     saver.save(1, {}, last=True)
     assert (run / "model.safetensors").exists()
     saver.save(2, {})
     saver.wait()
-    # That of step 1 is old; the parts of step 2 are found.
-    assert not (run / "model.safetensors").exists() and read_tensors(
-        weights_file(str(run), "model")
-    )
+    # The file of step 1 is old and gone; the parts of step 2 are found.
+    assert not (run / "model.safetensors").exists()
+    assert read_tensors(weights_file(str(run), "model"))
     saver.save(3, {}, last=True)
-    with (
-        mock.patch("moh_vision.engine.saver.save_tensors", full)
-        if rank
-        else contextlib.nullcontext()
-    ):
+    with contextlib.ExitStack() as stack:
+        if rank:
+            stack.enter_context(mock.patch("moh_vision.engine.saver.save_tensors", full))
         saver.save(4, {})
         saver.wait()
-    assert "No space left" in saver.problem and [s for s, _ in by_age(run / "checkpoints")] == [3]
+    assert "No space left" in saver.problem
+    assert [step for step, _ in by_age(run / "checkpoints")] == [3]
     dist.destroy_process_group()
 
 
@@ -201,44 +218,38 @@ def test_two_processes(tmp_path):
     """Under FSDP2 each writes its own rows; one process reads them. What fails on one of them is known to both."""
     PartialState(cpu=True)
     stopped_and_resumed(tmp_path / "alone", "plain", "adamw")
-    on_two_ranks(
-        on_a_rank, tmp_path, ["ddp frozen:lion", "sharded:adamw", "sharded tied head frozen:muon"]
-    )
+    cases = ["ddp frozen:lion", "sharded:adamw", "sharded tied head frozen:muon"]
+    on_two_ranks(on_a_rank, tmp_path, cases)
     folder = tmp_path / "sharded:adamw" / "checkpoints" / "step_3"
     names = {path.name for path in folder.iterdir()}
-    assert {
-        f"{name}-0000{rank}.safetensors" for name in ("model", "optimizer") for rank in (0, 1)
-    } < names
+    files = ("model", "optimizer")
+    assert {f"{name}-0000{rank}.safetensors" for name in files for rank in (0, 1)} < names
     weights = read_tensors(weights_file(str(folder), "model"))
     rows = [load_file(folder / f"model-0000{rank}.safetensors")["norm.weight"] for rank in (0, 1)]
-    assert len(rows[0]) == len(rows[1]) == 12 and torch.equal(
-        torch.cat(rows), weights["norm.weight"]
-    )
+    assert len(rows[0]) == len(rows[1]) == 12
+    assert torch.equal(torch.cat(rows), weights["norm.weight"])
     one = beginning()
     one.restore(folder)
-    assert all(
-        torch.equal(value, weights[name]) for name, value in one.task.model.state_dict().items()
-    )
-    assert all(own["exp_avg"].any() for own in one.optimizers[0].state_dict()["state"].values())
+    assert same(one.task.model.state_dict(), weights)
+    moments = one.optimizers[0].state_dict()["state"].values()
+    assert all(buffers["exp_avg"].any() for buffers in moments)
     (folder / "ema.safetensors").unlink()
-    opened, about = to_validate(str(folder), "", {})
-    assert about["of_run"] and same(opened.state_dict(), weights)
+    opened, metadata = to_validate(str(folder), "", {})
+    assert metadata["of_run"] and same(opened.state_dict(), weights)
+    # A resumed run keeps its shared heads.
     other = timm.create_model(NAME, **VIT, head_budget="uniform:0.75")
     before = head_budget(other)
-    keep_shared_heads(other, folder)  # of a resumed run
+    keep_shared_heads(other, folder)
     now, trained = (head_budget(model)["layers"][1]["shared"] for model in (other, opened))
     assert now == trained == 3 != before["layers"][1]["shared"]
+    # The pre-trained model that the run began with is not needed.
     resumed = SimpleNamespace(
         model=ModelConfig(name="pretrained", pretrained="gone"), output=folder.parents[1]
     )
-    assert described(resumed, "classification", fresh=False) == (
-        NAME,
-        VIT,
-    )  # without the pre-trained model
+    assert described(resumed, "classification", fresh=False) == (NAME, VIT)
     # The last save of a sharded run puts its weights together.
     assert not (tmp_path / "sharded:adamw" / "model.safetensors").exists()
-    alone, two = (load_file(tmp_path / name / "model.safetensors") for name in ("alone", "two"))
-    assert alone.keys() == two.keys() and all(torch.equal(alone[name], two[name]) for name in alone)
+    assert same(*(tmp_path / name / "model.safetensors" for name in ("alone", "two")))
 
 
 @pytest.fixture
@@ -278,15 +289,12 @@ def test_ema_and_scaler_switched_on_and_off(trained):
     save(run, 9, TrainingState(state.task, state.optimizers), keep=3)
     assert not (run / "ema.safetensors").exists() and (run / "old_ema.safetensors").exists()
     said = []
-    state.ema.module.head.weight.data.fill_(torch.nan)  # what it was does not matter
+    state.ema.module.head.weight.data.fill_(torch.nan)  # the EMA's earlier weights do not matter
     state.restore(run / "checkpoints" / "step_8", said.append)
-    assert "has no EMA" in said[0] and torch.equal(
-        state.ema.module.head.weight, state.task.model.head.weight
-    )
-    scaler = torch.amp.GradScaler("cpu")
-    TrainingState(state.task, state.optimizers, scaler=scaler).restore(
-        run / "checkpoints" / "step_8"
-    )
+    assert "has no EMA" in said[0]
+    assert torch.equal(state.ema.module.head.weight, state.task.model.head.weight)
+    scaled = TrainingState(state.task, state.optimizers, scaler=torch.amp.GradScaler("cpu"))
+    scaled.restore(run / "checkpoints" / "step_8")
 
 
 def test_a_finished_run_is_resumed_at_its_end_and_one_that_is_past_it_refused(trained, tmp_path):
@@ -301,13 +309,7 @@ def test_checkpoints_of_other_models_are_refused_in_one_line(trained):
     run, state = trained
     folder = run / "checkpoints" / "step_2"
     state.task.model.head = torch.nn.Linear(24, 6)  # as after a change of the model's code
-    refuse(
-        "step_2, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch",
-        state.restore,
-        folder,
-    )
-    refuse(
-        "cannot be loaded into this model .optimiser 0 has other parameters",
-        beginning("frozen").restore,
-        folder,
-    )
+    words = "step_2, of moh_vision 0.1.0, cannot be loaded into this model .*size mismatch"
+    refuse(words, state.restore, folder)
+    words = "cannot be loaded into this model .optimiser 0 has other parameters"
+    refuse(words, beginning("frozen").restore, folder)

@@ -14,23 +14,24 @@ from moh_vision.models.weights import create
 from tests.support.paths import ROOT
 from tests.support.refusals import one_line, refuse
 
-KINDS = dict(cls=ClsConfig, dit=DitConfig, sample=SampleConfig)
+CONFIG_CLASSES = dict(cls=ClsConfig, dit=DitConfig, sample=SampleConfig)
 DRAW = "--checkpoint run --grid g.png"
 
 
-def parse(*argv, kind=ClsConfig):
-    return parse_config(kind, list(argv), "test")
+def parse(*argv, config_class=ClsConfig):
+    return parse_config(config_class, list(argv), "test")
 
 
-def written(tmp_path, kind, text, argv):
-    """Parse a file with such a text, if any, and options."""
+def written(tmp_path, script, text, argv):
+    """Parse a script's options, after a file with this text if there is a text."""
+    options = shlex.split(argv)
     (tmp_path / "c.yaml").write_text(text)
-    return parse(
-        *["--config", str(tmp_path / "c.yaml")] * bool(text), *shlex.split(argv), kind=KINDS[kind]
-    )
+    if text:
+        options = ["--config", str(tmp_path / "c.yaml"), *options]
+    return parse(*options, config_class=CONFIG_CLASSES[script])
 
 
-@pytest.mark.parametrize("kind, text, argv, values", [
+@pytest.mark.parametrize("script, text, argv, values", [
     ("cls", "max_steps: 7\nmodel: {head_budget: 'ramp:0.5', depth: 2}", "--model.depth 3 --optim.lr=1e-4",
      {"max_steps": 7, "model.head_budget": "ramp:0.5", "model.depth": 3, "optim.lr": 1e-4, "fresh": False, "allow_change": []}),
     ("cls", "", "--model.head_budget 0.5", {"model.head_budget": 0.5}),
@@ -49,12 +50,12 @@ def written(tmp_path, kind, text, argv):
     ("sample", "", f"""{DRAW} '--classes=["3",a]'""", {"classes": ["3", "a"]}),
     ("dit", "", "--preview.every 1 --preview.classes 207 n02099601 007", {"preview.classes": ["207", "n02099601", "007"]}),
 ])  # fmt: skip
-def test_options(tmp_path, kind, text, argv, values):
-    config = written(tmp_path, kind, text, argv)
+def test_options(tmp_path, script, text, argv, values):
+    config = written(tmp_path, script, text, argv)
     assert {name: attrgetter(name)(config) for name in values} == values
 
 
-@pytest.mark.parametrize("kind, text, argv, words", [
+@pytest.mark.parametrize("script, text, argv, words", [
     ("cls", "", "--optim.learning-rate 1", "unknown key 'optim.learning_rate', did you mean 'optim.lr'"),
     ("cls", "", "--name x", "unknown key 'name', did you mean 'model.name'"),
     ("cls", "", "--zebra 1", "unknown key 'zebra'; --help lists the known ones"),
@@ -93,20 +94,27 @@ def test_options(tmp_path, kind, text, argv, values):
     ("cls", "", "--model.kwargs '{a: 1, a: 2}'", "--model.kwargs: line 1: 'a' is in it twice"),
     ("cls", "seed: many", "--log-every 3", 'c.yaml: key "seed": Expected int. Got value: many'),
 ])  # fmt: skip
-def test_mistakes_are_one_line(tmp_path, kind, text, argv, words):
+def test_mistakes_are_one_line(tmp_path, script, text, argv, words):
     (tmp_path / "b.yaml").write_text("modle: 1")
-    refuse(words, written, tmp_path, kind, text, argv)
+    refuse(words, written, tmp_path, script, text, argv)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [f"model: {{kwargs: {{a: {'[' * 3000 + ']' * 3000}}}}}", f"seed: {'9' * 9999}", "\x00\x01\x02", "max_steps: [1",
-     "seed: !!python/name:os.system", "seed: 1\n---\nseed: 2\n", "model:\n\tdepth: 1\n", b"output: \xe9"],
-    ids=["deep nesting", "a long number", "bytes", "an open list", "a tag", "two documents", "tabs", "Latin 1"],
-)  # fmt: skip
-def test_files_that_are_no_yaml(tmp_path, text):
+NOT_YAML = {
+    "deep nesting": f"model: {{kwargs: {{a: {'[' * 3000 + ']' * 3000}}}}}".encode(),
+    "a long number": f"seed: {'9' * 9999}".encode(),
+    "bytes": b"\x00\x01\x02",
+    "an open list": b"max_steps: [1",
+    "a tag": b"seed: !!python/name:os.system",
+    "two documents": b"seed: 1\n---\nseed: 2\n",
+    "tabs": b"model:\n\tdepth: 1\n",
+    "Latin 1": b"output: \xe9",
+}
+
+
+@pytest.mark.parametrize("content", NOT_YAML.values(), ids=NOT_YAML)
+def test_files_that_are_no_yaml(tmp_path, content):
     file = tmp_path / "c.yaml"
-    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    file.write_bytes(content)
     with one_line(f"{file}: not readable as YAML") as error:
         parse("--config", str(file))
     assert len(str(error.value)) < 2000
@@ -121,26 +129,14 @@ def test_texts_are_only_texts():
 def test_arguments_that_the_data_decide():
     model = parse("--model.kwargs", "{num_classes: 5, drop_rate: 0.1}").model
     assert model.decided(num_classes=5, in_chans=1) == dict(num_classes=5, in_chans=1)
-    refuse(
-        "model.kwargs.num_classes 5 has no effect: the data and other keys make it 10",
-        model.decided,
-        num_classes=10,
-    )
+    words = "model.kwargs.num_classes 5 has no effect: the data and other keys make it 10"
+    refuse(words, model.decided, num_classes=10)
 
 
 def test_changed_keys():
     old = parse("--max-steps", "5", "--optim.lr", "0.1").tree()
-    new = parse(
-        "--max-steps",
-        "9",
-        "--optim.lr",
-        "0.2",
-        "--data.workers",
-        "0",
-        "--model.depth",
-        "3",
-        "--fresh",
-    )
+    options = "--max-steps 9 --optim.lr 0.2 --data.workers 0 --model.depth 3 --fresh"
+    new = parse(*options.split())
     assert changed_keys(old, new, []) == ["model.depth: None -> 3", "optim.lr: 0.1 -> 0.2"]
     assert changed_keys(old, new, ["model.depth", "optim.lr"]) == []
     assert changed_keys(yaml.safe_load(yaml.safe_dump(new.tree())), new, []) == []
@@ -162,47 +158,70 @@ RUNS = [
 ]
 
 
-@pytest.mark.parametrize("path", RUNS, ids=lambda p: f"{p.parent.name}/{p.name}")
+def configuration_name(path):
+    return f"{path.parent.name}/{path.name}"
+
+
+def config_class_of(path):
+    """Return the class of a shipped configuration, by its folder."""
+    if path.parent.name == "text":
+        return LanguageConfig
+    return DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
+
+
+def assert_values(section, **expected):
+    """Assert the values of keys of a configuration or section."""
+    assert {name: getattr(section, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("path", RUNS, ids=configuration_name)
 def test_shipped_configs_are_valid(path):
-    kind = DitConfig if "dit" in str(path.relative_to(ROOT)) else ClsConfig
-    kind = LanguageConfig if path.parent.name == "text" else kind
-    config = parse("--config", str(path), kind=kind)
-    assert config.output == f"runs/{path.parent.name}/{path.stem}", (
-        "a folder of its own, not that of its base"
-    )
-    assert path.read_text().startswith("#"), (
-        "a header with command, hardware, hours and expected result"
-    )
+    """A configuration has an output folder of its own, not that of its base, and a header."""
+    config = parse("--config", str(path), config_class=config_class_of(path))
+    assert config.output == f"runs/{path.parent.name}/{path.stem}"
+    # The header has the command, hardware, hours and the expected result.
+    assert path.read_text().startswith("#")
 
 
-@pytest.mark.parametrize("name, options, billions", [
-    ("moh_llm_small", "", 100), ("moh_llm_base", "", 100), ("moh_llm_base", "--max_steps 47684", 200),
-    ("moh_llama3_stage1", "", 300), ("moh_llama3_stage2", "", 100),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, options, billions",
+    [
+        ("moh_llm_small", "", 100),
+        ("moh_llm_base", "", 100),
+        ("moh_llm_base", "--max_steps 47684", 200),
+        ("moh_llama3_stage1", "", 300),
+        ("moh_llama3_stage2", "", 100),
+    ],
+)
 def test_the_schedules_of_language_models(name, options, billions):
     """Jin 2024, tables B to D: as many tokens as the budget, shares of 100 %, a tenth of the rate or less at the end."""
-    config = parse("--config", f"text/{name}", *options.split(), kind=LanguageConfig)
-    o, d = config.optim, config.data
-    tokens = o.batch_size * d.block
-    assert tokens == (2**24 if d.block == 8192 else 2**22)
+    config = parse("--config", f"text/{name}", *options.split(), config_class=LanguageConfig)
+    optim = config.optim
+    tokens = optim.batch_size * config.data.block
+    assert tokens == (2**24 if config.data.block == 8192 else 2**22)
     assert 0 <= config.max_steps * tokens - billions * 10**9 < tokens
-    assert (o.schedule, o.weight_decay, o.clip_norm, o.warmup_lr) == ("cosine", 0.1, 1.0, 1e-7)
-    assert o.batch_size % (o.accumulation * 8) == 0
-    if config.model.pretrained:
-        stages = {300: (6e-5, 6e-6, 0.0, None), 100: (2e-5, 1e-6, 0.01, [[16, 8]] * 32)}
-        budget = (config.model.convert or {}).get("head_budget")
-        assert (o.lr, o.min_lr, config.balance_weight, budget) == stages[
-            billions
-        ] and o.warmup_steps == 50
+    assert_values(optim, schedule="cosine", weight_decay=0.1, clip_norm=1.0, warmup_lr=1e-7)
+    assert optim.batch_size % (optim.accumulation * 8) == 0
+    if name == "moh_llama3_stage1":
+        assert_values(optim, lr=6e-5, min_lr=6e-6, warmup_steps=50)
+        assert config.balance_weight == 0.0
+        assert (config.model.convert or {}).get("head_budget") is None
+    elif name == "moh_llama3_stage2":
+        assert_values(optim, lr=2e-5, min_lr=1e-6, warmup_steps=50)
+        assert config.balance_weight == 0.01
+        assert config.model.convert["head_budget"] == [[16, 8]] * 32
     else:
-        small = name.endswith("small")
-        assert o.lr == (3e-4 if small else 5e-4) and o.min_lr == pytest.approx(o.lr / 10)
-        assert o.warmup_steps == (2000 if small else 500) and config.balance_weight == 0.01
-        assert sum(source["weight"] for source in d.mixture) == pytest.approx(100)
-        assert config.model.name == f"clm_moh_{'small' if small else 'base'}_75"
+        assert config.balance_weight == 0.01
+        assert sum(source["weight"] for source in config.data.mixture) == pytest.approx(100)
+        if name == "moh_llm_small":
+            assert config.model.name == "clm_moh_small_75"
+            assert_values(optim, lr=3e-4, min_lr=pytest.approx(3e-5), warmup_steps=2000)
+        else:
+            assert config.model.name == "clm_moh_base_75"
+            assert_values(optim, lr=5e-4, min_lr=pytest.approx(5e-5), warmup_steps=500)
 
 
-RECIPE = [f"moh_transnext_{kind}" for kind in ("small_80", "small_75", "base_75", "base_50")]
+RECIPE = [f"moh_transnext_{size}" for size in ("small_80", "small_75", "base_75", "base_50")]
 RECIPE += [f"moh_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "large")]
 
 
@@ -210,32 +229,38 @@ RECIPE += [f"moh_vit_{size}_patch16_224" for size in ("tiny", "small", "base", "
 def test_the_papers_recipe(name):
     """Jin 2024's released options; batch 1024 of 1,281,167 images are 1251.1 steps an epoch."""
     config = parse("--config", f"cls/{name}")
-    o, d = config.optim, config.data
-    assert (config.model.name, config.output) == (name, f"runs/cls/{name}")
-    assert (o.lr, o.warmup_lr, o.min_lr, o.weight_decay, o.eps, o.clip_norm) == (
-        1e-3,
-        1e-6,
-        1e-5,
-        0.05,
-        1e-8,
-        1.0,
+    assert config.model.name == name
+    assert_values(
+        config,
+        output=f"runs/cls/{name}",
+        label_smoothing=0.1,
+        balance_weight=0.01,
     )
-    assert (o.batch_size, o.schedule, o.betas) == (1024, "cosine", (0.9, 0.999))
+    assert config.ema.decay == 0
+    assert_values(
+        config.optim,
+        lr=1e-3,
+        warmup_lr=1e-6,
+        min_lr=1e-5,
+        weight_decay=0.05,
+        eps=1e-8,
+        clip_norm=1.0,
+        batch_size=1024,
+        schedule="cosine",
+        betas=(0.9, 0.999),
+    )
     assert config.steps(1_281_167) == (375342, 375342, 6256)
-    assert (d.augment, d.repeats, d.auto_augment) == ("imagenet", 3, "rand-m9-mstd0.5-inc1")
-    assert (d.erase_prob, d.erase_mode, d.crop_scale, d.img_size) == (
-        0.25,
-        "pixel",
-        (0.08, 1.0),
-        224,
+    assert_values(
+        config.data,
+        augment="imagenet",
+        repeats=3,
+        auto_augment="rand-m9-mstd0.5-inc1",
+        erase_prob=0.25,
+        erase_mode="pixel",
+        crop_scale=(0.08, 1.0),
+        img_size=224,
     )
-    assert (config.mix.mixup, config.mix.cutmix, config.mix.prob, config.mix.switch_prob) == (
-        0.8,
-        1.0,
-        1.0,
-        0.5,
-    )
-    assert (config.label_smoothing, config.balance_weight, config.ema.decay) == (0.1, 0.01, 0)
+    assert_values(config.mix, mixup=0.8, cutmix=1.0, prob=1.0, switch_prob=0.5)
     if "transnext" in name:
         assert config.model.arguments()["drop_path_rate"] == (0.6 if "base" in name else 0.45)
         assert config.mixed_precision == "fp16"
@@ -249,7 +274,7 @@ def test_steps_from_epochs():
     assert steps("--max-steps", "7", "--optim.warmup_steps", "3") == (7, 7, 3)
     assert steps("--optim.epochs", "300", "--optim.warmup_epochs", "5") == (4688, 4688, 78)
     assert steps("--optim.epochs", "300", "--optim.cooldown_epochs", "10") == (4844, 4688, 0)
-    # a trial of the first steps: the schedule stays that of the epochs
+    # A trial of the first steps: the schedule stays that of the epochs.
     assert steps("--optim.epochs", "300", "--max-steps", "9") == (9, 4688, 0)
     assert steps("--max-steps", "320", "--optim.warmup_epochs", "2") == (320, 320, 31)
 
@@ -265,17 +290,22 @@ def test_configurations_are_found_by_name(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, kind", [("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("fsdp2_layers", "FSDP")]
+    "name, distributed_type, wrap_policy",
+    [
+        ("ddp", "MULTI_GPU", None),
+        ("fsdp2", "FSDP", "NO_WRAP"),
+        ("fsdp2_layers", "FSDP", "TRANSFORMER_BASED_WRAP"),
+    ],
 )
-def test_accelerate_reads_the_launch_files(name, kind):
+def test_accelerate_reads_the_launch_files(name, distributed_type, wrap_policy):
     from accelerate.commands.config.config_args import load_config_from_file
 
     launch = load_config_from_file(str(ROOT / "configs" / "accelerate" / f"{name}.yaml"))
-    assert str(launch.distributed_type).endswith(kind) and launch.mixed_precision == "no"
-    if kind == "FSDP":
+    assert str(launch.distributed_type).endswith(distributed_type)
+    assert launch.mixed_precision == "no"
+    if distributed_type == "FSDP":
         assert launch.fsdp_config["fsdp_version"] == 2
-        policy = "TRANSFORMER_BASED_WRAP" if name == "fsdp2_layers" else "NO_WRAP"
-        assert launch.fsdp_config["fsdp_auto_wrap_policy"] == policy
+        assert launch.fsdp_config["fsdp_auto_wrap_policy"] == wrap_policy
 
 
 def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
@@ -284,29 +314,30 @@ def test_what_an_option_makes_idle_is_left_out_of_the_file(tmp_path, capsys):
     config = parse("--config", str(file), "--optim.schedule", "constant", "--model.router", "dense")
     assert (config.optim.min_lr, config.optim.lr, config.model.head_budget) == (0, 0.1, None)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith(
-        f"test: left out of {file}, without effect here: "
-    )
+    assert said.count("\n") == 1
+    assert said.startswith(f"test: left out of {file}, without effect here: ")
     needs = "(needs optim.schedule other than constant), model.head_budget 0.5 (needs a model"
     assert f"optim.min_lr 0.0001 {needs}" in said
-    (tmp_path / "run.yaml").write_text(
-        yaml.safe_dump(config.tree())
-    )  # what a run saves says nothing more
-    assert parse("--config", str(tmp_path / "run.yaml")) == config and capsys.readouterr().err == ""
+    # The configuration that a run saves says nothing more.
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config.tree()))
+    assert parse("--config", str(tmp_path / "run.yaml")) == config
+    assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("config, baseline", [
-    ("cls/cifar10_small_cpu", "--model.router dense"), ("quickstart/cls", "--model.router mae"),
-    ("dit/cifar10_small_cpu", "--model.name dit_small_patch2"), ("quickstart/dit", "--model.name dit_small_patch2"),
-])  # fmt: skip
-def test_a_dense_baseline_has_all_heads(config, baseline):
-    """The configurations with a budget, beside the documented option that makes a model without one of them."""
-    kind = DitConfig if "dit" in config else ClsConfig
-    model = parse("--config", config, *baseline.split(), kind=kind).model
-    task = "diffusion" if kind is DitConfig else "classification"
-    assert (
-        head_budget(create(model.name, task, **dict(model.arguments(), img_size=32)))["share"] == 1
-    )
+@pytest.mark.parametrize(
+    "config_class, task, config, baseline",
+    [
+        (ClsConfig, "classification", "cls/cifar10_small_cpu", "--model.router dense"),
+        (ClsConfig, "classification", "quickstart/cls", "--model.router mae"),
+        (DitConfig, "diffusion", "dit/cifar10_small_cpu", "--model.name dit_small_patch2"),
+        (DitConfig, "diffusion", "quickstart/dit", "--model.name dit_small_patch2"),
+    ],
+)
+def test_a_dense_baseline_has_all_heads(config_class, task, config, baseline):
+    """The documented option makes a model without a budget of a configuration with one."""
+    model = parse("--config", config, *baseline.split(), config_class=config_class).model
+    arguments = dict(model.arguments(), img_size=32)
+    assert head_budget(create(model.name, task, **arguments))["share"] == 1
 
 
 DIT = [
@@ -319,19 +350,30 @@ DIT = [
 @pytest.mark.parametrize("name", DIT)
 def test_the_papers_diffusion_recipe(name):
     """DiT's (Peebles 2023, section 4) with MoH's balance weight, as released."""
-    config = parse("--config", f"dit/{name}", kind=DitConfig)
-    o = config.optim
-    assert (config.model.name, config.output) == (name, f"runs/dit/{name}")
-    assert (o.lr, o.schedule, o.weight_decay, o.betas) == (1e-4, "constant", 0.0, (0.9, 0.999))
-    assert (o.batch_size, o.accumulation, o.clip_norm, o.warmup_steps) == (256, 1, 0.0, 0)
-    assert (config.ema.decay, config.ema.warmup, config.label_drop, config.balance_weight) == (
-        0.9999,
-        False,
-        0.1,
-        0.01,
+    config = parse("--config", f"dit/{name}", config_class=DitConfig)
+    assert config.model.name == name
+    assert_values(
+        config,
+        output=f"runs/dit/{name}",
+        label_drop=0.1,
+        balance_weight=0.01,
+        learn_sigma=True,
+        tf32=True,
+        max_steps=2_000_000 if "xlarge" in name else 400_000,
     )
-    assert (config.learn_sigma, config.data.augment, config.tf32) == (True, "flip", True)
-    assert config.max_steps == (2_000_000 if "xlarge" in name else 400_000)
+    assert_values(
+        config.optim,
+        lr=1e-4,
+        schedule="constant",
+        weight_decay=0.0,
+        betas=(0.9, 0.999),
+        batch_size=256,
+        accumulation=1,
+        clip_norm=0.0,
+        warmup_steps=0,
+    )
+    assert_values(config.ema, decay=0.9999, warmup=False)
+    assert config.data.augment == "flip"
 
 
 def test_what_a_file_takes_from_its_base(tmp_path):
@@ -353,26 +395,21 @@ def test_options_win_over_files_wherever_they_stand(tmp_path):
     (tmp_path / "b.yaml").write_text("log_every: 4\n")
     files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml")]
     options = ["--seed", "7", "--model.kwargs.b", "2"]
-    assert (
-        parse(*options, *files)
-        == parse(*files, *options)
-        == parse(*files[:2], *options, *files[2:])
-    )
     found = parse(*options, *files)
+    assert parse(*files, *options) == found
+    assert parse(*files[:2], *options, *files[2:]) == found
     assert (found.seed, found.log_every, found.model.kwargs) == (7, 4, {"a": 1, "b": 2})
     assert found.given == {"seed", "model.kwargs"}
 
 
 def test_validation_has_keys_of_its_own(tmp_path, capsys):
     def validation(*argv):
-        return parse(*argv, kind=ValidateConfig)
+        return parse(*argv, config_class=ValidateConfig)
 
-    with pytest.raises(
-        SystemExit
-    ):  # a run's configuration has more keys, which validation leaves out
-        parse(
-            "--data.root", "shards", "--data.augment", "imagenet", "--seed", "3", "--print_config"
-        )
+    # A run's configuration has more keys, which validation leaves out.
+    run = "--data.root shards --data.augment imagenet --seed 3 --print_config"
+    with pytest.raises(SystemExit):
+        parse(*run.split())
     (tmp_path / "config.yaml").write_text(capsys.readouterr().out)
     config = validation("--checkpoint", str(tmp_path), "--data.workers", "0")
     assert (config.data.root, config.data.augment, config.data.workers) == ("shards", "imagenet", 0)

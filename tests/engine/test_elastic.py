@@ -12,7 +12,7 @@ from moh_vision.commands.runs import read_runs
 from moh_vision.commands.table import make_table
 from moh_vision.models.elastic import CYCLE, ElasticBudget
 from moh_vision.models.head_load import HeadLoad
-from tests.support.refusals import each_refused
+from tests.support.refusals import refuse
 from tests.support.small_runs import arguments, logged, results, whole_and_resumed
 
 ELASTIC = "--budget_range 0.5 1 --model.head_budget 0.5 --optim.schedule constant".split()
@@ -28,7 +28,7 @@ def active(model):
 
 
 def test_the_shares_of_steps():
-    """Of every four steps one runs the smallest share and one the largest, the others are between, at every place."""
+    """Of every four steps one runs the smallest share and one the largest, the others run shares between, in any order."""
     elastic, same_seed, other = (
         ElasticBudget(small_model(head_budget=0.5), (0.5, 1.0), seed) for seed in (7, 7, 8)
     )
@@ -39,13 +39,13 @@ def test_the_shares_of_steps():
         cycle = shares[begin : begin + CYCLE]
         assert cycle.count("0.5") == cycle.count("1") == 1
     assert set(shares) == {"0.5", "0.625", "0.75", "0.875", "1"}
-    assert set(shares[::20]) == set(shares)  # what is logged
+    assert set(shares[::20]) == set(shares)  # a log of every 20th step shows all shares
 
 
-@pytest.mark.parametrize("kind", ["", "uniform:"])
-def test_a_share_runs_what_set_head_budget_sets(kind):
+@pytest.mark.parametrize("shape", ["", "uniform:"])
+def test_a_share_runs_what_set_head_budget_sets(shape):
     model = small_model(head_budget="uniform:0.5")
-    elastic = ElasticBudget(model, [f"{kind}0.5", f"{kind}1"], seed=0)
+    elastic = ElasticBudget(model, [f"{shape}0.5", f"{shape}1"], seed=0)
     assert active(model) == [8, 8, 8]
     for share in elastic.budgets:
         with elastic.running(model, share):
@@ -56,22 +56,38 @@ def test_a_share_runs_what_set_head_budget_sets(kind):
         assert active(other) == ran
 
 
-test_ranges_that_cannot_be = each_refused(
-    lambda model, ends: ElasticBudget(small_model(**model), ends, seed=0),
-    ({}, (1.0, 0.5), r"budget_range \[1.0, 0.5\]: expected two shares above 0 and up to 1, the smallest first"),
-    ({}, (0.5, 1.5), r"budget_range \[0.5, 1.5\]: expected two shares"),
-    ({}, ("uniform:0.5", 1.0), "expected two shares"),
-    ({}, ("0.5:0.4", "1:0.4"), "expected two shares"),
-    ({}, (0.99, 1.0), "both ends run equally many heads"),
-    (dict(head_budget=0.9), (0.2, 1.0), "the shared heads and one routed head per layer .*: give the smallest share there"),
-    (dict(head_budget=[[4, 1], [4, 4], [8, 0]]), (0.5, 1.0), "layer 2 has no routed heads, all 8 are shared; model.head_budget"),
-    (dict(router="dense"), (0.5, 1.0), "the model has no routed heads"),
-    (dict(router="mae"), (0.5, 1.0), "the model has no routed heads"),
-)  # fmt: skip
+BAD_RANGES = {
+    "falling": (
+        {},
+        (1.0, 0.5),
+        r"budget_range \[1.0, 0.5\]: expected two shares above 0 and up to 1, the smallest first",
+    ),
+    "above 1": ({}, (0.5, 1.5), r"budget_range \[0.5, 1.5\]: expected two shares"),
+    "a shape and a number": ({}, ("uniform:0.5", 1.0), "expected two shares"),
+    "an unknown shape": ({}, ("0.5:0.4", "1:0.4"), "expected two shares"),
+    "too narrow": ({}, (0.99, 1.0), "both ends run equally many heads"),
+    "below the shared heads": (
+        dict(head_budget=0.9),
+        (0.2, 1.0),
+        "the shared heads and one routed head per layer .*: give the smallest share there",
+    ),
+    "a layer without routed heads": (
+        dict(head_budget=[[4, 1], [4, 4], [8, 0]]),
+        (0.5, 1.0),
+        "layer 2 has no routed heads, all 8 are shared; model.head_budget",
+    ),
+    "a dense model": (dict(router="dense"), (0.5, 1.0), "the model has no routed heads"),
+    "MAE": (dict(router="mae"), (0.5, 1.0), "the model has no routed heads"),
+}
+
+
+@pytest.mark.parametrize("options, ends, words", BAD_RANGES.values(), ids=BAD_RANGES)
+def test_ranges_that_cannot_be(options, ends, words):
+    refuse(words, ElasticBudget, small_model(**options), ends, seed=0)
 
 
 def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
-    """Whatever it says: it is part of the error, not found in its words."""
+    """Advice is a part of the error, whatever it says, and is not found in the error's words."""
 
     def refuse_share(model, spec):
         raise BudgetError("'0.5': too few", "take another one; give up")
@@ -86,23 +102,21 @@ def test_the_advice_of_a_share_is_replaced_by_that_of_a_range(monkeypatch):
 
 
 def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
-    """Ended between two steps of a cycle; what is saved runs the largest share."""
+    """The run ends between two steps of a cycle; the saved model runs the largest share."""
     whole, resumed = whole_and_resumed("cls", tmp_path, [2, 6], *ELASTIC)
-    one, two = logged(whole), logged(resumed)
-    assert [(e["loss"], e["active_share"]) for e in one] == [
-        (e["loss"], e["active_share"]) for e in two
-    ]
-    assert {e["active_share"] for e in one} >= {0.5, 1.0}
-    for e in one:
-        assert sum(map(sum, e["head_usage"])) / 16 == pytest.approx(e["active_share"], abs=2e-3)
+    for key in ("loss", "active_share"):
+        expected = [entry[key] for entry in logged(whole)]
+        assert [entry[key] for entry in logged(resumed)] == expected
+    assert {entry["active_share"] for entry in logged(whole)} >= {0.5, 1.0}
+    for entry in logged(whole):
+        usage = sum(map(sum, entry["head_usage"])) / 16
+        assert usage == pytest.approx(entry["active_share"], abs=2e-3)
     assert moh_vision.head_budget(moh_vision.load_run(whole))["share"] == 1
     capsys.readouterr()
     validation = results(whole)
     assert list(validation["by_share"]) == ["0.5", "0.75", "1"]
-    assert (
-        validation["by_share"]["1"]["loss"] == validation["loss"]
-        and validation["active_share"] == 1
-    )
+    assert validation["by_share"]["1"]["loss"] == validation["loss"]
+    assert validation["active_share"] == 1
     validate.main(f"--checkpoint {whole} --model.head_budget 0.5 --data.workers 0".split())
     assert f"loss {validation['by_share']['0.5']['loss']:.4f}" in capsys.readouterr().out
     # The table, the card and the figure of head load show what each share gives.
@@ -121,9 +135,8 @@ def test_a_run_that_resumes_has_the_same_bits(tmp_path, capsys):
     folder = tmp_path / "published"
     assert main(["publish", str(whole), "--output", str(folder)]) == 0
     card = (folder / "README.md").read_text()
-    assert (
-        "heads active; it is trained at shares of 0.5 to 1.0, `moh_vision.set_head_budget" in card
-    )
+    trained = "it is trained at shares of 0.5 to 1.0, `moh_vision.set_head_budget"
+    assert f"heads active; {trained}" in card
     half = f"{validation['by_share']['0.5']['top1']:.2f}"
     assert f"| top-1, %, at a share of 0.5 | {half} |" in card
     load = HeadLoad.read(whole / "head_load.json")

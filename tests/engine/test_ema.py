@@ -14,12 +14,15 @@ from tests.support.small_runs import arguments, entries, results
 LONG = "--ema.decay 0.9999 --ema.warmup false"
 
 
-@pytest.mark.parametrize("ema, steps", [
-    (EmaConfig(decay=0.9999), 150),
-    (EmaConfig(decay=0.9), 20),
-    (EmaConfig(decay=0.9999, warmup=True), 6),
-    (EmaConfig(decay=0.5), 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ema, steps",
+    [
+        (EmaConfig(decay=0.9999), 150),
+        (EmaConfig(decay=0.9), 20),
+        (EmaConfig(decay=0.9999, warmup=True), 6),
+        (EmaConfig(decay=0.5), 1),
+    ],
+)
 def test_the_share_of_the_first_weights_is_what_the_average_has(ema, steps):
     model = torch.nn.Linear(1, 1, bias=False).double()
     average = ModelEma(model, decay=ema.decay, use_warmup=ema.warmup)
@@ -38,15 +41,15 @@ def test_what_is_set_instead_forgets_them(steps):
 
 
 def test_a_classifier_is_scored_with_the_better_weights(tmp_path, capsys):
-    """Validated, opened and published with the last weights, where the EMA still is what the run began with."""
-    run, long = (
-        tmp_path / "run",
-        f"{LONG} --optim.lr 1e-2 --optim.warmup_steps 5 --optim.batch_size 32",
-    )
-    train_cls.main(arguments("cls", run, 60, 100, *long.split()))
-    out, found = capsys.readouterr().out, results(run)
-    said = "ema.decay 0.9999: after 60 steps 99.4% of the EMA are still the weights of step 1; set ema.warmup true or "
-    assert out.index(said) < out.index("classification 1/60")
+    """A run is validated, opened and published with the last weights where the EMA still is what the run began with."""
+    run = tmp_path / "run"
+    options = f"{LONG} --optim.lr 1e-2 --optim.warmup_steps 5 --optim.batch_size 32"
+    train_cls.main(arguments("cls", run, 60, 100, *options.split()))
+    out = capsys.readouterr().out
+    found = results(run)
+    warning = "ema.decay 0.9999: after 60 steps 99.4% of the EMA are still the weights of step 1"
+    advice = "set ema.warmup true or "
+    assert out.index(f"{warning}; {advice}") < out.index("classification 1/60")
     assert found["weights"] == "model" and found["top1"] > found["ema_weights"]["top1"] + 5
     assert entries(run)[-1]["weights"] == "model"
     assert entries(run)[-1]["validation"]["top1"] == found["top1"]
@@ -56,7 +59,8 @@ def test_a_classifier_is_scored_with_the_better_weights(tmp_path, capsys):
     assert opened.scores()["top1"] == pytest.approx(found["top1"])
     assert main(["publish", str(run), "--output", str(tmp_path / "published")]) == 0
     published = moh_vision.load_run(tmp_path / "published").state_dict()
-    assert all(torch.equal(published[name], own) for name, own in opened.model.state_dict().items())
+    for name, value in opened.model.state_dict().items():
+        assert torch.equal(published[name], value)
 
 
 def test_an_ema_of_first_weights_is_said_where_it_is_taken(tmp_path, capsys, caplog):
@@ -66,9 +70,8 @@ def test_an_ema_of_first_weights_is_said_where_it_is_taken(tmp_path, capsys, cap
     train_dit.main(arguments("dit", run, 3, 100, *LONG.split(), *preview.split()))
     assert "EMA, 100.0% of it still the weights of step 1): " in capsys.readouterr().out
     moh_vision.load_run(run)
-    assert (
-        f"{run}/ema.safetensors: 100.0% of this EMA are still the weights of step 1" in caplog.text
-    )
+    warning = "100.0% of this EMA are still the weights of step 1"
+    assert f"{run}/ema.safetensors: {warning}" in caplog.text
     caplog.clear()
     moh_vision.load_run(run, "model")
     assert not caplog.text

@@ -48,32 +48,33 @@ def test_metrics_of_an_interrupted_run_are_replaced_and_a_finished_one_validates
         log.event(6, {"validation": {"top1": 1.0}}, "v")
         log.close()
     before, step, validation = entries(tmp_path)
-    assert (before, validation) == (
-        {"step": 4, "loss": 1},
-        {"step": 6, "validation": {"top1": 1.0}},
-    )
-    assert (
-        (step["step"], step["loss"]) == (5, 2.0)
-        and step["images_per_s"] > 0
-        and step["peak_memory_mib"] > 0
-    )
+    assert before == {"step": 4, "loss": 1}
+    assert validation == {"step": 6, "validation": {"top1": 1.0}}
+    assert (step["step"], step["loss"]) == (5, 2.0)
+    assert step["images_per_s"] > 0 and step["peak_memory_mib"] > 0
     assert "t 5/6: loss 2," in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("every", [1, 2])
-def test_the_time_left_is_that_of_steps_after_the_first(tmp_path, capsys, monkeypatch, every):
-    """The first step, of a minute here, compiles and fills caches; the others take a second."""
+@pytest.mark.parametrize(
+    "every, expected",
+    [(1, ["", "8 left", "7 left", "6 left"]), (2, ["8 left", "6 left"])],
+    ids=["every step", "every other step"],
+)
+def test_the_time_left_is_that_of_steps_after_the_first(
+    tmp_path, capsys, monkeypatch, every, expected
+):
+    """The first step, of a minute here, compiles and fills caches; later steps take a second."""
     now = 0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     log = RunLog(tmp_path / "metrics.jsonl", start=0, total=10, enabled=True, title="t")
-    for step in range(4):
-        now += 1 if step else 60
+    for step, seconds in enumerate([60, 1, 1, 1]):
+        now += seconds
         log.step(8)
         if (step + 1) % every == 0:
             log.metrics(step + 1, {}, "loss 2")
     log.close()
     left = [line.partition(" MiB, 0:00:0")[2] for line in capsys.readouterr().out.splitlines()]
-    assert left == {1: ["", "8 left", "7 left", "6 left"], 2: ["8 left", "6 left"]}[every]
+    assert left == expected
 
 
 def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(capsys, monkeypatch):
@@ -82,10 +83,10 @@ def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(caps
     with Progress("work", 100, "step") as progress:
         for now[0] in range(1, 72):
             progress.add()
-    assert (
-        capsys.readouterr().out
-        == "work: 10 of 100 steps, 01:30 left\nwork: 70 of 100 steps, 00:30 left\n"
-    )
+    assert capsys.readouterr().out.splitlines() == [
+        "work: 10 of 100 steps, 01:30 left",
+        "work: 70 of 100 steps, 00:30 left",
+    ]
 
 
 # ---------------------------------------------------------------- a tracker
@@ -94,36 +95,41 @@ def test_progress_of_a_command_is_a_line_after_ten_seconds_and_every_minute(caps
 def test_a_tracker_gets_the_numbers_and_goes_on_under_the_id_of_the_folder(tmp_path, monkeypatch):
     """wandb is not a dependency: a module of its name takes the calls."""
     PartialState()  # as a script has it
-    started, told = [], []
-    run = SimpleNamespace(
-        log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finished")
-    )
-    config = SimpleNamespace(update=lambda values, **_: started.append(values))
-    fake = SimpleNamespace(
-        init=lambda **how: started.append(how) or run,
-        config=config,
-        Image=lambda image: image.shape,
-    )
-    monkeypatch.setitem(sys.modules, "wandb", fake)
+    started = []
+    told = []
+
+    class Run:
+        def log(self, values, step):
+            told.append((step, values))
+
+        def finish(self):
+            told.append("finished")
+
+    class Config:
+        def update(self, values, **_):
+            started.append(values)
+
+    def init(**options):
+        started.append(options)
+        return Run()
+
+    wandb = SimpleNamespace(init=init, config=Config(), Image=lambda image: image.shape)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for _ in range(2):
         tracker = open_tracker("wandb", tmp_path / "run", 0, "moh_vision dit", {"seed": 1}, True)
         log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t", tracker)
         log.metrics(0, dict(loss=1.5, grad_norm=float("nan"), head_usage=[[1.0]]), "loss")
-        log.event(
-            1, dict(validation=dict(top1=50.0, n=[1]), on=True, name="x", none=None), "validation"
-        )
+        values = dict(validation=dict(top1=50.0, n=[1]), on=True, name="x", none=None)
+        log.event(1, values, "validation")
         log.pictures(1, "samples", torch.zeros(4, 3, 8, 8, dtype=torch.uint8))
         log.close()
     first, config, second, _ = started
     assert config == {"seed": 1} and first["id"] == second["id"] and first["resume"] == "allow"
     assert first["project"] == "moh_vision dit" and first["name"] == "run"
     (step, values), validation, images, end = told[:4]
-    assert (
-        step == 0
-        and values["loss"] == 1.5
-        and "grad_norm" not in values
-        and "images_per_s" in values
-    )
+    assert step == 0
+    assert values["loss"] == 1.5 and "images_per_s" in values
+    assert "grad_norm" not in values  # it is not a number
     assert validation == (1, {"validation/top1": 50.0}) and end == "finished"
     assert images == (1, {"samples": [(8, 8, 3)] * 4})
 
@@ -140,16 +146,14 @@ def test_json_has_null_for_numbers_that_are_not_finite(tmp_path, capsys):
     )
     write_json(tmp_path / "results.json", values)
     assert json.loads((tmp_path / "results.json").read_text(), parse_constant=pytest.fail) == finite
-    named = (
-        "null stands for a number that is not finite: loss, validation.fid, validation.per_layer"
-    )
-    assert capsys.readouterr().out == f"{tmp_path}/results.json: {named}\n"
+    keys = "loss, validation.fid, validation.per_layer"
+    said = f"{tmp_path}/results.json: null stands for a number that is not finite: {keys}\n"
+    assert capsys.readouterr().out == said
     log = RunLog(tmp_path / "metrics.jsonl", 0, 2, True, "t")
     log.event(1, values, "scores")
     log.close()
-    assert json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail) == dict(
-        finite, step=1
-    )
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=pytest.fail) == dict(finite, step=1)
 
 
 def test_a_tracker_whose_package_is_missing(monkeypatch):
@@ -165,25 +169,27 @@ def test_a_line_for_every_start_and_the_files_that_are_there_at_the_end(tmp_path
     for steps in (1, 2):
         main(arguments("cls", run, steps, 1, "--tracker", "null"))
     first, second = map(json.loads, (run / "environment.jsonl").read_text().splitlines())
-    assert (first["step"], second["step"]) == (0, 1) and first["date"] <= second["date"]
+    assert (first["step"], second["step"]) == (0, 1)
+    assert first["date"] <= second["date"]
     assert first["command"].startswith("train_cls.py --config configs/quickstart/cls.yaml")
     assert "--max-steps 1" in first["command"] and "--max-steps 2" in second["command"]
-    assert first["versions"]["torch"] == torch.__version__.split("+")[0] and first["processes"] == 1
-    assert (
-        first["versions"]["moh_vision"] == __version__ and first["device"] and first["cores"] >= 1
-    )
-    made, _, following = capsys.readouterr().out.partition(f"{run} has ")[2].partition("\nnext\n")
-    named = made.split(", ")
+    assert first["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert first["versions"]["moh_vision"] == __version__
+    assert first["processes"] == 1
+    assert first["device"] and first["cores"] >= 1
+    files, _, commands = capsys.readouterr().out.partition(f"{run} has ")[2].partition("\nnext\n")
+    named = files.split(", ")
     assert {"results.json", "model.safetensors", "checkpoints", "config.yaml"} <= set(named)
-    assert all((run / name).exists() for name in named) and "best.safetensors" not in named
-    assert shlex.split(following.splitlines()[0])[-1] == str(run)
+    assert all((run / name).exists() for name in named)
+    assert "best.safetensors" not in named
+    assert shlex.split(commands.splitlines()[0])[-1] == str(run)
 
 
 def test_commit(tmp_path):
     def git(*words):
-        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
         return subprocess.run(
-            ["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+            command, cwd=tmp_path, check=True, capture_output=True, text=True
         ).stdout
 
     git("init", "-q")
@@ -202,13 +208,15 @@ def test_commit(tmp_path):
 @pytest.mark.parametrize("command", [*sum(logging.NEXT.values(), ()), *logging.OF_FILES.values()])
 def test_what_comes_next_is_a_command(command, capsys):
     module, *words = shlex.split(f"python -m moh_vision{command}")[2:]
-    module, name = ("moh_vision.__main__", words[:1]) if module == "moh_vision" else (module, [])
+    argv = ["--help"]
+    if module == "moh_vision":
+        module = "moh_vision.__main__"
+        argv = [words[0], "--help"]
     with contextlib.suppress(SystemExit):
-        importlib.import_module(module).main([*name, "--help"])
-    taken = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
-    assert {w for w in words if w.startswith("--")} <= {
-        option.replace("_", "-") for option in taken
-    }
+        importlib.import_module(module).main(argv)
+    known = re.findall(r"(?<![\w-])--[\w-]+", capsys.readouterr().out)
+    options = {word for word in words if word.startswith("--")}
+    assert options <= {option.replace("_", "-") for option in known}
 
 
 @pytest.mark.parametrize("objective", ["noise", "flow"])

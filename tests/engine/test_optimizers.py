@@ -22,68 +22,85 @@ from tests.support.small_runs import arguments, same
 
 
 def test_names():
-    assert {"nadamw", "lion", "muon", "adamuon"} <= set(names()) and check_sharded("muon") is None
-    refuse(
-        "optim.name 'adamuon' does not work with FSDP: launch with DDP", check_sharded, "adamuon"
-    )
-    # kron: its random numbers are not in its state
-    for name, words in dict(
-        adamww="did you mean .*adamw", AdamW="did you mean adamw", kron=""
-    ).items():
-        refuse(
-            f"optim.name '{name}' is not one of timm's optimisers.*{words}", OptimConfig, name=name
-        )
+    assert {"nadamw", "lion", "muon", "adamuon"} <= set(names())
+    assert check_sharded("muon") is None
+    words = "optim.name 'adamuon' does not work with FSDP: launch with DDP"
+    refuse(words, check_sharded, "adamuon")
+    # kron's random numbers are not in its state.
+    suggestions = dict(adamww="did you mean .*adamw", AdamW="did you mean adamw", kron="")
+    for name, words in suggestions.items():
+        unknown = f"optim.name '{name}' is not one of timm's optimisers"
+        refuse(f"{unknown}.*{words}", OptimConfig, name=name)
+
+
+# What an optimiser takes by itself: (betas, eps, momentum)
+DEFAULTS = dict(
+    adamw=((0.9, 0.999), 1e-8, None),
+    lion=((0.9, 0.99), None, None),
+    sgd=(None, None, 0.9),
+    muon=((0.9, 0.95), 1e-7, 0.95),
+    adan=(None, 1e-8, None),
+)
 
 
 def test_what_is_left_out_is_the_optimisers_own():
     assert len(names()) > 60
-    given = {
-        name: ClsConfig(optim=OptimConfig(name=name)).optim
-        for name in ("adamw", "lion", "sgd", "muon", "adan")
-    }
-    found = {name: (c.betas, c.eps, c.momentum) for name, c in given.items()}
-    assert found["adamw"] == ((0.9, 0.999), 1e-8, None)  # as every run before had it
-    assert found["lion"] == ((0.9, 0.99), None, None) and found["sgd"] == (None, None, 0.9)
-    assert found["muon"] == ((0.9, 0.95), 1e-7, 0.95) and found["adan"] == (None, 1e-8, None)
-    group = make_optimizer(
-        torch.nn.Linear(2, 2), OptimConfig(name="lion", betas=(0.8, 0.9), lr=0.3)
-    ).param_groups[0]
+    for name, expected in DEFAULTS.items():
+        optim = ClsConfig(optim=OptimConfig(name=name)).optim
+        assert (optim.betas, optim.eps, optim.momentum) == expected
+    optim = OptimConfig(name="lion", betas=(0.8, 0.9), lr=0.3)
+    group = make_optimizer(torch.nn.Linear(2, 2), optim).param_groups[0]
     assert (group["betas"], group["lr"]) == ((0.8, 0.9), 0.3)
 
 
+def small_vit():
+    return timm.create_model("moh_vit_tiny_patch16_224", depth=2, img_size=32)
+
+
+def small_transnext():
+    sizes = dict(embed_dims=(24, 48, 96, 192), depths=(1, 1, 1, 1))
+    return timm.create_model("moh_transnext_small_80", **sizes)
+
+
+def small_dit():
+    return timm.create_model("dit_small_patch2", depth=2)
+
+
+def small_translation_model():
+    return create_text_model("mt_mae_7", vocab_size=50, hidden_size=64, intermediate_size=64)
+
+
 MODELS = {
-    "ViT": lambda: timm.create_model("moh_vit_tiny_patch16_224", depth=2, img_size=32),
-    "TransNeXt": lambda: timm.create_model(
-        "moh_transnext_small_80", embed_dims=(24, 48, 96, 192), depths=(1, 1, 1, 1)
-    ),
-    "DiT": lambda: timm.create_model("dit_small_patch2", depth=2),
-    "translation": lambda: create_text_model(
-        "mt_mae_7", vocab_size=50, hidden_size=64, intermediate_size=64
-    ),
+    "ViT": small_vit,
+    "TransNeXt": small_transnext,
+    "DiT": small_dit,
+    "translation": small_translation_model,
 }
+# Parts of the names of parameters that muon leaves to its fallback.
+NOT_MATRICES = (".router.", "embed", "head.", "final_layer", "relative_pos", "cpb_", "bias")
 
 
 @pytest.mark.parametrize("family", MODELS)
 def test_muon_takes_the_matrices_of_the_layers(family):
     model = MODELS[family]()
     optimizer = make_optimizer(model, OptimConfig(name="muon"))
-    called = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    own = {
-        called[id(p)]
-        for g in optimizer.param_groups
-        if not g.get("use_fallback")
-        for p in g["params"]
+    groups = optimizer.param_groups
+    names_of = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    assert len(names_of) == sum(len(group["params"]) for group in groups)
+    taken = {
+        names_of[id(parameter)]
+        for group in groups
+        if not group.get("use_fallback")
+        for parameter in group["params"]
     }
-    assert len(called) == sum(len(g["params"]) for g in optimizer.param_groups)
-    others = (".router.", "embed", "head.", "final_layer", "relative_pos", "cpb_", "bias")
-    assert own and not [name for name in own if any(word in name for word in others)]
-    assert {
-        n for n in called.values() if n.endswith(("attn.qkv.weight", "attn.proj.weight"))
-    } <= own
+    assert taken
+    assert not [name for name in taken if any(word in name for word in NOT_MATRICES)]
+    matrices = ("attn.qkv.weight", "attn.proj.weight")
+    assert {name for name in names_of.values() if name.endswith(matrices)} <= taken
 
 
 def test_every_optimiser_goes_on_to_the_bit_from_its_checkpoint(tmp_path):
-    """And no gradient of zero moves a weight, as MAE's gates need in joint training."""
+    """No gradient of zero moves a weight, as MAE's gates need in joint training."""
     PartialState(cpu=True)
     start = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
     data = torch.randn(4, 16, 6)
@@ -121,12 +138,14 @@ def test_every_optimiser_goes_on_to_the_bit_from_its_checkpoint(tmp_path):
 
 
 def _bits(state):
-    """The state of an optimiser as values that compare: of a tensor type, shape and numbers."""
-    return {
-        (index, key): (value.dtype, value.tolist()) if torch.is_tensor(value) else value
-        for index, values in state.items()
-        for key, value in values.items()
-    }
+    """Return the state of an optimiser as values that compare: type and numbers of a tensor."""
+    found = {}
+    for index, values in state.items():
+        for key, value in values.items():
+            if torch.is_tensor(value):
+                value = (value.dtype, value.tolist())
+            found[index, key] = value
+    return found
 
 
 def test_a_state_that_cannot_be_saved_is_refused_before_step_0(tmp_path, capsys, monkeypatch):

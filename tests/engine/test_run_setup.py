@@ -17,35 +17,49 @@ def setup_of(**parts):
     return RunSetup(name="train.py", **(given | parts))
 
 
-@pytest.mark.parametrize("error, setting_up, code", [
-    (ValueError("a mistake"), True, 2),
-    (FileNotFoundError("a mistake"), True, 2),
-    (ModuleNotFoundError("", name="transformers"), True, 2),
-    (ModuleNotFoundError("of ours", name="moh_vision.none"), True, None),
-    (KeyError("of ours"), True, None),
-    (ValueError("of ours"), False, None),  # the folder is open: no mistake of a user is left
-    (ModuleNotFoundError("of ours", name="transformers"), False, None),
-    (BadData("an image"), False, 2),
-    (SaveError("a full disk"), False, 1),
-    (FloatingPointError("a loss"), False, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, setting_up, code",
+    [
+        (ValueError("a mistake"), True, 2),
+        (FileNotFoundError("a mistake"), True, 2),
+        (ModuleNotFoundError("", name="transformers"), True, 2),
+        (BadData("an image"), False, 2),
+        (SaveError("a full disk"), False, 1),
+        (FloatingPointError("a loss"), False, 1),
+    ],
+)
 def test_what_a_user_can_mend_is_one_line(error, setting_up, code, capsys):
-    """And all else keeps its traceback."""
-    expected = type(error) if code is None else SystemExit
-    with pytest.raises(expected) as raised, setup_of(setting_up=setting_up).reporting():
+    with pytest.raises(SystemExit) as stop, setup_of(setting_up=setting_up).reporting():
         raise error
-    lines = capsys.readouterr().err.splitlines()
-    if code is None:
-        assert raised.value is error and lines == []
-    else:
-        assert raised.value.code == code
-        assert len(lines) == 1 and lines[0].startswith("train.py: error: ")
+    assert stop.value.code == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("train.py: error: ")
 
 
-@pytest.mark.parametrize("found, span", [
-    (None, Span(0, 9, None)),
-    ((4, Path("run/checkpoints/step_4")), Span(4, 9, Path("run/checkpoints/step_4"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error, setting_up",
+    [
+        (ModuleNotFoundError("of ours", name="moh_vision.none"), True),
+        (KeyError("of ours"), True),
+        (ValueError("of ours"), False),  # the folder is open: no mistake of a user is left
+        (ModuleNotFoundError("of ours", name="transformers"), False),
+    ],
+)
+def test_our_mistakes_keep_their_traceback(error, setting_up, capsys):
+    with pytest.raises(type(error)) as raised, setup_of(setting_up=setting_up).reporting():
+        raise error
+    assert raised.value is error
+    assert capsys.readouterr().err == ""
+
+
+STEP_4 = Path("run/checkpoints/step_4")
+
+
+@pytest.mark.parametrize(
+    "found, span",
+    [(None, Span(0, 9, None)), ((4, STEP_4), Span(4, 9, STEP_4))],
+    ids=["a new run", "a run with a checkpoint"],
+)
 def test_the_steps_that_are_left_to_do(found, span):
     """A sampler is told the same."""
     optim = SimpleNamespace(batch_size=8, accumulation=2)

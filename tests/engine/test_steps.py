@@ -14,25 +14,25 @@ from tests.support.refusals import refuse
 
 
 def test_schedule():
-    rates = [learning_rate(s, 1.0, "cosine", 10, 110, 0.1) for s in range(111)]
-    assert rates[0] == pytest.approx(0.1) and rates[9] == rates[10] == 1.0
-    assert rates[60] == pytest.approx(0.55) and rates[110] == pytest.approx(0.1)
-    assert all(a >= b for a, b in zip(rates[10:], rates[11:], strict=False))
-    assert [learning_rate(s, 2.0, "constant", 2, 5, 0.0) for s in range(5)] == [
-        1.0,
-        2.0,
-        2.0,
-        2.0,
-        2.0,
-    ]
+    rates = [learning_rate(step, 1.0, "cosine", 10, 110, 0.1) for step in range(111)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.55)
+    assert rates[110] == pytest.approx(0.1)
+    assert all(before >= after for before, after in zip(rates[10:], rates[11:], strict=False))
+    constant = [learning_rate(step, 2.0, "constant", 2, 5, 0.0) for step in range(5)]
+    assert constant == [1.0, 2.0, 2.0, 2.0, 2.0]
     linear = [
-        learning_rate(s, 1.0, "linear", 10, 20, 0.5, warmup_lr=0.1) for s in (0, 9, 10, 15, 20, 30)
+        learning_rate(step, 1.0, "linear", 10, 20, 0.5, warmup_lr=0.1)
+        for step in (0, 9, 10, 15, 20, 30)
     ]
     assert linear == pytest.approx([0.19, 1.0, 1.0, 0.75, 0.5, 0.5])
+    # The rate is continuous at the end of the warm-up.
     falling = [
-        learning_rate(s, 2.0, "inverse_sqrt", 100, 1000, 0.0) for s in (49, 99, 399, 10_000 - 1)
+        learning_rate(step, 2.0, "inverse_sqrt", 100, 1000, 0.0)
+        for step in (49, 99, 399, 10_000 - 1)
     ]
-    assert falling == pytest.approx([1.0, 2.0, 1.0, 0.2])  # continuous at the end of the warm-up
+    assert falling == pytest.approx([1.0, 2.0, 1.0, 0.2])
 
 
 def test_groups_keep_their_scale():
@@ -44,22 +44,19 @@ def test_groups_keep_their_scale():
 
 
 def test_losses_are_averaged_over_micro_batches():
-    accelerator = SimpleNamespace(reduce=lambda tensor, how: tensor)
-    micro = [
-        dict(
-            loss=torch.tensor(v),
+    def losses(loss, head_runs):
+        return dict(
+            loss=torch.tensor(loss),
             task_loss=torch.tensor(0.125),
-            mse=torch.tensor(2 * v),
-            head_runs=[runs],
+            mse=torch.tensor(2 * loss),
+            head_runs=[torch.tensor(head_runs)],
         )
-        for v, runs in (
-            (0.25, torch.tensor([3.0, 3.0, 3.0])),
-            (0.75, torch.tensor([3.0, 0.0, 9.0])),
-        )
-    ]
+
+    accelerator = SimpleNamespace(reduce=lambda tensor, reduction: tensor)
+    micro_batches = [losses(0.25, [3.0, 3.0, 3.0]), losses(0.75, [3.0, 0.0, 9.0])]
     # Ratios are those of the means: their own means would be 0.667 for balance_share, and 0.667 and 0.5 for the heads.
     means = dict(loss=0.5, task_loss=0.125, mse=1.0, balance_share=0.75, head_usage=[[0.5, 0.25]])
-    assert average_over_step(accelerator, micro) == means
+    assert average_over_step(accelerator, micro_batches) == means
 
 
 def test_accelerate_told_otherwise_is_refused(monkeypatch, forget_precision):
@@ -77,10 +74,13 @@ ACCELERATOR = SimpleNamespace(is_main_process=True, wait_for_everyone=lambda: No
 
 @contextlib.contextmanager
 def opened(path, config, fresh=False):
+    def changes(earlier):
+        return ["lr: 1 -> 2"] if earlier != config else []
+
     with contextlib.ExitStack() as held:
         folder = RunFolder(str(path), fresh, ACCELERATOR, held)
         folder.find_checkpoint(1)
-        folder.open(config, lambda earlier: ["lr: 1 -> 2"] * (earlier != config))
+        folder.open(config, changes)
         yield
 
 
@@ -117,13 +117,8 @@ def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, 
     monkeypatch.setattr("moh_vision.common.io.PAUSE", 0)
     run = tmp_path / "run"
     child = hold(opened, run, {})
-    refuse(
-        f"--output {run}: process {child} on .* is writing there; wait, or take",
-        open_here,
-        run,
-        {},
-        fresh,
-    )
+    words = f"--output {run}: process {child} on .* is writing there; wait, or take"
+    refuse(words, open_here, run, {}, fresh)
     RunFolder(str(run), fresh, ACCELERATOR, None, dry=True).find_checkpoint(1)  # only reads
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -141,7 +136,9 @@ def test_two_processes_that_begin_at_once_and_one_that_was_killed_while_it_began
         (run / name).write_text("")
     open_here(run, {})
     (run / "config.yaml").unlink()
-    monkeypatch.setattr(
-        ACCELERATOR, "wait_for_everyone", lambda: (run / "config.yaml").write_text("")
-    )
+
+    def another_process_begins():
+        (run / "config.yaml").write_text("")
+
+    monkeypatch.setattr(ACCELERATOR, "wait_for_everyone", another_process_begins)
     refuse("another process has begun a run there meanwhile", open_here, run, {})

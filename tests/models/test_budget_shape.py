@@ -19,7 +19,9 @@ from tests.support.small_runs import arguments, results
 
 SIZES = dict(img_size=8, patch_size=4, embed_dim=32, depth=4, num_heads=8, num_classes=3)
 DIT = dict(sample_size=4, hidden_size=48, num_layers=4, num_attention_heads=8, num_classes=2)
-UNIFORM, RAMP = [4, 4, 4, 4], [3, 4, 4, 5]  # half of eight heads in four layers
+# Half of eight heads in four layers.
+UNIFORM = [4, 4, 4, 4]
+RAMP = [3, 4, 4, 5]
 
 
 def vit(**kwargs):
@@ -101,8 +103,9 @@ def test_a_converted_language_model_is_uniform():
 
 @pytest.mark.parametrize("spec, expected", [("uniform:0.75", [4, 4]), ("ramp:0.75", [3, 5])])
 def test_runs_and_published_folders_keep_it(spec, expected, tmp_path, capsys):
-    """Validated at 0.5, trained at every share, and published: the same heads run."""
-    run, folder = tmp_path / "run", tmp_path / "published"
+    """A run that is trained at every share, validated at 0.5 and published runs the same heads."""
+    run = tmp_path / "run"
+    folder = tmp_path / "published"
     elastic = f"--model.head_budget {spec} --budget_range 0.5 1"
     # The smallest share fixes the shared heads.
     elastic = elastic.replace("0.75", "0.5")

@@ -22,8 +22,8 @@ from tests.support.dense_vits import DEIT, DINOV3, EVA02, SMALL, VIT, dense, ima
 from tests.support.official_dit import diffusers_dit
 from tests.support.refusals import refuse
 
-# What pretrained ViTs are made of: a model of timm, and its options.
-KINDS = {
+# Variants of pretrained ViTs: a model of timm, and its options.
+VARIANTS = {
     "augreg": (VIT, {}),
     "dinov2": (VIT, dict(init_values=1e-1, reg_tokens=4, no_embed_class=True)),
     "siglip": (VIT, dict(class_token=False, global_pool="map")),
@@ -52,11 +52,12 @@ def trained_routers(model):
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_converted_saved_and_loaded(kind, tmp_path):
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_converted_saved_and_loaded(variant, tmp_path):
     """All heads: the dense model to the bit, float32 and float64; from timm's weights too. Fewer: what timm saves."""
-    name, options = KINDS[kind]
-    model, x = dense(name, **options), images()
+    name, options = VARIANTS[variant]
+    model = dense(name, **options)
+    x = images()
     save_file(model.state_dict(), tmp_path / "dense.safetensors")
     with torch.no_grad():
         want = model(x)
@@ -72,47 +73,43 @@ def test_converted_saved_and_loaded(kind, tmp_path):
                 assert ours.blocks[0].attn.proj.weight.dtype == dtype
                 assert torch.equal(ours(x.to(dtype)), theirs(x.to(dtype)))
         assert moh_vision.head_budget(ours)["share"] == 1
-        ours = moh_vision.convert(
-            moh_vision.convert(copy.deepcopy(model), router="dense")
-        )  # a baseline of ours
+        baseline = moh_vision.convert(copy.deepcopy(model), router="dense")
+        ours = moh_vision.convert(baseline)
         assert torch.equal(ours(x), want)
 
         options = dict(base=name, **SMALL, **options)
         loaded = timm.create_model("moh_vit", head_budget=1.0, **options).eval()
-        assert torch.equal(
-            moh_vision.load_checkpoint(loaded, tmp_path / "dense.safetensors")(x), want
-        )
+        moh_vision.load_checkpoint(loaded, tmp_path / "dense.safetensors")
+        assert torch.equal(loaded(x), want)
         file = dict(file=str(tmp_path / "dense.safetensors"), num_classes=5)
-        again = timm.create_model(
-            "moh_vit", pretrained=True, pretrained_cfg_overlay=file, **options
-        ).eval()
+        options = dict(options, pretrained=True, pretrained_cfg_overlay=file)
+        again = timm.create_model("moh_vit", **options).eval()
         assert torch.equal(again(x), want)
 
         trained_routers(moh_vision.set_head_budget(ours, 0.6))
         timm.models.save_for_hf(ours, tmp_path / "moh", safe_serialization=True)
         again = timm.create_model(f"local-dir:{tmp_path / 'moh'}", pretrained=True).eval()
-        assert type(again) is type(ours) and moh_vision.head_budget(
-            again
-        ) == moh_vision.head_budget(ours)
+        assert type(again) is type(ours)
+        assert moh_vision.head_budget(again) == moh_vision.head_budget(ours)
         assert torch.equal(again(x), ours(x)) and not torch.allclose(ours(x), want)
-        moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])(
-            x
-        )  # the heads in another order
-        torch.testing.assert_close(moved, want, rtol=1e-4, atol=1e-4)
+        # Calibration puts the heads into another order.
+        calibrated = moh_vision.convert(copy.deepcopy(model), calibrate=[x])
+        torch.testing.assert_close(calibrated(x), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", [DINOV3, EVA02, DEIT])
-def test_fewer_heads(name):
-    """Prefix tokens are routed as others; every parameter learns, with checkpointing too."""
-    model, x, grads = trained_routers(moh_vision.convert(dense(name), "uniform:0.5")), images(3), []
+@pytest.mark.parametrize("name, prefix_tokens", [(DINOV3, 5), (EVA02, 1), (DEIT, 2)])
+def test_fewer_heads(name, prefix_tokens):
+    """Prefix tokens are routed like patches; every parameter learns, with checkpointing too."""
+    model = trained_routers(moh_vision.convert(dense(name), "uniform:0.5"))
+    x = images(3)
+    grads = []
     with torch.no_grad():
         assert torch.equal(model.forward_routed(x)[0], model(x))
     for checkpointing in (False, True):
         model.train().set_grad_checkpointing(checkpointing)
         logits, stats = model.forward_routed(x)
-        assert all(
-            s.counts.sum() == 3 * (16 + {DINOV3: 5, EVA02: 1, DEIT: 2}[name]) * 3 for s in stats
-        )
+        for layer_stats in stats:  # 3 images, 16 patches, 3 active heads
+            assert layer_stats.counts.sum() == 3 * (16 + prefix_tokens) * 3
         loss = logits.square().mean() + load_balance_loss(stats)
         grads.append(torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad]))
     torch.testing.assert_close(*grads)
@@ -120,7 +117,7 @@ def test_fewer_heads(name):
 
 @pytest.mark.parametrize("name", [DINOV3, EVA02, DEIT])
 def test_other_image_sizes(name):
-    """Through dynamic_img_size and set_input_size; patch dropout keeps the positions of the patches that stay."""
+    """Sizes change by dynamic_img_size and set_input_size; patch dropout keeps the positions of the patches that stay."""
     wide = images(2, 24, 48)
     for dynamic in (True, False):
         theirs = dense(name, dynamic_img_size=dynamic)
@@ -156,11 +153,11 @@ def test_a_single_routed_head_is_told_only_where_its_weight_is_constant(
 
 
 def test_budgets_of_a_converted_model(caplog):
-    table = moh_vision.head_budget(
-        moh_vision.convert(dense(), 0.5)
-    )  # a number is the same share in every layer
+    # A number is the same share in every layer.
+    table = moh_vision.head_budget(moh_vision.convert(dense(), 0.5))
     assert [(layer["shared"], layer["routed"]) for layer in table["layers"]] == [(1, 2)] * 3
-    model, x = moh_vision.convert(dense()), images()
+    model = moh_vision.convert(dense())
+    x = images()
     assert not caplog.messages
     before = model(x)
     assert moh_vision.set_head_budget(model, 0.5) is model  # as convert(model, 0.5)
@@ -175,7 +172,7 @@ def test_budgets_of_a_converted_model(caplog):
     assert torch.equal(model(x), before)
     moh_vision.convert(dense(), head_budget="ramp:0.5")
     assert caplog.messages == [told] * 2
-    # A saved one is made so.
+    # A model that is saved with such a budget is made without a word.
     timm.create_model("moh_vit", base=VIT, **SMALL, head_budget="ramp:0.5")
     assert caplog.messages == [told] * 2
 
@@ -185,26 +182,16 @@ def test_dropout_training_mode_and_frozen_weights_stay():
     model.blocks[0].attn.qkv.weight.requires_grad_(False)
     model.blocks[1].attn.fused_attn = False
     kept = {name: p.data_ptr() for name, p in model.named_parameters()}
-    assert [layer.fused_attn for layer in attention_layers(moh_vision.convert(model))] == [
-        True,
-        False,
-        True,
-    ]
-    assert (
-        kept.items() <= {name: p.data_ptr() for name, p in model.named_parameters()}.items()
-    )  # no copies
+    layers = attention_layers(moh_vision.convert(model))
+    assert [layer.fused_attn for layer in layers] == [True, False, True]
+    # Parameters are not copied.
+    assert kept.items() <= {name: p.data_ptr() for name, p in model.named_parameters()}.items()
     attn = model.blocks[0].attn
-    assert (
-        attn.attn_drop.p == 0.1
-        and attn.proj_drop.p == 0.2
-        and attn.training
-        and attn.router.training
-    )
+    assert attn.attn_drop.p == 0.1 and attn.proj_drop.p == 0.2
+    assert attn.training and attn.router.training
     assert not attn.qkv.weight.requires_grad
-    assert (
-        moh_vision.convert(dense().to(torch.float64)).blocks[0].attn.router.routed.weight.dtype
-        == torch.float64
-    )
+    double = moh_vision.convert(dense().to(torch.float64))
+    assert double.blocks[0].attn.router.routed.weight.dtype == torch.float64
     model = dense("eva02_base_patch14_224")
     for letter in "qkv":
         getattr(model.blocks[0].attn, f"{letter}_proj").requires_grad_(False)
@@ -214,37 +201,42 @@ def test_dropout_training_mode_and_frozen_weights_stay():
 
 
 def test_calibration_puts_the_strongest_heads_first():
-    model, x = dense(), images(8)
-    # Heads 4 and 1 of the first layer are made the strong ones.
+    model = dense()
+    x = images(8)
+    # Heads 4 and 1 of the first layer become the strong ones.
     proj = model.blocks[0].attn.proj.weight.data.unflatten(1, (6, 8))
     proj[:, 4] *= 30
     proj[:, 1] *= 10
     share = head_lengths(model, [block.attn for block in model.blocks], [x[:4], x[4:]])
     assert share[0].argsort(descending=True)[:2].tolist() == [4, 1]
     # Against the definition: each head alone through the output projection.
-    attn, seen = model.blocks[0].attn, []
+    attn = model.blocks[0].attn
+    seen = []
     hook = attn.proj.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     with torch.no_grad():
         want = model(x)
     hook.remove()
-    heads = [slice(8 * h, 8 * h + 8) for h in range(6)]
-    alone = [nn.functional.linear(seen[0][..., own], attn.proj.weight[:, own]) for own in heads]
-    lengths = torch.stack([a.norm(dim=-1).mean() for a in alone])
+    lengths = []
+    for head in range(6):
+        columns = slice(8 * head, 8 * head + 8)
+        output = nn.functional.linear(seen[0][..., columns], attn.proj.weight[:, columns])
+        lengths.append(output.norm(dim=-1).mean())
+    lengths = torch.stack(lengths)
     torch.testing.assert_close(share[0], lengths, rtol=1e-4, atol=0)
 
     plain = moh_vision.convert(copy.deepcopy(model), head_budget=0.5)
     strongest = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=[x])
     with torch.no_grad():
-        one = moh_vision.convert(
-            copy.deepcopy(model), head_budget=0.5, calibrate=x
-        )  # a tensor is one batch
+        # A tensor is one batch.
+        one = moh_vision.convert(copy.deepcopy(model), head_budget=0.5, calibrate=x)
         assert torch.equal(one(x), strongest(x))
         assert (strongest(x) - want).norm() < (plain(x) - want).norm()
 
 
 def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
-    """What `calibrate_images` does in train_cls.py."""
-    source, x = dense(), images(8)
+    """`share_strongest_heads` is what `calibrate_images` calls in train_cls.py."""
+    source = dense()
+    x = images(8)
     source.blocks[0].attn.proj.weight.data.unflatten(1, (6, 8))[:, 4] *= 30
     save_file(source.state_dict(), tmp_path / "vit.safetensors")
     model = moh_vit(head_budget="uniform:0.5")
@@ -260,20 +252,19 @@ def test_fine_tuning_starts_with_the_strongest_heads(tmp_path):
 @pytest.mark.parametrize("router", ["moh", "query_norm", "mae"])
 @torch.no_grad()
 def test_our_own_dense_models_with_shared_keys(router, tmp_path):
-    """They keep their name."""
-    model, x = moh_vit(router="dense", kv_heads=2), images()
+    """Converted models keep their name."""
+    model = moh_vit(router="dense", kv_heads=2)
+    x = images()
     want = model(x)
     moved = moh_vision.convert(copy.deepcopy(model), calibrate=[x])
     torch.testing.assert_close(moved(x), want, rtol=1e-4, atol=1e-5)
     assert not torch.equal(moved.blocks[0].attn.qkv.weight, model.blocks[0].attn.qkv.weight)
-    torch.testing.assert_close(
-        moh_vision.convert(model, router=router)(x), want, rtol=1e-5, atol=1e-5
-    )
+    routed = moh_vision.convert(model, router=router)
+    torch.testing.assert_close(routed(x), want, rtol=1e-5, atol=1e-5)
     timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
     again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
-    assert moh_vision.head_budget(again) == moh_vision.head_budget(model) and torch.equal(
-        again(x), model(x)
-    )
+    assert moh_vision.head_budget(again) == moh_vision.head_budget(model)
+    assert torch.equal(again(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -333,9 +324,10 @@ def test_our_own_dense_models_with_shared_keys(router, tmp_path):
 )
 def test_what_cannot_be_converted_stays_as_it_was(make, kwargs, words):
     model = make()
-    kind, before = type(model), str(model)
+    model_class = type(model)
+    before = str(model)
     refuse(words, moh_vision.convert, model, **kwargs)
-    assert type(model) is kind and str(model) == before
+    assert type(model) is model_class and str(model) == before
 
 
 def test_a_refused_budget_leaves_the_model_as_it_was():

@@ -16,13 +16,16 @@ ROWS = [
     for row in PAPER_ROWS
     if row["data"] in ("WMT14 EN-DE", "WikiText-103") and "parameters" in row
 ]
+
+
+def printed(row, key):
+    """Return a number as a paper prints it, in millions, or None."""
+    return yaml.safe_load(row.get(key, "").replace(",", ""))
+
+
+# Parameters and MACs in millions.
 PAPERS = {
-    **{
-        row["model"]: [
-            yaml.safe_load(row.get(key, "").replace(",", "")) for key in ("parameters", "macs")
-        ]
-        for row in ROWS
-    },
+    **{row["model"]: (printed(row, "parameters"), printed(row, "macs")) for row in ROWS},
     "mt_transformer_base": (61, 604),  # Peng 2020, table 2; Zhang has it with more words
     "clm_small": (186, None),  # Jin 2024, table A
     "clm_moh_small_75": (186, None),
@@ -34,15 +37,15 @@ PAPERS = {
 
 
 def counted(preset):
-    """Parameters and MACs of a text preset, for Zhang's input: about 37,000 words in parameters, 32,000 in MACs."""
-    kind = preset.partition("_")[0]
-    ids = torch.zeros(1, dict(mt=10, mlm=128, clm=512)[kind], dtype=torch.long)
+    """Count parameters and MACs of a text preset, for Zhang's input: about 37,000 words in parameters, 32,000 in MACs."""
+    task = preset.partition("_")[0]
+    ids = torch.zeros(1, dict(mt=10, mlm=128, clm=512)[task], dtype=torch.long)
     model = empty(preset)
-    if kind == "mt":
-        return count_parameters(model), count_macs(
-            empty(preset, vocab_size=32_000), ids, decoder_input_ids=ids
-        )
-    return count_parameters(model), count_macs(model, ids)
+    parameters = count_parameters(model)
+    if task == "mt":
+        fewer_words = empty(preset, vocab_size=32_000)
+        return parameters, count_macs(fewer_words, ids, decoder_input_ids=ids)
+    return parameters, count_macs(model, ids)
 
 
 def counted_image(name):
@@ -59,7 +62,8 @@ def counted_image(name):
 def test_rows_of_the_papers(preset):
     """MoA's masked models are printed with linear layers and twice the scores, the others with linear layers alone."""
     millions, macs = PAPERS[preset]
-    (parameters, found), masked = counted(preset), preset.startswith("mlm_")
+    parameters, found = counted(preset)
+    masked = preset.startswith("mlm_")
     assert parameters / 1e6 == pytest.approx(millions, rel=0.0005 if masked else 0.01)
     if preset.startswith("clm_") and "wt103" not in preset:  # Jin 2024, table A
         assert round(parameters / 1e6) == millions
@@ -86,10 +90,9 @@ def test_moa_by_the_formulas_of_the_paper():
 
 
 def tiny(attention, **fields):
-    return empty(
-        "mt_transformer_base", vocab_size=50, hidden_size=24, intermediate_size=40, num_attention_heads=4,
-        encoder_layers=2, decoder_layers=1, attention=attention, **fields,
-    )  # fmt: skip
+    sizes = dict(vocab_size=50, hidden_size=24, intermediate_size=40, num_attention_heads=4)
+    layers = dict(encoder_layers=2, decoder_layers=1)
+    return empty("mt_transformer_base", **sizes, **layers, attention=attention, **fields)
 
 
 def macs_of(model, sources, targets):
@@ -97,68 +100,72 @@ def macs_of(model, sources, targets):
     return count_macs(model, ids[0], decoder_input_ids=ids[1])
 
 
-# Linear layers of one attention by the formulas of the papers, for N queries and M keys of width d = 24.
+# MACs of the linear layers of one attention by the papers' formulas, for N queries and M keys of width d = 24.
+
+
+def dense_by_hand(N, M, attention):
+    return (2 * N + 2 * M) * 24 * 24
+
+
+def moa_by_hand(N, M, attention):
+    """T d (2D + 2KD + E)"""
+    return 24 * (2 * M * 8 + 2 * N * 3 * 8 + N * 5)
+
+
+def moh_by_hand(N, M, attention):
+    """2 of 4 heads of width 6; 3 candidates and 2 gates."""
+    return 2 * M * 24 * 24 + 2 * N * 24 * 12 + N * 24 * (3 + 2)
+
+
+def mae_by_hand(N, M, attention):
+    """6 experts; in the decoder's self-attention one gate a token."""
+    gates = N if attention == "causal" else 1
+    return (2 * N + 2 * M) * 24 * 24 + gates * (24 * 256 + 256 * 6)
+
+
+MOA = dict(router="moa", top_k=3, experts=5, head_dim=8, bias=False)
+# router: (options, formula, width of the heads that run for a token)
 FORMULAS = {
-    "dense": (dict(router="dense"), lambda N, M, how: (2 * N + 2 * M) * 24 * 24, 24),
-    "moa": (
-        dict(router="moa", top_k=3, experts=5, head_dim=8, bias=False),
-        lambda N, M, how: 24 * (2 * M * 8 + 2 * N * 3 * 8 + N * 5),  # T d (2D + 2KD + E)
-        3 * 8,
-    ),
-    "moh": (
-        dict(
-            router="moh", head_budget=[[1, 1]] * 2
-        ),  # 2 of 4 heads of width 6; 3 candidates and 2 gates
-        lambda N, M, how: 2 * M * 24 * 24 + 2 * N * 24 * 12 + N * 24 * (3 + 2),
-        2 * 6,
-    ),
-    "mae": (
-        dict(
-            router="mae", leave_out=2
-        ),  # 6 experts; in the decoder's self-attention one gate a token
-        lambda N, M, how: (
-            (2 * N + 2 * M) * 24 * 24 + (N if how == "causal" else 1) * (24 * 256 + 256 * 6)
-        ),
-        24,
-    ),
+    "dense": (dict(router="dense"), dense_by_hand, 24),
+    "moa": (MOA, moa_by_hand, 3 * 8),
+    "moh": (dict(router="moh", head_budget=[[1, 1]] * 2), moh_by_hand, 2 * 6),
+    "mae": (dict(router="mae", leave_out=2), mae_by_hand, 24),
 }
 
 
-@pytest.mark.parametrize("kind", FORMULAS)
-def test_by_hand_with_texts_of_different_length(kind):
-    attention, formula, width = FORMULAS[kind]
+@pytest.mark.parametrize("router", FORMULAS)
+def test_by_hand_with_texts_of_different_length(router):
+    attention, formula, width = FORMULAS[router]
     fields = {}
-    if kind == "moh":
+    if router == "moh":
         one = dict(attention, head_budget=[[1, 1]])
         fields = dict(decoder_attention=one, cross_attention=one)
     model = tiny(attention, **fields)
-    S, T = 7, 5
+    S = 7
+    T = 5
     macs = macs_of(model, S, T)
     layers = [(S, S, "encoder")] * 2 + [(T, T, "causal"), (T, S, "cross")]
-    assert [(layer.queries, layer.keys) for layer in macs.attention] == [
-        (N, M) for N, M, _ in layers
-    ]
-    assert [layer.router for layer in macs.attention] == [kind] * 4
+    lengths = [(N, M) for N, M, _ in layers]
+    assert [(layer.queries, layer.keys) for layer in macs.attention] == lengths
+    assert [layer.router for layer in macs.attention] == [router] * 4
     assert [layer.linears for layer in macs.attention] == [formula(*layer) for layer in layers]
-    assert [layer.scores for layer in macs.attention] == [2 * N * M * width for N, M, _ in layers]
+    assert [layer.scores for layer in macs.attention] == [2 * N * M * width for N, M in lengths]
     assert macs.other == (2 * S + T) * 2 * 24 * 40 + T * 24 * 50
     assert macs.linears == macs.other + sum(formula(*layer) for layer in layers)
 
 
 def test_nothing_is_left_out_where_every_head_runs():
-    moa = dict(router="moa", top_k=5, experts=5, head_dim=8, bias=False)
-    for attention in (dict(router="dense"), moa):
+    for attention in (dict(router="dense"), dict(MOA, top_k=5)):
         macs = macs_of(tiny(attention), 7, 5)
         assert macs.linears + macs.scores == macs.every_head
-    model = tiny(dict(moa, top_k=3)).train()
+    model = tiny(MOA).train()
     fewer = macs_of(model, 7, 5)
     assert model.training and not any(module._forward_hooks for module in model.modules())
     pairs = 2 * 7 * 7 + 5 * 5 + 5 * 7  # of queries and keys
     queries = 2 * 7 + 5 + 5
     assert fewer.every_head == macs.every_head
-    assert macs.linears + macs.scores - fewer.linears - fewer.scores == 2 * 8 * (
-        2 * queries * 24 + 2 * pairs
-    )
+    spared = 2 * 8 * (2 * queries * 24 + 2 * pairs)
+    assert macs.linears + macs.scores - fewer.linears - fewer.scores == spared
 
 
 def vit(**kwargs):
@@ -169,21 +176,22 @@ def vit(**kwargs):
 
 
 def test_image_models():
-    n, c, D = 5, 8, 2  # 4 patches and a class token
+    n = 5  # 4 patches and a class token
+    c = 8  # width of the model
+    D = 2  # width of a head
     image = torch.zeros(1, 1, 4, 4)
     token = count_macs(vit(head_budget=[(1, 1), (2, 2)]), image)
     router = (n * c * (3 + 2), n * c * (2 + 2 + 2))
     linears = [2 * n * c * c + 2 * n * c * 2 * D + router[0], 4 * n * c * c + router[1]]
     assert [layer.linears for layer in token.attention] == linears
-    assert (
-        token.linears == sum(linears) + 4 * 4 * c + 2 * 2 * n * c * 4 * c + c * 3
-    )  # patches, feed-forward, head
+    patches = 4 * 4 * c
+    feed_forward = 2 * 2 * n * c * 4 * c
+    head = c * 3
+    assert token.linears == sum(linears) + patches + feed_forward + head
     assert token.scores == 2 * n * n * (2 + 4) * D
     sample = count_macs(vit(head_budget=[(1, 1), (2, 2)], scope="sample"), image)
-    linears = [
-        4 * n * c * 2 * D + router[0] // n,
-        4 * n * c * c + router[1] // n,
-    ]  # keys and values too, one choice
+    # The heads that run are chosen once, and their keys and values are computed alone.
+    linears = [4 * n * c * 2 * D + router[0] // n, 4 * n * c * c + router[1] // n]
     assert [layer.linears for layer in sample.attention] == linears
     norms = count_macs(vit(head_budget=[(1, 1), (2, 2)], router="query_norm"), image)
     assert norms.attention[0].linears == 3 * n * c * c + n * c * 2 * D  # it looks at all queries
@@ -193,31 +201,32 @@ def test_describe_says_what_the_budget_spares():
     image = torch.zeros(1, 1, 4, 4)
     model = vit(head_budget=[(1, 1), (2, 2)])
     macs = count_macs(model, image)
-    assert macs.every_head - macs.linears - macs.scores == 2 * 2 * (
-        2 * 5 * 8 + 2 * 5 * 5
-    )  # 2 heads of width 2
+    spared = 2 * 2 * (2 * 5 * 8 + 2 * 5 * 5)  # 2 heads of width 2
+    assert macs.every_head - macs.linears - macs.scores == spared
     text = describe("tiny", model, image)
     assert macs.every_head - macs.dense == 5 * 8 * (3 + 2 + 2 + 2 + 2)  # routers
     share = 100 * (macs.linears + macs.scores) / macs.dense
-    assert (
-        f"MACs:         {macs.dense:,} dense (every head, no router); {share:.1f} % of dense ideal"
-        in text
-    )
+    dense = f"{macs.dense:,} dense (every head, no router)"
+    assert f"MACs:         {dense}; {share:.1f} % of dense ideal" in text
     assert "; 100.0 % of dense ideal" in describe("dense", vit(router="dense"), image)
 
     ids = torch.zeros(1, 3, dtype=torch.long)
-    named = dict(decoder_input_ids=torch.zeros(1, 4, dtype=torch.long))
-    assert "input [1, 3] decoder_input_ids [1, 4]" in describe(
-        "text", tiny(dict(router="dense")), ids, **named
-    )
+    targets = torch.zeros(1, 4, dtype=torch.long)
+    text = describe("text", tiny(dict(router="dense")), ids, decoder_input_ids=targets)
+    assert "input [1, 3] decoder_input_ids [1, 4]" in text
 
 
 def test_an_adaptive_vocabulary():
     """Words read count as frequent ones (C x C); every word is weighed in the output, rare ones in their own width."""
-    model = empty(
-        "clm_wt103_base", vocab_size=100, adaptive_cutoffs=[20, 60], hidden_size=32, intermediate_size=40,
-        num_attention_heads=4, num_hidden_layers=1,
-    )  # fmt: skip
+    sizes = dict(
+        vocab_size=100,
+        adaptive_cutoffs=[20, 60],
+        hidden_size=32,
+        intermediate_size=40,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+    )
+    model = empty("clm_wt103_base", **sizes)
     macs = count_macs(model, torch.zeros(1, 6, dtype=torch.long))
     softmax = 32 * (20 + 2) + (32 * 8 + 8 * 40) + (32 * 2 + 2 * 40)
     assert macs.other == 6 * (32 * 32 + 2 * 32 * 40 + softmax)
@@ -225,7 +234,9 @@ def test_an_adaptive_vocabulary():
 
 def test_dit_spares_what_its_budget_leaves_out():
     macs = counted_image("moh_dit_small_patch2_75")
-    T, d, D = 256, 384, 64
+    T = 256  # tokens
+    d = 384  # width of the model
+    D = 64  # width of a head
     idle = sum(6 - active for active in [3] * 2 + [4] * 4 + [5] * 4 + [6] * 2)
     spared = idle * (2 * T * d * D + 2 * T * T * D)
     assert macs.every_head - macs.linears - macs.scores == spared
@@ -236,12 +247,11 @@ def test_transnext():
     """10.3 G for the small one (Shi 2024, table 1); 9.7 G were it to skip heads everywhere."""
     macs = counted_image("moh_transnext_small_80")
     assert macs.every_head / 1e9 == pytest.approx(10.3, rel=0.02)
-    idle = [(layer, layer.budget.heads - layer.budget.active) for layer in macs.attention]
-    # A head's queries, its part of the output, its scores, and its queries times the tokens of the 3 x 3 window.
-    window = lambda layer: 0 if layer.queries == layer.keys else 9  # noqa: E731
-    spared = sum(
-        24 * n * layer.queries * (2 * layer.dim + 2 * layer.keys + window(layer))
-        for layer, n in idle
-    )
+    spared = 0
+    for layer in macs.attention:
+        idle = layer.budget.heads - layer.budget.active
+        window = 0 if layer.queries == layer.keys else 9  # tokens of the 3 x 3 window
+        # A head's queries, its part of the output, its scores, and its queries times the window.
+        spared += 24 * idle * layer.queries * (2 * layer.dim + 2 * layer.keys + window)
     assert macs.every_head - macs.ideal == spared > 0
     assert "stages.2.blocks.0-21.attn scores       22 x" in "\n".join(module_table(macs))

@@ -51,14 +51,14 @@ def test_diffusers_weights_give_diffusers_outputs_if_asked(theirs, tmp_path, fol
         torch.save(theirs.state_dict(), tmp_path / "diffusion_pytorch_model.bin")
     else:
         theirs.save_pretrained(tmp_path / "transformer" if folder == "pipeline" else tmp_path)
-    want, outputs = output(theirs), {}
+    want = output(theirs)
+    outputs = {}
     for compat in ("diffusers", "official"):
         model = timm.create_model("dit_small_patch2", compat=compat, **DENSE)
         outputs[compat] = output(moh_vision.load_checkpoint(model, tmp_path).eval())
     torch.testing.assert_close(outputs["diffusers"], want, atol=1e-5, rtol=1e-5)
-    assert torch.allclose(
-        outputs["official"][0], want[0], atol=1e-3
-    )  # at t = 0 only an epsilon differs
+    # At t = 0 only an epsilon differs.
+    assert torch.allclose(outputs["official"][0], want[0], atol=1e-3)
     assert (outputs["official"] - want)[2].abs().max() > 1e-3
 
 
@@ -78,7 +78,8 @@ def test_a_diffusers_model_with_embeddings_of_its_own_in_every_block_is_refused(
 @pytest.mark.parametrize("router", ["moh", "query_norm"])
 def test_all_heads_give_the_dense_output(router, scope, tmp_path):
     model = awake(timm.create_model("dit_small_patch2", **DENSE)).eval()
-    want, parameters = output(model), {id(p) for p in model.parameters()}
+    want = output(model)
+    parameters = {id(p) for p in model.parameters()}
     assert moh_vision.convert(model, router=router, scope=scope) is model
     assert torch.equal(output(model), want)
     assert parameters <= {id(p) for p in model.parameters()}

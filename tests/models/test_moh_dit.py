@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import moh_vision
 from moh_vision.attention import load_balance_loss
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 from tests.support.tiny_dit import TINY, awake
 
 MOH = "moh_dit_small_patch2_75"
@@ -15,7 +15,8 @@ SMALL = dict(TINY, head_budget=[(1, 2), (2, 2)])
 
 
 def tiny(name=MOH, **kwargs):
-    return timm.create_model(name, **{**(SMALL if name.startswith("moh") else TINY), **kwargs})
+    sizes = SMALL if name.startswith("moh") else TINY
+    return timm.create_model(name, **{**sizes, **kwargs})
 
 
 def inputs(batch=3):
@@ -28,11 +29,11 @@ def inputs(batch=3):
 
 def test_forward_contract():
     x, t, y = inputs()
-    model, tokens = tiny(), torch.randn(2, 16, 32)
+    model = tiny()
+    tokens = torch.randn(2, 16, 32)
     assert not model(x, t, y).sample.any()
-    assert torch.equal(
-        model.blocks[0](tokens, torch.randn(2, 32)), tokens
-    )  # a new block is the identity
+    # A new block is the identity.
+    assert torch.equal(model.blocks[0](tokens, torch.randn(2, 32)), tokens)
     sample = awake(model)(x, t, y).sample
     assert sample.shape == (3, 6, 8, 8)
     assert torch.equal(model(x, t, y, return_dict=False)[0], sample)
@@ -43,17 +44,14 @@ def test_forward_contract():
 
 
 def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
-    ours, plain = (
-        awake(tiny(learn_sigma=False, patch_bottleneck=5, predict="x")),
-        tiny(learn_sigma=False),
-    )
+    ours = awake(tiny(learn_sigma=False, patch_bottleneck=5, predict="x"))
+    plain = tiny(learn_sigma=False)
     weights = ours.state_dict()
-    narrow, wide = weights["x_embedder.proj.weight"], weights.pop("x_widen.weight")
-    assert (narrow.shape, wide.shape, "x_embedder.proj.bias" in weights) == (
-        (5, 3, 2, 2),
-        (32, 5),
-        False,
-    )
+    narrow = weights["x_embedder.proj.weight"]
+    wide = weights.pop("x_widen.weight")
+    assert narrow.shape == (5, 3, 2, 2)
+    assert wide.shape == (32, 5)
+    assert "x_embedder.proj.bias" not in weights
     weights["x_embedder.proj.weight"] = torch.einsum("ck,kipq->cipq", wide, narrow)
     weights["x_embedder.proj.bias"] = weights.pop("x_widen.bias")
     plain.load_state_dict(weights)
@@ -64,36 +62,36 @@ def test_a_bottleneck_is_a_linear_map_and_an_image_becomes_its_velocity():
     assert half.dtype == torch.float32  # a division by t needs its digits
 
 
-test_impossible_arguments = each_refused(
-    lambda kwargs: timm.create_model(**{"model_name": "dit_small_patch2", **kwargs}),
+DIT = "dit_small_patch2"
+XLARGE = "moh_dit_xlarge_patch2_90"
+IMPOSSIBLE = [
+    (MOH, dict(depth=3), f"{MOH} has its own heads per layer: with depth also give head_budget"),
+    (XLARGE, dict(num_heads=4, depth=2), "with depth and num_heads also give head_budget"),
+    (DIT, dict(img_size=9), "img_size 9 is not a multiple of patch_size 2"),
+    (DIT, dict(embed_dim=100), "embed_dim 100 is not a multiple of num_heads 6"),
+    (DIT, dict(embed_dim=30, num_heads=5), "embed_dim 30 is not a multiple of 4"),
+    (DIT, dict(TINY, predict="x"), "predict 'x' needs learn_sigma False"),
+    (DIT, dict(TINY, predict="image"), "predict 'image' is not one of velocity, x, noise"),
+    (DIT, dict(TINY, compat="kohya"), "compat 'kohya' is not one of official, diffusers"),
     (
-        dict(model_name=MOH, depth=3),
-        f"{MOH} has its own heads per layer: with depth also give head_budget",
-    ),
-    (
-        dict(model_name="moh_dit_xlarge_patch2_90", num_heads=4, depth=2),
-        "with depth and num_heads also give head_budget",
-    ),
-    (dict(img_size=9), "img_size 9 is not a multiple of patch_size 2"),
-    (dict(embed_dim=100), "embed_dim 100 is not a multiple of num_heads 6"),
-    (dict(embed_dim=30, num_heads=5), "embed_dim 30 is not a multiple of 4"),
-    (dict(TINY, predict="x"), "predict 'x' needs learn_sigma False"),
-    (dict(TINY, predict="image"), "predict 'image' is not one of velocity, x, noise"),
-    (dict(TINY, compat="kohya"), "compat 'kohya' is not one of official, diffusers"),
-    (
-        dict(SMALL, model_name=MOH, scope="sample", route_by="class"),
+        MOH,
+        dict(SMALL, scope="sample", route_by="class"),
         "route_by 'class' is not one of condition",
     ),
-    (dict(SMALL, model_name=MOH, route_by="timestep"), "route_by 'timestep' needs scope 'sample'"),
-)
+    (MOH, dict(SMALL, route_by="timestep"), "route_by 'timestep' needs scope 'sample'"),
+]
+
+
+@pytest.mark.parametrize("name, options, words", IMPOSSIBLE, ids=[row[2] for row in IMPOSSIBLE])
+def test_impossible_arguments(name, options, words):
+    refuse(words, timm.create_model, name, **options)
 
 
 def test_budgets_and_routers_by_name():
     with torch.device("meta"):
-        budget = moh_vision.head_budget(
-            timm.create_model("moh_dit_xlarge_patch2_90", head_budget=0.5)
-        )
-    assert budget["share"] == 0.5 and {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
+        budget = moh_vision.head_budget(timm.create_model(XLARGE, head_budget=0.5))
+    assert budget["share"] == 0.5
+    assert {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
     assert moh_vision.head_budget(tiny("dit_small_patch2", router="moh"))["share"] == 0.75
     assert moh_vision.head_budget(tiny(router="dense", head_budget=None))["share"] == 1.0
     refuse("nonsense", tiny, "dit_small_patch2", router_kwargs=dict(nonsense=1), kind=TypeError)
@@ -104,12 +102,15 @@ def test_budgets_and_routers_by_name():
 @pytest.mark.parametrize("route_by", ["condition", "timestep"])
 def test_sample_scope_decides_from_the_condition(route_by):
     model = awake(tiny(scope="sample", route_by=route_by)).eval()
-    x, t, y = torch.randn(4, 3, 8, 8), torch.tensor([3, 3, 900, 900]), torch.tensor([0, 4, 0, 4])
+    x = torch.randn(4, 3, 8, 8)
+    t = torch.tensor([3, 3, 900, 900])
+    y = torch.tensor([0, 4, 0, 4])
     with torch.no_grad():
         _, stats = model.forward_routed(x, t, y)
         _, other = model.forward_routed(torch.randn_like(x), t, y)
-    chosen = [torch.cat([s.counts for s in stats], 1), torch.cat([s.counts for s in other], 1)]
-    assert torch.equal(*chosen)  # the image has no say
+    # The image has no say.
+    for one, another in zip(stats, other, strict=True):
+        assert torch.equal(one.counts, another.counts)
     probs = stats[0].probs  # [B, 1, E]
     assert probs.shape == (4, 1, 3)
     assert not torch.allclose(probs[0], probs[2])
@@ -119,7 +120,8 @@ def test_sample_scope_decides_from_the_condition(route_by):
 @pytest.mark.parametrize("route_by", ["condition", "timestep"])
 @pytest.mark.parametrize("timesteps", [[5, 5, 5], [0, 500, 999]])
 def test_sample_scope_runs_what_it_chose(route_by, timesteps):
-    results, (x, _, y) = [], inputs()
+    results = []
+    x, _, y = inputs()
     for executor in ("reference", "packed", "masked"):
         torch.manual_seed(0)
         model = awake(tiny(scope="sample", route_by=route_by, executor=executor))
@@ -140,7 +142,7 @@ def test_sample_scope_runs_what_it_chose(route_by, timesteps):
 
 @pytest.mark.parametrize("executor", ["masked", "packed"])
 def test_one_timestep_for_all_images_is_one_choice_of_heads(executor):
-    """In training too: outputs, statistics and gradients of the timestep that is repeated; weights are sliced once."""
+    """Outputs, statistics and gradients are those of the timestep that is repeated; weights are sliced once."""
     results = []
     taken = []
     x, _, y = inputs()
@@ -171,26 +173,17 @@ def test_one_timestep_for_all_images_is_one_choice_of_heads(executor):
 
 
 def test_inputs_out_of_range():
-    model, (x, t, labels) = tiny(), inputs()
-    refuse(
-        r"hidden_states \(3, 3, 6, 6\): expected \[batch, 3, 8, 8\]",
-        model,
-        x[..., :6, :6],
-        t,
-        labels,
-    )
-    refuse(
-        "class_labels 0 to 6: expected 0 to 5, where 5 is no class",
-        model,
-        x,
-        t,
-        torch.tensor([0, 6, 0]),
-    )
-    tokens, condition = torch.zeros(1, 4, 32), torch.zeros(1, 32)
+    model = tiny()
+    x, t, labels = inputs()
+    words = r"hidden_states \(3, 3, 6, 6\): expected \[batch, 3, 8, 8\]"
+    refuse(words, model, x[..., :6, :6], t, labels)
+    words = "class_labels 0 to 6: expected 0 to 5, where 5 is no class"
+    refuse(words, model, x, t, torch.tensor([0, 6, 0]))
+    tokens = torch.zeros(1, 4, 32)
+    condition = torch.zeros(1, 32)
     refuse("it needs scope 'sample'", model.blocks[0].attn, tokens, condition=condition)
-    with pytest.warns(
-        UserWarning, match="timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"
-    ):
+    words = "timestep 0.5: timesteps go from 0 to 999, not from 0 to 1"
+    with pytest.warns(UserWarning, match=words):
         model(x, torch.tensor(0.5), labels)
     with warnings.catch_warnings(action="error"):
         for fine in (0.0, 1.0, 978.6):
@@ -199,13 +192,13 @@ def test_inputs_out_of_range():
 
 def test_floating_timesteps_without_values():
     """Under torch.func and fake tensors no value of a timestep may be read."""
-    model, (x, t, labels) = awake(tiny()).eval(), inputs()
+    model = awake(tiny()).eval()
+    x, t, labels = inputs()
 
     def sample(x, t, label):
         return model(x[None], t[None], label[None]).sample[0]
 
-    torch.testing.assert_close(
-        torch.func.vmap(sample)(x, t.float(), labels), model(x, t, labels).sample
-    )
+    samples = torch.func.vmap(sample)(x, t.float(), labels)
+    torch.testing.assert_close(samples, model(x, t, labels).sample)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         assert model(*map(fake.from_tensor, (x, t.float(), labels))).sample.shape == (3, 6, 8, 8)

@@ -15,7 +15,8 @@ import timm
 
 import moh_vision  # noqa: F401  registers the models
 
-VITS, PYRAMIDS = timm.list_models(module="vit"), timm.list_models(module="transnext")
+VITS = timm.list_models(module="vit")
+PYRAMIDS = timm.list_models(module="transnext")
 ALL = [*VITS, *PYRAMIDS]
 # What is run on a list of models; the rest tests single models of timm's by name. Features of ViTs are tokens, which timm
 # tests apart ("non-standard").
@@ -49,21 +50,25 @@ SOURCE = sorted(Path(sys.prefix).glob(f"timm-sdist/timm-{timm.__version__}.tar.g
 
 
 def load():
-    """timm's test module; the smallest models are shallow."""
+    """Import timm's test module, with shallow models in place of the smallest ones."""
     with tarfile.open(SOURCE[0]) as archive:
         code = archive.extractfile(f"timm-{timm.__version__}/tests/test_models.py").read()
-    module = importlib.util.module_from_spec(
-        importlib.util.spec_from_loader("timm_test_models", loader=None)
-    )
+    spec = importlib.util.spec_from_loader("timm_test_models", loader=None)
+    module = importlib.util.module_from_spec(spec)
     exec(compile(code, f"{SOURCE[0]}:test_models.py", "exec"), module.__dict__)
-    module.create_model = lambda name, **kwargs: timm.create_model(
-        name, **SMALLEST.get(name, {}), **kwargs
-    )
+
+    def create_model(name, **kwargs):
+        return timm.create_model(name, **SMALLEST.get(name, {}), **kwargs)
+
+    module.create_model = create_model
     return module
 
 
 def marked(function, models):
-    """On our models, of which all but the smallest are slow; timm's own marks are for its own machines."""
+    """Parametrize a test of timm's with our models, of which all but the smallest are slow.
+
+    timm's own marks are for its own machines.
+    """
     marks = []
     for mark in function.pytestmark:
         if mark.name == "parametrize":
@@ -71,7 +76,8 @@ def marked(function, models):
             if names == "model_name":
                 fast = PRUNED if "prune" in function.__name__ else SMALLEST
                 values = [
-                    pytest.param(v, marks=[] if v in fast else [pytest.mark.slow]) for v in models
+                    name if name in fast else pytest.param(name, marks=pytest.mark.slow)
+                    for name in models
                 ]
             marks.append(pytest.mark.parametrize(names, values).mark)
     function.pytestmark = marks

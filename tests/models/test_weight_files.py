@@ -4,6 +4,7 @@ Weights that carry routers decide which heads are shared; how many run can be lo
 """
 
 import argparse
+import copy
 import json
 import shlex
 import subprocess
@@ -43,39 +44,37 @@ ARGS = argparse.Namespace(model="DiT-S/2", lr=1e-4)
 
 
 def official_dit(case, training):
-    """As the training script saves it: the EMA is what the papers report."""
+    """Return a DiT as the training script saves it: the EMA is what the papers report."""
     name, arguments, sizes = dit.CASES[case]
-    weights, other = dit.official_weights(**sizes), dit.official_weights(**sizes, seed=1)
-    content = dict(model=other, ema=weights, opt=dict(state={}), args=ARGS) if training else weights
+    weights = dit.official_weights(**sizes)
+    content = weights
+    if training:
+        last = dit.official_weights(**sizes, seed=1)
+        content = dict(model=last, ema=weights, opt=dict(state={}), args=ARGS)
     return name, arguments, content, dit.INPUT, dit.official_forward(weights, **sizes).float()
 
 
 def official_transnext():
-    model, x = transnext.scramble(transnext.small()), torch.randn(1, 3, 64, 64)
+    model = transnext.scramble(transnext.small())
+    x = torch.randn(1, 3, 64, 64)
     content = dict(model=transnext.official_names(model), epoch=3, args=ARGS)
-    return (
-        "moh_transnext_base_50",
-        dict(transnext.SMALL, head_budget=transnext.MIXED),
-        content,
-        (x,),
-        model(x),
-    )
+    arguments = dict(transnext.SMALL, head_budget=transnext.MIXED)
+    return "moh_transnext_base_50", arguments, content, (x,), model(x)
 
 
 def timms_vit(wrapped):
-    """All heads run with it and without a budget; the routers come out as zero."""
-    model, x = dense(), images()
-    state = model.state_dict()
-    content = (
-        dict(state_dict={f"module.{k}": v for k, v in state.items()}, args=ARGS)
-        if wrapped
-        else state
-    )
+    """Return a dense ViT of timm: all heads run, with a budget of 1 and without one; routers come out as zero."""
+    model = dense()
+    x = images()
+    content = model.state_dict()
+    if wrapped:
+        state = {f"module.{name}": tensor for name, tensor in content.items()}
+        content = dict(state_dict=state, args=ARGS)
     return VIT, dict(SMALL, head_budget=1.0), content, (x,), model(x)
 
 
 def compiled_vit(prefix, inner=""):
-    """As torch.compile and DDP name the tensors, in either order; torch.compile also those of a block alone."""
+    """Return a ViT with the names that torch.compile and DDP give tensors, in either order; `inner`: of one block alone."""
     name, arguments, content, inputs, want = timms_vit(False)
     state = {}
     for key, tensor in content.items():
@@ -83,6 +82,7 @@ def compiled_vit(prefix, inner=""):
     return name, arguments, state, inputs, want
 
 
+# Each returns a model's name, its arguments, the content of the file, the model's inputs, and its output.
 LAYOUTS = {
     "DiT": lambda: official_dit("dense", False),
     "DiT, training": lambda: official_dit("dense", True),
@@ -106,29 +106,25 @@ def test_files_of_others_give_their_outputs(layout, door, tmp_path):
     if (layout, door) == ("block compiled, safetensors", "overlay"):
         pytest.skip("timm reads the file itself")
     name, arguments, content, inputs, want = LAYOUTS[layout]()
-    as_safetensors = layout == "timm's ViT" or layout.endswith("safetensors")
-    file = tmp_path / ("weights.safetensors" if as_safetensors else "weights.pth")
-    if file.suffix == ".pth":
-        torch.save(content, file)
-    else:
+    if layout == "timm's ViT" or layout.endswith("safetensors"):
+        file = tmp_path / "weights.safetensors"
         save_file(content, file, metadata={"format": "pt", "note": "not JSON"})
-    got = load(door, name, file, **arguments)(*inputs)
+    else:
+        file = tmp_path / "weights.pth"
+        torch.save(content, file)
+    output = load(door, name, file, **arguments)(*inputs)
+    got = getattr(output, "sample", output)
     assert want.std() > 0.1
-    torch.testing.assert_close(
-        getattr(got, "sample", got), want, atol=1e-5 * want.abs().max().item(), rtol=0
-    )
+    torch.testing.assert_close(got, want, atol=1e-5 * want.abs().max().item(), rtol=0)
 
 
 def test_files_that_do_not_fit(tmp_path):
-    """Nothing of them is loaded. Those that are damaged: tests/reliability/test_malformed_weights.py."""
+    """Nothing of such a file is loaded. Damaged files: tests/reliability/test_malformed_weights.py."""
     state = dense().state_dict()
     torch.save(dict(ema=state, args=tmp_path), tmp_path / "path.pth")
     torch.save(dict(model=state, best=np.float64(81.5)), tmp_path / "score.pth")
-    torch.save(
-        dict(model=state, best=np.float32(81.5)),
-        tmp_path / "old_score.pth",
-        _use_new_zipfile_serialization=False,
-    )
+    scored = dict(model=state, best=np.float32(81.5))
+    torch.save(scored, tmp_path / "old_score.pth", _use_new_zipfile_serialization=False)
     (tmp_path / "pointer.pth").write_text("version https://git-lfs.github.com/spec/v1\n")
     save_file(dense(num_classes=7).state_dict(), tmp_path / "classes.safetensors")
     save_file(dense(depth=2).state_dict(), tmp_path / "depth.safetensors")
@@ -136,11 +132,10 @@ def test_files_that_do_not_fit(tmp_path):
     weights = dit.official_weights(dit.HEADS, dit.D, dit.BUDGET)
     del weights["final_layer.linear.bias"]
     torch.save(weights, tmp_path / "less.pt")
-    vit, moh_dit = (
-        timm.create_model(VIT, **SMALL),
-        timm.create_model(dit.CASES["moh"][0], **dit.MOH),
-    )
-    before = [{k: v.clone() for k, v in model.state_dict().items()} for model in (vit, moh_dit)]
+    vit = timm.create_model(VIT, **SMALL)
+    moh_dit = timm.create_model(dit.CASES["moh"][0], **dit.MOH)
+    before = [copy.deepcopy(model.state_dict()) for model in (vit, moh_dit)]
+    qkv = "blocks.0.attn.qkv.weight"
     for model, name, words in (
         (vit, "path.pth", "holds a pathlib.* beside tensors, which is not read"),
         (vit, "score.pth", r"^\S+: holds a numpy\.\S+\.scalar beside tensors, .* run any code"),
@@ -148,11 +143,7 @@ def test_files_that_do_not_fit(tmp_path):
         (vit, "pointer.pth", r"not a readable file of tensors \(Unsupported operand 118\)$"),
         (vit, "classes.safetensors", r"head.bias has shape \[7\], the model needs \[5\]"),
         (vit, "depth.safetensors", "tensors are missing"),
-        (
-            moh_dit,
-            "dense.pt",
-            r"blocks.0.attn.qkv.weight has shape \[96, 32\], the model needs \[48",
-        ),
+        (moh_dit, "dense.pt", rf"{qkv} has shape \[96, 32\], the model needs \[48"),
         (moh_dit, "less.pt", "1 tensors are missing .'final_layer.linear.bias'"),
     ):
         with one_line(words) as caught:
@@ -179,16 +170,16 @@ def test_what_a_message_says_of_other_objects_helps(tmp_path, monkeypatch):
 
 def test_timms_own_models_load_as_before(tmp_path):
     model = timm.create_model("resnet10t", num_classes=3)
-    torch.save(dict(state_dict=model.state_dict()), tmp_path / "theirs.pth")
-    assert small_runs.same(
-        timm.create_model("resnet10t", num_classes=3, checkpoint_path=str(tmp_path / "theirs.pth")),
-        model,
-    )
+    file = tmp_path / "theirs.pth"
+    torch.save(dict(state_dict=model.state_dict()), file)
+    loaded = timm.create_model("resnet10t", num_classes=3, checkpoint_path=str(file))
+    assert small_runs.same(loaded, model)
 
 
 def test_the_head_of_distillation_follows_the_classes(tmp_path):
     save_file(dense(DEIT).state_dict(), tmp_path / "dense.safetensors")
-    model, said = timm.create_model("moh_vit", base=DEIT, **{**SMALL, "num_classes": 7}), []
+    model = timm.create_model("moh_vit", base=DEIT, **{**SMALL, "num_classes": 7})
+    said = []
     init_from(model, str(tmp_path / "dense.safetensors"), said.append)
     assert "init_from: head_dist.weight is made anew, [5, 48] -> [7, 48]" in said
 
@@ -201,7 +192,8 @@ FAMILIES = {
     ),
     "moh_dit_small_patch2_75": dict(CLASSES, img_size=8, embed_dim=48, num_heads=12, depth=4),
 }
-TRAINED, LOWER = "uniform:0.75:0.35", "uniform:0.5"
+TRAINED = "uniform:0.75:0.35"
+LOWER = "uniform:0.5"
 family = pytest.mark.parametrize("name", FAMILIES)
 
 
@@ -213,14 +205,15 @@ def trained(name, spec=TRAINED, **kwargs):
 
 
 def save_run(model, name, file, **arguments):
-    """As a run writes its weights."""
+    """Write weights as a run does, and return the task of the model."""
     record = dict(
         architecture=name,
         arguments={**FAMILIES[name], **arguments},
         classes=["a", "b", "c"],
         config={},
     )
-    save_file(model.state_dict(), file, metadata={k: json.dumps(v) for k, v in record.items()})
+    metadata = {key: json.dumps(value) for key, value in record.items()}
+    save_file(model.state_dict(), file, metadata=metadata)
     return "diffusion" if "dit" in name else "classification"
 
 
@@ -230,49 +223,44 @@ def pretrained(name, file, **kwargs):
 
 def same(model, other):
     """Whether their budgets and weights are equal."""
-    return moh_vision.head_budget(model) == moh_vision.head_budget(other) and small_runs.same(
-        model, other
-    )
+    same_budget = moh_vision.head_budget(model) == moh_vision.head_budget(other)
+    return same_budget and small_runs.same(model, other)
 
 
 @family
 def test_a_run_and_a_run_from_it(name, tmp_path):
     """The file of a run, with its budget and a lower one; init_from with a lower share, and what is read of the new run."""
-    model, first, second = (
-        trained(name),
-        tmp_path / "ema.safetensors",
-        tmp_path / "second.safetensors",
-    )
-    kind = save_run(model, name, first, head_budget=TRAINED)
+    model = trained(name)
+    first = tmp_path / "ema.safetensors"
+    second = tmp_path / "second.safetensors"
+    task = save_run(model, name, first, head_budget=TRAINED)
     assert same(pretrained(name, first), model)
-    shared = [(b["heads"] - 1, 1) for b in moh_vision.head_budget(model)["layers"]]
+    shared = [(layer["heads"] - 1, 1) for layer in moh_vision.head_budget(model)["layers"]]
     with one_line("layer 0: . heads are shared and stay so"):
         pretrained(name, first, head_budget=shared)
     moh_vision.set_head_budget(model, LOWER)
     assert same(pretrained(name, first, head_budget=LOWER), model)
-    new = create(name, kind, **FAMILIES[name], head_budget=LOWER)
+    new = create(name, task, **FAMILIES[name], head_budget=LOWER)
     assert not init_from(new, str(first)) and same(new, model)
     save_run(new, name, second, head_budget=LOWER)
-    assert same(from_run(str(second), kind)[0], new)
+    assert same(from_run(str(second), task)[0], new)
 
 
 @family
-@pytest.mark.parametrize("kind", ["safetensors", "pth"])
-def test_weights_alone(name, kind, tmp_path):
-    none, model, file = trained(name, "uniform:0.75:0"), trained(name), tmp_path / f"weights.{kind}"
-    (save_file if kind == "safetensors" else torch.save)(model.state_dict(), file)
+@pytest.mark.parametrize("save, ending", [(save_file, "safetensors"), (torch.save, "pth")])
+def test_weights_alone(name, save, ending, tmp_path):
+    none_shared = trained(name, "uniform:0.75:0")
+    model = trained(name)
+    file = tmp_path / f"weights.{ending}"
+    save(model.state_dict(), file)
     moh_vision.set_head_budget(model, LOWER)
-    assert all(
-        same(load(door, name, file, head_budget=LOWER, **FAMILIES[name]), model) for door in DOORS
-    )
+    for door in DOORS:
+        assert same(load(door, name, file, head_budget=LOWER, **FAMILIES[name]), model)
     with one_line(f"{file}: head_budget 'uniform:0.5:0.8': the shared heads of a model stay"):
         load("load_checkpoint", name, file, head_budget="uniform:0.5:0.8", **FAMILIES[name])
-    (save_file if kind == "safetensors" else torch.save)(
-        none.state_dict(), file
-    )  # without shared heads
-    assert same(
-        load("load_checkpoint", name, file, head_budget="uniform:0.75", **FAMILIES[name]), none
-    )
+    save(none_shared.state_dict(), file)
+    loaded = load("load_checkpoint", name, file, head_budget="uniform:0.75", **FAMILIES[name])
+    assert same(loaded, none_shared)
 
 
 @pytest.mark.parametrize("router", ["moh", "query_norm"])
@@ -283,9 +271,8 @@ def test_a_lower_share_of_what_timm_saved(router, tmp_path):
     assert same(lower, moh_vision.set_head_budget(model, LOWER))
     timm.models.save_for_hf(lower, tmp_path / "lower", safe_serialization=True)
     assert same(timm.create_model(f"local-dir:{tmp_path / 'lower'}", pretrained=True), lower)
-    anew = timm.create_model(
-        f"local-dir:{tmp_path}", head_budget=LOWER
-    )  # no weights, so nothing to keep
+    # Without weights there are no shared heads to keep.
+    anew = timm.create_model(f"local-dir:{tmp_path}", head_budget=LOWER)
     assert moh_vision.head_budget(anew)["layers"][0]["shared"] == 2
 
 
@@ -295,15 +282,9 @@ def test_dense_weights_keep_a_given_budget_and_run_all_heads_without(tmp_path):
     save_file(dense.state_dict(), tmp_path / "vit.safetensors")
     all_run = pretrained(name, tmp_path / "vit.safetensors")
     assert moh_vision.head_budget(all_run)["share"] == 1
-    other = timm.create_model(
-        name, head_budget="uniform:0.75:0.2", **FAMILIES[name]
-    )  # fewer shared heads
-    save_file(other.state_dict(), tmp_path / "moh.safetensors")
-    assert (
-        moh_vision.head_budget(moh_vision.load_checkpoint(all_run, tmp_path / "moh.safetensors"))[
-            "share"
-        ]
-        == 1
-    )
+    fewer_shared = timm.create_model(name, head_budget="uniform:0.75:0.2", **FAMILIES[name])
+    save_file(fewer_shared.state_dict(), tmp_path / "moh.safetensors")
+    moh_vision.load_checkpoint(all_run, tmp_path / "moh.safetensors")
+    assert moh_vision.head_budget(all_run)["share"] == 1
     given = pretrained(name, tmp_path / "vit.safetensors", head_budget=LOWER)
     assert moh_vision.head_budget(given)["share"] == 0.5
