@@ -267,6 +267,8 @@ def test_the_main_process_measures_gates_that_are_normalised_over_all(tmp_path):
 def test_a_run_measures_before_its_first_step_and_never_again(tmp_path, train, monkeypatch, capsys):
     monkeypatch.setenv("MOH_VISION_MEASURE", "auto")
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
+    # Time for every call, however busy the machine is.
+    monkeypatch.setattr(measure, "STEPS", 1000)
     run = tmp_path / "run"
     whole = tmp_path / "whole"
     # All runs are in plain PyTorch: `Sequences` needs no operators.
