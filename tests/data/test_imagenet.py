@@ -226,7 +226,7 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
     assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [1]]
     others = [(5, "rank 1: bad"), (6, "rank 1: bad")]  # of another process
     words = r"^rank 1: bad \(2 unreadable so far, allowed are .* 0.1 of 16"
-    refuse(words, BadSamples(16, 0.1).share, lambda own: own + others, kind=UnreadableImage)
+    refuse(words, BadSamples(16, 0.1).share, lambda own: own + others, error=UnreadableImage)
 
 
 def test_all_unreadable_does_not_search_for_ever(tmp_path):

@@ -120,7 +120,7 @@ def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, spoil, words)
     place = shutil.copytree(saved, tmp_path / "vae")
     spoil(place)
     capfd.readouterr()
-    refuse(words.format(place), load_vae, str(place), kind=(ValueError, FileNotFoundError))
+    refuse(words.format(place), load_vae, str(place), error=(ValueError, FileNotFoundError))
     assert capfd.readouterr().err == ""
 
 

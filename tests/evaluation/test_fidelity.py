@@ -449,7 +449,7 @@ test_bad_sources = each_refused(
     ),
     (iter([]), "generated: no images"),
     ("nowhere", "nowhere: no such folder or .npz file"),
-    kind=(ValueError, FileNotFoundError),
+    error=(ValueError, FileNotFoundError),
 )
 
 

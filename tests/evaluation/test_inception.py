@@ -68,7 +68,7 @@ def test_weights_that_cannot_be_used(weights, tmp_path):
         tmp_path / "w.pth",
         "w.pth: not the weights of Inception in torch-fidelity's layout",
     )
-    refuse("w.pth: no such file", Inception, file, kind=FileNotFoundError)
+    refuse("w.pth: no such file", Inception, file, error=FileNotFoundError)
     file.write_bytes(weights.read_bytes()[:1000])
     refuse(words, Inception, file)
     for content in (
@@ -85,7 +85,7 @@ def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypa
         torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network"))
     )
     words = f"{PUBLISHED}, are neither at {tmp_path}.*no network.*--inception-weights FILE.*--extractor RUN"
-    refuse(words, make_extractor, "inception", kind=FileNotFoundError)
+    refuse(words, make_extractor, "inception", error=FileNotFoundError)
 
 
 test_unknown_extractors = each_refused(

@@ -160,13 +160,13 @@ def test_a_source_that_is_not_there(tmp_path):
     refuse(
         "no such folder",
         lambda: inputs(tmp_path, [dict(root="nowhere", weight=1)]),
-        kind=FileNotFoundError,
+        error=FileNotFoundError,
     )
     (tmp_path / "empty").mkdir()
     refuse(
         "no train.txt",
         lambda: inputs(tmp_path, [dict(root="empty", weight=1)]),
-        kind=FileNotFoundError,
+        error=FileNotFoundError,
     )
     refuse(
         "4 tokens, fewer than a block of 8",

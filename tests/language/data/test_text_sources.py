@@ -30,7 +30,7 @@ def write(folder, **files):
 
 
 def message(call):
-    with one_line(kind=(ValueError, FileNotFoundError)) as error:
+    with one_line(error=(ValueError, FileNotFoundError)) as error:
         call()
     return str(error.value)
 
