@@ -242,7 +242,7 @@ def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
     if not file.is_file():
         return False
     vocabulary = Vocabulary.load(file, foreign=True)
-    if vocabulary.kind == "foreign":
+    if vocabulary.scheme == "foreign":
         AutoTokenizer.from_pretrained(file.parent).save_pretrained(folder)
         return True
     roles = dict(pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK)
@@ -254,7 +254,7 @@ def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=template, special_tokens=around
     )
-    if vocabulary.kind == "bpe":
+    if vocabulary.scheme == "bpe":
         tokenizer.backend_tokenizer.decoder = Sequence(
             [tokenizer.backend_tokenizer.decoder, Strip(" ", 1, 0)]
         )

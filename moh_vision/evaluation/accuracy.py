@@ -14,10 +14,17 @@ def evaluate(
     device,
     reduce: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Return dict(top1 and, of more than 5 classes, top5 in percent, loss: cross-entropy, images) of all processes.
+    """Measure top-1 and top-5 accuracy and the loss of a classifier, over all processes.
 
-    `predict` turns images [B, C, h, w] and the batch's labels into logits [B, classes] and labels [B], see `likeliest`;
-    `batches` are dicts of both, this process's share; `reduce` sums a tensor over processes.
+    Args:
+        predict: turns images [B, C, h, w] and the labels of a batch into logits [B, classes] and labels [B], see
+            `likeliest`.
+        batches: dicts of images and labels; this process's share of the data.
+        device: where `predict` runs.
+        reduce: sums a tensor over processes.
+
+    Returns:
+        dict(top1 and, of more than 5 classes, top5, both in percent; loss: mean cross-entropy; images: their number).
     """
     totals = torch.zeros(5, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
@@ -50,9 +57,13 @@ def likeliest(logits: Tensor, labels: Tensor) -> Tensor:
 
 def summary(scores: dict) -> str:
     """Return one line of what validation found."""
-    top5 = f"top-5 {scores['top5']:.2f} %, " if "top5" in scores else ""
-    bad = f", {scores['unreadable']} unreadable ones left out" if scores["unreadable"] else ""
-    return (
-        f"top-1 {scores['top1']:.2f} %, {top5}loss {scores['loss']:.4f}, "
-        f"{scores['images']} images{bad}, {scores['images_per_s']:.0f} img/s, peak {scores['peak_memory_mib']} MiB"
-    )
+    parts = [f"top-1 {scores['top1']:.2f} %"]
+    if "top5" in scores:
+        parts.append(f"top-5 {scores['top5']:.2f} %")
+    parts.append(f"loss {scores['loss']:.4f}")
+    parts.append(f"{scores['images']} images")
+    if scores["unreadable"]:
+        parts.append(f"{scores['unreadable']} unreadable ones left out")
+    parts.append(f"{scores['images_per_s']:.0f} img/s")
+    parts.append(f"peak {scores['peak_memory_mib']} MiB")
+    return ", ".join(parts)

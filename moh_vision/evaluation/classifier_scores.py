@@ -23,25 +23,32 @@ def score_with_classifier(
     """
 
     def run(batches: Iterable[dict]):
-        moments, right, count = None, 0, 0
+        """Return the share of images classified as their label, the number of images, and mean and covariance."""
+        moments = None
+        right = 0
+        count = 0
         for batch in batches:
             features = classifier.forward_features(batch["images"].to(device))
-            features = classifier.forward_head(features, pre_logits=True)
-            moments = moments or Moments(features.shape[1])
-            moments.add(features)  # [B, F]
+            features = classifier.forward_head(features, pre_logits=True)  # [B, F]
+            if moments is None:
+                moments = Moments(features.shape[1])
+            moments.add(features)
             labels = classifier.get_classifier()(features).argmax(-1)
             right += int((labels.cpu() == batch["labels"]).sum())
             count += len(features)
         return right / count, count, moments.result()
 
-    recognised, fakes, fake = run(Progress.over(generated, "samples"))
-    recognised_real, reals, real = run(Progress.over(reference, "real images"))
-    features = len(fake[0])
+    recognised, num_generated, fake = run(Progress.over(generated, "samples"))
+    recognised_real, num_reference, real = run(Progress.over(reference, "real images"))
+    num_features = len(fake[0])
+    distance = None
+    if min(num_generated, num_reference) > num_features:
+        distance = frechet_distance(*fake, *real)
     return dict(
         recognised=recognised,
         recognised_real=recognised_real,
-        frechet_distance=frechet_distance(*fake, *real) if min(fakes, reals) > features else None,
-        num_generated=fakes,
-        num_reference=reals,
-        num_features=features,
+        frechet_distance=distance,
+        num_generated=num_generated,
+        num_reference=num_reference,
+        num_features=num_features,
     )

@@ -36,10 +36,10 @@ class TextModelConfig(Section, section="model"):
             raise ValueError(
                 f"model.name {self.name!r} is no text model: they begin with mt_, mlm_ or clm_"
             )
-        for place in ("kwargs", "convert"):
-            if self.head_budget is not None and "head_budget" in (getattr(self, place) or {}):
+        for name in ("kwargs", "convert"):
+            if self.head_budget is not None and "head_budget" in (getattr(self, name) or {}):
                 raise ValueError(
-                    f"model.head_budget and model.{place}.head_budget are the same thing: give one"
+                    f"model.head_budget and model.{name}.head_budget are the same thing: give one"
                 )
         if self.pretrained is None:
             return
@@ -54,12 +54,12 @@ class TextModelConfig(Section, section="model"):
 
     def arguments(self) -> dict | None:
         """Return arguments of the preset, or with `pretrained` of convert (None: unchanged)."""
-        own = self.kwargs if self.pretrained is None else self.convert
-        return (
-            own
-            if self.head_budget is None
-            else dict(own or {}, head_budget=plain(self.head_budget))
-        )
+        arguments = self.kwargs
+        if self.pretrained is not None:
+            arguments = self.convert
+        if self.head_budget is None:
+            return arguments
+        return dict(arguments or {}, head_budget=plain(self.head_budget))
 
 
 @dataclass
@@ -127,8 +127,10 @@ class TextDataConfig(Section, section="data"):
             )
 
     def source_root(self, root: str) -> str:
-        """Where a source is: its root as it stands, or inside data.root."""
-        return root if root.startswith("hfds/") else str(Path(self.root, root))
+        """Return where a source of data.mixture is: on the hub, or inside data.root."""
+        if root.startswith("hfds/"):
+            return root
+        return str(Path(self.root, root))
 
 
 def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -136,25 +138,28 @@ def checked_mixture(sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
     checked = []
     for number, source in enumerate(sources):
         where = f"data.mixture {number}"
-        for other in source:
-            if other not in ("root", "weight", "name"):
+        for entry in source:
+            if entry not in ("root", "weight", "name"):
                 raise ValueError(
-                    f"{where}: unknown key {other!r}; allowed are root, weight and name"
+                    f"{where}: unknown key {entry!r}; allowed are root, weight and name"
                 )
-        root, weight = source.get("root"), source.get("weight")
+        root = source.get("root")
         if not isinstance(root, str) or not root:
             raise ValueError(f"{where}: root {root!r}; expected a folder")
-        if (
-            isinstance(weight, bool)
-            or not isinstance(weight, (int, float))
-            or not 0 < weight < math.inf
-        ):
+        weight = source.get("weight")
+        if not _is_weight(weight):
             raise ValueError(f"{where}: weight {weight!r}; expected a number above 0")
         name = source.get("name", root.rstrip("/").rpartition("/")[2])
-        if not isinstance(name, str) or name in [other["name"] for other in checked]:
+        if not isinstance(name, str) or name in [earlier["name"] for earlier in checked]:
             raise ValueError(f"{where}: name {name!r}; expected a text that no other source has")
         checked.append(dict(root=root, weight=weight, name=name))
     return checked
+
+
+def _is_weight(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return 0 < value < math.inf
 
 
 @dataclass
@@ -250,22 +255,23 @@ class LanguageConfig(RunConfig):
             )
 
     def routers(self) -> set[str]:
-        """Those in its name and its arguments."""
-        names = (
-            f"{self.model.name.replace('nobcd', 'mae').replace('uni_mae', '')} {self.model.kwargs}"
-        )
-        routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in names}
-        return routers | ({"query_norm"} if self.model.name == "clm_pretrained" else set())
+        """Return the routers that the name and the arguments of the model mention."""
+        preset = self.model.name.replace("nobcd", "mae").replace("uni_mae", "")
+        text = f"{preset} {self.model.kwargs}"
+        routers = {router for router in ("moh", "moa", "mae", "query_norm") if router in text}
+        if self.model.name == "clm_pretrained":
+            routers.add("query_norm")
+        return routers
 
     def model_arguments(self, sizes: dict) -> dict:
         """Merge `sizes`, which follow from the text, with the configured arguments."""
-        own = self.model.arguments() or {}
+        given = self.model.arguments() or {}
         for name, value in sizes.items():
-            if name in own:
+            if name in given:
                 raise ValueError(
-                    f"model.kwargs {name} {own[name]!r}: it follows from the text, {value}; leave it out"
+                    f"model.kwargs {name} {given[name]!r}: it follows from the text, {value}; leave it out"
                 )
-        return {**sizes, **own}
+        return {**sizes, **given}
 
     def check_model(self, model: Any) -> None:
         """Raise ValueError for what cannot be had with a model of this transformers config."""

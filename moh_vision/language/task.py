@@ -24,12 +24,17 @@ class LanguageTask(RoutedTask):
         self._no_split_modules = getattr(model, "fsdp_layers", None)
 
     def forward(self, labels: Tensor, tokens: Tensor | None = None, **inputs: Tensor):
-        """labels [B, T] (-100: no prediction) and the model's inputs -> losses, with nll in nats a token. `tokens` divides
-        the sum over labels; None: their number here. With (the step's labels) / (micro-batches), the mean loss of
-        micro-batches is the loss of one big batch."""
+        """Compute the losses of a batch, with nll in nats a token.
+
+        Args:
+            labels: [B, T]; -100: no prediction.
+            tokens: what the sum over labels is divided by; None: the number of labels. With (the step's labels) /
+                (micro-batches), the mean loss of micro-batches is the loss of one big batch.
+            **inputs: of the model.
+        """
         loss, nll, stats = self.model.routed_loss(
             labels, label_smoothing=self.label_smoothing, **inputs
-        )  # [B, T]
+        )  # loss and nll: [B, T]
         if tokens is None:
             tokens = (labels != -100).sum().clamp_min(1)
-        return dict(self.losses(loss.sum() / tokens, stats), nll=(nll.detach().sum() / tokens))
+        return dict(self.losses(loss.sum() / tokens, stats), nll=nll.detach().sum() / tokens)

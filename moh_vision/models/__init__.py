@@ -16,12 +16,9 @@ register_notrace_module(HeadMixtureAttention)
 
 
 def _load(model, checkpoint_path, *args, theirs=_factory.load_checkpoint, **kwargs):
-    ours = hasattr(model, "checkpoint_filter")
-    return (
-        load_checkpoint(model, checkpoint_path)
-        if ours
-        else theirs(model, checkpoint_path, *args, **kwargs)
-    )
+    if hasattr(model, "checkpoint_filter"):
+        return load_checkpoint(model, checkpoint_path)
+    return theirs(model, checkpoint_path, *args, **kwargs)
 
 
 # For timm.create_model(..., checkpoint_path=FILE): timm reads one layout, and of official DiTs the "model"

@@ -16,7 +16,7 @@ def listed(names: Any, where: str) -> list[str] | None:
     """Return class names in order, from a list or timm's mapping by number; None without names.
 
     Args:
-        where: place of the names, for messages.
+        where: where the names are, for messages.
     """
     if isinstance(names, dict):
         names = [names.get(str(c)) for c in range(len(names))]
@@ -33,8 +33,9 @@ def saved_with(file: Path) -> list[str] | None:
         names = read_safetensors(file, lambda name: False)[1].get("classes")
         if names:
             return listed(names, f"{file}: classes in its metadata")
-    timms, pipeline = file.parent / "config.json", file.parent.parent / "model_index.json"
-    names = listed(_read(timms).get("label_names"), f"{timms}: label_names")
+    timm_config = file.parent / "config.json"
+    names = listed(_read(timm_config).get("label_names"), f"{timm_config}: label_names")
+    pipeline = file.parent.parent / "model_index.json"
     # diffusers' DiTPipeline names ImageNet's classes in its own words.
     if not names and "MoHDiTPipeline" in str(_read(pipeline).get("_class_name")):
         names = listed(_read(pipeline).get("id2label"), f"{pipeline}: id2label")
@@ -60,22 +61,29 @@ def assumed_order(source: str, classes: Sequence[str]) -> tuple[list[str], str]:
 
     Args:
         source: the weights: a file, a folder, or what `timm.create_model` takes.
-        classes: of the data.
+        classes: class names of the data.
     """
     local = Path(source.removeprefix("local-dir:"))
-    config = (local if local.is_dir() else local.parent) / "config.json"
-    if not local.exists() or "architecture" in _read(config):
-        ordered, rule = sorted(classes, key=natural_key), "timm's order (2 before 10, a before B)"
+    folder = local if local.is_dir() else local.parent
+    if not local.exists() or "architecture" in _read(folder / "config.json"):  # weights of timm
+        ordered = sorted(classes, key=natural_key)
+        rule = "timm's order (2 before 10, a before B)"
     else:
-        ordered, rule = list(classes), "the order of the data"
-    shown = ", ".join([*ordered[:4], "..."] if len(ordered) > 5 else ordered)
-    otherwise = "; a classes.txt beside the weights, one name a line, says otherwise"
-    said = f"{source} does not name its {len(classes)} classes, which are taken in {rule}: {shown}"
-    return ordered, said + (otherwise if local.exists() else "")
+        ordered = list(classes)
+        rule = "the order of the data"
+    shown = ordered
+    if len(ordered) > 5:
+        shown = [*ordered[:4], "..."]
+    said = f"{source} does not name its {len(classes)} classes, which are taken in {rule}: {', '.join(shown)}"
+    if local.exists():
+        said += "; a classes.txt beside the weights, one name a line, says otherwise"
+    return ordered, said
 
 
 def _read(file: Path) -> dict:
     try:
-        return dict(json.loads(file.read_text("utf-8"))) if file.is_file() else {}
+        if not file.is_file():
+            return {}
+        return dict(json.loads(file.read_text("utf-8")))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file}: {reason_of(error)}") from None

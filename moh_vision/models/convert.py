@@ -94,9 +94,8 @@ def convert(
         ValueError: for another kind of model or attention, or an impossible budget; the model is
             unchanged then.
     """
-    if isinstance(calibrate, Tensor) or hasattr(
-        calibrate, "items"
-    ):  # transformers' BatchEncoding is no dict
+    # A mapping is known by its items: transformers' BatchEncoding is no dict.
+    if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):
         calibrate = [calibrate]
     converter = converter_for(model, route_heads)
     model = converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
@@ -115,12 +114,19 @@ def route_heads(
     calibrate: Iterable[Batch] | None,
     group: bool,
 ) -> nn.Module:
-    """Replace the attention layers of a vision model, in place; converters then set its class."""
+    """Replace the attention layers of a vision model, in place; converters then set its class.
+
+    Args:
+        model: a model whose blocks have their attention in `attn`; returned with routed layers there.
+        head_budget, router, scope, executor, router_kwargs, calibrate: see `convert`.
+        group: refused, because it is for language models.
+    """
     if group:
         raise ValueError(
             "group=True is for language models with key-value heads that several query heads share"
         )
-    router = "moh" if router is None else router
+    if router is None:
+        router = "moh"
     if router not in ROUTERS:
         raise ValueError(
             f"router {router!r} cannot start as plain attention: give one of {', '.join(ROUTERS)}"
@@ -128,11 +134,12 @@ def route_heads(
     attentions = dense_attentions(model)
     heads = [attention.num_heads for attention in attentions]
     widths = [attention.head_dim for attention in attentions]
+    share = 1.0 if head_budget is None else head_budget
     # The same share in every layer costs the least accuracy untrained.
-    spec = shaped(1.0 if head_budget is None else head_budget, "uniform")
+    spec = shaped(share, "uniform")
     if head_budget is not None:
         budgets = resolve_budget(spec, len(heads), heads, widths)
-    elif default_budget(router) is None:
+    elif default_budget(router) is None:  # the router runs all heads
         budgets = [HeadBudget(h, width, h, 0) for h, width in zip(heads, widths)]
     else:
         budgets = resolve_budget(full_budget(heads), len(heads), heads, widths)
@@ -149,9 +156,8 @@ def route_heads(
     if hasattr(model, "register_to_config"):
         model.register_to_config(**options)
     else:
-        update_model_args(
-            model, **{name: value for name, value in options.items() if value is not None}
-        )
+        given = {name: value for name, value in options.items() if value is not None}
+        update_model_args(model, **given)
     record_budget(model, spec, "uniform")
     return model
 
@@ -171,12 +177,14 @@ def dense_attentions(model: nn.Module) -> list[nn.Module]:
             )
         return attentions
     if type(model) not in TAKEN:
-        kind = type(model).__name__
-        raise ValueError(
+        name = type(model).__name__
+        problem = (
             "convert takes timm's VisionTransformer, distilled DeiT and Eva, diffusers' DiTTransformer2DModel, "
-            f"transformers' Llama-, Qwen2- and Qwen3ForCausalLM and our own dense models, not {kind}"
-            + (f": {WHY_NOT[kind]}" if kind in WHY_NOT else "")
+            f"transformers' Llama-, Qwen2- and Qwen3ForCausalLM and our own dense models, not {name}"
         )
+        if name in WHY_NOT:
+            problem += f": {WHY_NOT[name]}"
+        raise ValueError(problem)
     if getattr(model, "rope_mixed", False):
         raise ValueError(
             "its rotary positions are learnt for each layer and head (mixed), ours are the same for all heads"
@@ -211,7 +219,7 @@ def joined_projection(attn: nn.Module) -> nn.Module:
 
 
 def linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    """Make a linear layer of these tensors, which learns where they do."""
+    """Make a linear layer of these tensors; each is trained if the tensor requires a gradient."""
     layer = nn.Linear(*reversed(weight.shape), bias=bias is not None, device="meta")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
@@ -278,9 +286,8 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
     routers = [layer.router for layer in layers]
     try:
         for layer in layers:
-            layer.router = DenseRouter(
-                layer.dim, HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
-            )
+            all_shared = HeadBudget(layer.num_heads, layer.head_dim, layer.num_heads, 0)
+            layer.router = DenseRouter(layer.dim, all_shared)
         order_heads(model, layers, batches)
     finally:
         for layer, router in zip(layers, routers):

@@ -92,36 +92,39 @@ class Watched(NamedTuple):
     def routing(self) -> int:
         """MACs of the router's choices."""
         noise = getattr(self.layer.router, "noise", None)  # of MoA, in training only
-        gates = [
-            m for m in self.layer.router.modules() if isinstance(m, nn.Linear) and m is not noise
-        ]
-        return self.choices * sum(m.weight.numel() for m in gates)
+        linears = [m for m in self.layer.router.modules() if isinstance(m, nn.Linear)]
+        return self.choices * sum(m.weight.numel() for m in linears if m is not noise)
 
     def projections(self, queries: int, keys: int, outputs: int) -> int:
         """MACs of q, k, v and o with these numbers of heads."""
-        layer, N, M = self.layer, self.queries, self.keys
+        layer = self.layer
+        N = self.queries
+        M = self.keys
         if isinstance(layer, AggregatedAttention):
             M += N  # the neighbours' keys beside the pooled ones
         return layer.dim * layer.head_dim * (N * queries + 2 * M * keys + N * outputs)
 
     def scores(self, heads: int) -> int:
         """MACs of both products with the attention matrix."""
-        layer, N, M = self.layer, self.queries, self.keys
-        window = (
-            WINDOW * N if isinstance(layer, AggregatedAttention) else 0
-        )  # queries @ learnable tokens
-        return (2 * N * M + window) * heads * layer.head_dim
+        products = 2 * self.queries * self.keys
+        if isinstance(self.layer, AggregatedAttention):
+            products += WINDOW * self.queries  # queries @ learnable tokens
+        return products * heads * self.layer.head_dim
 
     def counted(self, name: str) -> AttentionMacs:
-        """The layer with its active heads alone."""
-        layer, K = self.layer, self.active
-        # Routers that read queries need all of them. One choice for all tokens spares keys and values too.
+        """Count the layer, called `name` in the model, with its active heads alone."""
+        layer = self.layer
+        K = self.active
+        queries = K
+        if layer.needs_query:  # the router reads the queries of all heads
+            queries = layer.num_heads
+        keys = layer.kv_heads
         once = layer.scope == "sample" or layer.by_context or layer.router.reads == "sequence"
-        queries = layer.num_heads if layer.needs_query else K
-        keys = K if once and not layer.grouped else layer.kv_heads
+        if once and not layer.grouped:  # one choice for all tokens spares keys and values too
+            keys = K
         return AttentionMacs(
             name=name,
-            router=next(name for name, kind in ROUTERS.items() if kind is type(layer.router)),
+            router=next(key for key, router in ROUTERS.items() if router is type(layer.router)),
             budget=layer.budget,
             dim=layer.dim,
             queries=self.queries,
@@ -189,7 +192,12 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
 
     def attach(name: str, layer: HeadMixtureAttention, copied: HeadMixtureAttention) -> None:
         def hook(_, args: tuple, kwargs: dict, output: tuple) -> None:
-            x = args[0] if args else kwargs["hidden_states" if "hidden_states" in kwargs else "x"]
+            if args:
+                x = args[0]
+            elif "hidden_states" in kwargs:
+                x = kwargs["hidden_states"]
+            else:
+                x = kwargs["x"]
             N = M = x.shape[1:-1].numel()
             context = args[1] if len(args) > 1 else kwargs.get("context")
             if hasattr(layer, "position_bias"):  # TransNeXt's
@@ -199,7 +207,8 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
             calls[name] = Watched(layer, N, M, *routed.get(name, (N, layer.budget.active)))
 
         def note(_, args: tuple, routing: Routing) -> None:
-            routed[name] = routing.stats.probs.shape[1], routing.count or layer.budget.active
+            choices = routing.stats.probs.shape[1]
+            routed[name] = (choices, routing.count or layer.budget.active)
 
         copied.register_forward_hook(hook, with_kwargs=True)
         copied.router.register_forward_hook(note)
@@ -209,55 +218,66 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
             attach(name, module, shadow.get_submodule(name))
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         shadow(*(i.to("meta") for i in inputs), **{key: i.to("meta") for key, i in named.items()})
-    total, by_module = counter.get_total_flops() // 2, counter.get_flop_counts()
+    total = counter.get_total_flops() // 2
+    by_module = counter.get_flop_counts()
 
     def measured(name: str, module: nn.Module) -> int:
-        """MACs with all heads. A module without a forward of its own counts its children."""
-        own = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
-        return max(
-            own, sum(measured(f"{name}.{key}", child) for key, child in module.named_children())
-        )
+        """Return MACs with all heads. A module without a forward of its own counts its children."""
+        macs = sum(by_module.get(f"{type(shadow).__name__}.{name}", {}).values()) // 2
+        children = module.named_children()
+        return max(macs, sum(measured(f"{name}.{key}", child) for key, child in children))
 
     return _assemble(model, calls, measured, total)
 
 
 def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, total: int) -> Macs:
+    """Make a row of every module that holds no attention layer, and four of every attention layer.
+
+    Args:
+        calls: name of an attention layer -> what its call showed.
+        measured: called with a module's name and the module; returns its MACs with all heads.
+        total: MACs of the model with all heads.
+    """
     rows: list[ModuleMacs] = []
     attention: list[AttentionMacs] = []
     seen: set[nn.Parameter] = set()
     left = total  # MACs that no row has yet
 
     def add(name: str, part: str, modules: Iterable[nn.Module], dense: int, ideal: int) -> None:
+        """Append a row, with the parameters of `modules` that no row has yet; the others: see `ModuleMacs`."""
         new = {p for module in modules for p in module.parameters()} - seen
         seen.update(new)
         rows.append(ModuleMacs(name, part, sum(p.numel() for p in new), dense, ideal))
 
+    def add_attention(name: str, layer: nn.Module) -> None:
+        watched = calls[name]
+        macs = watched.counted(name)
+        attention.append(macs)
+        H = layer.num_heads
+        dense = watched.projections(H, layer.kv_heads, H)
+        add(name, "projections", layer.projections, dense, macs.linears - watched.routing)
+        add(name, "scores", (), watched.scores(H), macs.scores)
+        add(name, "router", [layer.router], 0, watched.routing)
+        counted = (layer.router, *layer.projections)
+        remaining = [(key, child) for key, child in layer.named_children() if child not in counted]
+        other = sum(measured(f"{name}.{key}", child) for key, child in remaining)
+        add(name, "other", [layer], other, other)
+
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left
+        inner = [m for m in module.modules() if m is not module]
         if name in calls:
-            layer, watched = module, calls[name]
-            macs = watched.counted(name)
-            attention.append(macs)
-            beside = [
-                c for c in layer.named_children() if c[1] not in (layer.router, *layer.projections)
-            ]
-            other = sum(measured(f"{name}.{key}", child) for key, child in beside)
-            H, ideal = layer.num_heads, macs.linears - watched.routing
-            dense = watched.projections(H, layer.kv_heads, H)
-            add(name, "projections", layer.projections, dense, ideal)
-            add(name, "scores", (), watched.scores(H), macs.scores)
-            add(name, "router", [layer.router], 0, watched.routing)
-            add(name, "other", [layer], other, other)
-            left -= measured(name, layer)
-        elif not name or any(
-            "Attention" in type(m).__name__ for m in module.modules() if m is not module
-        ):
+            add_attention(name, module)
+            left -= measured(name, module)
+        elif not name or any("Attention" in type(m).__name__ for m in inner):
             for key, child in module.named_children():
                 visit(f"{name}.{key}".lstrip("."), child)
         else:
             macs = measured(name, module)
-            table = not macs and any(isinstance(m, nn.Embedding) for m in module.modules())
-            add(name, "table" if table else "", [module], macs, macs)
+            part = ""
+            if not macs and any(isinstance(m, nn.Embedding) for m in module.modules()):
+                part = "table"
+            add(name, part, [module], macs, macs)
             left -= macs
 
     visit("", model)

@@ -18,32 +18,48 @@ LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}
 LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name: blocks.3.mlp
 # Arguments that make a model of another size than its name says.
 SIZES = (
-    *("patch_size", "embed_dim", "embed_dims", "depth", "depths", "num_heads", "mlp_ratio"),
-    *("hidden_size", "intermediate_size", "num_hidden_layers", "encoder_layers", "decoder_layers"),
-    *("num_attention_heads", "num_key_value_heads"),
+    "patch_size",
+    "embed_dim",
+    "embed_dims",
+    "depth",
+    "depths",
+    "num_heads",
+    "mlp_ratio",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "encoder_layers",
+    "decoder_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
 )
 
 
 def full_name(name: str, arguments: dict) -> str:
     """Return a model's name with the sizes that its arguments change: moh_dit_small_patch2_75 with patch_size 4.
 
-    A pre-trained model, for which `name` says nothing, is called by its own.
+    The name of a pre-trained source follows in brackets, because `name` then says little.
     """
     source = arguments.get("pretrained")
-    name = f"{name} ({Path(source).name})" if isinstance(source, str) else name
+    if isinstance(source, str):
+        name = f"{name} ({Path(source).name})"
     changed = [f"{key} {arguments[key]}" for key in SIZES if arguments.get(key) is not None]
     budget = arguments.get("head_budget")
     if isinstance(budget, (int, float, str)):  # a list, one entry a layer, is in the table below
         changed.append(f"head_budget {budget}")
-    return f"{name} with {', '.join(changed)}" if changed else name
+    if not changed:
+        return name
+    return f"{name} with {', '.join(changed)}"
 
 
 def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> str:
-    """Text for `--dry-run`; inputs: one forward of batch 1, of which only the shapes matter."""
+    """Return the text of `--dry-run`.
+
+    inputs, named: arguments of one forward of batch 1, of which only the shapes matter.
+    """
     budget = head_budget(model)
-    shapes = [str(list(i.shape)) for i in inputs] + [
-        f"{key} {list(i.shape)}" for key, i in named.items()
-    ]
+    shapes = [str(list(i.shape)) for i in inputs]
+    shapes += [f"{key} {list(i.shape)}" for key, i in named.items()]
     lines = [
         f"{name} ({type(model).__name__}), input {' '.join(shapes)}",
         "",
@@ -65,29 +81,33 @@ def in_short(name: str, model: nn.Module) -> str:
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(model)])
-    return "; ".join(
-        [f"{name}: {count_parameters(model):,} parameters, {share}", *single, *mixtures]
-    )
+    sizes = f"{name}: {count_parameters(model):,} parameters, {share}"
+    return "; ".join([sizes, *single, *mixtures])
 
 
 def mae_mixture(router: MAERouter) -> str:
     """Describe MAE's experts: budgets call all heads shared, as every head may run."""
     experts, heads = router.members.shape
-    gate = "an even mixture takes" if router.out is None else "the soft gate mixes"
-    return f"MAE: {experts} experts of {heads - router.leave_out} heads each; {gate} all of them, so every head runs"
+    if router.out is None:
+        mixture = "an even mixture takes"
+    else:
+        mixture = "the soft gate mixes"
+    each = f"{heads - router.leave_out} heads each"
+    return f"MAE: {experts} experts of {each}; {mixture} all of them, so every head runs"
 
 
 def module_table(macs: Macs) -> list[str]:
-    """Lines of a table of modules, like ones in one row, then totals."""
+    """Return the lines of a table of modules, like ones in one row, then totals."""
+    decimals = 1 if macs.dense >= 1e9 else 3  # of MACs
 
-    def shown(*numbers: int) -> list[str]:  # parameters, then MACs
-        return [
-            f"{n / 1e6:,.{1 if i and macs.dense >= 1e9 else 3}f}" for i, n in enumerate(numbers)
-        ]
+    def shown(parameters: int, *counts: int) -> list[str]:
+        """Write parameters and MACs in millions."""
+        return [f"{parameters / 1e6:,.3f}", *(f"{count / 1e6:,.{decimals}f}" for count in counts)]
 
     rows = [("millions, of one forward of batch 1", "", "parameters", "MACs: dense", "ideal")]
     for label, number, *values in _groups(macs):
-        rows.append((label, f"{number} x" if number > 1 else "", *shown(*values)))
+        times = f"{number} x" if number > 1 else ""
+        rows.append((label, times, *shown(*values)))
     rows.append(("total", "", *shown(macs.parameters, macs.dense, macs.ideal)))
     return [
         *aligned(rows),
@@ -98,43 +118,53 @@ def module_table(macs: Macs) -> list[str]:
 
 
 def _groups(macs: Macs) -> list[tuple]:
-    """(label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
+    """Return (label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
     size = Counter()  # of a module; equal names with different sizes are not alike
     for row in macs.modules:
         size[row.name] += row.dense
-    groups: dict[tuple, list] = {None: []}
+    groups: dict[tuple, list] = {}
+    small: list[tuple] = []  # modules without MACs
     for row in macs.modules:
-        alike = (LAST_NUMBER.sub(r"\1*\3", row.name), row.part, size[row.name])
-        counts = row.part == "table" or row.dense or row.ideal
-        groups.setdefault(alike if counts else None, []).append(row)
-    small = groups.pop(None)
-    groups_of_rows = [
-        (_label(*key[:2], rows), len(rows), *_sums(rows)) for key, rows in groups.items()
-    ]
-    return groups_of_rows + ([("norms, positions, scales", 0, *_sums(small))] if small else [])
+        if row.part == "table" or row.dense or row.ideal:
+            stem = LAST_NUMBER.sub(r"\1*\3", row.name)
+            groups.setdefault((stem, row.part, size[row.name]), []).append(row)
+        else:
+            small.append(row)
+    groups_of_rows = []
+    for (stem, part, _), rows in groups.items():
+        groups_of_rows.append((_label(stem, part, rows), len(rows), *_sums(rows)))
+    if small:
+        groups_of_rows.append(("norms, positions, scales", 0, *_sums(small)))
+    return groups_of_rows
 
 
 def _sums(rows: Sequence[tuple]) -> list[int]:
+    """Sum parameters, dense MACs and ideal MACs of rows."""
     return [sum(column) for column in list(zip(*rows))[2:]]
 
 
 def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
     """Join names of like modules: blocks.0.mlp, blocks.1.mlp, blocks.3.mlp -> blocks.0-1,3.mlp"""
-    numbers = sorted(int(LAST_NUMBER.sub(r"\2", row.name)) for row in rows) if "*" in stem else []
-    runs = [
-        [n for _, n in run]
-        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
-    ]
-    ranges = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"{stem.replace('*', ranges)} {part}".rstrip()
+    if "*" not in stem:
+        return f"{stem} {part}".rstrip()
+    numbers = sorted(int(LAST_NUMBER.sub(r"\2", row.name)) for row in rows)
+    ranges = []
+    # Numbers that follow one another lie equally far above their index.
+    for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        consecutive = [number for _, number in pairs]
+        if len(consecutive) == 1:
+            ranges.append(str(consecutive[0]))
+        else:
+            ranges.append(f"{consecutive[0]}-{consecutive[-1]}")
+    return f"{stem.replace('*', ','.join(ranges))} {part}".rstrip()
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Align rows of equal length: the first column left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        cells[0] = row[0].ljust(widths[0])
+        lines.append("  ".join(cells).rstrip())
+    return lines

@@ -22,10 +22,13 @@ SIZES = {
 LARGE = dict(SIZES["large"], num_heads=[8] * 8 + [16] * 8 + [24] * 8, head_dim=64)
 XLARGE = dict(SIZES["xlarge"], num_heads=[8] * 9 + [16] * 10 + [24] * 9, head_dim=72)
 
+DENSE = {
+    f"dit_{size}_patch{patch}": dict(arguments, patch_size=patch)
+    for size, arguments in SIZES.items()
+    for patch in (2, 4, 8)
+}
 VARIANTS = {
-    **{
-        f"dit_{size}_patch{p}": dict(SIZES[size], patch_size=p) for size in SIZES for p in (2, 4, 8)
-    },
+    **DENSE,
     # (shared, routed) of every layer
     "moh_dit_small_patch2_90": dict(SIZES["small"], head_budget=[(3, 2)] * 8 + [(6, 0)] * 4),
     "moh_dit_small_patch2_75": dict(
@@ -79,9 +82,8 @@ PUBLISHED = {
     ),
 }
 NAMED = {name.split(".")[0] for name in PUBLISHED}
-default_cfgs = generate_default_cfgs(
-    {**PUBLISHED, **{f"{name}.untrained": _cfg() for name in VARIANTS if name not in NAMED}}
-)
+UNTRAINED = {f"{name}.untrained": _cfg() for name in VARIANTS if name not in NAMED}
+default_cfgs = generate_default_cfgs({**PUBLISHED, **UNTRAINED})
 
 
 def _create_dit(
@@ -96,9 +98,16 @@ def _create_dit(
     num_classes: int = 1000,
     **overrides,
 ):
-    """Build a variant, with the configuration's weights (file, url or hf_hub_id) if `pretrained`.
+    """Build a variant.
 
-    `overrides` are of `MoHDiTTransformer2DModel`, or timm's names embed_dim, depth, num_heads and head_dim.
+    Args:
+        pretrained: load the configuration's weights: file, url or hf_hub_id.
+        args: arguments of the variant, under timm's names.
+        pretrained_cfg, pretrained_cfg_overlay, cache_dir: see `timm.create_model`.
+        img_size: side of the latents or images; None: as in the configuration.
+        in_chans: channels of the latents or images.
+        num_classes: classes, without "no class".
+        overrides: arguments of `MoHDiTTransformer2DModel`, or timm's names embed_dim, depth, num_heads and head_dim.
     """
     from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel  # imports diffusers
 

@@ -37,7 +37,7 @@ ROUTE_BY = ("condition", "timestep")
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """adaLN: x [B, N, C] with shift and scale [B, C]."""
+    """Shift and scale x [B, N, C] by shift and scale [B, C], as adaLN does."""
     return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
 
 
@@ -75,7 +75,15 @@ class LabelEmbedder(nn.Module):
 
 
 class DiTBlock(nn.Module):
-    """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero)."""
+    """Attention and MLP, each normalised, shifted, scaled and gated by the condition (adaLN-Zero).
+
+    Args:
+        dim: C, width of the tokens.
+        budget: heads of the attention.
+        mlp_ratio: width of the MLP over C.
+        mlp_norm_eps: epsilon of the norm before the MLP.
+        attn_kwargs: arguments of `HeadMixtureAttention`.
+    """
 
     def __init__(
         self, dim: int, budget: HeadBudget, mlp_ratio: float, mlp_norm_eps: float, attn_kwargs: dict
@@ -96,15 +104,13 @@ class DiTBlock(nn.Module):
     ) -> Tensor:
         """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
 
-        route_by: [B, C], routes all tokens of an image together, or [1, C], those of all images; None: every token by
-            itself.
+        route_by: [B, C]: one choice of heads for all tokens of an image; [1, C]: one for all images; None: every token
+            has its own.
         """
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c).chunk(
-            6, dim=1
-        )  # [B, C] each
-        y, layer_stats = self.attn(
-            modulate(self.norm1(x), shift1, scale1), condition=route_by
-        )  # [B, N, C]
+        modulation = self.adaLN_modulation(c)  # [B, 6 * C]
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=1)  # [B, C] each
+        y = modulate(self.norm1(x), shift1, scale1)  # [B, N, C]
+        y, layer_stats = self.attn(y, condition=route_by)
         if stats is not None:
             stats.append(layer_stats)
         x = x + gate1.unsqueeze(1) * y
@@ -142,8 +148,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         mlp_ratio: width of the MLP over C.
         head_budget: see `moh_vision.attention.resolve_budget`; None: all heads, 0.75 with a router that
             leaves heads out (`default_budget`).
-        head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
-            of a plain share. It is saved beside a list of pairs, which does not say it.
+        head_budget_shape: "ramp" or "uniform": the shape of a plain share, which later shares keep; None: the shape that
+            head_budget names, a ramp for a plain share. It is saved beside the pairs, which do not say their shape.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
         scope: "token": each token has its own heads (Jin 2024); "sample": an image's tokens share heads,
             and inactive heads cost nothing, keys and values included.
@@ -193,16 +199,23 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
     ):
         super().__init__()
         check(self.config)
-        router = router or ("dense" if head_budget is None else "moh")
+        if not router:
+            router = "dense" if head_budget is None else "moh"
         heads, widths = layer_heads(
             num_layers, num_attention_heads, attention_head_dim, hidden_size
         )
         budgets = new_budgets(self, head_budget, head_budget_shape, router, heads, widths)
         attn_kwargs = dict(
-            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, kv_heads=kv_heads,
+            router=router,
+            scope=scope,
+            executor=executor,
+            router_kwargs=router_kwargs,
+            kv_heads=kv_heads,
             fused_attn=use_fused_attn(),
-        )  # fmt: skip
-        self.out_channels = 2 * in_channels if learn_sigma else in_channels
+        )
+        self.out_channels = in_channels
+        if learn_sigma:  # the variance has as many channels
+            self.out_channels = 2 * in_channels
         self.register_to_config(out_channels=self.out_channels)
         self.gradient_checkpointing = False
         self.num_classes = num_classes
@@ -212,34 +225,39 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             sample_size, patch_size, in_channels, narrow, bias=not patch_bottleneck
         )
         self.x_widen = nn.Linear(narrow, hidden_size) if patch_bottleneck else nn.Identity()
-        theirs = compat == "diffusers"
-        self.t_embedder = TimestepEmbedder(hidden_size, freq_shift=1 if theirs else 0)
+        if compat == "diffusers":
+            freq_shift = 1
+            mlp_norm_eps = 1e-5
+        else:
+            freq_shift = 0
+            mlp_norm_eps = 1e-6
+        self.t_embedder = TimestepEmbedder(hidden_size, freq_shift)
         self.y_embedder = LabelEmbedder(num_classes, hidden_size)
         grid = sample_size // patch_size
         # The official model counts positions 0, 1, 2, ...; so does diffusers with base_size=grid.
         pos_embed = get_2d_sincos_pos_embed(hidden_size, grid, base_size=grid, output_type="pt")
-        self.pos_embed = nn.Parameter(
-            pos_embed.float().unsqueeze(0), requires_grad=False
-        )  # [1, N, C]
-        eps = 1e-5 if theirs else 1e-6
+        pos_embed = pos_embed.float().unsqueeze(0)  # [1, N, C]
+        self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
         self.blocks = nn.ModuleList(
-            DiTBlock(hidden_size, budget, mlp_ratio, eps, attn_kwargs) for budget in budgets
+            DiTBlock(hidden_size, budget, mlp_ratio, mlp_norm_eps, attn_kwargs)
+            for budget in budgets
         )
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
         self.initialize_weights()
 
     def initialize_weights(self) -> None:
-        """As in the paper: Xavier-uniform linears (routers too), zero adaLN and output,
-        so blocks start as the identity."""
+        """Initialise as in the paper: Xavier-uniform linear layers (routers too), zero adaLN and output.
+
+        So blocks start as the identity.
+        """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
         init_routers(self)
-        nn.init.xavier_uniform_(
-            self.x_embedder.proj.weight.flatten(1)
-        )  # in place; a patch is one vector
+        # A patch is one vector, so its kernel is one matrix: a view, whose memory is the kernel's.
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
         if self.x_embedder.proj.bias is not None:
             nn.init.zeros_(self.x_embedder.proj.bias)
         for weight in (
@@ -264,7 +282,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
 
         tokens: a list, extended by the tokens [B, N, C] after every block, or None.
         """
-        size, channels = self.config.sample_size, self.config.in_channels
+        size = self.config.sample_size
+        channels = self.config.in_channels
         if tuple(hidden_states.shape[1:]) != (channels, size, size):
             raise ValueError(
                 f"hidden_states {tuple(hidden_states.shape)}: expected [batch, {channels}, {size}, {size}], as the model was built"
@@ -285,20 +304,20 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         if self.config.scope == "sample":
             read = c
             if self.config.route_by == "timestep":
-                # One timestep for all images is one choice of heads for all of them.
-                read = t[:1] if timestep.numel() == 1 else t
+                read = t
+                if timestep.numel() == 1:  # all images have this timestep: one choice of heads
+                    read = t[:1]
             route_by = F.layer_norm(read, c.shape[1:])  # [B, C] or [1, C]
-        checkpoint = (
-            self._gradient_checkpointing_func
-            if self.gradient_checkpointing and torch.is_grad_enabled()
-            else None
-        )
+        checkpoint = None
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            checkpoint = self._gradient_checkpointing_func
         for block in self.blocks:
             x = run_block(block, x, c, route_by, stats=stats, checkpoint=checkpoint)  # [B, N, C]
             if tokens is not None:
                 tokens.append(x)
         x = self.final_layer(x, c)  # [B, N, p * p * out_channels]
-        return to_velocity(self.config.predict, self._unpatchify(x), hidden_states, timestep), stats
+        output = self._unpatchify(x)  # [B, out_channels, size, size]
+        return to_velocity(self.config.predict, output, hidden_states, timestep), stats
 
     def forward(
         self,
@@ -320,21 +339,24 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             Sample [B, out_channels, size, size]; with learn_sigma half of it interpolates the variance.
         """
         sample, _ = self.forward_routed(hidden_states, timestep, class_labels)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        if not return_dict:
+            return (sample,)
+        return Transformer2DModelOutput(sample=sample)
 
     def _unpatchify(self, x: Tensor) -> Tensor:
-        p, grid = self.config.patch_size, math.isqrt(x.shape[1])
-        x = x.unflatten(1, (grid, grid)).unflatten(
-            -1, (p, p, self.out_channels)
-        )  # [B, g, g, p, p, c]
-        return x.permute(0, 5, 1, 3, 2, 4).reshape(
-            x.shape[0], self.out_channels, grid * p, grid * p
-        )
+        """Join patches [B, N, p * p * c] to images [B, c, g * p, g * p]."""
+        p = self.config.patch_size
+        g = math.isqrt(x.shape[1])
+        x = x.unflatten(1, (g, g))
+        x = x.unflatten(-1, (p, p, self.out_channels))  # [B, g, g, p, p, c]
+        x = x.permute(0, 5, 1, 3, 2, 4)  # [B, c, g, p, g, p]
+        return x.reshape(x.shape[0], self.out_channels, g * p, g * p)
 
 
 def check(config) -> None:
     """Refuse arguments of `MoHDiTTransformer2DModel` that make no model."""
-    size, patch = config.sample_size, config.patch_size
+    size = config.sample_size
+    patch = config.patch_size
     if patch < 1 or size < patch or size % patch:
         raise ValueError(f"img_size {size} is not a multiple of patch_size {patch}")
     if config.hidden_size % 4:
@@ -362,7 +384,10 @@ def layer_heads(
     depth: int, heads: int | Sequence[int], head_dim: int | None, hidden_size: int
 ) -> tuple[list[int], list[int]]:
     """Return the number of heads and the width of a head in every layer."""
-    per_layer = [heads] * depth if isinstance(heads, int) else list(heads)
+    if isinstance(heads, int):
+        per_layer = [heads] * depth
+    else:
+        per_layer = list(heads)
     if len(per_layer) != depth:
         raise ValueError(f"num_heads lists {len(per_layer)} layers, depth is {depth}")
     if depth < 1 or min(per_layer) < 1:

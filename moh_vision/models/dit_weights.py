@@ -1,4 +1,4 @@
-"""Weights of the DiTs of others: diffusers' names of tensors, and its configuration, in ours."""
+"""Translate the weights and the configuration of diffusers' DiT into ours."""
 
 import re
 
@@ -36,23 +36,24 @@ def _from_diffusers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str
     result = {"pos_embed": model.state_dict()["pos_embed"]}  # equal; diffusers does not save it
     parts: dict[str, dict[str, Tensor]] = {}  # of our fused qkv
     for name, tensor in state_dict.items():
-        module, _, kind = name.rpartition(".")  # weight or bias
+        module, _, parameter = name.rpartition(".")  # parameter: weight or bias
         block = re.match(r"transformer_blocks\.(\d+)\.(.+)", module)
         if block is None:
-            result[f"{OUTSIDE.get(module, module)}.{kind}"] = tensor
+            result[f"{OUTSIDE.get(module, module)}.{parameter}"] = tensor
             continue
         layer, inside = block.groups()
         embedder = EMBEDDERS.get(inside.removeprefix("norm1.emb."))
         if embedder is not None:  # every block has its own copy
-            shared = result.setdefault(f"{embedder}.{kind}", tensor)
+            shared = result.setdefault(f"{embedder}.{parameter}", tensor)
             if not torch.equal(shared, tensor):
                 raise ValueError(
                     f"{name} differs from that of other blocks: this DiT was trained with an embedding per block"
                 )
         elif inside in ("attn1.to_q", "attn1.to_k", "attn1.to_v"):
-            parts.setdefault(f"blocks.{layer}.attn.qkv.{kind}", {})[inside[-1]] = tensor
+            qkv = parts.setdefault(f"blocks.{layer}.attn.qkv.{parameter}", {})
+            qkv[inside[-1]] = tensor
         else:
-            result[f"blocks.{layer}.{IN_BLOCK.get(inside, inside)}.{kind}"] = tensor
+            result[f"blocks.{layer}.{IN_BLOCK.get(inside, inside)}.{parameter}"] = tensor
     for name, qkv in parts.items():
         if len(qkv) == 3:  # else the loader says that it is missing
             result[name] = torch.cat([qkv[letter] for letter in "qkv"])

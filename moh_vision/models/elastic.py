@@ -64,15 +64,15 @@ class ElasticBudget:
         )
 
     def active_share(self, share: str) -> float:
-        """Active heads over all heads, rounded to whole heads."""
+        """Return the active heads of a share over all heads, as its budgets round them to whole heads."""
         budgets = self.budgets[share]
         return round(sum(b.active for b in budgets) / sum(b.heads for b in budgets), 4)
 
     def share_of(self, step: int) -> str:
-        """The share of a step, counted from 0."""
+        """Return the share of a step, counted from 0."""
         random = Random(derive_seed(self.seed, step // CYCLE, Stream.BUDGETS))
         cycle = [self.smallest, self.largest, *random.choices(self.between, k=CYCLE - 2)]
-        # In a drawn order: else every 20th step, which is logged, would have the same share.
+        # The order is drawn: else every 20th step, which is logged, would have the same share.
         random.shuffle(cycle)
         return cycle[step % CYCLE]
 
@@ -86,6 +86,7 @@ class ElasticBudget:
         """Score a model at the smallest, the middle and the largest share.
 
         Args:
+            model: the model, or a copy of it.
             score: scores the model as it is.
             at_largest: its result for the largest share.
         """
@@ -122,5 +123,6 @@ def _parse_ends(ends) -> tuple[str, float, float]:
     says_shared = smallest.shared is not None or largest.shared is not None
     if not same_form or says_shared or not smallest.active < largest.active:
         raise ValueError(expected)
-    shape = "" if plain[0] else smallest.shape
-    return shape, smallest.active, largest.active
+    if plain[0]:
+        return "", smallest.active, largest.active
+    return smallest.shape, smallest.active, largest.active

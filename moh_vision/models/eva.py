@@ -22,16 +22,19 @@ class MoHEvaBlock(EvaBlock):
         is_causal: bool = False,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C], rope as timm's -> [B, N, C]; appends the layer's statistics to `stats`."""
+        """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`. Other arguments: as timm's."""
         rotary = None if rope is None else all_tokens(rope, x.shape[1])
-        y, layer_stats = self.attn(
-            self.norm1(x), attn_mask=attn_mask, is_causal=is_causal, rotary=rotary
-        )  # [B, N, C]
+        y = self.norm1(x)  # [B, N, C]
+        y, layer_stats = self.attn(y, attn_mask=attn_mask, is_causal=is_causal, rotary=rotary)
         if stats is not None:
             stats.append(layer_stats)
-        x = x + self.drop_path1(y if self.gamma_1 is None else self.gamma_1 * y)
+        if self.gamma_1 is not None:
+            y = self.gamma_1 * y
+        x = x + self.drop_path1(y)
         y = self.mlp(self.norm2(x))
-        return x + self.drop_path2(y if self.gamma_2 is None else self.gamma_2 * y)
+        if self.gamma_2 is not None:
+            y = self.gamma_2 * y
+        return x + self.drop_path2(y)
 
 
 class MoHEva(RoutedViT, Eva):
@@ -58,7 +61,8 @@ def all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
     rope: sines and cosines of the patches, [patches, 2 * D], or after patch drop [B, 1, patches, 2 * D].
     """
-    patches, width = rope.shape[-2], rope.shape[-1]
+    patches = rope.shape[-2]
+    width = rope.shape[-1]
     sin, cos = rope.reshape(-1, patches, width).chunk(2, -1)
     prefix = [0, 0, tokens - patches, 0]
     return F.pad(cos, prefix, value=1.0), F.pad(sin, prefix)
@@ -66,6 +70,8 @@ def all_tokens(rope: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 
 def convert_eva(model: nn.Module, *options) -> nn.Module:
     """`moh_vision.convert` for timm's Eva, and our dense ones."""
-    theirs = type(model) is Eva
+    is_timms = type(model) is Eva
     route_heads(model, *options)
-    return become(model, MoHEva, MoHEvaBlock) if theirs else model
+    if is_timms:
+        become(model, MoHEva, MoHEvaBlock)
+    return model

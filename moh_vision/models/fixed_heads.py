@@ -89,25 +89,30 @@ def _why_not(layer: HeadMixtureAttention, heads: list[int]) -> str | None:
         )
     if layer.router.all_heads or len(heads) == S:
         return "its router needs all its heads, or one routed head at least"
-    if (
-        layer.router_kwargs.get("gate_scale") == "paper"
-        or layer.router_kwargs.get("renormalise") is False
-    ):
-        return f"its gates, {layer.router_kwargs}, depend on heads that would leave"
+    options = layer.router_kwargs
+    if options.get("gate_scale") == "paper" or options.get("renormalise") is False:
+        return f"its gates, {options}, depend on heads that would leave"
     return None
 
 
 @torch.no_grad()
 def _cut(layer: HeadMixtureAttention, heads: list[int]) -> None:
     """Remove the other heads' rows and columns from a layer's projections."""
-    D, H, G = layer.head_dim, layer.num_heads, layer.kv_heads
+    D = layer.head_dim
+    H = layer.num_heads
+    G = layer.kv_heads
     of_heads = (torch.tensor(heads).unsqueeze(1) * D + torch.arange(D)).flatten()  # channels
-    of_keys = of_heads if G == H else torch.arange(G * D)
+    if G == H:  # every head's own keys and values leave with it
+        of_keys = of_heads
+        layer.kv_heads = len(heads)
+    else:
+        of_keys = torch.arange(G * D)
     rows = torch.cat([of_heads, H * D + of_keys, (H + G) * D + of_keys])
-    bias = None if layer.qkv.bias is None else layer.qkv.bias[rows]
+    bias = layer.qkv.bias
+    if bias is not None:
+        bias = bias[rows]
     layer.qkv = linear(layer.qkv.weight[rows], bias).requires_grad_()
     layer.proj = linear(layer.proj.weight[:, of_heads], layer.proj.bias).requires_grad_()
     layer.num_heads = len(heads)
     layer.q_dim = len(heads) * D
-    layer.kv_heads = layer.num_heads if G == H else G
     layer.grouped = layer.kv_heads < layer.num_heads

@@ -38,7 +38,7 @@ class Positions(NamedTuple):
 def position_tables(
     size: tuple[int, int], pooled: tuple[int, int], pretrain: tuple[int, int], local: bool
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of `Positions`.
+    """Compute the arrays of `Positions`.
 
     Args:
         size: (H, W) of the queries.
@@ -47,35 +47,37 @@ def position_tables(
         local: whether queries also see their 3 x 3 neighbours.
     """
     H, W = size
-    values, inverse = [], []
+    values = []  # distinct offsets of a key and a query along each side
+    numbers = []  # [keys, queries]: which of `values` their offset is
     for queries, keys, unit in zip(size, pooled, pretrain):
-        where = np.arange(queries, dtype=np.float32)
-        # Adaptive pooling averages from floor(j * q / k) to ceil((j + 1) * q / k).
-        centres = [
-            where[j * queries // keys : -(-(j + 1) * queries // keys)].mean() for j in range(keys)
-        ]
-        offset = where[None, :] - np.array(centres, dtype=np.float32)[:, None]  # [keys, queries]
-        unique, place = np.unique(offset, return_inverse=True)
+        position = np.arange(queries, dtype=np.float32)
+        centres = []
+        for j in range(keys):
+            # Adaptive pooling averages from floor(j * q / k) to ceil((j + 1) * q / k).
+            first = j * queries // keys
+            end = -(-(j + 1) * queries // keys)
+            centres.append(position[first:end].mean())
+        offset = position[None, :] - np.array(centres, dtype=np.float32)[:, None]  # [keys, queries]
+        unique, inverse = np.unique(offset, return_inverse=True)
         values.append(unique / max(unit - 1, 1) * 8)
-        inverse.append(place.reshape(offset.shape))
+        numbers.append(inverse.reshape(offset.shape))
     grid = np.stack(np.meshgrid(*values, indexing="ij"), -1).reshape(-1, 2)
     coordinates = np.sign(grid) * np.log2(np.abs(grid) + 1) / np.log2(8)
-    index = (
-        inverse[0][:, None, :, None] * len(values[1]) + inverse[1][None, :, None, :]
-    )  # [ph, pw, H, W]
+    rows = numbers[0][:, None, :, None]
+    columns = numbers[1][None, :, None, :]
+    index = rows * len(values[1]) + columns  # [ph, pw, H, W]
 
     count = np.full(H * W, pooled[0] * pooled[1])
     outside = np.zeros((H * W, 0), dtype=bool)
     if local:
         row, column = np.divmod(np.arange(H * W), W)
-        steps = [(i // 3 - 1, i % 3 - 1) for i in range(WINDOW)]
-        outside = np.stack(
-            [
-                (row + i < 0) | (row + i >= H) | (column + j < 0) | (column + j >= W)
-                for i, j in steps
-            ],
-            1,
-        )  # [N, 9]
+        neighbours = []
+        for i in range(WINDOW):
+            near_row = row + i // 3 - 1
+            near_column = column + i % 3 - 1
+            outside_rows = (near_row < 0) | (near_row >= H)
+            neighbours.append(outside_rows | (near_column < 0) | (near_column >= W))
+        outside = np.stack(neighbours, 1)  # [N, 9]
         count = count + (~outside).sum(1)
     return (
         np.log(count).astype(np.float32),
@@ -86,7 +88,7 @@ def position_tables(
 
 
 def unit(x: Tensor, dim: int) -> Tensor:
-    """x / |x|, in float32 or better: in 16 bits the sum of squares overflows or loses small terms."""
+    """Return x / |x|, computed in float32 or better: in 16 bits the sum of squares overflows or loses small terms."""
     return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=dim).to(x.dtype)
 
 
@@ -104,14 +106,13 @@ class CosineHeads(Masked):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer, dropout_p = self.layer, self.call.dropout_p
+        layer = self.layer
         q = layer.scaled(q, self.positions.length)
-        bias = (
-            layer.position_bias(self.positions).transpose(1, 2).unsqueeze(0).to(q.dtype)
-        )  # [1, h, N, N]
+        bias = layer.position_bias(self.positions).transpose(1, 2)  # [h, N, N]
+        bias = bias.unsqueeze(0).to(q.dtype)  # [1, h, N, N]
         if layer.fused_attn:
             return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=bias, dropout_p=dropout_p, scale=1.0
+                q, k, v, attn_mask=bias, dropout_p=self.call.dropout_p, scale=1.0
             )
         return layer.attn_drop(attention_matrix(q, k, bias, scale=1.0)) @ v
 
@@ -145,20 +146,18 @@ class CosinePairs(Tokens):
 
     def scaled(self, q: Tensor) -> Tensor:
         """Scale unit queries of the pairs [P, D], as the layer's `scaled` does."""
-        length, embedding = self.positions.length, self.layer.query_embedding.squeeze(1)
-        scale = (
-            self.layer.query_scale(length)
-            .flatten(0, 1)
-            .index_select(0, self.head * len(length) + self.n)
-        )  # [P, 1]
+        length = self.positions.length
+        embedding = self.layer.query_embedding.squeeze(1)  # [h, D]
+        scale = self.layer.query_scale(length).flatten(0, 1)  # [h * N, 1]
+        scale = scale.index_select(0, self.head * len(length) + self.n)  # [P, 1]
         return ((q + embedding.index_select(0, self.head)) * scale).to(q.dtype)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q = self.scaled(q) * math.sqrt(
-            q.shape[1]
-        )  # the operator divides scores by it; this attention does not
+        # The operator divides scores by the root of D; this attention does not.
+        q = self.scaled(q) * math.sqrt(q.shape[1])
         mask = self.layer.position_bias(self.positions).transpose(1, 2).unsqueeze(0)  # [1, h, N, N]
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        k = k.transpose(1, 2)  # [B, h, N, D]
+        v = v.transpose(1, 2)
         return kernels.attend(q, k, v, self.pairs, self.layer.num_heads, k.shape[2], mask=mask)
 
 
@@ -166,33 +165,35 @@ class AggregatedHeads(CosineHeads):
     """All heads of an `AggregatedAttention`."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer, positions, (H, W) = self.layer, self.positions, self.size
-        k, v = layer.padded(k, H, W), layer.padded(v, H, W)  # [B, h, D, H + 2, W + 2]
+        layer = self.layer
+        positions = self.positions
+        H, W = self.size
+        k = layer.padded(k, H, W)  # [B, h, D, H + 2, W + 2]
+        v = layer.padded(v, H, W)
         scaled = layer.scaled(q, positions.length)  # [B, h, N, D]
 
         # Positions last: sums over a head's 24 channels and the softmax over keys vectorise over them.
         local = scaled.transpose(2, 3).unflatten(3, (H, W))  # [B, h, D, H, W]
         scores = []
         for i in range(WINDOW):
-            top, left = i // 3, i % 3
+            top, left = divmod(i, 3)
             scores.append((local * k[..., top : top + H, left : left + W]).sum(2))  # [B, h, H, W]
-        near = torch.stack(scores, 2).flatten(3) + layer.relative_pos_bias_local.unsqueeze(
-            -1
-        )  # [B, h, 9, N]
+        near = torch.stack(scores, 2).flatten(3)  # [B, h, 9, N]
+        near = near + layer.relative_pos_bias_local.unsqueeze(-1)
         near = near.masked_fill(positions.outside.t(), float("-inf"))
         k_pool, v_pool = layer.pooled(self.call.x.unflatten(1, (H, W)))  # [B, P, h, D]
         far = k_pool.transpose(1, 2) @ scaled.transpose(2, 3)  # [B, h, P, N]
         far = far + layer.position_bias(positions).to(far.dtype)
 
         attn = layer.attn_drop(torch.cat([near, far], 2).softmax(2))
-        near, far = attn[:, :, :WINDOW], attn[:, :, WINDOW:]
+        near = attn[:, :, :WINDOW]
+        far = attn[:, :, WINDOW:]
         near = near + layer.learnable_tokens.transpose(1, 2) @ q.transpose(2, 3)  # [B, h, 9, N]
-        near = (
-            (near + layer.learnable_bias.transpose(1, 2)).unflatten(-1, (H, W)).unsqueeze(3)
-        )  # [B, h, 9, 1, H, W]
+        near = near + layer.learnable_bias.transpose(1, 2)
+        near = near.unflatten(-1, (H, W)).unsqueeze(3)  # [B, h, 9, 1, H, W]
         o = (v_pool.permute(0, 2, 3, 1) @ far).unflatten(-1, (H, W))  # [B, h, D, H, W]
         for i in range(WINDOW):
-            top, left = i // 3, i % 3
+            top, left = divmod(i, 3)
             o = torch.addcmul(o, near[:, :, i], v[..., top : top + H, left : left + W])
         return o.flatten(3).transpose(2, 3)  # [B, h, N, D]
 
@@ -204,30 +205,33 @@ class AggregatedPairs(CosinePairs):
     """
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        layer, positions, pairs, head, n = self.layer, self.positions, self.pairs, self.head, self.n
-        (B, N, h, D), (H, W) = k.shape, self.size
-        scaled = self.scaled(q)
-        k_pool, v_pool = (
-            t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W)))
-        )  # [B, h, P, D]
-        bias = (
-            layer.position_bias(positions).transpose(1, 2).unsqueeze(0).contiguous()
-        )  # [1, h, N, P]
-        enlarged = scaled * math.sqrt(
-            D
-        )  # the operator divides scores by it; this attention does not
-        far, far_sum = kernels.OPS.attend(
-            enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias
-        )  # [P, D], log [P]
+        layer = self.layer
+        positions = self.positions
+        pairs = self.pairs
+        head = self.head
+        n = self.n
+        B, N, h, D = k.shape
+        H, W = self.size
+        scaled = self.scaled(q)  # [P, D]
+        k_pool, v_pool = layer.pooled(self.call.x.unflatten(1, (H, W)))
+        k_pool = k_pool.transpose(1, 2)  # [B, h, pooled keys, D]
+        v_pool = v_pool.transpose(1, 2)
+        bias = layer.position_bias(positions).transpose(1, 2)  # [h, N, pooled keys]
+        bias = bias.unsqueeze(0).contiguous()  # [1, h, N, pooled keys]
+        # The operator divides scores by the root of D; this attention does not.
+        enlarged = scaled * math.sqrt(D)
+        # far [P, D]; far_sum [P] is the logarithm of the sum that the softmax divides by.
+        far, far_sum = kernels.OPS.attend(enlarged, k_pool, v_pool, *pairs, h, N, None, False, bias)
 
         # A neighbour lies at a fixed distance from its pair in a zero-padded map of rows of D numbers.
         k, v = (F.pad(t.reshape(B, H, W, h * D), (0, 0, 1, 1, 1, 1)).view(-1, D) for t in (k, v))
-        sequence, row, column = pairs.token // N, n // W, n % W
+        sequence = pairs.token // N
+        row = n // W
+        column = n % W
         first = ((sequence * (H + 2) + row) * (W + 2) + column) * h + head
-        places = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(WINDOW)]
-        near = torch.stack(
-            [(scaled * k.index_select(0, place)).sum(1) for place in places]
-        )  # [9, P]
+        neighbours = [first + (i // 3 * (W + 2) + i % 3) * h for i in range(WINDOW)]
+        scores = [(scaled * k.index_select(0, rows)).sum(1) for rows in neighbours]
+        near = torch.stack(scores)  # [9, P]
         near = near + layer.relative_pos_bias_local.t().index_select(1, head)
         near = near.masked_fill(positions.outside.index_select(0, n).t(), float("-inf"))
 
@@ -235,14 +239,10 @@ class AggregatedPairs(CosinePairs):
         o = far * (far_sum - total).exp().unsqueeze(1)
         by_head = q.split(pairs.offsets[::B].diff().tolist())
         near = (near - total).exp() + layer.learnable_bias.squeeze(1).t().index_select(1, head)
-        near = (
-            near
-            + torch.cat(
-                [rows @ tokens for rows, tokens in zip(by_head, layer.learnable_tokens)]
-            ).t()
-        )
-        for weights, place in zip(near, places):
-            o.addcmul_(weights.unsqueeze(1), v.index_select(0, place))
+        from_query = [queries @ tokens for queries, tokens in zip(by_head, layer.learnable_tokens)]
+        near = near + torch.cat(from_query).t()
+        for weights, rows in zip(near, neighbours):
+            o.addcmul_(weights.unsqueeze(1), v.index_select(0, rows))
         return o
 
 
@@ -263,7 +263,8 @@ class CosineAttention(HeadMixtureAttention):
     def __init__(self, dim: int, budget: HeadBudget, device=None, dtype=None, **kwargs):
         dd = {"device": device, "dtype": dtype}
         super().__init__(dim, budget, **kwargs, **dd)
-        h, D = budget.heads, budget.head_dim
+        h = budget.heads
+        D = budget.head_dim
         self.temperature = nn.Parameter(torch.empty(h, 1, 1, **dd))
         self.query_embedding = nn.Parameter(torch.empty(h, 1, D, **dd))
         self.cpb_fc1 = nn.Linear(2, HIDDEN, **dd)
@@ -271,15 +272,14 @@ class CosineAttention(HeadMixtureAttention):
         self.init_scales()
 
     def init_scales(self) -> None:
-        """Temperature such that softplus gives 1 / 0.24."""
+        """Initialise the temperature, whose softplus is 1 / 0.24, and the query embedding."""
         nn.init.constant_(self.temperature, math.log(math.expm1(1 / 0.24)))
         nn.init.trunc_normal_(self.query_embedding, std=0.02)
 
     def position_bias(self, positions: Positions) -> Tensor:
-        """[h, P, N]"""
-        bias = self.cpb_fc2(
-            F.relu(self.cpb_fc1(positions.coordinates.to(self.temperature.dtype)))
-        )  # [U, h]
+        """Return the bias of every key and query, [h, P, N]."""
+        coordinates = positions.coordinates.to(self.temperature.dtype)  # [U, 2]
+        bias = self.cpb_fc2(F.relu(self.cpb_fc1(coordinates)))  # [U, h]
         N = positions.length.shape[0]
         return bias.t().index_select(1, positions.index).view(self.num_heads, -1, N)
 
@@ -329,8 +329,10 @@ class AggregatedAttention(CosineAttention):
     def __init__(self, dim: int, budget: HeadBudget, pool: int, device=None, dtype=None, **kwargs):
         dd = {"device": device, "dtype": dtype}
         super().__init__(dim, budget, **kwargs, **dd)
-        h, D = budget.heads, budget.head_dim
-        self.pool, self.variant = pool, f"pool {pool}"
+        h = budget.heads
+        D = budget.head_dim
+        self.pool = pool
+        self.variant = f"pool {pool}"
         self.sr = nn.Conv2d(dim, dim, 1, **dd)
         self.norm = nn.LayerNorm(dim, **dd)  # eps 1e-5, unlike the blocks' norms
         self.relative_pos_bias_local = nn.Parameter(torch.empty(h, WINDOW, **dd))
@@ -339,6 +341,7 @@ class AggregatedAttention(CosineAttention):
         self.init_local()
 
     def init_local(self) -> None:
+        """Initialise the weights of the window."""
         nn.init.trunc_normal_(self.relative_pos_bias_local, std=0.0004)
         nn.init.trunc_normal_(self.learnable_tokens, std=0.02)
         nn.init.zeros_(self.learnable_bias)
@@ -353,6 +356,6 @@ class AggregatedAttention(CosineAttention):
         return unit(k, -1), v
 
     def padded(self, x: Tensor, H: int, W: int) -> Tensor:
-        """[B, h, N, D] -> [B, h, D, H + 2, W + 2], zeros around."""
+        """Put tokens into a map with a border of zeros: [B, h, N, D] -> [B, h, D, H + 2, W + 2]."""
         x = x.transpose(2, 3).flatten(1, 2).unflatten(-1, (H, W))
         return F.pad(x, (1, 1, 1, 1)).unflatten(1, (self.num_heads, self.head_dim))

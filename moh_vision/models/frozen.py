@@ -15,7 +15,7 @@ RECORD = "frozen.json"
 
 
 def digest_of(tensors: Mapping[str, Tensor], about: str = "") -> str:
-    """Return the SHA-256 of tensors with their names, types and shapes, behind that of a text."""
+    """Return the SHA-256 of the text `about`, then of tensors with their names, types and shapes."""
     digest = hashlib.sha256(about.encode())
     for name, tensor in sorted(tensors.items()):
         tensor = tensor.detach().cpu().contiguous()
@@ -33,7 +33,8 @@ class FrozenRecord:
     """
 
     def __init__(self, allowed: Collection[str], models: dict[str, tuple[str, str]]):
-        self.allowed, self.models = allowed, models
+        self.allowed = allowed
+        self.models = models
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
         """Compare with the record in a run's folder, and `say` each change that is allowed."""
@@ -41,25 +42,26 @@ class FrozenRecord:
         if not file.exists():  # killed while it began
             return
         try:
-            began = json.loads(file.read_text("utf-8"))
-            changed = [key for key, (_, now) in self.models.items() if began.get(key) != now]
-        except Exception as error:  # what is not there, or of another kind, fails anywhere
+            recorded = json.loads(file.read_text("utf-8"))
+            changed = [key for key, (_, sha) in self.models.items() if recorded.get(key) != sha]
+        except Exception as error:  # a file that is no mapping fails anywhere
             raise ValueError(
                 f"{file}: not a record of frozen models that can be read ({reason_of(error)}); --fresh moves the run "
                 "aside and starts over"
             ) from None
         for key in changed:
-            name, now = self.models[key]
+            name, sha = self.models[key]
             problem = f"{key} {name}: other weights than those that {run} began with"
             if key not in self.allowed:
+                in_record = str(recorded.get(key))[:12]
                 raise ValueError(
-                    f"{problem} (sha256 {now[:12]}, in {file.name} {str(began.get(key))[:12]}). "
+                    f"{problem} (sha256 {sha[:12]}, in {file.name} {in_record}). "
                     f"Bring them back, or accept the change: --allow-change {key}"
                 )
             say(f"{problem}; accepted")
 
     def save(self, run: Path) -> None:
         """Write the record into a run's folder."""
-        sums = {key: now for key, (_, now) in self.models.items()}
+        sums = {key: sha for key, (_, sha) in self.models.items()}
         if sums:
             write_whole(run / RECORD, json.dumps(sums) + "\n")

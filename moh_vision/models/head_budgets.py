@@ -95,15 +95,15 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     for name, layer in model.named_modules():
         if not isinstance(layer, HeadMixtureAttention) or not isinstance(layer.router, MoHRouter):
             continue
-        b = layer.budget
+        heads = layer.budget.heads
+        shared = layer.budget.shared
         routed = state_dict.get(f"{name}.router.routed.weight")
-        shared = b.shared
-        if routed is not None and len(routed) <= b.heads:  # otherwise loading reports the misfit
-            shared = b.heads - len(routed)
+        if routed is not None and len(routed) <= heads:  # otherwise loading reports the misfit
+            shared = heads - len(routed)
         elif routed is None and f"{name}.router.shared.weight" in state_dict:
-            shared = b.heads
+            shared = heads
         layers.append(layer)
-        trained.append(HeadBudget(b.heads, b.head_dim, shared, b.heads - shared))
+        trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
         return
     spec = getattr(model, "head_budget_spec", None)
@@ -160,7 +160,7 @@ def _record_in_transformers(config: Any, pairs: list[list[int]], shape: str | No
 
 
 class RecordedArguments:
-    """Descriptor for timm's `_model_args`, the arguments saved with a model: adds the present head budget and its shape.
+    """Descriptor of timm's `_model_args`, the arguments saved with a model, that adds the present head budget and its shape.
 
     `timm.create_model` writes the caller's arguments last. Their head_budget may be a share, without the
     shared heads that the model took from its weights.
@@ -176,7 +176,7 @@ class RecordedArguments:
 
 
 def saved_budget(model: nn.Module) -> dict[str, Any]:
-    """Arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
+    """Return arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
     saved: dict[str, Any] = {"head_budget": budget_pairs(model)}
     shape = getattr(model, "head_budget_shape", None)
     if shape:
@@ -193,5 +193,5 @@ def recorded_budget(arguments: Any) -> dict[str, Any]:
 
 
 def budget_pairs(model: nn.Module) -> list[list[int]]:
-    """[shared, routed] of every attention layer."""
+    """Return [shared, routed] of every attention layer."""
     return [[b.shared, b.routed] for b in layer_budgets(model)]

@@ -25,21 +25,20 @@ class HeadLoad:
         layers: `head_budget(model)["layers"]`.
         groups: kinds of groups and their names: dict(class=[...]), or dict(class=[...], timestep=[...]).
 
-        `sums` are float64 [groups of all kinds, columns]: for each layer the tokens that ran each head, and all
-        tokens. `of` says what was counted, such as model, data and split.
+    Attributes:
+        sums: float64 [groups of all kinds, columns]: for each layer the tokens that ran each head, and all tokens.
+        of: what was counted, such as model, data and split.
     """
 
     def __init__(self, layers: Sequence[dict], groups: dict[str, Sequence[str]]):
         self.layers = [{key: layer[key] for key in LAYER} for layer in layers]
         self.groups = {by: [str(name) for name in names] for by, names in groups.items()}
-        self.starts = dict(
-            zip(self.groups, accumulate(map(len, self.groups.values()), initial=0))
-        )  # rows of sums
-        self.of: dict = {}
+        sizes = [len(names) for names in self.groups.values()]
+        # In `sums`: the first row of each kind of groups, and the number of columns of each layer.
+        self.starts = dict(zip(self.groups, accumulate(sizes, initial=0)))
         self.widths = [layer["heads"] + 1 for layer in self.layers]
-        self.sums = torch.zeros(
-            sum(map(len, self.groups.values())), sum(self.widths), dtype=torch.float64
-        )
+        self.sums = torch.zeros(sum(sizes), sum(self.widths), dtype=torch.float64)
+        self.of: dict = {}
 
     def add(self, stats: Sequence[RoutingStats], *groups: int | Tensor, first: int = 0) -> None:
         """Add the statistics of a batch.
@@ -48,13 +47,13 @@ class HeadLoad:
             stats: of every layer, or of consecutive layers from `first` on.
             groups: for each kind of groups its number, an integer or [B].
         """
-        runs = (
-            torch.cat([sample_runs(layer) for layer in stats], dim=1).cpu().double()
-        )  # [B, columns]
+        runs = torch.cat([sample_runs(layer) for layer in stats], dim=1)  # [B, columns]
+        runs = runs.cpu().double()
         start = sum(self.widths[:first])
+        sums = self.sums[:, start : start + runs.shape[1]]
         for row, group in zip(self.starts.values(), groups, strict=True):
             rows = row + torch.as_tensor(group).cpu().expand(len(runs))
-            self.sums[:, start : start + runs.shape[1]].index_add_(0, rows, runs)
+            sums.index_add_(0, rows, runs)
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
         """Sum the counts over all processes."""
@@ -70,21 +69,21 @@ class HeadLoad:
         return list(self.sums[start : start + len(self.groups[by])].split(self.widths, dim=1))
 
     def share(self, by: str = "") -> list[Tensor]:
-        """Share of a group's tokens that ran each head: [groups, H] per layer, 0 without tokens."""
+        """Return the share of a group's tokens that ran each head: [groups, H] per layer, 0 without tokens."""
         return [runs[:, :-1] / runs[:, -1:].clamp_min(1) for runs in self.runs(by)]
 
     def active(self) -> list[float]:
-        """Heads that a token runs in each layer, mean over all samples."""
+        """Return how many heads a token runs in each layer, mean over all samples."""
         totals = (runs.sum(0) for runs in self.runs())
         return [(total[:-1].sum() / total[-1].clamp_min(1)).item() for total in totals]
 
     def choosing(self) -> list[int]:
-        """Numbers of the layers whose tokens choose heads; elsewhere every head runs."""
-        return [
-            n
-            for n, layer in enumerate(self.layers)
-            if 0 < layer["routed"] < layer["heads"] - layer["shared"]
-        ]
+        """Return the numbers of the layers whose tokens choose heads; elsewhere every head runs."""
+        numbers = []
+        for number, layer in enumerate(self.layers):
+            if 0 < layer["routed"] < layer["heads"] - layer["shared"]:
+                numbers.append(number)
+        return numbers
 
     def save(self, path: Path) -> None:
         """Write JSON: of, layers, and by kind of groups names, tokens (one number a layer) and counts.
@@ -94,18 +93,12 @@ class HeadLoad:
         loads = {}
         for by, names in self.groups.items():
             runs = [r.long() for r in self.runs(by)]
-            loads[by] = dict(
-                groups=names,
-                tokens=torch.stack([r[:, -1] for r in runs], 1).tolist(),
-                counts=torch.cat(
-                    [r[:, layer["shared"] : -1] for r, layer in zip(runs, self.layers)], 1
-                ).tolist(),
-            )
-        write_whole(
-            path,
-            json.dumps(dict(of=self.of, layers=self.layers, by=loads), separators=(",", ":"))
-            + "\n",
-        )
+            tokens = torch.stack([r[:, -1] for r in runs], 1)
+            routed = [r[:, layer["shared"] : -1] for r, layer in zip(runs, self.layers)]
+            counts = torch.cat(routed, 1)
+            loads[by] = dict(groups=names, tokens=tokens.tolist(), counts=counts.tolist())
+        saved = dict(of=self.of, layers=self.layers, by=loads)
+        write_whole(path, json.dumps(saved, separators=(",", ":")) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -119,26 +112,8 @@ class HeadLoad:
                     raise ValueError(f"layer {layer}")
             if not load.groups or not load.layers or not all(load.groups.values()):
                 raise ValueError("nothing was counted")
-            columns = [layer["heads"] - layer["shared"] for layer in load.layers]
             for by, entry in tree["by"].items():
-                size = len(entry["groups"]), len(columns)
-                tokens = torch.tensor(entry["tokens"], dtype=torch.float64).reshape(size)
-                counts = torch.tensor(entry["counts"], dtype=torch.float64).reshape(
-                    len(tokens), sum(columns)
-                )
-                parts = zip(
-                    load.layers,
-                    load.runs(by),
-                    tokens.split(1, 1),
-                    counts.split(columns, 1),
-                    strict=True,
-                )
-                for layer, runs, t, c in parts:
-                    if not ((c >= 0) & (c <= t)).all() or not t.isfinite().all():
-                        raise ValueError(
-                            f"counts of {layer['name']} that are not between 0 and its tokens"
-                        )
-                    runs.copy_(torch.cat([t.expand(-1, layer["shared"]), c, t], 1))
+                load._fill(by, entry)
         except (
             ValueError,
             KeyError,
@@ -150,3 +125,21 @@ class HeadLoad:
         ) as error:
             raise ValueError(f"{path}: not a file of head loads ({reason_of(error)})") from None
         return load
+
+    def _fill(self, by: str, entry: dict) -> None:
+        """Set the sums of one kind of groups from its groups, tokens and counts in a saved file."""
+        columns = [layer["heads"] - layer["shared"] for layer in self.layers]
+        groups = len(entry["groups"])
+        tokens = torch.tensor(entry["tokens"], dtype=torch.float64).reshape(groups, len(columns))
+        counts = torch.tensor(entry["counts"], dtype=torch.float64).reshape(groups, sum(columns))
+        of_layers = zip(
+            self.layers,
+            self.runs(by),
+            tokens.split(1, 1),
+            counts.split(columns, 1),
+            strict=True,
+        )
+        for layer, runs, t, c in of_layers:  # t [groups, 1], c [groups, heads that are not shared]
+            if not ((c >= 0) & (c <= t)).all() or not t.isfinite().all():
+                raise ValueError(f"counts of {layer['name']} that are not between 0 and its tokens")
+            runs.copy_(torch.cat([t.expand(-1, layer["shared"]), c, t], 1))

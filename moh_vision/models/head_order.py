@@ -51,7 +51,9 @@ def head_lengths(
 
         def hook(module, args):
             lengths = output_lengths(args[0], gram)  # [B, N, H]
-            counted = torch.ones_like(lengths[..., 0]) if real is None else real
+            counted = real
+            if counted is None:
+                counted = torch.ones_like(lengths[..., 0])
             totals[layer] += (lengths * counted.unsqueeze(-1)).sum((0, 1)).double().cpu()
             tokens[layer] += float(counted.sum())
 
@@ -62,21 +64,18 @@ def head_lengths(
     try:
         model.eval()
         for batch in batches:
+            real = None
             if hasattr(batch, "items"):
                 real = batch.get("attention_mask")
-                model(
-                    **{name: value for name, value in batch.items() if name != "labels"}, **options
-                )
+                inputs = {name: value for name, value in batch.items() if name != "labels"}
+                model(**inputs, **options)
+            elif isinstance(batch, (tuple, list)):
+                model(*batch, **options)
+            elif isinstance(batch, Tensor):
+                model(batch, **options)
             else:
-                if not isinstance(batch, (Tensor, tuple, list)):
-                    wanted = (
-                        "a tensor (images, or a tokenizer's input_ids), or a tuple or dict of them"
-                    )
-                    raise ValueError(
-                        f"calibrate holds {batch!r:.40}; expected batches, each {wanted}"
-                    )
-                real = None
-                model(*(batch if isinstance(batch, (tuple, list)) else (batch,)), **options)
+                wanted = "a tensor (images, or a tokenizer's input_ids), or a tuple or dict of them"
+                raise ValueError(f"calibrate holds {batch!r:.40}; expected batches, each {wanted}")
     finally:
         for hook in hooks:
             hook.remove()
@@ -92,9 +91,8 @@ def projections(attn: nn.Module) -> tuple[nn.Linear, list[tuple[nn.Linear, list[
         queries = attn.proj.in_features
         keys = (attn.qkv.out_features - queries) // 2
         return attn.proj, [(attn.qkv, [queries, keys, keys])]
-    return attn.o_proj, [
-        (linear, [linear.out_features]) for linear in (attn.q_proj, attn.k_proj, attn.v_proj)
-    ]
+    inputs = (attn.q_proj, attn.k_proj, attn.v_proj)
+    return attn.o_proj, [(linear, [linear.out_features]) for linear in inputs]
 
 
 @torch.no_grad()
@@ -102,7 +100,8 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
     """Order heads by `lengths` [H]: groups of query heads by their sum, then heads in their group."""
     out, inputs = projections(attn)
     D = attn.head_dim
-    values = inputs[-1][1][-1]
+    _, parts = inputs[-1]
+    values = parts[-1]  # rows of the values, which stand last
     by_group = lengths.view(values // D, -1)  # [G, query heads of a key-value head]
     groups = by_group.sum(1).argsort(descending=True, stable=True)
     inside = by_group[groups].argsort(dim=1, descending=True, stable=True)
@@ -112,13 +111,11 @@ def permute_heads(attn: nn.Module, lengths: Tensor) -> None:
         return (order.unsqueeze(1) * D + torch.arange(D)).flatten().to(out.weight.device)
 
     for linear, parts in inputs:
-        rows = torch.arange(linear.out_features, device=out.weight.device).split(parts)
-        rows = torch.cat(
-            [
-                own_rows[channels(heads if len(own_rows) == out.in_features else groups)]
-                for own_rows in rows
-            ]
-        )
+        ordered = []
+        for rows in torch.arange(linear.out_features, device=out.weight.device).split(parts):
+            order = heads if len(rows) == out.in_features else groups
+            ordered.append(rows[channels(order)])
+        rows = torch.cat(ordered)
         linear.weight.copy_(linear.weight[rows])
         if linear.bias is not None:
             linear.bias.copy_(linear.bias[rows])

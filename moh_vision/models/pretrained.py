@@ -43,54 +43,68 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
 
     A resumed run reads its own file (unless `fresh`): the pre-trained source may be gone.
     """
-    m = config.model
-    if not m.pretrained:
-        check_name(m.name, wing)
-        return m.name, m.arguments()
-    for key in m.convert or {}:
+    section = config.model
+    if not section.pretrained:
+        check_name(section.name, wing)
+        return section.name, section.arguments()
+    options = section.convert or {}
+    for key in options:
         if key not in OPTIONS:
             raise ValueError(f"model.convert: there is no {key!r}: {closest(key, OPTIONS)}")
-    if m.head_budget is not None and "head_budget" in (m.convert or {}):
+    if section.head_budget is not None and "head_budget" in options:
         raise ValueError(
             "model.head_budget and model.convert.head_budget are the same thing: give one"
         )
     saved = Path(config.output, "model.safetensors")
     if not fresh and tensor_files(saved):
-        metadata = read_safetensors(saved, lambda name: False)[1]
-        if (metadata.get("config") or {}).get("model", {}).get("pretrained") == m.pretrained:
+        _, metadata = read_safetensors(saved, lambda name: False)
+        saved_config = metadata.get("config") or {}
+        if saved_config.get("model", {}).get("pretrained") == section.pretrained:
             return metadata["architecture"], metadata["arguments"]
-    refuse_missing_source("model.pretrained", m.pretrained)
+    refuse_missing_source("model.pretrained", section.pretrained)
     try:
-        name, arguments, _ = of_source(m.pretrained, wing)
+        name, arguments, _ = of_source(section.pretrained, wing)
         with torch.device("meta"):
             routed = not is_dense(create(name, wing, **arguments))
     except Exception as error:  # files of others may hold anything
         near = ""
-        if wing == "classification":  # for the other one `check_name` has said it
-            near = near_model(m.pretrained)
-        raise ValueError(f"model.pretrained {m.pretrained}: {reason_of(error)}{near}") from None
-    if routed and m.convert is not None:
+        if wing == "classification":  # for diffusion `check_name` has said it
+            near = near_model(section.pretrained)
         raise ValueError(
-            f"model.convert: model.pretrained {m.pretrained} has routed heads already; leave it out"
+            f"model.pretrained {section.pretrained}: {reason_of(error)}{near}"
+        ) from None
+    if routed and section.convert is not None:
+        raise ValueError(
+            f"model.convert: model.pretrained {section.pretrained} has routed heads already; leave it out"
         )
-    if not routed:
-        converted = m.convert is not None or m.head_budget is not None
-        arguments = {k: v for k, v in arguments.items() if k != "head_budget"}
-        arguments["router"] = "moh" if converted else "dense"
-        if converted:  # as `convert` spreads a share
-            arguments["head_budget_shape"] = "uniform"
-    elif shape_of(arguments.get("head_budget")):  # which a number of model.head_budget keeps
-        arguments.setdefault("head_budget_shape", shape_of(arguments["head_budget"]))
-    return name, {**arguments, **m.arguments()}
+    if routed:
+        # A number in model.head_budget keeps the shape of the source's budget.
+        shape = shape_of(arguments.get("head_budget"))
+        if shape:
+            arguments.setdefault("head_budget_shape", shape)
+        return name, {**arguments, **section.arguments()}
+    arguments = {key: value for key, value in arguments.items() if key != "head_budget"}
+    if section.convert is None and section.head_budget is None:
+        arguments["router"] = "dense"
+    else:
+        arguments["router"] = "moh"
+        arguments["head_budget_shape"] = "uniform"  # as `convert` spreads a share
+    return name, {**arguments, **section.arguments()}
 
 
 def load_source(
     model: nn.Module, config, classes: Sequence[str], say: Callable[[str], None]
 ) -> None:
     """Load the weights of init_from or model.pretrained, if given, into the model of a new run."""
-    key = "model.pretrained" if config.model.pretrained else "init_from"
-    source = config.model.pretrained or config.init_from
-    with contextlib.nullcontext() if config.model.pretrained else taken_for(config.model.name):
+    if config.model.pretrained:
+        key = "model.pretrained"
+        source = config.model.pretrained
+        advice = contextlib.nullcontext()
+    else:
+        key = "init_from"
+        source = config.init_from
+        advice = taken_for(config.model.name)
+    with advice:
         dense = bool(source) and init_from(model, source, say, key, classes)
     file = Path((source or "").removeprefix("local-dir:"))
     if source and file.exists():
@@ -135,26 +149,32 @@ def of_source(source: str, wing: str) -> tuple[str, dict, dict]:
 
 def _classifier(source: str) -> tuple[str, dict, dict]:
     """Find a source's timm model, as "moh_vit" with `base`, or our saved one."""
-    place, name = ("local-dir", source) if Path(source).is_dir() else parse_model_name(source)
-    arguments, cfg = {}, {}
-    if place is not None:
-        read = load_model_config_from_path if place == "local-dir" else load_model_config_from_hf
-        cfg, name, arguments = read(name)
+    if Path(source).is_dir():
+        scheme = "local-dir"
+        name = source
+    else:
+        scheme, name = parse_model_name(source)
+    arguments = {}
+    cfg = {}
+    if scheme is not None:
+        if scheme == "local-dir":
+            cfg, name, arguments = load_model_config_from_path(name)
+        else:
+            cfg, name, arguments = load_model_config_from_hf(name)
         refuse_fetch(arguments, "its config.json")
-        side, *others = to_2tuple(arguments.get("img_size"))
-        if side not in others:
+        side, *further_sides = to_2tuple(arguments.get("img_size"))
+        if side not in further_sides:
             raise ValueError(f"its images are of {arguments['img_size']}, expected a square")
-        arguments = {k: v for k, v in arguments.items() if k != "img_size"} | (
-            {"img_size": side} if side else {}
-        )
+        arguments = {key: value for key, value in arguments.items() if key != "img_size"}
+        if side:
+            arguments["img_size"] = side
         arguments = {
             "num_classes": cfg["num_classes"],
             "in_chans": cfg["input_size"][0],
             **arguments,
         }
-        if is_model_pretrained(
-            f"{name}.{cfg.get('tag')}"
-        ):  # for mean and standard deviation of its images
+        # By the tag timm knows the mean and standard deviation of the model's images.
+        if is_model_pretrained(f"{name}.{cfg.get('tag')}"):
             name = f"{name}.{cfg['tag']}"
     if not timm.is_model(name):
         raise ValueError(
@@ -180,26 +200,31 @@ def _diffusion(source: str) -> tuple[str, dict, dict]:
         return source, {}, {}
     from diffusers import DiTTransformer2DModel
 
-    places = [Path(source, "config.json"), Path(source, "transformer", "config.json")]
-    file = next(filter(Path.is_file, places), None)
+    candidates = [Path(source, "config.json"), Path(source, "transformer", "config.json")]
+    file = next(filter(Path.is_file, candidates), None)
     if file is None:
         raise ValueError(
             "no run, nor a folder of diffusers: neither config.json nor transformer/config.json is there"
         )
     settings = json.loads(file.read_text())
-    kind = settings.get("_class_name")
-    if kind == "DiTTransformer2DModel":
+    class_name = settings.get("_class_name")
+    if class_name == "DiTTransformer2DModel":
         with torch.device("meta"):
             settings = settings_of(DiTTransformer2DModel.from_config(settings))
-    elif kind != "MoHDiTTransformer2DModel":
-        raise ValueError(f"{file.name} is of {kind!r}, allowed are DiTTransformer2DModel and ours")
-    names = dict(
+    elif class_name != "MoHDiTTransformer2DModel":
+        raise ValueError(
+            f"{file.name} is of {class_name!r}, allowed are DiTTransformer2DModel and ours"
+        )
+    timm_names = dict(
         hidden_size="embed_dim",
         num_layers="depth",
         num_attention_heads="num_heads",
         attention_head_dim="head_dim",
     )
     sizes = ("sample_size", "in_channels", "out_channels", "num_classes", "learn_sigma")
-    arguments = {names.get(k, k): v for k, v in settings.items() if k[0] != "_" and k not in sizes}
+    arguments = {}
+    for key, value in settings.items():
+        if key[0] != "_" and key not in sizes:
+            arguments[timm_names.get(key, key)] = value
     refuse_fetch(arguments, "its config.json")
     return "dit_small_patch2", arguments, {}

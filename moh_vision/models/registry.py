@@ -15,9 +15,8 @@ def converter_for(
 ) -> Callable[..., nn.Module]:
     """Return the converter of the model's class or its nearest base; `otherwise` without one."""
     for base in type(model).__mro__:
-        module, _, function = CONVERTERS.get(
-            f"{base.__module__}.{base.__qualname__}", ""
-        ).partition(":")
+        converter = CONVERTERS.get(f"{base.__module__}.{base.__qualname__}", "")
+        module, _, function = converter.partition(":")
         if function:
             return getattr(importlib.import_module(module), function)
     return otherwise

@@ -26,12 +26,12 @@ class Teacher(nn.Module):
         key: configuration key, for messages.
         source: a timm model with pretrained weights (NAME, hf-hub:OWNER/NAME or local-dir:FOLDER), or a
             classification run. timm sums or repeats the first kernel's colours for other channel counts.
-        mean, std: of the images' normalisation, per channel.
+        mean, std: normalisation of the images, per channel.
 
     Attributes:
         classes: class names in order; None if only their number is known.
-        order: its number of each class of the data; None: the data number the classes in the same way.
-        sha256: of its weights, and of the normalisation of its images.
+        order: for each class of the data its number in the teacher; None: the data have the teacher's order.
+        sha256: SHA-256 of the weights and of the normalisation of its images.
     """
 
     def __init__(self, key: str, source: str, mean: Sequence[float], std: Sequence[float]):
@@ -58,10 +58,9 @@ class Teacher(nn.Module):
             raise ValueError(f"{self.name}: {reason_of(error)}{near_model(source)}") from None
         for name, values in (("mean", mean), ("std", std)):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
-            own = getattr(self.teacher, f"{name}_kd")
-            setattr(
-                self.teacher, f"{name}_kd", own[:, : len(mean)]
-            )  # grey images have the first one, as in training
+            # Grey images have the first channel's number, as in training.
+            per_channel = getattr(self.teacher, f"{name}_kd")
+            setattr(self.teacher, f"{name}_kd", per_channel[:, : len(mean)])
 
     def normalised(self, images: Tensor) -> Tensor:
         """Renormalise images [B, C, h, w] from `mean` and `std` to the teacher's own."""
@@ -71,7 +70,9 @@ class Teacher(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """images [B, C, h, w] -> logits [B, classes]."""
         logits = self.teacher(self.normalised(images))
-        return logits if self.order is None else logits[:, self.order]
+        if self.order is None:
+            return logits
+        return logits[:, self.order]
 
     def check_logits(self, shape: Sequence[int], classes: int) -> None:
         """Raise ValueError unless it takes images [C, h, w] and has this many classes."""
@@ -86,7 +87,8 @@ class Teacher(nn.Module):
 
     def match_grid(self, grid: int) -> int:
         """Resize images so that `tokens` gives grid x grid patches; return a token's width."""
-        model, channels = self.teacher.model, self.mean.shape[1]
+        model = self.teacher.model
+        channels = self.mean.shape[1]
         try:
             self.size = grid * model.feature_info[-1]["reduction"]
             if hasattr(model, "set_input_size"):  # positions are resized
@@ -110,7 +112,7 @@ class Teacher(nn.Module):
         if images.shape[-1] != self.size:
             images = F.interpolate(images, (self.size, self.size), mode="bicubic", antialias=True)
         options = dict(indices=1, norm=True, intermediates_only=True)
-        features = self.teacher.model.forward_intermediates(self.normalised(images), **options)[
-            0
-        ]  # [B, width, g, g]
+        images = self.normalised(images)
+        model = self.teacher.model
+        features = model.forward_intermediates(images, **options)[0]  # [B, width, g, g]
         return features.flatten(2).transpose(1, 2)

@@ -28,7 +28,9 @@ def register_variants(
 
     def register(variant: str, description: str, arguments: dict) -> None:
         def entrypoint(pretrained: bool = False, **kwargs) -> nn.Module:
-            trained = trained_budget(variant, kwargs) if pretrained else {}
+            trained = {}
+            if pretrained:
+                trained = trained_budget(variant, kwargs)
             if not trained:
                 return create(variant, pretrained, arguments, **kwargs)
             wanted = kwargs.pop("head_budget", None)
@@ -38,7 +40,8 @@ def register_variants(
             return set_head_budget(model, wanted)
 
         entrypoint.__name__ = entrypoint.__qualname__ = variant
-        entrypoint.__module__, entrypoint.__doc__ = module, description
+        entrypoint.__module__ = module
+        entrypoint.__doc__ = description
         setattr(sys.modules[module], variant, register_model(entrypoint))
 
     for variant, (description, arguments) in variants.items():
@@ -61,9 +64,10 @@ def trained_budget(variant: str, kwargs: dict) -> dict[str, Any]:
     saved = recorded_budget(kwargs.get("pretrained_model_args"))
     if saved:
         return saved
-    file = resolve_pretrained_cfg(
+    cfg = resolve_pretrained_cfg(
         variant, kwargs.get("pretrained_cfg"), kwargs.get("pretrained_cfg_overlay")
-    ).file
-    if file is None or not str(file).endswith(".safetensors"):
+    )
+    if cfg.file is None or not str(cfg.file).endswith(".safetensors"):
         return {}
-    return recorded_budget(read_safetensors(Path(file), lambda name: False)[1].get("arguments"))
+    _, metadata = read_safetensors(Path(cfg.file), lambda name: False)
+    return recorded_budget(metadata.get("arguments"))

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moh_vision.attention import (
     BudgetSpec,
+    HeadBudget,
     RoutingStats,
     default_budget,
     init_routers,
@@ -49,7 +50,13 @@ STAGES = 4
 
 
 class ConvGLU(nn.Module):
-    """MLP gated through a 3 x 3 convolution (Shi 2024, section 3.4): [B, H, W, C] -> [B, H, W, C]."""
+    """MLP gated through a 3 x 3 convolution (Shi 2024, section 3.4): [B, H, W, C] -> [B, H, W, C].
+
+    Args:
+        dim: C.
+        hidden: channels between the two linear layers.
+        drop: dropout after the gate and after the last layer.
+    """
 
     def __init__(self, dim: int, hidden: int, drop: float = 0.0, device=None, dtype=None):
         super().__init__()
@@ -66,7 +73,15 @@ class ConvGLU(nn.Module):
 
 
 class TransNeXtBlock(nn.Module):
-    """Pre-norm block: attention, then ConvGLU."""
+    """Pre-norm block: attention, then ConvGLU.
+
+    Args:
+        attn: a `CosineAttention` or `AggregatedAttention`.
+        dim: C, width of the tokens.
+        mlp_ratio: width of a plain MLP over C; ConvGLU, with its gate, has two thirds of it.
+        proj_drop: dropout of ConvGLU.
+        drop_path: rate at which a residual branch is left out.
+    """
 
     def __init__(
         self,
@@ -104,12 +119,9 @@ class Downsample(nn.Module):
 
     def __init__(self, in_chans: int, dim: int, kernel: int, stride: int, device=None, dtype=None):
         super().__init__()
-        self.proj = nn.Conv2d(
-            in_chans, dim, kernel, stride, padding=kernel // 2, device=device, dtype=dtype
-        )
-        self.norm = nn.LayerNorm(
-            dim, device=device, dtype=dtype
-        )  # eps 1e-5, unlike the blocks' norms
+        dd = {"device": device, "dtype": dtype}
+        self.proj = nn.Conv2d(in_chans, dim, kernel, stride, padding=kernel // 2, **dd)
+        self.norm = nn.LayerNorm(dim, **dd)  # eps 1e-5, unlike the blocks' norms
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.proj(x).permute(0, 2, 3, 1))
@@ -119,6 +131,9 @@ class TransNeXtStage(nn.Module):
     """Downsampling, blocks of one size, norm: [B, C', H', W'] -> [B, C, H, W].
 
     Args:
+        downsample: comes before the blocks.
+        blocks: all of the same width.
+        dim: C, width of the tokens.
         size: (H, W) of the position tables.
         pretrain: the size in pretraining.
         pool: pooling factor of each side; 1: the blocks attend to all tokens.
@@ -141,7 +156,9 @@ class TransNeXtStage(nn.Module):
         self.downsample = downsample
         self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(dim, eps=1e-6, device=device, dtype=dtype)
-        self.pretrain, self.pool, self.dynamic = pretrain, pool, dynamic
+        self.pretrain = pretrain
+        self.pool = pool
+        self.dynamic = dynamic
         self.grad_checkpointing = False
         self.set_size(size, device)
 
@@ -157,41 +174,32 @@ class TransNeXtStage(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def tables(self, H: int, W: int, device: torch.device | None) -> Positions:
+        """Return the tables for maps of size (H, W), on torch's default device if `device` is None."""
+        device = device or torch.get_default_device()
         pooled = (max(H // self.pool, 1), max(W // self.pool, 1))
         arrays = position_tables((H, W), pooled, self.pretrain, self.pool > 1)
-        return Positions(
-            *(torch.as_tensor(array).to(device or torch.get_default_device()) for array in arrays)
-        )
+        return Positions(*(torch.as_tensor(array).to(device) for array in arrays))
 
     def positions(self, x: Tensor) -> Positions:
         """Return the positions of a map x [B, H, W, C]."""
-        H, W = x.shape[1], x.shape[2]
+        H = x.shape[1]
+        W = x.shape[2]
         if self.dynamic:
             if H != self.size[0] or W != self.size[1]:
                 return self.tables(H, W, x.device)
         else:
-            _assert(
-                H == self.size[0],
-                "input height does not match img_size; see set_input_size, dynamic_img_size",
-            )
-            _assert(
-                W == self.size[1],
-                "input width does not match img_size; see set_input_size, dynamic_img_size",
-            )
+            advice = "does not match img_size; see set_input_size, dynamic_img_size"
+            _assert(H == self.size[0], f"input height {advice}")
+            _assert(W == self.size[1], f"input width {advice}")
         return Positions(self.length, self.outside, self.coordinates, self.index)
 
     def forward(self, x: Tensor, stats: list[RoutingStats] | None = None) -> Tensor:
         x = self.downsample(x)  # [B, H, W, C]
         positions = self.positions(x)
+        checkpoint_fn = partial(checkpoint, use_reentrant=False)
         for block in self.blocks:
             if self.grad_checkpointing:
-                x = run_block(
-                    block,
-                    x,
-                    positions,
-                    stats=stats,
-                    checkpoint=partial(checkpoint, use_reentrant=False),
-                )
+                x = run_block(block, x, positions, stats=stats, checkpoint=checkpoint_fn)
             else:
                 x = block(x, positions, stats)
         return self.norm(x).permute(0, 3, 1, 2)
@@ -219,9 +227,8 @@ def checkpoint_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     for name in [n for n in result if ".attn.q." in n]:
         kv = name.replace(".attn.q.", ".attn.kv.")
         if kv in result:
-            result[name.replace(".attn.q.", ".attn.qkv.")] = torch.cat(
-                [result.pop(name), result.pop(kv)]
-            )
+            qkv = torch.cat([result.pop(name), result.pop(kv)])
+            result[name.replace(".attn.q.", ".attn.qkv.")] = qkv
     return result
 
 
@@ -231,17 +238,20 @@ class TransNeXt(nn.Module):
     Args:
         img_size: height and width of the images, a number or a pair; sizes the position tables.
         pretrain_size: image size that the weights were trained at, the unit of relative positions.
-        in_chans, num_classes, global_pool: "avg" or "" (no pooling).
+        in_chans: channels of the images.
+        num_classes: outputs of the classifier; 0: none.
+        global_pool: "avg" or "" (no pooling).
         embed_dims, num_heads, depths, mlp_ratios: per stage; heads are embed_dim / num_heads wide.
         pools: per stage, how many tokens of a side make one key; 1: no pooling and no window.
         head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
             stage. None: all heads.
-        head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
-            of a plain share. It is saved beside a list of pairs, which does not say it.
+        head_budget_shape: "ramp" or "uniform": the shape of a plain share, which later shares keep; None: the shape that
+            head_budget names, a ramp for a plain share. It is saved beside the pairs, which do not say their shape.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
         router_kwargs: options of the router.
+        qkv_bias: whether the projections of queries, keys and values have a bias.
         dynamic_img_size: take images of any size.
         drop_rate, proj_drop_rate, attn_drop_rate, drop_path_rate: dropout before the classifier, after
             projections, of attention, and of residual branches (rising with depth).
@@ -279,25 +289,17 @@ class TransNeXt(nn.Module):
     ):
         super().__init__()
         dd = {"device": device, "dtype": dtype}
-        per_stage = dict(
+        check_stages(
             embed_dims=embed_dims,
             num_heads=num_heads,
             depths=depths,
             mlp_ratios=mlp_ratios,
             pools=pools,
         )
-        for name, values in per_stage.items():
-            if len(values) != STAGES:
-                raise ValueError(
-                    f"{name} {tuple(values)} must have {STAGES} entries, one per stage"
-                )
-        for stage, (dim, heads) in enumerate(zip(embed_dims, num_heads)):
-            if dim % heads:
-                raise ValueError(
-                    f"stage {stage}: embed_dim {dim} is not a multiple of num_heads {heads}"
-                )
         check_pool(global_pool)
-        self.num_classes, self.in_chans, self.global_pool = num_classes, in_chans, global_pool
+        self.num_classes = num_classes
+        self.in_chans = in_chans
+        self.global_pool = global_pool
         self.grad_checkpointing = False
         widths = [dim // heads for dim, heads in zip(embed_dims, num_heads)]
         budgets = new_budgets(
@@ -310,27 +312,30 @@ class TransNeXt(nn.Module):
         )
         remaining = iter(budgets)
         attn_kwargs = dict(
-            router=router, scope=scope, executor=executor, router_kwargs=router_kwargs, qkv_bias=qkv_bias,
-            attn_drop=attn_drop_rate, proj_drop=proj_drop_rate, fused_attn=use_fused_attn(),
-        )  # fmt: skip
-        sizes, pretrain_sizes = stage_sizes(img_size), stage_sizes(pretrain_size)
+            router=router,
+            scope=scope,
+            executor=executor,
+            router_kwargs=router_kwargs,
+            qkv_bias=qkv_bias,
+            attn_drop=attn_drop_rate,
+            proj_drop=proj_drop_rate,
+            fused_attn=use_fused_attn(),
+        )
+        sizes = stage_sizes(img_size)
+        pretrain_sizes = stage_sizes(pretrain_size)
         drop_paths = calculate_drop_path_rates(drop_path_rate, list(depths), stagewise=True)
 
         self.feature_info = []
         stages = []
         for i, dim in enumerate(embed_dims):
-            downsample = (
-                Downsample(in_chans, dim, 7, 4, **dd)
-                if i == 0
-                else Downsample(embed_dims[i - 1], dim, 3, 2, **dd)
-            )
+            if i == 0:
+                downsample = Downsample(in_chans, dim, 7, 4, **dd)
+            else:
+                downsample = Downsample(embed_dims[i - 1], dim, 3, 2, **dd)
             blocks = []
             for j in range(depths[i]):
                 budget = next(remaining)
-                if pools[i] > 1:
-                    attn = AggregatedAttention(dim, budget, pools[i], **attn_kwargs, **dd)
-                else:
-                    attn = CosineAttention(dim, budget, **attn_kwargs, **dd)
+                attn = make_attention(dim, budget, pools[i], **attn_kwargs, **dd)
                 blocks.append(
                     TransNeXtBlock(attn, dim, mlp_ratios[i], proj_drop_rate, drop_paths[i][j], **dd)
                 )
@@ -350,9 +355,7 @@ class TransNeXt(nn.Module):
         self.stages = nn.Sequential(*stages)
         self.num_features = self.head_hidden_size = embed_dims[-1]
         self.head_drop = nn.Dropout(drop_rate)
-        self.head = (
-            nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        )
+        self.head = classifier(self.num_features, num_classes, **dd)
         self.init_weights(needs_reset=False)
 
     def init_weights(self, mode: str = "", needs_reset: bool = True) -> None:
@@ -364,12 +367,8 @@ class TransNeXt(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif isinstance(module, nn.Conv2d):
-                fan_out = (
-                    module.kernel_size[0]
-                    * module.kernel_size[1]
-                    * module.out_channels
-                    // module.groups
-                )
+                area = module.kernel_size[0] * module.kernel_size[1]
+                fan_out = area * module.out_channels // module.groups
                 nn.init.normal_(module.weight, std=(2 / fan_out) ** 0.5)
             elif needs_reset and hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -388,12 +387,12 @@ class TransNeXt(nn.Module):
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
 
     def no_weight_decay(self) -> set:
-        """Parameters that scale or place attention, as published. Routers are decayed."""
+        """Return the parameters that scale or position attention, as published. Routers are decayed."""
         spared = ("query_embedding", "relative_pos_bias_local", "cpb_", "temperature")
         return {name for name, _ in self.named_parameters() if any(word in name for word in spared)}
 
     def group_matcher(self, coarse: bool = False) -> dict:
-        """Layers for layer-wise learning rates."""
+        """Return patterns of layers, for layer-wise learning rates."""
         if coarse:
             return dict(stem=r"^stages\.0\.downsample", blocks=r"^stages\.(\d+)")
         blocks = [
@@ -419,15 +418,12 @@ class TransNeXt(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """A new head; `global_pool` None keeps the pooling."""
+        """Make a new head; `global_pool` None keeps the pooling."""
         if global_pool is not None:
             check_pool(global_pool)
             self.global_pool = global_pool
         self.num_classes = num_classes
-        dd = get_device_dtype(self)
-        self.head = (
-            nn.Linear(self.num_features, num_classes, **dd) if num_classes > 0 else nn.Identity()
-        )
+        self.head = classifier(self.num_features, num_classes, **get_device_dtype(self))
         self.head.train(self.training)
 
     def forward_intermediates(
@@ -452,7 +448,9 @@ class TransNeXt(nn.Module):
             raise ValueError(f"output_fmt {output_fmt!r} is not supported: only 'NCHW'")
         take, last = feature_take_indices(len(self.stages), indices)
         intermediates = []
-        stages = self.stages if not stop_early else self.stages[: last + 1]
+        stages = self.stages
+        if stop_early:
+            stages = stages[: last + 1]
         for i, stage in enumerate(stages):
             x = stage(x)
             if i in take:
@@ -482,7 +480,9 @@ class TransNeXt(nn.Module):
         if self.global_pool:
             x = x.mean((2, 3))
         x = self.head_drop(x)
-        return x if pre_logits else self.head(x)
+        if pre_logits:
+            return x
+        return self.head(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
@@ -495,13 +495,41 @@ class TransNeXt(nn.Module):
         return self.forward_head(x), stats
 
 
+def make_attention(dim: int, budget: HeadBudget, pool: int, **kwargs) -> CosineAttention:
+    """Make the attention of a block: with a window and pooled keys if `pool` is above 1, else over all tokens."""
+    if pool > 1:
+        return AggregatedAttention(dim, budget, pool, **kwargs)
+    return CosineAttention(dim, budget, **kwargs)
+
+
+def classifier(width: int, num_classes: int, device=None, dtype=None) -> nn.Module:
+    """Make the last layer; without classes it returns its input."""
+    if num_classes < 1:
+        return nn.Identity()
+    return nn.Linear(width, num_classes, device=device, dtype=dtype)
+
+
+def check_stages(**per_stage: Sequence) -> None:
+    """Refuse arguments of `TransNeXt` that do not have one entry per stage, or heads that do not fit the width."""
+    for name, values in per_stage.items():
+        if len(values) != STAGES:
+            raise ValueError(f"{name} {tuple(values)} must have {STAGES} entries, one per stage")
+    heads_of_stages = zip(per_stage["embed_dims"], per_stage["num_heads"])
+    for stage, (dim, heads) in enumerate(heads_of_stages):
+        if dim % heads:
+            raise ValueError(
+                f"stage {stage}: embed_dim {dim} is not a multiple of num_heads {heads}"
+            )
+
+
 def check_pool(global_pool: str) -> None:
+    """Refuse a pooling that `TransNeXt` does not have."""
     if global_pool not in ("avg", ""):
         raise ValueError(f"global_pool {global_pool!r} is not one of 'avg', ''")
 
 
 def stage_sizes(img_size: int | tuple[int, int]) -> list[tuple[int, int]]:
-    """(H, W) of the four stages' maps: the convolutions round up."""
+    """Return (H, W) of the four stages' maps: the convolutions round up."""
     H, W = to_2tuple(img_size)
     if H < 1 or W < 1:
         raise ValueError(f"img_size {img_size} must be at least 1")
@@ -514,12 +542,13 @@ def by_layer(values: Sequence, depths: Sequence[int]) -> list:
 
 
 def layer_spec(spec: BudgetSpec | None, heads: Sequence[int], depths: Sequence[int]) -> BudgetSpec:
-    """A head_budget as `resolve_budget` takes it.
+    """Return a head_budget as `resolve_budget` takes it.
 
     Args:
         spec: what `resolve_budget` takes; or a list of one (shared, routed) pair per stage; None: all heads, shared,
             whichever the router.
-        heads, depths: of every stage.
+        heads: number of heads of every stage.
+        depths: number of layers of every stage.
     """
     if spec is None:
         spec = [(count, 0) for count in heads]
@@ -536,9 +565,13 @@ def pretrained_filter_fn(state_dict: dict[str, Tensor], model: nn.Module) -> dic
 
 
 _cfg = partial(
-    image_cfg, pool_size=(7, 7), crop_pct=0.875, mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD,
+    image_cfg,
+    pool_size=(7, 7),
+    crop_pct=0.875,
+    mean=IMAGENET_DEFAULT_MEAN,
+    std=IMAGENET_DEFAULT_STD,
     first_conv="stages.0.downsample.proj",
-)  # fmt: skip
+)
 MICRO = dict(embed_dims=(48, 96, 192, 384), num_heads=(2, 4, 8, 16), depths=(2, 2, 15, 2))
 TINY = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(2, 2, 15, 2))
 SMALL = dict(embed_dims=(72, 144, 288, 576), num_heads=(3, 6, 12, 24), depths=(5, 5, 22, 5))
@@ -570,11 +603,13 @@ VARIANTS = {
 
 
 def _published(name: str) -> dict:
-    repository, file = f"DaiShiResearch/{name.replace('_', '-')}-224-1k", f"{name}_224_1k.pth"
     if name.startswith("moh"):  # names from its instructions, not checked against the hub
         *_, size, share = name.split("_")
         repository = f"Chat-UniVi/MoH-ViT-{size[0].upper()}-{share}"
         file = f"{name}.pth"
+    else:
+        repository = f"DaiShiResearch/{name.replace('_', '-')}-224-1k"
+        file = f"{name}_224_1k.pth"
     return _cfg(hf_hub_id=repository, hf_hub_filename=file)
 
 
@@ -583,7 +618,7 @@ default_cfgs = generate_default_cfgs({f"{name}.in1k": _published(name) for name 
 
 def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> TransNeXt:
     if default_budget(kwargs.get("router")) is None:
-        args = {k: v for k, v in args.items() if k != "head_budget"}
+        args = {name: value for name, value in args.items() if name != "head_budget"}
     out_indices = kwargs.pop("out_indices", tuple(range(STAGES)))
     return build_model_with_cfg(
         TransNeXt,

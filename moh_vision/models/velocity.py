@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 PREDICTS = ("velocity", "x", "noise")
-LEAST = 0.05  # of a divisor: JiT's t_eps
+LEAST = 0.05  # smallest divisor: JiT's t_eps
 
 
 def to_velocity(predict: str | None, output: Tensor, xt: Tensor, timestep: Tensor) -> Tensor:

@@ -41,9 +41,32 @@ from moh_vision.models.head_budgets import (
 from moh_vision.models.registry import converter_for
 from moh_vision.models.timm_factory import image_cfg, register_variants
 
+# Arguments of timm's block that its attention takes too.
+OF_ATTENTION = (
+    "qkv_bias",
+    "qk_norm",
+    "proj_bias",
+    "attn_drop",
+    "proj_drop",
+    "norm_layer",
+    "device",
+    "dtype",
+)
+
 
 class MoHBlock(Block):
-    """timm's pre-norm block around `HeadMixtureAttention`; `depth` picks the layer's budget."""
+    """timm's pre-norm block around `HeadMixtureAttention`.
+
+    Args:
+        dim: C, width of the tokens.
+        num_heads: as timm passes it; the layer has the heads of its budget.
+        budgets: the budget of every layer.
+        attn_kwargs: arguments of `HeadMixtureAttention`.
+        depth: number of the layer.
+        scale_attn_norm: refused.
+        attn_layer: not used.
+        **kwargs: of timm's block.
+    """
 
     def __init__(
         self,
@@ -60,21 +83,10 @@ class MoHBlock(Block):
             raise ValueError(
                 "scale_attn_norm is not supported: a norm over all heads would mix the routed ones"
             )
-        # Identity: timm builds its own attention here, which the next statement replaces.
+        # Identity: timm builds its own attention here, which the last statement replaces.
         super().__init__(dim, num_heads, attn_layer=nn.Identity, depth=depth, **kwargs)
-        passed = (
-            "qkv_bias",
-            "qk_norm",
-            "proj_bias",
-            "attn_drop",
-            "proj_drop",
-            "norm_layer",
-            "device",
-            "dtype",
-        )
-        self.attn = HeadMixtureAttention(
-            dim, budgets[depth], **attn_kwargs, **{k: kwargs[k] for k in passed if k in kwargs}
-        )
+        passed = {name: kwargs[name] for name in OF_ATTENTION if name in kwargs}
+        self.attn = HeadMixtureAttention(dim, budgets[depth], **attn_kwargs, **passed)
 
     def forward(
         self,
@@ -84,9 +96,8 @@ class MoHBlock(Block):
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
         """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
-        y, layer_stats = self.attn(
-            self.norm1(x), attn_mask=attn_mask, is_causal=is_causal
-        )  # [B, N, C]
+        y = self.norm1(x)  # [B, N, C]
+        y, layer_stats = self.attn(y, attn_mask=attn_mask, is_causal=is_causal)
         if stats is not None:
             stats.append(layer_stats)
         x = x + self.drop_path1(self.ls1(y))
@@ -95,24 +106,27 @@ class MoHBlock(Block):
 
 
 class RoutedViT:
-    """What our versions of timm's ViTs share."""
+    """Base class of our versions of timm's ViTs: how they load weights and run their blocks."""
 
     _model_args = RecordedArguments()
 
     def load_state_dict(self, state_dict, strict: bool = True, assign: bool = False):
         """Load as torch does; strict loading of a plain ViT zeroes the routers (see `checkpoint_filter_fn`)."""
-        return super().load_state_dict(
-            zero_missing_routers(state_dict, self) if strict else state_dict, strict, assign
-        )
+        if strict:
+            state_dict = zero_missing_routers(state_dict, self)
+        return super().load_state_dict(state_dict, strict, assign)
 
-    def run_blocks(self, x: Tensor, *more) -> tuple[Tensor, list[RoutingStats]]:
-        """Tokens x [B, N, C], and what else a block takes -> logits [B, num_classes] and statistics of every layer."""
+    def run_blocks(self, x: Tensor, *block_args) -> tuple[Tensor, list[RoutingStats]]:
+        """Run the blocks and the head: tokens [B, N, C] -> logits [B, num_classes] and statistics of every layer.
+
+        block_args: further arguments of every block.
+        """
         stats: list[RoutingStats] = []
-        checkpoint_fn = (
-            partial(checkpoint, use_reentrant=False) if self.grad_checkpointing else None
-        )
+        checkpoint_fn = None
+        if self.grad_checkpointing:
+            checkpoint_fn = partial(checkpoint, use_reentrant=False)
         for block in self.blocks:
-            x = run_block(block, x, *more, stats=stats, checkpoint=checkpoint_fn)
+            x = run_block(block, x, *block_args, stats=stats, checkpoint=checkpoint_fn)
         return self.forward_head(self.norm(x)), stats
 
 
@@ -122,8 +136,8 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
     Args:
         head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75, or all heads with a router that
             runs them all (`default_budget`).
-        head_budget_shape: "ramp" or "uniform", which a plain share has and later ones keep; None: that of head_budget, a ramp
-            of a plain share. It is saved beside a list of pairs, which does not say it.
+        head_budget_shape: "ramp" or "uniform": the shape of a plain share, which later shares keep; None: the shape that
+            head_budget names, a ramp for a plain share. It is saved beside the pairs, which do not say their shape.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.
@@ -201,12 +215,14 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
 
     def forward_routed(self, x: Tensor) -> tuple[Tensor, list[RoutingStats]]:
         """Images [B, in_chans, height, width] -> logits [B, num_classes] and statistics of every layer."""
-        return self.run_blocks(self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x)))))
+        x = self._pos_embed(self.patch_embed(x))  # [B, N, C]
+        return self.run_blocks(self.norm_pre(self.patch_drop(x)))
 
 
 def check_image_size(img_size, patch_size) -> None:
     """Raise ValueError unless `img_size` (a number or a pair) is cut into whole patches."""
-    sizes, patches = to_2tuple(img_size), to_2tuple(patch_size)
+    sizes = to_2tuple(img_size)
+    patches = to_2tuple(patch_size)
     if any(p < 1 for p in patches):
         raise ValueError(f"patch_size {patch_size} must be at least 1")
     if any(s < p or s % p for s, p in zip(sizes, patches)):
@@ -214,6 +230,7 @@ def check_image_size(img_size, patch_size) -> None:
 
 
 def has_routers(state_dict: dict[str, Tensor]) -> bool:
+    """Return whether weights have routers, unlike those of a plain ViT."""
     return any(".attn.router." in name for name in state_dict)
 
 
@@ -224,10 +241,16 @@ def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dic
     """
     if has_routers(state_dict):
         return state_dict
-    own = {name: tensor for name, tensor in model.state_dict().items() if ".attn.router." in name}
-    moh = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
-    new = {n: torch.zeros_like(t) if n.rsplit(".", 2)[0] in moh else t for n, t in own.items()}
-    return {**state_dict, **new}
+    moh_routers = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
+    routers = {}
+    for name, tensor in model.state_dict().items():
+        if ".attn.router." in name:
+            # blocks.0.attn.router.routed.weight -> blocks.0.attn.router
+            router = name.rsplit(".", 2)[0]
+            if router in moh_routers:
+                tensor = torch.zeros_like(tensor)
+            routers[name] = tensor
+    return {**state_dict, **routers}
 
 
 def checkpoint_filter_fn(
@@ -289,13 +312,10 @@ def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
     model.__class__ = model_class
     for block in model.blocks:
         block.__class__ = block_class
-    if getattr(
-        model, "pretrained_cfg", None
-    ):  # made by timm's factory, which builds a saved model by name
-        update_model_args(model, base=model.pretrained_cfg["architecture"])
-        model.pretrained_cfg = model.default_cfg = dict(
-            model.pretrained_cfg, architecture="moh_vit"
-        )
+    cfg = getattr(model, "pretrained_cfg", None)
+    if cfg:  # the model is from timm's factory, which builds a saved model by name
+        update_model_args(model, base=cfg["architecture"])
+        model.pretrained_cfg = model.default_cfg = dict(cfg, architecture="moh_vit")
     return model
 
 
@@ -309,14 +329,24 @@ def _converted(
     router_kwargs=None,
     **kwargs,
 ):
-    """Build timm's ViT `base` with its own arguments and `kwargs`, and convert it."""
+    """Build timm's ViT `base` and convert it.
+
+    Args:
+        base: name in timm's registry.
+        head_budget, router, scope, executor, router_kwargs: see `convert`, but a head_budget of None is
+            `default_budget`.
+        head_budget_shape: see `MoHVisionTransformer`.
+        **kwargs: arguments of `base`.
+    """
     if head_budget is None:
         head_budget = default_budget(router)
     model = model_entrypoint(base)(**kwargs)
     head_budget = shaped(head_budget, head_budget_shape)
-    model = converter_for(model, route_heads)(
-        model, head_budget, router, scope, executor, router_kwargs, None, False
-    )
+    converter = converter_for(model, route_heads)
+    options = (head_budget, router, scope, executor, router_kwargs)
+    calibrate = None
+    group = False
+    model = converter(model, *options, calibrate, group)
     if head_budget_shape is not None:
         model.head_budget_shape = head_budget_shape
     return model
@@ -331,7 +361,9 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
             patch size, width, registers, pooling, norms. `convert` records it.
     """
     model_cls = MoHVisionTransformer
-    base = kwargs.pop("base", None) if variant == "moh_vit" else None
+    base = None
+    if variant == "moh_vit":
+        base = kwargs.pop("base", None)
     if base is not None:
         if not is_model(base):
             raise ValueError(f"base {base!r} is not a model in timm's registry")
@@ -350,19 +382,17 @@ def _create(variant: str, pretrained: bool, args: dict, **kwargs) -> MoHVisionTr
     )
 
 
+def _variant(width: int, depth: int, heads: int) -> tuple[str, dict]:
+    """Return the docstring and the arguments of a ViT with patches of 16 x 16 pixels."""
+    description = f"Width {width}, {depth} layers, {heads} heads."
+    return description, dict(patch_size=16, embed_dim=width, depth=depth, num_heads=heads)
+
+
 VARIANTS = {
     "moh_vit": (_create.__doc__, {}),
-    **{
-        f"moh_vit_{size}_patch16_224": (
-            f"Width {width}, {depth} layers, {heads} heads.",
-            dict(patch_size=16, embed_dim=width, depth=depth, num_heads=heads),
-        )
-        for size, width, depth, heads in (
-            ("tiny", 192, 12, 3),
-            ("small", 384, 12, 6),
-            ("base", 768, 12, 12),
-            ("large", 1024, 24, 16),
-        )
-    },
+    "moh_vit_tiny_patch16_224": _variant(192, 12, 3),
+    "moh_vit_small_patch16_224": _variant(384, 12, 6),
+    "moh_vit_base_patch16_224": _variant(768, 12, 12),
+    "moh_vit_large_patch16_224": _variant(1024, 24, 16),
 }
 register_variants(__name__, _create, VARIANTS)

@@ -14,9 +14,12 @@ from torch import Tensor
 from moh_vision.engine.errors import message_of, reason_of
 from moh_vision.engine.io import WRAPPED, TensorFiles, by_age, tensor_files
 
-EMA_KEYS, MODEL_KEYS = ("ema", "state_dict_ema", "model_ema"), ("state_dict", "model")
-STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)  # in this order
-NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}  # routers in the published MoH code
+# Keys of state dicts in pickled files, in the order in which they are looked for.
+EMA_KEYS = ("ema", "state_dict_ema", "model_ema")
+MODEL_KEYS = ("state_dict", "model")
+STATE_KEYS = (*EMA_KEYS, *MODEL_KEYS)
+# Parts of a router in the published MoH code, and ours.
+NAMES = {"wg": "routed", "wg_0": "balance", "wg_1": "shared"}
 # torch.save does not compress; compressed arrays of weights shrink by a tenth.
 MAX_UNPACKED = 10
 
@@ -24,7 +27,11 @@ MAX_UNPACKED = 10
 def weights_file(path: str, weights: str | None = None) -> Path:
     """Find the file of a `path`: itself, or in a run or checkpoint folder the EMA (if any) or the model.
 
-    `weights` None: of a run with results the weights that they are of, see `scored_weights`; else as "ema". timm's and diffusers' folders (of a model, or a pipeline with a transformer) hold one kind of weights.
+    timm's and diffusers' folders (of a model, or a pipeline with a transformer) hold one kind of weights.
+
+    Args:
+        weights: "ema", "model" or None: the weights that a run's results are of, see `scored_weights`; as "ema"
+            without results.
     """
     file = Path(path)
     if not file.is_dir():
@@ -33,19 +40,23 @@ def weights_file(path: str, weights: str | None = None) -> Path:
                 f"weights {weights}: {path} holds the EMA; give its folder, or model.safetensors in it"
             )
         return file
-    scored = scored_weights(file) if weights is None else None
-    if scored:
-        return scored
-    weights = weights or "ema"
-    names = ["ema.safetensors", "model.safetensors"] if weights == "ema" else ["model.safetensors"]
-    stems = ("diffusion_pytorch_model", "transformer/diffusion_pytorch_model")
-    theirs = [f"{stem}.{kind}" for kind in ("safetensors", "bin") for stem in stems]
-    files = [
-        file / name for name in (*names, *theirs, "pytorch_model.bin") if (file / name).exists()
-    ]
-    files += [
-        file / name for name in names if tensor_files(file / name)
-    ]  # of a sharded run, in parts
+    if weights is None:
+        scored = scored_weights(file)
+        if scored:
+            return scored
+    names = ["model.safetensors"]
+    if not weights or weights == "ema":
+        names = ["ema.safetensors", "model.safetensors"]
+    library_names = (
+        "diffusion_pytorch_model.safetensors",
+        "transformer/diffusion_pytorch_model.safetensors",
+        "diffusion_pytorch_model.bin",
+        "transformer/diffusion_pytorch_model.bin",
+        "pytorch_model.bin",
+    )
+    files = [file / name for name in (*names, *library_names) if (file / name).exists()]
+    # A sharded run has each of its files in parts.
+    files += [file / name for name in names if tensor_files(file / name)]
     if not files:
         raise FileNotFoundError(
             f"{path} holds no {' or '.join(names)}; a run writes them at its checkpoints"
@@ -63,7 +74,9 @@ def scored_weights(run: Path) -> Path | None:
     except (OSError, ValueError, KeyError, TypeError, RecursionError):  # of others, or damaged
         return None
     newest = next((number for number, _ in by_age(run / "checkpoints")), step)
-    return file if file.is_file() and newest == step else None
+    if not file.is_file() or newest != step:
+        return None
+    return file
 
 
 def said_of_first_weights(file: Path, metadata: dict) -> str:
@@ -107,17 +120,23 @@ def read_safetensors(
 
 
 def weights_said(file: str | Path, weights: str = "ema") -> str:
-    """Name a weights file, and the kind that `read_tensors` takes if a pickled file has several."""
-    kind = kind_in(Path(file), weights)
-    return f"{file} ({kind})" if kind else str(file)
+    """Name a weights file, and whether `read_tensors` takes the EMA or the model of a pickled file."""
+    held = kind_in(Path(file), weights)
+    if held is None:
+        return str(file)
+    return f"{file} ({held})"
 
 
 def kind_in(file: Path, weights: str = "ema") -> str | None:
-    """Return the kind, "ema" or "model", that `read_tensors` takes of a pickled file; None: not said."""
+    """Return which weights, "ema" or "model", `read_tensors` takes of a pickled file; None: not said."""
     if file.suffix in (".safetensors", ".npz") or not file.is_file():
         return None
     key = _state_key(_unpickled(file, mmap=zipfile.is_zipfile(file)), weights)
-    return key and ("ema" if key in EMA_KEYS else "model")
+    if key is None:
+        return None
+    if key in EMA_KEYS:
+        return "ema"
+    return "model"
 
 
 def _unpickled(file: Path, mmap: bool = False):
@@ -143,17 +162,19 @@ def unpickling_problem(error: Exception, file: Path) -> str:
             f'file, save its weights alone, by the key that they have in it: python -c "import torch; '
             f"torch.save({load}['model'], 'weights.pth')\""
         )
+    reason = reason_of(error)
     inner = re.search(r"WeightsUnpickler error: (.*?)(?: Check the documentation|$)", text)
-    return f"not a readable file of tensors ({inner[1] if inner else reason_of(error)})"
+    if inner:
+        reason = inner[1]
+    return f"not a readable file of tensors ({reason})"
 
 
 def _state_key(content: object, weights: str) -> str | None:
     """Find the key of a state dict in a pickled file; None: the content is the state dict."""
+    if not isinstance(content, dict):
+        return None
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
-    return next(
-        (key for key in keys if isinstance(content, dict) and isinstance(content.get(key), dict)),
-        None,
-    )
+    return next((key for key in keys if isinstance(content.get(key), dict)), None)
 
 
 def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
@@ -167,22 +188,25 @@ def read_pickled_tensors(file: Path, weights: str = "ema") -> dict[str, Tensor]:
         )
     if key is not None:
         content = content[key]
-    items = content.items() if isinstance(content, dict) else ()
-    if not items or not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in items):
+    if not _is_state_dict(content):
         raise ValueError(
             f"{file}: holds no state dict, neither itself nor under {', '.join(STATE_KEYS)}"
         )
     size = file.stat().st_size
     for name, tensor in content.items():
+        is_plain = tensor.layout == torch.strided and not tensor.is_meta
         # With stride 0 one number makes a tensor of any size, whose copy would fill the memory.
-        if (
-            tensor.layout != torch.strided
-            or tensor.is_meta
-            or math.prod(tensor.shape) * tensor.itemsize > size
-        ):
+        if not is_plain or math.prod(tensor.shape) * tensor.itemsize > size:
             described = f"{name[:100]} {list(tensor.shape)}"
             raise ValueError(f"{file}: {described} is not a plain tensor of a file of {size} bytes")
     return content
+
+
+def _is_state_dict(content: object) -> bool:
+    """Return whether the content of a file is a dict of tensors, with at least one."""
+    if not isinstance(content, dict) or not content:
+        return False
+    return all(isinstance(k, str) and isinstance(v, Tensor) for k, v in content.items())
 
 
 def refuse_unpacking(file: Path) -> None:
@@ -203,7 +227,9 @@ def refuse_unpacking(file: Path) -> None:
 
 def rename_routers(state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename attn.wg, attn.wg_0 and attn.wg_1 to attn.router.routed, .balance and .shared."""
-    return {
-        re.sub(r"\.attn\.(wg|wg_0|wg_1)\.", lambda m: f".attn.router.{NAMES[m[1]]}.", name): tensor
-        for name, tensor in state_dict.items()
-    }
+
+    def ours(match: re.Match) -> str:
+        return f".attn.router.{NAMES[match[1]]}."
+
+    published = re.compile(r"\.attn\.(wg|wg_0|wg_1)\.")
+    return {published.sub(ours, name): tensor for name, tensor in state_dict.items()}

@@ -29,17 +29,18 @@ from moh_vision.models.weight_files import (
     weights_said,
 )
 
+# Arguments of `timm.create_model` that say which weights it reads.
 FETCHING = (
     "pretrained",
     "pretrained_cfg",
     "pretrained_cfg_overlay",
     "checkpoint_path",
     "cache_dir",
-)  # timm's
+)
 OF_CLASSES = ("head.", "head_dist.", "y_embedder.")
 # Tensors shaped by class count, image size or objective; made anew where the shape differs.
 REMADE = (*OF_CLASSES, "pos_embed", "final_layer.linear.")
-# By the modules that timm groups names by.
+# The modules of each wing's models, by which timm groups names.
 FAMILIES = dict(classification=("vit", "transnext"), diffusion=("dit",))
 
 
@@ -67,15 +68,16 @@ def create(name: str, wing: str | None, **arguments: Any) -> nn.Module:
         if "unexpected keyword" in str(error):
             raise ValueError(f"{name}: {error}; look at model.kwargs") from None
         raise
-    except (
-        RuntimeError,
-        MemoryError,
-    ) as error:  # sizes that torch has no memory for, or that make no model
+    except (RuntimeError, MemoryError) as error:
+        # Sizes that make no model, or one that torch has no memory for.
         raise ValueError(f"{name} cannot be made: {reason_of(error)}") from None
     # Models from other packages need no base class of ours: look for the method.
     if not hasattr(model, "forward_routed"):
         raise ValueError(f"model.name '{name}' has no head routing (no forward_routed)")
-    actual = "classification" if hasattr(model, "get_classifier") else "diffusion"
+    if hasattr(model, "get_classifier"):
+        actual = "classification"
+    else:
+        actual = "diffusion"
     if wing not in (None, actual):
         raise ValueError(f"model.name '{name}' {_of_another_wing(actual, wing)}")
     return model
@@ -85,12 +87,9 @@ def check_side(model: nn.Module, side: int | None) -> None:
     """Refuse an image side (data.img_size; None: the classifier's own) not a multiple of the patch."""
     embed = getattr(model, "patch_embed", None)
     patch = getattr(embed, "patch_size", (1,))[0]
-    if (
-        side
-        and side % patch
-        and not embed.dynamic_img_pad
-        and side != model.pretrained_cfg["input_size"][-1]
-    ):
+    if not side or side % patch == 0 or embed.dynamic_img_pad:
+        return
+    if side != model.pretrained_cfg["input_size"][-1]:
         raise ValueError(
             f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model"
         )
@@ -159,11 +158,10 @@ def _warn_of_first_weights(file: Path, metadata: dict) -> None:
 def described_by(path: str, wing: str | None) -> dict:
     """Read the metadata of a run's file or folder; empty for files without metadata."""
     file = weights_file(path)
-    return (
-        read_described(file, wing)[1]
-        if file.suffix == ".safetensors" and tensor_files(file)
-        else {}
-    )
+    if file.suffix != ".safetensors" or not tensor_files(file):
+        return {}
+    _, metadata = read_described(file, wing)
+    return metadata
 
 
 def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dict]:
@@ -171,32 +169,27 @@ def read_described(file: Path, wing: str | None) -> tuple[dict[str, Tensor], dic
     state, metadata = read_safetensors(file)
     if "architecture" not in metadata:
         return state, metadata
-    name, arguments = metadata["architecture"], metadata.get("arguments")
-    classes, config = metadata.get("classes", []), metadata.get("config", {})
+    name = metadata["architecture"]
+    arguments = metadata.get("arguments")
+    classes = metadata.get("classes", [])
+    config = metadata.get("config", {})
     if not isinstance(name, str) or not isinstance(arguments, dict) or not isinstance(config, dict):
         raise ValueError(
             f"{file}: architecture, arguments and config in its metadata are not a name and two mappings"
         )
     if not isinstance(classes, list) or not all(isinstance(c, str) for c in classes):
         raise ValueError(f"{file}: classes in its metadata are not a list of names")
-    actual = "text" if "vocabularies" in metadata else image_models().get(name, wing)
+    if "vocabularies" in metadata:
+        actual = "text"
+    else:
+        actual = image_models().get(name, wing)
     if wing not in (None, actual):
         theirs = WINGS[actual]
         raise ValueError(
             f"{file} is of a {theirs.title} model, {name}, of {theirs.script}; give a run of {WINGS[wing].script}"
         )
     refuse_fetch(arguments, f"the metadata of {file}")
-    most = max((tensor.numel() for tensor in state.values()), default=0)
-    for key, number in _numbers(arguments):
-        # Anyone can write metadata: it must not decide how much memory is taken.
-        largest = {
-            "depth": len(state),
-            "depths": len(state),
-            "img_size": 64 * math.isqrt(most),
-        }.get(key, most)
-        if not abs(number) <= largest:
-            size = f"the largest of its {len(state)} tensors has {most} numbers"
-            raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
+    _refuse_sizes(file, state, arguments)
     try:
         with torch.device("meta"):
             outline = create(name, wing, **arguments)
@@ -220,6 +213,19 @@ def refuse_fetch(arguments: dict, where: str) -> None:
             raise ValueError(f"{key} in {where} would read other weights than its own")
 
 
+def _refuse_sizes(file: Path, state: dict[str, Tensor], arguments: dict) -> None:
+    """Refuse numbers in the arguments of a file that its tensors are too few or too small for.
+
+    Anyone can write metadata: it must not decide how much memory is taken.
+    """
+    most = max((tensor.numel() for tensor in state.values()), default=0)
+    limits = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}
+    for key, number in _numbers(arguments):
+        if not abs(number) <= limits.get(key, most):  # NaN is refused too
+            size = f"the largest of its {len(state)} tensors has {most} numbers"
+            raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
+
+
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
     """Yield (argument, number) for all numbers in arguments, nested ones too."""
     if isinstance(value, dict):
@@ -239,9 +245,10 @@ def refuse_other_shapes(
     may_lack: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Raise `OtherModel` unless names (`may_lack`: optional ones), shapes and float types match."""
-    own = model.state_dict()
-    for name in [name for name in state if name in own]:
-        tensor, needed = state[name], own[name]
+    parameters = model.state_dict()
+    for name in [name for name in state if name in parameters]:
+        tensor = state[name]
+        needed = parameters[name]
         if tensor.shape != needed.shape:
             raise OtherModel(
                 f"{file}: {name} has shape {list(tensor.shape)}, the model needs {list(needed.shape)}"
@@ -249,10 +256,13 @@ def refuse_other_shapes(
         # Integers would load as if they were weights, and complex numbers lose a half.
         if tensor.is_floating_point() != needed.is_floating_point() or tensor.is_complex():
             raise OtherModel(f"{file}: {name} is of {tensor.dtype}, the model needs {needed.dtype}")
-    missing = [n for n in own if n not in state and not may_lack(n)]
-    unexpected = [
-        n[:100] + "..." * (len(n) > 100) for n in state if n not in own
-    ]  # files may hold any name
+    missing = [name for name in parameters if name not in state and not may_lack(name)]
+    unexpected = []
+    for name in state:
+        if name not in parameters:
+            if len(name) > 100:  # files may hold any name
+                name = name[:100] + "..."
+            unexpected.append(name)
     if missing or unexpected:
         raise OtherModel(
             f"{file} does not fit {type(model).__name__}: "
@@ -268,13 +278,17 @@ def to_validate(
     Another img_size resizes positions. The metadata has architecture, arguments, classes or None,
     weights (see `weights_said`) and of_run: whether the path names its model.
     """
-    path = str(weights_file(path)) if Path(path).exists() else path
+    if Path(path).exists():
+        path = str(weights_file(path))
     metadata = described_by(path, "classification")
     of_run = "architecture" in metadata
     if of_run:
-        name, arguments = metadata["architecture"], metadata["arguments"]
+        name = metadata["architecture"]
+        arguments = metadata["arguments"]
         _warn_of_first_weights(Path(path), metadata)
-    arguments = {**arguments, **({"img_size": img_size} if img_size else {})}
+    arguments = dict(arguments)
+    if img_size:
+        arguments["img_size"] = img_size
     model = create(name, "classification", **arguments)
     check_side(model, img_size)
     try:
@@ -317,18 +331,17 @@ def _fit_classes(
         )
     order = places(classes, theirs)
     if order is None:
-        odd = next((name for name, other in zip(classes, theirs) if name != other), classes[-1])
-        left = {name: tensor for name, tensor in state.items() if name not in of_classes}
-        return (
-            left,
-            f"the {tensors} is made anew: class {odd!r} is not in the same place in {source}",
-        )
+        different = (name for name, other in zip(classes, theirs) if name != other)
+        odd = next(different, classes[-1])
+        remaining = {name: tensor for name, tensor in state.items() if name not in of_classes}
+        said = f"the {tensors} is made anew: class {odd!r} is not in the same place in {source}"
+        return remaining, said
     rows = torch.tensor(order)
-    ordered = {
-        name: torch.cat([state[name][rows], state[name][len(order) :]])  # "no class" stays the last
-        for name in of_classes
-    }
-    return {**state, **ordered}, said
+    state = dict(state)
+    for name in of_classes:
+        no_class = state[name][len(order) :]  # a label table's last row stays the last
+        state[name] = torch.cat([state[name][rows], no_class])
+    return state, said
 
 
 def init_from(
@@ -378,51 +391,23 @@ def take_weights(
         key: configuration key, for messages.
         classes: class names of the model; None: assumed to be the source's if it has as many.
     """
-    local = source.removeprefix("local-dir:")
-    if tensor_files(Path(local)):
-        file = weights_file(local)
-        state, theirs = read_tensors(file), classes and saved_with(file)
-    elif source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
-        try:
-            network = timm.create_model(source, pretrained=True)
-            state, theirs = (
-                network.state_dict(),
-                listed(network.pretrained_cfg.get("label_names"), "label_names"),
-            )
-        except (
-            RuntimeError,
-            OSError,
-        ) as error:  # no weights are named for it, or they cannot be fetched
-            raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
-    else:
-        refuse_missing_source(key, source)
-        nothing = "neither a run, a file of weights, nor a registered model name"
-        raise FileNotFoundError(f"{key} {source}: {nothing}{near_model(source)}")
-    own = model.state_dict()
-    kernel = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
+    state, theirs = _read_source(source, key, with_classes=bool(classes))
+    needed = model.state_dict()
     before = {name: list(tensor.shape) for name, tensor in state.items()}
     state = _translated(f"{key} {source}", state, model)
-    if (
-        kernel in own
-        and kernel in state
-        and state[kernel].ndim == 4
-        and state[kernel].shape[1] == 3
-    ):
-        state[kernel] = adapt_input_conv(
-            own[kernel].shape[1], state[kernel]
-        )  # colours are summed or repeated
+    _fit_colours(state, model)
     resized = []
     for name, tensor in state.items():
-        if before.get(name, list(tensor.shape)) != list(tensor.shape):
-            resized.append(f"{name} is resized, {before[name]} -> {list(tensor.shape)}")
+        shape = list(tensor.shape)
+        if before.get(name, shape) != shape:
+            resized.append(f"{name} is resized, {before[name]} -> {shape}")
     changed = []
-    for name in [
-        n for n in own if n.startswith(REMADE) and n in state and state[n].shape != own[n].shape
-    ]:
-        changed.append(
-            f"{name} is made anew, {list(state.pop(name).shape)} -> {list(own[name].shape)}"
-        )
-    has_classes = any(name in own and name.startswith(OF_CLASSES) for name in state)
+    for name, tensor in needed.items():
+        if name.startswith(REMADE) and name in state and state[name].shape != tensor.shape:
+            left_out = state.pop(name)
+            shapes = f"{list(left_out.shape)} -> {list(tensor.shape)}"
+            changed.append(f"{name} is made anew, {shapes}")
+    has_classes = any(name in needed and name.startswith(OF_CLASSES) for name in state)
     if classes and has_classes and theirs != list(classes):
         state, said = _fit_classes(state, classes, theirs, source)
         changed.append(said)
@@ -431,19 +416,61 @@ def take_weights(
     )
     dense = not has_routers(state)
     model.load_state_dict(state, strict=False)
-    routers = sum(".router." in name and name not in state for name in own)
-    if routers:
-        changed.append(f"{routers} router tensors start fresh")
+    fresh = [name for name in needed if ".router." in name and name not in state]
+    if fresh:
+        changed.append(f"{len(fresh)} router tensors start fresh")
     return TakenWeights(dense, resized, changed)
+
+
+def _read_source(
+    source: str, key: str, with_classes: bool
+) -> tuple[dict[str, Tensor], list[str] | None]:
+    """Read the state dict of a source of weights, and its class names if wanted; None: it names none.
+
+    source, key: see `take_weights`.
+    """
+    local = source.removeprefix("local-dir:")
+    if tensor_files(Path(local)):
+        file = weights_file(local)
+        state = read_tensors(file)
+        if not with_classes:
+            return state, None
+        return state, saved_with(file)
+    if source.startswith("hf-hub:") or timm.is_model(source.split(".")[0]):
+        try:
+            network = timm.create_model(source, pretrained=True)
+            names = listed(network.pretrained_cfg.get("label_names"), "label_names")
+            return network.state_dict(), names
+        except (RuntimeError, OSError) as error:
+            # No weights are named for it, or they cannot be fetched.
+            raise ValueError(f"{key} {source}: {reason_of(error)}{near_model(source)}") from None
+    refuse_missing_source(key, source)
+    nothing = "neither a run, a file of weights, nor a registered model name"
+    raise FileNotFoundError(f"{key} {source}: {nothing}{near_model(source)}")
+
+
+def _fit_colours(state: dict[str, Tensor], model: nn.Module) -> None:
+    """Sum or repeat the colours of the first kernel in `state`, if the model takes another number of channels."""
+    name = f"{getattr(model, 'pretrained_cfg', {}).get('first_conv')}.weight"
+    needed = model.state_dict().get(name)
+    if needed is None or name not in state:
+        return
+    kernel = state[name]
+    if kernel.ndim == 4 and kernel.shape[1] == 3:
+        state[name] = adapt_input_conv(needed.shape[1], kernel)
 
 
 def near_model(source: str) -> str:
     """Suggest a similar folder, or model name of timm's or ours, for a message; empty without one."""
     if {":", "/"} & {*source} or Path(source).exists():
         return ""
-    folder = near_folder(source)
-    near = [folder] if folder else nearest(source, timm.list_models(pretrained="." in source), 1)
-    return f", did you mean {near[0]}?" if near and near != [source] else ""
+    near = near_folder(source)
+    if near is None:
+        names = timm.list_models(pretrained="." in source)
+        near = next(iter(nearest(source, names, 1)), source)
+    if near == source:
+        return ""
+    return f", did you mean {near}?"
 
 
 def keep_shared_heads(model: nn.Module, checkpoint: Path) -> None:
@@ -462,6 +489,7 @@ def load_checkpoint(model: nn.Module, path: str | Path, weights: str = "ema") ->
     keeps its number of active heads.
 
     Args:
+        path: a file or folder as above.
         weights: "ema" (if there is one) or "model".
     """
     file = weights_file(str(path), weights)

@@ -87,29 +87,35 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _open_sets(options: argparse.Namespace) -> list:
     """Open GENERATED and, if given, REFERENCE; data sets get a size."""
-    given = [
-        (name, getattr(options, name)) for name in SPLITS if getattr(options, name) is not None
-    ]
-    opened = [
-        open_set(name.upper(), path, getattr(options, f"{name}_split"), SPLITS[name])
-        for name, path in given
-    ]
+    opened = []
+    for name, default_split in SPLITS.items():
+        path = getattr(options, name)
+        if path is not None:
+            split = getattr(options, f"{name}_split")
+            opened.append(open_set(name.upper(), path, split, default_split))
     data_sets = [one for one in opened if isinstance(one, SourceImages)]
     if options.size and not data_sets:
         raise ValueError(f"--size {options.size} has no effect: there is no data set")
-    sets = [open_images(opened[0], "generated"), *map(Reference, opened[1:])]
-    others = [
-        one
-        for one in (sets[0], *(reference.images for reference in sets[1:]))
-        if one not in (None, *data_sets)
-    ]
-    square = [one.size[0] for one in others if one.size[0] == one.size[1]]
-    for one in data_sets:
-        one.size = options.size or (square[0] if square else one.size)
-        if one.size is None:
-            hint = first_size(one.source)
-            raise ValueError(f"{one.name}: --size PIXELS is needed, images are cropped to it{hint}")
-    return sets
+    generated = open_images(opened[0], "generated")
+    references = [Reference(source) for source in opened[1:]]
+    squares = []  # sizes of the sets whose images are square as they are
+    for images in (generated, *(reference.images for reference in references)):
+        if images is None or images in data_sets:
+            continue
+        width, height = images.size
+        if width == height:
+            squares.append(width)
+    for data_set in data_sets:
+        if options.size:
+            data_set.size = options.size
+        elif squares:
+            data_set.size = squares[0]
+        if data_set.size is None:
+            hint = first_size(data_set.source)
+            raise ValueError(
+                f"{data_set.name}: --size PIXELS is needed, images are cropped to it{hint}"
+            )
+    return [generated, *references]
 
 
 def _work(options: argparse.Namespace) -> None:
@@ -117,17 +123,24 @@ def _work(options: argparse.Namespace) -> None:
     with accelerator.main_process_first():
         generated, *reference = _open_sets(options)
     network = make_extractor(options.extractor, options.inception_weights)
-    how = dict(batch_size=options.batch_size, device=accelerator.device)
     if options.save_statistics:
-        statistics = statistics_of(generated, network, title="images", **how)
+        statistics = statistics_of(
+            generated, network, options.batch_size, accelerator.device, title="images"
+        )
         if accelerator.is_main_process:
             statistics.save(Path(options.save_statistics))
             say(
                 f"statistics of {statistics.count} images, {network.name}: {options.save_statistics}"
             )
-        return finish(accelerator)
+        finish(accelerator)
+        return
     result = score(
-        generated, *reference, extractor=network, allow_biased=options.allow_biased, **how
+        generated,
+        *reference,
+        extractor=network,
+        batch_size=options.batch_size,
+        device=accelerator.device,
+        allow_biased=options.allow_biased,
     )
     if accelerator.is_main_process:
         source = reference[0].source

@@ -60,17 +60,18 @@ class Inception(Extractor):
         # 1.5 times faster on a CPU (docs/guides/sampling.md); the numbers change by 1e-6.
         self.network = network.to(memory_format=torch.channels_last)
         self.published = self.weights_sha256 == PUBLISHED_SHA256
-        self.name = (
-            "inception-v3-compat"
-            if self.published
-            else f"Inception with unknown weights {file.name}"
-        )
+        if self.published:
+            self.name = "inception-v3-compat"
+        else:
+            self.name = f"Inception with unknown weights {file.name}"
 
     def forward(self, images: Tensor) -> Extracted:
         maps: list[Tensor] = []
-        with self.network.Mixed_6d.branch1x1.register_forward_hook(
-            lambda *call: maps.append(call[2])
-        ):
+
+        def keep(module: nn.Module, inputs: tuple, output: Tensor) -> None:
+            maps.append(output)
+
+        with self.network.Mixed_6d.branch1x1.register_forward_hook(keep):
             pooled, logits = self.network(images)
         spatial = maps[0][:, :SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
         return Extracted(pooled, spatial.float(), logits)
@@ -84,13 +85,15 @@ class TimmExtractor(Extractor):
 
     def __init__(self, model: nn.Module, name: str, img_size: int | Sequence[int] | None = None):
         super().__init__()
-        self.model, self.name = model.eval(), name
+        self.model = model.eval()
+        self.name = name
         cfg = getattr(model, "pretrained_cfg", None) or {}
         shape = cfg.get("input_size", (3, 224, 224))
-        size = (
-            img_size or getattr(getattr(model, "patch_embed", None), "img_size", None) or shape[1:]
-        )
-        self.size = tuple(size) if isinstance(size, Sequence) else (size, size)
+        patch_embed = getattr(model, "patch_embed", None)
+        size = img_size or getattr(patch_embed, "img_size", None) or shape[1:]
+        if not isinstance(size, Sequence):
+            size = (size, size)
+        self.size = tuple(size)
         self.channels = getattr(model, "in_chans", shape[0])
         self.classifies = bool(getattr(model, "num_classes", 0))
         self.interpolation = cfg.get("interpolation") or "bicubic"
@@ -107,7 +110,9 @@ class TimmExtractor(Extractor):
             x = nn.functional.interpolate(x, self.size, mode=self.interpolation, antialias=True)
             x = x.clamp(0, 1)
         hidden = self.model.forward_features((x - self.mean) / self.std)
-        logits = self.model.forward_head(hidden).float() if self.classifies else None
+        logits = None
+        if self.classifies:
+            logits = self.model.forward_head(hidden).float()
         return Extracted(self.model.forward_head(hidden, pre_logits=True).float(), logits=logits)
 
 
@@ -116,15 +121,16 @@ class ModuleExtractor(Extractor):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.module, self.name = module.eval(), type(module).__name__
+        self.module = module.eval()
+        self.name = type(module).__name__
         self.weights_sha256 = parameters_sha256(module)
 
     def forward(self, images: Tensor) -> Extracted:
         features = self.module(images)
         if not isinstance(features, Tensor) or features.ndim != 2 or len(features) != len(images):
-            given = (
-                list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-            )
+            given = type(features).__name__
+            if isinstance(features, Tensor):
+                given = list(features.shape)
             raise ValueError(
                 f"extractor {self.name} gives {given} for {len(images)} images; expected [B, features]"
             )
@@ -138,8 +144,10 @@ def make_extractor(
 
     Or "timm:NAME" or "timm:local-dir:FOLDER" (as timm saves for the hub), either with "@SIZE" for another image size.
     """
+    if isinstance(extractor, Extractor):
+        return extractor
     if isinstance(extractor, nn.Module):
-        return extractor if isinstance(extractor, Extractor) else ModuleExtractor(extractor)
+        return ModuleExtractor(extractor)
     if extractor == "inception":
         return Inception(inception_weights)
     if inception_weights is not None:
@@ -163,7 +171,8 @@ def _from_timm(spec: str) -> TimmExtractor:
 
     name, _, size = spec.rpartition("@")
     if not size.isdecimal() or not name:
-        name, size = spec, ""
+        name = spec
+        size = ""
     folder = name.removeprefix("local-dir:")
     if folder == name and not timm.is_model(name.split(".")[0]):
         raise ValueError(f"extractor {'timm:' + spec!r}: timm has no model {name!r}")
@@ -205,17 +214,17 @@ def parameters_sha256(module: nn.Module) -> str:
 
 
 def _inception_file(weights: str | Path | None) -> Path:
-    file = (
-        Path(weights)
-        if weights is not None
-        else Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
-    )
+    """Return the path of Inception's weights: the given one, or that of the published file, which is fetched once."""
+    if weights is not None:
+        file = Path(weights)
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"inception_weights {file}: no such file ({PUBLISHED} of torch-fidelity's release)"
+            )
+        return file
+    file = Path(torch.hub.get_dir()) / "checkpoints" / PUBLISHED
     if file.is_file():
         return file
-    if weights is not None:
-        raise FileNotFoundError(
-            f"inception_weights {file}: no such file ({PUBLISHED} of torch-fidelity's release)"
-        )
     from torch_fidelity.feature_extractor_inceptionv3 import URL_INCEPTION_V3
 
     try:
@@ -236,7 +245,8 @@ def _inception_file(weights: str | Path | None) -> Path:
 def _only_tensors(data: bytes) -> io.BytesIO:
     """Copy a .pth file's bytes, if it holds only tensors: torch-fidelity would unpickle freely."""
     state = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    if not isinstance(state, dict) or not all(type(v) is Tensor for v in state.values()):
+    if not isinstance(state, dict) or not all(type(value) is Tensor for value in state.values()):
         raise ValueError("expected names and tensors")
-    torch.save(dict(state), checked := io.BytesIO())
+    checked = io.BytesIO()
+    torch.save(dict(state), checked)
     return io.BytesIO(checked.getvalue())

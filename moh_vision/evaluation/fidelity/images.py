@@ -33,7 +33,8 @@ class ImageSet:
     formats: dict[str, int] | None = None  # number of files by format; None: not known
 
     def __init__(self, name: str, count: int, channels: int):
-        self.name, self.count = name, count  # the name is for messages and results
+        self.name = name  # in messages and results
+        self.count = count
         self.channels = channels  # of the files, 1 or 3; what is scored has 3
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
@@ -44,13 +45,14 @@ class ImageSet:
             return first, images.permute(0, 3, 1, 2).expand(-1, 3, -1, -1)
 
         with ThreadPoolExecutor(1) as reader:
-            coming = None
+            pending = None
             for first in range(rank * batch_size, self.count, world * batch_size):
-                ready, coming = coming, reader.submit(read, first)
-                if ready:
-                    yield ready.result()
-            if coming:
-                yield coming.result()
+                following = reader.submit(read, first)
+                if pending:
+                    yield pending.result()
+                pending = following
+            if pending:
+                yield pending.result()
 
 
 class ScoredFolder(ImageSet):
@@ -89,10 +91,11 @@ class ScoredFolder(ImageSet):
         """Raise ValueError unless an image has the first one's upright size."""
         self.size = self.size or size
         if size != self.size:
-            one, first = ("{} x {}".format(*pixels) for pixels in (size, self.size))
+            width, height = size
+            first_width, first_height = self.size
             raise ValueError(
-                f"{file} has {one} pixels, {self.files[0].name} has {first}; all images must have one size (those of a "
-                "data set, shards or folders train and val, are cropped to one)"
+                f"{file} has {width} x {height} pixels, {self.files[0].name} has {first_width} x {first_height}; "
+                "all images must have one size (those of a data set, shards or folders train and val, are cropped to one)"
             )
 
     def _pixels(self, file: Path) -> np.ndarray:
@@ -116,7 +119,9 @@ class SourceImages(ImageSet):
 
     def __init__(self, source, name: str):
         super().__init__(name, len(source), source.channels)
-        self.source, self.size, self.remarks = source, source.img_size, source.remarks
+        self.source = source
+        self.size = source.img_size
+        self.remarks = source.remarks
 
     def read(self, first: int, stop: int) -> np.ndarray:
         rgb = v2.RGB()
@@ -140,24 +145,26 @@ class ImageArchive(ImageSet):
             size = f"{shape[2]} x {shape[1]} pixels"
             raise ValueError(f"{path}: arr_0 has images of {size}, at most {MAX_PIXELS} are read")
         super().__init__(str(path), shape[0], shape[3])
-        self.shape, self.size = shape[1:], (shape[2], shape[1])
-        self.next = 0  # image at which the file stands
+        self.shape = shape[1:]
+        self.size = (shape[2], shape[1])
+        self.next = 0  # number of the image at which the file stands
 
     def read(self, first: int, stop: int) -> np.ndarray:
-        image, count = math.prod(self.shape), stop - first
-        if first < self.next:  # anew: after a seek zipfile does not check the sum any more
-            self.file, self.next = open_array(Path(self.name), "arr_0")[0], 0
+        image_bytes = math.prod(self.shape)
+        count = stop - first
+        if first < self.next:  # open it again: after a seek zipfile does not check the sum any more
+            self.file, _ = open_array(Path(self.name), "arr_0")
+            self.next = 0
         try:
-            self.file.read((first - self.next) * image)
-            data = self.file.read(count * image)
+            self.file.read((first - self.next) * image_bytes)
+            data = self.file.read(count * image_bytes)
         except Exception as error:  # damaged compression makes many kinds
             raise ValueError(
                 f"{self.name}: arr_0 is damaged in image {first} or behind ({reason_of(error)})"
             ) from None
-        if len(data) != count * image:
-            raise ValueError(
-                f"{self.name}: ends within image {first + len(data) // image} of {self.count}"
-            )
+        if len(data) != count * image_bytes:
+            cut = first + len(data) // image_bytes
+            raise ValueError(f"{self.name}: ends within image {cut} of {self.count}")
         self.next = stop
         return np.frombuffer(bytearray(data), np.uint8).reshape(count, *self.shape)
 
@@ -169,40 +176,50 @@ class ImageTensors:
     remarks: Sequence[str] = ()
 
     def __init__(self, images: Tensor | Iterable[Tensor], name: str):
-        self.images, self.name = images, name
+        self.images = images
+        self.name = name
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """Do as `ImageSet.batches`; the batches of an iterator stay as they come, and every process reads all."""
-        first, size = 0, None
-        parts = self.images.split(batch_size) if isinstance(self.images, Tensor) else self.images
-        for number, batch in enumerate(parts):
-            where, shape = f"{self.name}: batch {number}", list(getattr(batch, "shape", ()))
-            if (
-                not isinstance(batch, Tensor)
-                or batch.dtype != torch.uint8
-                or len(shape) != 4
-                or shape[1] != 3
-            ):
-                given = (
-                    f"{batch.dtype} {shape}" if isinstance(batch, Tensor) else type(batch).__name__
-                )
-                raise ValueError(
-                    f"{where} is {given}; expected a uint8 tensor [B, 3, height, width]"
-                )
+        batches = self.images
+        if isinstance(batches, Tensor):
+            batches = batches.split(batch_size)
+        first = 0
+        size = None
+        for number, batch in enumerate(batches):
+            shape = self._shape_of(batch, number)
             size = size or shape[2:]
             if shape[2:] != size:
-                raise ValueError(f"{where} has images of {shape[2:]}, the first of {size}")
+                raise ValueError(
+                    f"{self.name}: batch {number} has images of {shape[2:]}, the first of {size}"
+                )
             if number % world == rank:
                 yield first, batch
             first += len(batch)
+
+    def _shape_of(self, batch: Tensor, number: int) -> list[int]:
+        """Return the shape of a batch; raise ValueError unless it is uint8 [B, 3, height, width]."""
+        given = type(batch).__name__
+        if isinstance(batch, Tensor):
+            shape = list(batch.shape)
+            if batch.dtype == torch.uint8 and len(shape) == 4 and shape[1] == 3:
+                return shape
+            given = f"{batch.dtype} {shape}"
+        raise ValueError(
+            f"{self.name}: batch {number} is {given}; expected a uint8 tensor [B, 3, height, width]"
+        )
 
 
 def open_images(source, name: str):
     """Wrap a path, or a tensor or iterator called `name`; return an object that has `batches` unchanged."""
     if isinstance(source, (str, Path)):
         path = Path(source)
-        return ImageArchive(path) if path.suffix == ".npz" else ScoredFolder(path)
-    return source if hasattr(source, "batches") else ImageTensors(source, name)
+        if path.suffix == ".npz":
+            return ImageArchive(path)
+        return ScoredFolder(path)
+    if hasattr(source, "batches"):
+        return source
+    return ImageTensors(source, name)
 
 
 def open_set(key: str, path: str, split: str | None, default_split: str):
@@ -210,10 +227,7 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
 
     `key` is the option that named the path; a `split` of anything but a data set is refused.
     """
-    is_set = path == "digits" or path.startswith(PREFIX) or any(Path(path).glob("*.tar"))
-    if not is_set and not any(
-        name in split_folders(path) or is_latent_cache(path, name) for name in ("train", "val")
-    ):
+    if not _is_data_set(path):
         refuse_missing(key, path)
         if split is not None:
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
@@ -223,6 +237,17 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
         return SourceImages(open_source(path, split), f"{path}, {split} split")
     except (ValueError, OSError) as error:
         raise ValueError(str(error).replace("data.root", key, 1)) from None
+
+
+def _is_data_set(path: str) -> bool:
+    """Return whether a path is digits, a data set of the hub, or a folder of shards, splits or latents."""
+    if path == "digits" or path.startswith(PREFIX):
+        return True
+    if any(Path(path).glob("*.tar")):
+        return True
+    return any(
+        split in split_folders(path) or is_latent_cache(path, split) for split in ("train", "val")
+    )
 
 
 def archive_members(path: Path) -> list[str]:
@@ -243,12 +268,8 @@ def open_array(path: Path, name: str) -> tuple[zipfile.ZipExtFile, tuple[tuple, 
         raise ValueError(f"{path}: holds no {name}, only {', '.join(members) or 'nothing'}")
     try:
         file = zipfile.ZipFile(path).open(f"{name}.npy")
-        version = np.lib.format.read_magic(file)
-        read = (
-            np.lib.format.read_array_header_1_0
-            if version == (1, 0)
-            else np.lib.format.read_array_header_2_0
-        )
-        return file, read(file)
+        if np.lib.format.read_magic(file) == (1, 0):
+            return file, np.lib.format.read_array_header_1_0(file)
+        return file, np.lib.format.read_array_header_2_0(file)
     except Exception as error:  # encryption, unknown compression, a wrong header
         raise ValueError(f"{path}: {name} is not an array ({reason_of(error)})") from None

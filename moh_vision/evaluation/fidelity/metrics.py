@@ -5,18 +5,17 @@ import torch
 from torch import Tensor
 
 NEIGHBOURS = 3
-KID_SUBSET, KID_SUBSETS = 1000, 100  # images, and how often they are drawn
+KID_SUBSET = 1000  # images
+KID_SUBSETS = 100
 
 
 def frechet_distance(mean1: Tensor, cov1: Tensor, mean2: Tensor, cov2: Tensor) -> float:
-    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
+    """Return |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2), Heusel 2017 eq. 6. Means [F], covariances [F, F]."""
     from torch_fidelity.metric_fid import fid_statistics_to_metric
 
-    sets = [
-        dict(mu=m.double().numpy(), sigma=c.double().numpy())
-        for m, c in ((mean1, cov1), (mean2, cov2))
-    ]
-    distances = fid_statistics_to_metric(*sets, verbose=False)
+    first = dict(mu=mean1.double().numpy(), sigma=cov1.double().numpy())
+    second = dict(mu=mean2.double().numpy(), sigma=cov2.double().numpy())
+    distances = fid_statistics_to_metric(first, second, verbose=False)
     return float(np.real(distances["frechet_inception_distance"]))
 
 
@@ -46,15 +45,15 @@ def precision_recall(
             nearest = torch.empty(len(rows), 0, device=device)
             for columns in x.split(chunk):
                 nearest = torch.cat([nearest, distances(rows, columns)], 1)
-                nearest = nearest.topk(
-                    min(NEIGHBOURS + 1, nearest.shape[1]), largest=False
-                ).values  # with itself
+                kept = min(NEIGHBOURS + 1, nearest.shape[1])  # each point is its first neighbour
+                nearest = nearest.topk(kept, largest=False).values
             result.append(nearest[:, NEIGHBOURS])
         return torch.cat(result)
 
     def covered(points: Tensor, centres: Tensor) -> float:
         """Return the share of the points that are inside a ball around a centre."""
-        radius, count = radii(centres), 0
+        radius = radii(centres)
+        count = 0
         for rows in points.split(chunk):
             inside = torch.zeros(len(rows), dtype=torch.bool, device=device)
             for columns, r in zip(centres.split(chunk), radius.split(chunk)):
@@ -73,11 +72,11 @@ def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     from torch_fidelity.metric_kid import kernel_mmd
 
     size = min(KID_SUBSET, len(generated), len(reference))
-    rng, distances = np.random.RandomState(2020), []
-    for _ in range(KID_SUBSETS):
-        chosen = (
-            x[rng.choice(len(x), size, replace=False)].double().numpy()
-            for x in (generated, reference)
-        )
-        distances.append(kernel_mmd(*chosen))
+    rng = np.random.RandomState(2020)
+
+    def subset(features: Tensor) -> np.ndarray:
+        return features[rng.choice(len(features), size, replace=False)].double().numpy()
+
+    # The generated subset is drawn before the reference's, as arguments are computed from left to right.
+    distances = [kernel_mmd(subset(generated), subset(reference)) for _ in range(KID_SUBSETS)]
     return float(np.mean(distances))

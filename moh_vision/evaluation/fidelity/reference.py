@@ -18,9 +18,11 @@ from moh_vision.evaluation.fidelity.statistics import SetStatistics, Statistics,
 
 
 def is_adm(path: str) -> bool:
-    """Whether a path is ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz; a damaged .npz is refused."""
+    """Return whether a path is ADM's statistics, such as VIRTUAL_imagenet256_labeled.npz; refuse a damaged .npz."""
     file = Path(path)
-    members = archive_members(file) if file.suffix == ".npz" and file.is_file() else []
+    if file.suffix != ".npz" or not file.is_file():
+        return False
+    members = archive_members(file)
     return {"mu", "sigma"} <= set(members) and "record" not in members
 
 
@@ -28,73 +30,111 @@ class Reference:
     """A reference (as of `score`), opened and checked at once; its images are read once, when needed."""
 
     def __init__(self, source: Any):
-        self.source, self.statistics, self.images = source, None, None
-        self.path = Path(source) if isinstance(source, (str, Path)) else None
-        members = archive_members(self.path) if self.path and self.path.suffix == ".npz" else []
+        self.source = source
+        self.path: Path | None = None
+        self.statistics: Statistics | None = None
+        self.images = None
+        members: list[str] = []  # arrays of an .npz file
+        if isinstance(source, (str, Path)):
+            self.path = Path(source)
+            if self.path.suffix == ".npz":
+                members = archive_members(self.path)
         if isinstance(source, Statistics):
             self.statistics = source
         elif {"mu", "sigma"} & set(members):
             self.statistics = load_statistics(self.path)
         if self.statistics is None or "arr_0" in members:
             self.images = open_images(source, "reference")
-        self.name = self.statistics.source if self.images is None else self.images.name
+            self.name = self.images.name
+        else:
+            self.name = self.statistics.source
 
     @cached_property
     def sha256(self) -> str | None:
         """SHA-256 of the source file; None for a folder, a data set or a tensor."""
-        return sha256_of(self.path) if self.path and self.path.is_file() else None
+        if self.path is None or not self.path.is_file():
+            return None
+        return sha256_of(self.path)
 
     def check(
         self,
         network: Extractor,
         dims: int | None,
-        made: int | None,
+        num_generated: int | None,
         allow_biased: bool,
         channels: int | None = None,
     ) -> None:
-        """Refuse `made` images, of 1 or 3 `channels`, that cannot be compared by `dims` features; None: not known."""
-        known, count = self.statistics, self.images and self.images.count
-        own = (known if self.images is None else self.images).channels
-        if None not in (channels, own) and channels != own:
-            kinds = {1: "grey", 3: "in colour"}
-            both = f"the generated images are {kinds[channels]}, those of {self.name} {kinds[own]}"
-            raise ValueError(f"{both}; convert one of the sets")
-        if known is not None:
-            weights, where = known.weights_sha256, known.source
-            if weights is None and not network.published:
-                raise ValueError(
-                    f"{where} does not say which weights made it: it is compared with Inception's published ones only, "
-                    f"not with {network.name}"
-                )
-            if weights not in (None, network.weights_sha256):
-                own = f"{network.name} (sha256 {(network.weights_sha256 or 'unknown')[:12]})"
-                raise ValueError(
-                    f"{where} was made by {known.extractor} (sha256 {weights[:12]}), not by {own}"
-                )
-            count = known.count or count
-            if dims not in (None, len(known.pooled[0])):
-                raise ValueError(
-                    f"{self.name} has {len(known.pooled[0])} features, {network.name} gives {dims}"
-                )
-        if dims is None or made is None or allow_biased:
+        """Refuse generated images that cannot be compared with this reference.
+
+        Args:
+            network: the extractor that the images are compared by.
+            dims: number of its features; None: not known.
+            num_generated: number of generated images; None: not known.
+            allow_biased: accept no more images than features.
+            channels: of the generated images, 1 or 3; None: not known.
+        """
+        self._check_channels(channels)
+        count = None
+        if self.images is not None:
+            count = self.images.count
+        if self.statistics is not None:
+            self._check_statistics(network, dims)
+            count = self.statistics.count or count
+        if dims is None or num_generated is None or allow_biased:
             return
-        fewest = min(made, count or made)
+        fewest = min(num_generated, count or num_generated)
         if fewest <= dims:
-            which = f"{fewest} generated" if fewest == made else f"{self.name}: {fewest} reference"
+            if fewest == num_generated:
+                which = f"{fewest} generated"
+            else:
+                which = f"{self.name}: {fewest} reference"
             raise ValueError(
                 f"{which} images for {dims} features of {network.name}: the distance would be far too large and "
                 "depend on their number; use more images, or allow_biased (--allow-biased) to get it labelled with the number"
             )
 
+    def _check_channels(self, channels: int | None) -> None:
+        """Refuse to compare grey images with images in colour."""
+        if self.images is not None:
+            expected = self.images.channels
+        else:
+            expected = self.statistics.channels
+        if None not in (channels, expected) and channels != expected:
+            words = {1: "grey", 3: "in colour"}
+            raise ValueError(
+                f"the generated images are {words[channels]}, those of {self.name} {words[expected]}; "
+                "convert one of the sets"
+            )
+
+    def _check_statistics(self, network: Extractor, dims: int | None) -> None:
+        """Refuse an extractor with other weights, or another number of features, than the statistics were made by."""
+        known = self.statistics
+        weights = known.weights_sha256
+        if weights is None and not network.published:
+            raise ValueError(
+                f"{known.source} does not say which weights made it: it is compared with Inception's published ones "
+                f"only, not with {network.name}"
+            )
+        if weights not in (None, network.weights_sha256):
+            sha256 = network.weights_sha256 or "unknown"
+            raise ValueError(
+                f"{known.source} was made by {known.extractor} (sha256 {weights[:12]}), "
+                f"not by {network.name} (sha256 {sha256[:12]})"
+            )
+        known_dims = len(known.pooled[0])
+        if dims not in (None, known_dims):
+            raise ValueError(f"{self.name} has {known_dims} features, {network.name} gives {dims}")
+
     def read(self, network: Extractor, batch_size: int, device: Device) -> Statistics:
         """Return its statistics for a fixed extractor, which was checked; every process calls it."""
         if self.images is not None:
-            own = statistics_of(self.images, network, batch_size, device, "reference")
+            found = statistics_of(self.images, network, batch_size, device, "reference")
             if self.statistics is not None:  # ADM's file: moments of all images, arr_0 of some
-                own = replace(
-                    self.statistics, features=own.features, count=own.count, size=own.size
+                found = replace(
+                    self.statistics, features=found.features, count=found.count, size=found.size
                 )
-            self.statistics, self.images = own, None
+            self.statistics = found
+            self.images = None
         return self.statistics
 
 
@@ -107,62 +147,74 @@ def statistics_of(
     title: str,
     keep_features: bool = True,
 ) -> Statistics:
-    """Return the `Statistics` of images (as `generated` of `score`); every process calls it.
+    """Compute the `Statistics` of images; every process calls it.
 
-    `title` is the progress bar's, and stands for a set without a name.
+    Args:
+        images: as `generated` of `score`.
+        network: the extractor.
+        batch_size: images at a time on each process.
+        device: where the extractor runs.
+        title: of the progress bar; also the name of a set that has none.
+        keep_features: also keep all features, for precision, recall and KID.
     """
-    images, network = open_images(images, title), network.eval()
+    images = open_images(images, title)
+    network = network.eval()
 
-    def own_share() -> SetStatistics:
-        own, (rank, world) = SetStatistics(keep_features), place()
+    def read_share() -> SetStatistics:
+        """Collect the statistics of the images that fall to this process."""
+        collected = SetStatistics(keep_features)
+        rank, world = rank_and_world()
         network.to(device)  # in here: one GPU may have no room for it
         with Progress(title, images.count, "image", enabled=rank == 0) as progress:
             for first, batch in images.batches(batch_size, rank, world):
-                own.add(first, network(batch.to(device)))
-                own.size = tuple(batch.shape[2:])
+                collected.add(first, network(batch.to(device)))
+                collected.size = tuple(batch.shape[2:])
                 progress.add(len(batch) * world)
-        return own
+        return collected
 
-    kept, *others = on_all(own_share)
-    for other in others:
-        kept.merge(other)
-    moments = {
-        name: kept.parts[name].result() for name in ("pooled", "spatial") if name in kept.parts
-    }
-    count = kept.parts["pooled"].count if moments else 0
-    if count == 0:
+    collected, *remaining = on_all(read_share)
+    for share in remaining:
+        collected.merge(share)
+    parts = collected.parts
+    moments = {name: parts[name].result() for name in ("pooled", "spatial") if name in parts}
+    # A count is complete after `result`, which adds the features that are waiting.
+    if "pooled" not in moments or parts["pooled"].count == 0:
         raise ValueError(f"{title}: no images in {images.name}")
     return Statistics(
-        moments["pooled"], moments.get("spatial"), images.name, count, kept.all_features(), network.name,
-        weights_sha256=network.weights_sha256, channels=images.channels, size=kept.size,
-        formats=getattr(images, "formats", None), classes=kept.parts.get("logits"),
-    )  # fmt: skip
-
-
-def place() -> tuple[int, int]:
-    """Return (number of this process, how many there are)."""
-    return (
-        (dist.get_rank(), dist.get_world_size())
-        if dist.is_available() and dist.is_initialized()
-        else (0, 1)
+        pooled=moments["pooled"],
+        spatial=moments.get("spatial"),
+        source=images.name,
+        count=parts["pooled"].count,
+        features=collected.all_features(),
+        extractor=network.name,
+        weights_sha256=network.weights_sha256,
+        channels=images.channels,
+        size=collected.size,
+        formats=getattr(images, "formats", None),
+        classes=parts.get("logits"),
     )
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return the number of this process, and the number of processes."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
 
 
 def on_all(work: Callable[[], Any]) -> list:
     """Return what `work` returns on every process. An error of one is raised on all, or the others would wait."""
-    world = place()[1]
+    _, world = rank_and_world()
     if world == 1:
         return [work()]
     try:
-        own = work()
-    except Exception as error:
-        own = (
-            error
-            if isinstance(error, (ValueError, OSError))
-            else RuntimeError(f"{type(error).__name__}: {error}")
-        )
+        answer = work()
+    except (ValueError, OSError) as error:
+        answer = error
+    except Exception as error:  # of a class that may not survive its way to another process
+        answer = RuntimeError(f"{type(error).__name__}: {error}")
     results = [None] * world
-    dist.all_gather_object(results, own)
+    dist.all_gather_object(results, answer)
     for result in results:
         if isinstance(result, Exception):
             raise result

@@ -14,19 +14,36 @@ from moh_vision.evaluation.fidelity.metrics import (
     kernel_distance,
     precision_recall,
 )
-from moh_vision.evaluation.fidelity.reference import Reference, on_all, place, statistics_of
+from moh_vision.evaluation.fidelity.reference import (
+    Reference,
+    on_all,
+    rank_and_world,
+    statistics_of,
+)
 from moh_vision.evaluation.fidelity.statistics import Statistics
 
 ImageSource = str | Path | Tensor | Iterable[Tensor]
 LOSSY = ("JPEG", "WEBP")  # formats that may change pixels
 # Names of the numbers without Inception's published weights.
 OTHER_NAMES = dict(
-    fid="fd", sfid="spatial_fd", inception_score="class_score", inception_score_std="class_score_std", kid="kernel_distance"
-)  # fmt: skip
+    fid="fd",
+    sfid="spatial_fd",
+    inception_score="class_score",
+    inception_score_std="class_score_std",
+    kid="kernel_distance",
+)
 TITLES = dict(
-    fid="FID", fd="FD", sfid="sFID", spatial_fd="spatial FD", inception_score="inception score", class_score="class score",
-    kid="KID", kernel_distance="kernel distance", precision="precision", recall="recall",
-)  # fmt: skip
+    fid="FID",
+    fd="FD",
+    sfid="sFID",
+    spatial_fd="spatial FD",
+    inception_score="inception score",
+    class_score="class score",
+    kid="KID",
+    kernel_distance="kernel distance",
+    precision="precision",
+    recall="recall",
+)
 
 
 def score(
@@ -63,7 +80,9 @@ def score(
         or "FD-NAME@N".
     """
     network = make_extractor(extractor, inception_weights).eval()
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if not device:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
     if not isinstance(reference, Reference):
         reference = Reference(reference)
     images = open_images(generated, "generated")
@@ -78,20 +97,71 @@ def score(
     notes = list(getattr(images, "remarks", ()))
     if reference.images is not None:
         notes += getattr(reference.images, "remarks", ())
-    how = fake, reference, network, device, allow_biased, notes
-    return on_all(lambda: _numbers(*how) if place()[0] == 0 else None)[0]
+
+    def compare() -> dict | None:
+        rank, _ = rank_and_world()
+        if rank != 0:
+            return None
+        reference.check(network, len(fake.pooled[0]), fake.count, allow_biased)
+        return _result(fake, reference, network, device, notes)
+
+    return on_all(compare)[0]  # the first process compares, and all return its result
 
 
-def _numbers(
+def _result(
     fake: Statistics,
     reference: Reference,
     network: Extractor,
     device: torch.device,
-    allow_biased: bool,
     notes: list[str],
 ) -> dict:
-    real, dims = reference.statistics, len(fake.pooled[0])
-    reference.check(network, dims, fake.count, allow_biased)
+    """Return the result of `score`.
+
+    Args:
+        fake: statistics of the generated images.
+        reference: what they are compared with; it was read.
+        network: the extractor of both.
+        device: where distances between features are computed.
+        notes: lines for the user so far; more are appended.
+    """
+    real = reference.statistics
+    values, missing = _compare(fake, real, network, device)
+    if fake.classes is not None:
+        title = TITLES["inception_score" if network.published else "class_score"]
+        notes += [f"{title}: {note}" for note in fake.classes.notes]
+    if real.size and tuple(real.size) != fake.size:
+        height, width = fake.size
+        real_height, real_width = real.size
+        notes.append(
+            f"the generated images have {width} x {height} pixels, "
+            f"those of {real.source} {real_width} x {real_height}"
+        )
+    notes += _compression(fake, real)
+    label = "FID"
+    if not network.published:
+        label = f"FD-{network.name}"
+        values = {OTHER_NAMES.get(name, name): value for name, value in values.items()}
+        missing = {OTHER_NAMES.get(name, name): reason for name, reason in missing.items()}
+    fewest = min(fake.count, real.count or fake.count)
+    if fewest <= len(fake.pooled[0]):
+        label = f"{label}@{fewest}"
+    return dict(
+        values,
+        num_generated=fake.count,
+        num_reference=real.count,
+        extractor=network.name,
+        weights_sha256=network.weights_sha256,
+        label=label,
+        missing=missing,
+        notes=notes,
+        reference_sha256=reference.sha256,
+    )
+
+
+def _compare(
+    fake: Statistics, real: Statistics, network: Extractor, device: torch.device
+) -> tuple[dict, dict]:
+    """Return the numbers by name, None where there is none, and for each of those the reason."""
     values = dict.fromkeys(
         ("fid", "sfid", "inception_score", "inception_score_std", "kid", "precision", "recall")
     )
@@ -107,51 +177,31 @@ def _numbers(
         missing["inception_score"] = f"{network.name} gives no class probabilities"
     else:
         values["inception_score"], values["inception_score_std"] = fake.classes.result()
-        title = TITLES["inception_score" if network.published else "class_score"]
-        notes += [f"{title}: {note}" for note in fake.classes.notes]
     if real.features is None:
-        why = f"{real.source} holds statistics only, no images (arr_0)"
-        missing.update(kid=why, precision=why, recall=why)
+        reason = f"{real.source} holds statistics only, no images (arr_0)"
+        missing.update(kid=reason, precision=reason, recall=reason)
     else:
         values["kid"] = kernel_distance(fake.features, real.features)
         values["precision"], values["recall"] = precision_recall(
             fake.features, real.features, device
         )
-    if real.size and tuple(real.size) != fake.size:
-        one, two = ("{1} x {0}".format(*size) for size in (fake.size, real.size))
-        notes.append(f"the generated images have {one} pixels, those of {real.source} {two}")
-    notes += _compression(fake, real)
-    label = "FID"
-    if not network.published:
-        label = f"FD-{network.name}"
-        values, missing = (
-            {OTHER_NAMES.get(k, k): v for k, v in numbers.items()} for numbers in (values, missing)
-        )
-    fewest = min(fake.count, real.count or fake.count)
-    label = label if fewest > dims else f"{label}@{fewest}"
-    return dict(
-        values,
-        num_generated=fake.count,
-        num_reference=real.count,
-        extractor=network.name,
-        weights_sha256=network.weights_sha256,
-        label=label,
-        missing=missing,
-        notes=notes,
-        reference_sha256=reference.sha256,
-    )
+    return values, missing
 
 
 def _compression(fake: Statistics, real: Statistics) -> list[str]:
     """Return a note if one of the sets alone may be compressed."""
-    made, compared = (set(one.formats or ()) for one in (fake, real))
-    if not {*made, *compared} & set(LOSSY) or made == compared:
+    fake_formats = set(fake.formats or ())
+    real_formats = set(real.formats or ())
+    if fake_formats == real_formats or not (fake_formats | real_formats) & set(LOSSY):
         return []
     found = []
-    if made:
+    if fake_formats:
         found.append(f"the generated images are {_counted(fake.formats)}")
-    if compared:
-        found.append(f"those of {real.source} {'' if made else 'are '}{_counted(real.formats)}")
+    if real_formats:
+        subject = f"those of {real.source}"
+        if not fake_formats:
+            subject += " are"
+        found.append(f"{subject} {_counted(real.formats)}")
     return [
         f"{', '.join(found)}; the scores see compression as a difference between the sets: PNG has none"
     ]
@@ -163,24 +213,36 @@ def _counted(formats: dict[str, int]) -> str:
 
 def table(result: dict, generated: str, reference: str) -> str:
     """Format the result of `score`: a line per number, reasons for missing ones, and notes."""
-    count, label, sha256 = (result[name] for name in ("num_reference", "label", "reference_sha256"))
+    num_generated = result["num_generated"]
+    num_reference = result["num_reference"]
+    sets = f"{num_generated} images of {generated} against {num_reference} of {reference}"
+    if num_reference is None:
+        sets = f"{num_generated} images of {generated} against an unknown number of {reference}"
+    if result["reference_sha256"]:
+        sets += f" (sha256 {result['reference_sha256'][:12]})"
+    weights = result["weights_sha256"] or "unknown"
     lines = [
-        f"{result['num_generated']} images of {generated} against {'an unknown number' if count is None else count} of {reference}"
-        + (f" (sha256 {sha256[:12]})" if sha256 else ""),
-        f"{result['extractor']}, weights sha256 {(result['weights_sha256'] or 'unknown')[:12]}, label {label}",
+        sets,
+        f"{result['extractor']}, weights sha256 {weights[:12]}, label {result['label']}",
     ]
-    few = f"@{min(result['num_generated'], count or result['num_generated'])}"
-    biased = few if label.endswith(few) else ""
+    few = f"@{min(num_generated, num_reference or num_generated)}"
+    is_biased = result["label"].endswith(few)
     for name, title in TITLES.items():
         if name not in result:
             continue
-        value = result[name]
-        if value is None:
-            text = f"-   ({result['missing'].get(name, 'not computed')})"
-        elif name in ("inception_score", "class_score"):
-            text = f"{value:.3f} +- {result[name + '_std']:.3f}"
-        else:
-            text = f"{value:.5f}" if name in ("kid", "kernel_distance") else f"{value:.4f}"
-        first = title + biased if name in ("fid", "fd") else title
-        lines.append(f"{first:24}{text}")
+        if is_biased and name in ("fid", "fd"):
+            title += few
+        lines.append(f"{title:24}{_number(name, result)}")
     return "\n".join([*lines, *(f"note: {note}" for note in result["notes"])])
+
+
+def _number(name: str, result: dict) -> str:
+    """Format one number of the result, or the reason why it is missing."""
+    value = result[name]
+    if value is None:
+        return f"-   ({result['missing'].get(name, 'not computed')})"
+    if name in ("inception_score", "class_score"):
+        return f"{value:.3f} +- {result[name + '_std']:.3f}"
+    if name in ("kid", "kernel_distance"):
+        return f"{value:.5f}"
+    return f"{value:.4f}"

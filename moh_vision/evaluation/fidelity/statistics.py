@@ -21,19 +21,25 @@ LEAST_LOSS = 0.02  # of the score's logarithm, by splits of other classes: 2 %
 MAX_FEATURES = 16_384  # whose covariance takes 2 GiB
 # ADM's names of means and covariances; the second pair may be missing.
 ADM = (("mu", "sigma"), ("mu_s", "sigma_s"))
+
+
+def _is_size(value) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [int, int]
+
+
+def _is_counter(value) -> bool:
+    return isinstance(value, dict) and set(map(type, value.values())) <= {int}
+
+
 # What a saved file says -> whether a value is possible; None: not known.
 RECORDED = dict(
-    count=lambda value: value is None or type(value) is int and value > 0,
+    count=lambda value: value is None or (type(value) is int and value > 0),
     extractor=lambda value: value is None or isinstance(value, str),
     weights_sha256=lambda value: value is None or isinstance(value, str),
     source=lambda value: isinstance(value, str),
     channels=lambda value: value in (None, 1, 3),
-    size=lambda value: (
-        value is None or isinstance(value, list) and list(map(type, value)) == [int] * 2
-    ),
-    formats=lambda value: (
-        value is None or isinstance(value, dict) and set(map(type, value.values())) <= {int}
-    ),
+    size=lambda value: value is None or _is_size(value),
+    formats=lambda value: value is None or _is_counter(value),
 )
 
 
@@ -66,13 +72,15 @@ class Moments:
     def _flush(self) -> None:
         if self.waiting:
             x = torch.cat(self.waiting)  # [ROWS or more, F]
-            self.waiting, mean = [], x.mean(0)
+            self.waiting = []
+            mean = x.mean(0)
             x -= mean
             self._merge(len(x), mean, x.T @ x)
 
     def _merge(self, count: int, mean: Tensor, scatter: Tensor) -> None:
         if count > 0:
-            total, delta = self.count + count, mean - self.mean
+            total = self.count + count
+            delta = mean - self.mean
             self.scatter += scatter + torch.outer(delta, delta) * (self.count * count / total)
             self.mean += delta * (count / total)
             self.count = total
@@ -89,10 +97,9 @@ class ClassScore:
         """Add the images first, first + 1, ..."""
         log_p = logits.detach().to("cpu", torch.float64).log_softmax(1)
         p = log_p.exp()
-        rows = torch.cat(
-            [torch.ones(len(p), 1), (p * log_p).sum(1, keepdim=True), p], 1
-        )  # [B, 2 + classes]
-        numbers = torch.arange(first, first + len(p)) // SPLIT
+        p_log_p = (p * log_p).sum(1, keepdim=True)
+        rows = torch.cat([torch.ones(len(p), 1), p_log_p, p], 1)  # [B, 2 + classes]
+        numbers = torch.arange(first, first + len(p)) // SPLIT  # of each image's split
         self.splits.update(
             {number: rows[numbers == number].sum(0) for number in numbers.unique().tolist()}
         )
@@ -102,7 +109,7 @@ class ClassScore:
 
     @property
     def notes(self) -> list[str]:
-        """Lines on what the splits do to the score."""
+        """Return lines on what the splits do to the score."""
         return [note for note in (self.short, self.sorted) if note]
 
     @property
@@ -118,7 +125,8 @@ class ClassScore:
         parts = sums[:, 2:] / count[:, None]
         divergence = torch.xlogy(parts, parts) - torch.xlogy(parts, together[2:])
         lost = float((divergence.sum(1) * count).sum() / count.sum())
-        classes, splits = sums.shape[1] - 2, len(sums)
+        classes = sums.shape[1] - 2
+        splits = len(sums)
         chance = (classes - 1) * (splits - 1) / (2 * float(count.sum()))
         if lost <= 2 * chance + LEAST_LOSS:
             return None
@@ -168,12 +176,15 @@ class SetStatistics:
                 continue
             if not torch.isfinite(x).all():
                 row = first + int((~torch.isfinite(x)).any(1).nonzero()[0])
-                kind = dict(pooled="features", spatial="spatial features").get(name, name)
+                named = dict(pooled="features", spatial="spatial features").get(name, name)
                 raise ValueError(
-                    f"the {kind} of image {row} are not finite numbers; the extractor or its weights are broken"
+                    f"the {named} of image {row} are not finite numbers; the extractor or its weights are broken"
                 )
             if name not in self.parts:
-                self.parts[name] = ClassScore() if name == "logits" else Moments(x.shape[1])
+                if name == "logits":
+                    self.parts[name] = ClassScore()
+                else:
+                    self.parts[name] = Moments(x.shape[1])
             self.parts[name].add(x, first)
         if self.keep_features:
             # A part of a larger tensor would keep all of it in memory.
@@ -189,8 +200,9 @@ class SetStatistics:
 
     def all_features(self) -> Tensor | None:
         """Return [N, F] in the order of the images; None if they were not kept."""
-        parts = [self.features[first] for first in sorted(self.features)]
-        return torch.cat(parts) if parts else None
+        if not self.features:
+            return None
+        return torch.cat([self.features[first] for first in sorted(self.features)])
 
 
 @dataclass
@@ -215,26 +227,34 @@ class Statistics:
         for names, moments in zip(ADM, (self.pooled, self.spatial)):
             arrays.update(zip(names, moments or (None, None)))
         present = {name: tensor.numpy() for name, tensor in arrays.items() if tensor is not None}
+        record = {name: getattr(self, name) for name in RECORDED}
         with whole_file(path) as file:
-            np.savez(
-                file, record=json.dumps({name: getattr(self, name) for name in RECORDED}), **present
-            )
+            np.savez(file, record=json.dumps(record), **present)
 
 
 def load_statistics(path: Path) -> Statistics:
     """Read what `Statistics.save` wrote, or ADM's statistics, which do not say where they come from."""
-    members, moments = archive_members(path), []
-    record = _record(path) if "record" in members else {}
-    for mean, matrix in ADM:
-        if not moments or {mean, matrix} <= set(members):
-            vector = _floats(path, mean, [None])
-            moments.append((vector, _floats(path, matrix, [len(vector)] * 2)))
-    shape = [record.get("count"), len(moments[0][0])]
-    features = _floats(path, "features", shape).float() if "features" in members else None
-    source = f"{path} ({record.pop('source')})" if record else str(path)
-    return Statistics(
-        moments[0], moments[1] if moments[1:] else None, source, features=features, **record
-    )
+    members = archive_members(path)
+    record = {}
+    source = str(path)
+    if "record" in members:
+        record = _record(path)
+        source = f"{path} ({record.pop('source')})"
+    pooled = _moments(path, *ADM[0])
+    spatial = None
+    if set(ADM[1]) <= set(members):
+        spatial = _moments(path, *ADM[1])
+    features = None
+    if "features" in members:
+        shape = [record.get("count"), len(pooled[0])]
+        features = _floats(path, "features", shape).float()
+    return Statistics(pooled, spatial, source, features=features, **record)
+
+
+def _moments(path: Path, mean: str, covariance: str) -> tuple[Tensor, Tensor]:
+    """Read a mean [F] and a covariance [F, F], by the names of their arrays."""
+    vector = _floats(path, mean, [None])
+    return vector, _floats(path, covariance, [len(vector), len(vector)])
 
 
 def _record(path: Path) -> dict:
@@ -255,21 +275,28 @@ def _floats(path: Path, name: str, expected: list[int | None]) -> Tensor:
     return torch.from_numpy(array.astype(np.float64))
 
 
-def _array(path: Path, name: str, kind: str, expected: list[int | None]) -> np.ndarray:
-    """Read an array of a kind and shape, where None stands for 1 to `MAX_FEATURES`."""
+def _has_shape(shape: tuple[int, ...], expected: list[int | None]) -> bool:
+    """Return whether a shape is the expected one, where None stands for 1 to `MAX_FEATURES`."""
+    if len(shape) != len(expected):
+        return False
+    for length, wanted in zip(shape, expected):
+        if wanted is None and not 0 < length <= MAX_FEATURES:
+            return False
+        if wanted is not None and length != wanted:
+            return False
+    return True
+
+
+def _array(path: Path, name: str, type_code: str, expected: list[int | None]) -> np.ndarray:
+    """Read an array of a NumPy type ("f" or "U") and a shape, see `_has_shape`."""
     file, (shape, _, dtype) = open_array(path, name)
-    with file:  # it can unpack to any size
-        fits = [0 < n <= MAX_FEATURES if m is None else n == m for n, m in zip(shape, expected)]
-        if (
-            dtype.kind != kind
-            or dtype.itemsize > MAX_FEATURES
-            or len(shape) != len(expected)
-            or not all(fits)
-        ):
+    with file:  # it can unpack to any size: look at the header before reading
+        fits = dtype.kind == type_code and dtype.itemsize <= MAX_FEATURES
+        if not fits or not _has_shape(shape, expected):
             allowed = str(expected).replace("None", f"1 to {MAX_FEATURES}")
-            kinds = dict(f="floats", U="text")
+            type_name = dict(f="floats", U="text")[type_code]
             raise ValueError(
-                f"{path}: {name} is {dtype} {list(shape)}; expected {kinds[kind]} {allowed}"
+                f"{path}: {name} is {dtype} {list(shape)}; expected {type_name} {allowed}"
             )
         try:
             file.seek(0)

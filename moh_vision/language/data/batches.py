@@ -60,10 +60,14 @@ class TokenSampler(PositionSampler):
             )
         self.key = length_key(lengths)
         self.bounds = [0, *batch_ends(np.sort(lengths.max(1)), max_tokens)]
-        steps = dict(
-            group=1, batch_size=accumulation * world, accumulation=accumulation, world=world
+        super().__init__(
+            [len(self.bounds) - 1],
+            group=1,
+            batch_size=accumulation * world,
+            accumulation=accumulation,
+            world=world,
+            **arguments,
         )
-        super().__init__([len(self.bounds) - 1], **steps, **arguments)
         self._drawn = lru_cache(1)(self._draw)
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -72,19 +76,17 @@ class TokenSampler(PositionSampler):
 
     def sample(self, position: int) -> list[int]:
         """Return the sample numbers of a batch."""
-        epoch, place = divmod(position, self.total)
-        order, places = self._drawn(epoch)
-        batch = places[place]
+        epoch, index = divmod(position, self.total)
+        order, batch_order = self._drawn(epoch)
+        batch = batch_order[index]
         return order[self.bounds[batch] : self.bounds[batch + 1]].tolist()
 
     def _draw(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Draw the order of the samples and that of the batches."""
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, epoch, Stream.LENGTHS)))
         shuffled = rng.permutation(len(self.key))
-        order = shuffled[
-            np.argsort(self.key[shuffled], kind="stable")
-        ]  # equal lengths stay shuffled
-        return order, rng.permutation(self.total)
+        by_length = np.argsort(self.key[shuffled], kind="stable")  # equal lengths stay shuffled
+        return shuffled[by_length], rng.permutation(self.total)
 
 
 def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -> list[list[int]]:
@@ -96,7 +98,7 @@ def length_slices(lengths: np.ndarray, max_tokens: int, rank: int, world: int) -
 
 
 def padded(rows, filler: int) -> Tensor:
-    """Rows of unequal length, filled up on the right: [B, longest]."""
+    """Stack rows of unequal length, filled up on the right: [B, longest]."""
     batch = np.full((len(rows), max(map(len, rows))), filler, np.int64)
     for i, row in enumerate(rows):
         batch[i, : len(row)] = row

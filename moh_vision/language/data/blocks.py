@@ -15,18 +15,28 @@ EVALUATION_SEED = 0  # runs of any seed are evaluated with the same masks
 def mask_tokens(
     ids: np.ndarray, seed: int, position: int, vocabulary_size: int, prob: float = 0.15
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Hide tokens [T] as BERT does (Devlin et al. 2019): each with `prob`, at least one, but no pad, bos and eos. 80 %
-    become the mask, 10 % a random token, 10 % stay. Returns inputs [T] and labels [T], -100 where not chosen.
+    """Hide tokens as BERT does (Devlin et al. 2019): 80 % of the chosen become the mask, 10 % a random token, 10 % stay.
+
+    Args:
+        ids: [T]. Pad, bos and eos are never chosen.
+        seed: of the run.
+        position: of the block in the run's order.
+        vocabulary_size: above all ids.
+        prob: with which each token is chosen, but at least one is.
+
+    Returns:
+        inputs [T] and labels [T], -100 where not chosen.
     """
     rng = np.random.Generator(np.random.PCG64(derive_seed(seed, position, Stream.MASKS)))
-    draw, kind = rng.random(len(ids)), rng.random(len(ids))
-    anything = rng.integers(len(SPECIALS), vocabulary_size, len(ids))
+    choice = rng.random(len(ids))  # which tokens are chosen
+    change = rng.random(len(ids))  # what becomes of a chosen one
+    random_ids = rng.integers(len(SPECIALS), vocabulary_size, len(ids))
     text = ids >= UNK
-    chosen = text & (draw < prob)
+    chosen = text & (choice < prob)
     if text.any() and not chosen.any():
-        chosen = text & (draw == draw[text].min())
-    inputs = np.where(chosen & (kind < 0.8), MASK, ids)
-    inputs = np.where(chosen & (kind >= 0.8) & (kind < 0.9), anything, inputs)
+        chosen = text & (choice == choice[text].min())
+    inputs = np.where(chosen & (change < 0.8), MASK, ids)
+    inputs = np.where(chosen & (change >= 0.8) & (change < 0.9), random_ids, inputs)
     return inputs, np.where(chosen, ids, IGNORE)
 
 
@@ -35,6 +45,13 @@ class MaskedBlocks(Dataset):
 
     Joined lines are cut into bos and `block - 1` tokens, the last block may be shorter: paragraphs of WikiText are often
     longer than a block. RoBERTa's blocks of 512 hold whole sentences.
+
+    Args:
+        tokens: of the joined lines.
+        block: tokens in a block, with bos.
+        vocabulary: with <mask>.
+        seed: of the masks.
+        prob: see `mask_tokens`.
     """
 
     def __init__(
@@ -45,8 +62,11 @@ class MaskedBlocks(Dataset):
                 "a masked language model needs a vocabulary with <mask>; this one was made without"
             )
         assert block >= 3
-        self.tokens, self.stores, self.room = tokens, [tokens], block - 1
-        self.seed, self.prob = seed, prob
+        self.tokens = tokens
+        self.stores = [tokens]
+        self.room = block - 1  # for tokens behind bos
+        self.seed = seed
+        self.prob = prob
         self.vocabulary_size = len(vocabulary)
 
     def __len__(self) -> int:
@@ -55,13 +75,13 @@ class MaskedBlocks(Dataset):
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         position, number = item
-        own = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
-        ids = np.concatenate([[BOS], own])
+        text = self.tokens.ids[number * self.room : (number + 1) * self.room].astype(np.int64)
+        ids = np.concatenate([[BOS], text])
         return mask_tokens(ids, self.seed, position, self.vocabulary_size, self.prob)
 
     @staticmethod
     def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
-        """dict of int64 [B, T]: input_ids, attention_mask, labels."""
+        """Return a dict of int64 [B, T]: input_ids, attention_mask, labels."""
         mask = padded([np.ones_like(inputs) for inputs, _ in items], 0)
         return dict(CausalWindows.collate(items), attention_mask=mask)
 
@@ -75,8 +95,12 @@ class CausalWindows(Dataset):
     """
 
     def __init__(self, tokens: Tokens, width: int, stride: int, vocabulary: Vocabulary):
-        self.tokens, self.stores, self.width, self.stride = tokens, [tokens], width, stride
-        self.eos, self.vocabulary_size = vocabulary.eos, len(vocabulary)
+        self.tokens = tokens
+        self.stores = [tokens]
+        self.width = width
+        self.stride = stride
+        self.eos = vocabulary.eos
+        self.vocabulary_size = len(vocabulary)
         if len(tokens.ids) < width:
             raise ValueError(
                 f"{tokens.name}: {len(tokens.ids)} tokens, fewer than a block of {width}"
@@ -104,6 +128,6 @@ class CausalWindows(Dataset):
 
     @staticmethod
     def collate(items: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, Tensor]:
-        """dict of int64 [B, W]: input_ids, labels."""
+        """Return a dict of int64 [B, W]: input_ids, labels."""
         inputs, labels = zip(*items)
         return dict(input_ids=padded(inputs, PAD), labels=padded(labels, IGNORE))

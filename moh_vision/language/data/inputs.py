@@ -27,14 +27,19 @@ from moh_vision.language.data.vocabulary import (
     trained_vocabulary,
 )
 
-TARGET_TOKENIZER, RECORD = "target_tokenizer.json", "text.json"
+TARGET_TOKENIZER = "target_tokenizer.json"
+RECORD = "text.json"
 
 
 class TextInputs:
     """What a run on text reads: `vocabularies` (source and target, or the same twice), `train`, `val` and `test`.
 
-    `tokenizer` is a run or file with the vocabularies; None: they are made from the training split. Without `training`
-    that split is not opened, and may be missing.
+    Args:
+        data: the run's `TextDataConfig`.
+        cache_dir: folder of encoded text and vocabularies.
+        seed: of the run.
+        tokenizer: a run or file with the vocabularies; None: they are made from the training split.
+        training: open the training split; without it the split may be missing.
     """
 
     first: object  # what the data set calls its first sample
@@ -44,38 +49,47 @@ class TextInputs:
     def __init__(
         self, data, cache_dir: str, seed: int, tokenizer: str | None = None, training: bool = True
     ):
-        self.data, self.seed = data, seed
-        self.cache_dir, self.tokenizer = cache_dir, tokenizer
+        self.data = data
+        self.seed = seed
+        self.cache_dir = cache_dir
+        self.tokenizer = tokenizer
         self.vocabularies = self.given() or self.make_vocabularies()
         self.model_arguments()  # may refuse data.vocab_size, before any text is encoded
-        self.train = self.dataset(data.train, training=True) if training else None
+        self.train = None
+        self.test = None
+        if training:
+            self.train = self.dataset(data.train, training=True)
         self.val = self.dataset(data.val)
-        self.test = self.dataset(data.test) if data.test else None
+        if data.test:
+            self.test = self.dataset(data.test)
 
     def given(self) -> tuple[Vocabulary, Vocabulary] | None:
         """Load the vocabularies of `tokenizer`; None without one."""
         if not self.tokenizer:
             return None
         file = find_tokenizer("data.tokenizer", Path(self.tokenizer))
-        source, target = Vocabulary.load(file, self.foreign), file.with_name(TARGET_TOKENIZER)
-        return source, (Vocabulary.load(target) if target.is_file() else source)
+        source = Vocabulary.load(file, self.foreign)
+        target_file = file.with_name(TARGET_TOKENIZER)
+        if not target_file.is_file():
+            return source, source
+        return source, Vocabulary.load(target_file)
 
     def scored_files(self) -> str:
         """Name the files found for data.val and data.test."""
-        d, named = self.data, []
+        data = self.data
+        found = []
         trained = {path for tokens in self.train.stores for path in tokens.paths}
         for key, title, dataset in (("val", "validation", self.val), ("test", "test", self.test)):
-            stores = () if dataset is None else dataset.stores
-            for tokens in stores:
+            if dataset is None:
+                continue
+            for tokens in dataset.stores:
                 if not trained.isdisjoint(tokens.paths):
                     raise ValueError(
-                        f"data.{key} {getattr(d, key)} is {tokens.name}, which data.train {d.train} trains on: give "
-                        "another split, for scores of text that the model has not learnt"
+                        f"data.{key} {getattr(data, key)} is {tokens.name}, which data.train {data.train} trains on: "
+                        "give another split, for scores of text that the model has not learnt"
                     )
-            named += (
-                [f"{title}: {' and '.join(tokens.name for tokens in stores)}"] if stores else []
-            )
-        return "; ".join(named)
+            found.append(f"{title}: {' and '.join(tokens.name for tokens in dataset.stores)}")
+        return "; ".join(found)
 
     def scored_lines(self, count: int) -> list[str]:
         """Return the first `count` lines of what is scored: of data.test, or else of data.val; [] of token ids."""
@@ -118,16 +132,16 @@ class TextInputs:
             )
 
     def model_arguments(self) -> dict:
-        """Sizes that the model must have."""
+        """Return sizes that the model must have."""
         return dict(vocab_size=len(self.vocabularies[0]))
 
     def example(self) -> dict[str, Tensor]:
-        """The model's inputs for one training sample."""
+        """Return the model's inputs for one training sample."""
         batch = self.train.collate([self.train[self.first]])
         return {name: value for name, value in batch.items() if name != "labels"}
 
     def eval_batches(self, dataset, rank: int, world: int) -> Iterable[dict[str, Tensor]]:
-        """This rank's share of a validation or test set, every label once over all."""
+        """Return this rank's share of a validation or test set, every label once over all."""
         return list(load_batches(dataset, self.slices(dataset, rank, world)))
 
     def texts(self) -> list[tuple[str, object]]:
@@ -144,29 +158,37 @@ class TranslationInputs(TextInputs):
         return find_pairs(self.data.root, split, self.data.source, self.data.target)
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
-        d, pair = self.data, self.pair(self.data.train)
-        sides = [(pair, d.merges)]
-        if d.target_merges is not None:
-            sides = [([pair.source], d.merges), ([pair.target], d.target_merges)]
-        how = dict(before=lambda: pair.check(d.allow_empty), lowercase=d.lowercase)
-        made = [
-            trained_vocabulary(texts, self.cache_dir, merges=merges, **how)
+        data = self.data
+        pair = self.pair(data.train)
+        sides = [(pair, data.merges)]
+        if data.target_merges is not None:
+            sides = [([pair.source], data.merges), ([pair.target], data.target_merges)]
+
+        def check_pair() -> None:
+            pair.check(data.allow_empty)
+
+        vocabularies = [
+            trained_vocabulary(
+                texts, self.cache_dir, check_pair, merges=merges, lowercase=data.lowercase
+            )
             for texts, merges in sides
         ]
-        return made[0], made[-1]
+        return vocabularies[0], vocabularies[-1]
 
     def dataset(self, split: str, training: bool = False) -> ParallelTokens:
-        d, pair = self.data, self.pair(split)
-        source, target = (encoded(*side, self.cache_dir) for side in zip(pair, self.vocabularies))
+        data = self.data
+        pair = self.pair(split)
+        source = encoded(pair.source, self.vocabularies[0], self.cache_dir)
+        target = encoded(pair.target, self.vocabularies[1], self.cache_dir)
         # Check pairs here, because cached encodings read no text.
         if len(source) != len(target) or (np.minimum(source.lengths, target.lengths) < 2).any():
-            pair.check(d.allow_empty)
+            pair.check(data.allow_empty)
         if not training:
             return ParallelTokens(source, target)
         pairs = ParallelTokens(
-            source, target, max_length=d.max_length, max_ratio=d.max_ratio, share=d.share
+            source, target, max_length=data.max_length, max_ratio=data.max_ratio, share=data.share
         )
-        say(f"{d.train}: {pairs.summary()}")
+        say(f"{data.train}: {pairs.summary()}")
         return pairs
 
     def scored_lines(self, count: int) -> list[str]:
@@ -174,11 +196,13 @@ class TranslationInputs(TextInputs):
 
     def model_arguments(self) -> dict:
         source, target = self.vocabularies
-        sizes = {} if target is source else dict(target_vocab_size=len(target))
-        return dict(super().model_arguments(), **sizes)
+        sizes = super().model_arguments()
+        if target is not source:
+            sizes["target_vocab_size"] = len(target)
+        return sizes
 
     def sampler(self, batch_size: int, **arguments) -> TokenSampler:
-        """See `TokenSampler`; data.max_tokens limits sentences."""
+        """Make the `TokenSampler` of training; data.max_tokens limits sentences, `batch_size` has no effect."""
         return TokenSampler(
             self.train.lengths, max_tokens=self.data.max_tokens, seed=self.seed, **arguments
         )
@@ -194,7 +218,9 @@ class TranslationInputs(TextInputs):
         """Return the target lines of a split's pairs, in lower case if the vocabulary is."""
         lines = list(self.pair(split).target)
         chosen = [lines[number] for number in pairs.numbers]
-        return [line.lower() for line in chosen] if self.vocabularies[1].lowercase else chosen
+        if self.vocabularies[1].lowercase:
+            return [line.lower() for line in chosen]
+        return chosen
 
 
 class BlockInputs(TextInputs):
@@ -204,24 +230,25 @@ class BlockInputs(TextInputs):
     mask = False
 
     def roots(self) -> list[str]:
-        """Where the training text is: of each source."""
-        d = self.data
-        return (
-            [d.root] if not d.mixture else [d.source_root(source["root"]) for source in d.mixture]
-        )
+        """Return where the training text is: of each source."""
+        if not self.data.mixture:
+            return [self.data.root]
+        return [self.data.source_root(source["root"]) for source in self.data.mixture]
 
     def make_vocabularies(self) -> tuple[Vocabulary, Vocabulary]:
-        d = self.data
-        lines = [find_lines(root, d.train) for root in self.roots()]
-        size = dict(merges=d.merges) if d.words is None else dict(words=d.words or None)
-        return (
-            trained_vocabulary(
-                lines, self.cache_dir, mask=self.mask, lowercase=d.lowercase, **size
-            ),
-        ) * 2
+        data = self.data
+        lines = [find_lines(root, data.train) for root in self.roots()]
+        if data.words is None:
+            size = dict(merges=data.merges)
+        else:
+            size = dict(words=data.words or None)
+        vocabulary = trained_vocabulary(
+            lines, self.cache_dir, mask=self.mask, lowercase=data.lowercase, **size
+        )
+        return vocabulary, vocabulary
 
     def sampler(self, batch_size: int, **arguments) -> PositionSampler:
-        """See `PositionSampler`; `batch_size` blocks a step."""
+        """Make the `PositionSampler` of training, with `batch_size` blocks a step."""
         return PositionSampler(
             [len(self.train)], group=1, batch_size=batch_size, seed=self.seed, **arguments
         )
@@ -233,18 +260,17 @@ class BlockInputs(TextInputs):
 
 
 class MaskedInputs(BlockInputs):
-    """For masked language models."""
+    """Inputs of masked language models."""
 
     mask = True
 
     def dataset(self, split: str, training: bool = False) -> MaskedBlocks:
-        d, seed, vocabulary = (
-            self.data,
-            self.seed if training else EVALUATION_SEED,
-            self.vocabularies[0],
-        )
-        tokens = encoded(find_lines(d.root, split), vocabulary, self.cache_dir, skip_empty=True)
-        return MaskedBlocks(tokens, d.block, vocabulary, seed, d.mask_prob)
+        data = self.data
+        vocabulary = self.vocabularies[0]
+        seed = self.seed if training else EVALUATION_SEED
+        lines = find_lines(data.root, split)
+        tokens = encoded(lines, vocabulary, self.cache_dir, skip_empty=True)
+        return MaskedBlocks(tokens, data.block, vocabulary, seed, data.mask_prob)
 
     def model_arguments(self) -> dict:
         return dict(super().model_arguments(), max_position_embeddings=self.data.block + 2)
@@ -265,8 +291,9 @@ class CausalInputs(BlockInputs):
         return super().make_vocabularies()
 
     def model_arguments(self) -> dict:
-        """See `TextInputs`; data.vocab_size may ask for rows to spare."""
-        asked, vocabulary = self.data.vocab_size, self.vocabularies[0]
+        """Return sizes that the model must have; data.vocab_size may ask for rows to spare."""
+        asked = self.data.vocab_size
+        vocabulary = self.vocabularies[0]
         if asked and asked < len(vocabulary):
             raise ValueError(
                 f"data.vocab_size {asked}: {vocabulary.where} has {len(vocabulary)} tokens"
@@ -275,7 +302,8 @@ class CausalInputs(BlockInputs):
 
     def tokens(self, root: str, split: str) -> Tokens:
         """Open the ids of a split, or encode its text."""
-        vocabulary, stores = self.vocabularies[0], find_tokens(root, split)
+        vocabulary = self.vocabularies[0]
+        stores = find_tokens(root, split)
         if not stores:
             return encoded(find_lines(root, split), vocabulary, self.cache_dir)
         tokens = Tokens(stores)
@@ -295,44 +323,42 @@ class CausalInputs(BlockInputs):
         )
 
     def dataset(self, split: str, training: bool = False):
-        d = self.data
+        data = self.data
         if not training:
-            return self.windows(d.root, split, d.block - d.context)
-        if not d.mixture:
-            return self.windows(d.root, split, d.block)
-        names, weights = zip(*((source["name"], source["weight"]) for source in d.mixture))
-        return MixedWindows(
-            [self.windows(root, split, d.block) for root in self.roots()], names, weights
-        )
+            return self.windows(data.root, split, data.block - data.context)
+        if not data.mixture:
+            return self.windows(data.root, split, data.block)
+        texts = [self.windows(root, split, data.block) for root in self.roots()]
+        names = [source["name"] for source in data.mixture]
+        weights = [source["weight"] for source in data.mixture]
+        return MixedWindows(texts, names, weights)
 
     def sampler(self, batch_size: int, **arguments):
-        """See `BlockInputs`; with data.mixture a `MixtureSampler`."""
+        """Make the sampler of training, as `BlockInputs` does; with data.mixture a `MixtureSampler`."""
         train = self.train
         if not isinstance(train, MixedWindows):
             return super().sampler(batch_size, **arguments)
         mixture = Mixture(train.weights, [len(text) for text in train.datasets], self.seed)
-        made = MixtureSampler(mixture, batch_size=batch_size, **arguments)
+        sampler = MixtureSampler(mixture, batch_size=batch_size, **arguments)
         for name, text, share, epochs in zip(
-            train.names, train.datasets, mixture.shares, made.epochs()
+            train.names, train.datasets, mixture.shares, sampler.epochs()
         ):
             say(
                 f"source {name}: {100 * float(share):.2f} %, {len(text.tokens.ids):,} tokens, {len(text):,} blocks; "
                 f"{epochs:.2f} times in this run"
             )
-        return made
+        return sampler
 
     def texts(self) -> list[tuple[str, CausalWindows]]:
         """With data.mixture, add the first training tokens of each source, as many as in validation."""
-        named = super().texts()
+        texts = super().texts()
         if isinstance(self.train, MixedWindows):
             for name, text in zip(self.train.names, self.train.datasets):
-                first = SimpleNamespace(
-                    name=name, ids=text.tokens.ids[: max(len(self.val.tokens.ids), text.width)]
-                )
-                named.append(
-                    (name, CausalWindows(first, text.width, text.stride, self.vocabularies[0]))
-                )
-        return named
+                length = max(len(self.val.tokens.ids), text.width)
+                first = SimpleNamespace(name=name, ids=text.tokens.ids[:length])
+                windows = CausalWindows(first, text.width, text.stride, self.vocabularies[0])
+                texts.append((name, windows))
+        return texts
 
     def special_tokens(self) -> dict:
         """Return known ids by their names in a transformers config."""
@@ -350,17 +376,23 @@ def tokenizer_of(config, run: str | None) -> str | None:
     """Return the path of a run's vocabulary: the folder of the `run` itself if it is there already, data.tokenizer, or
     the folder of the first weights (init_from or model.pretrained). None: make it from the text.
     """
-    d, pretrained = config.data, config.model.pretrained
     if run:
         return run
-    first = [run_of(config.init_from)] if config.init_from else []
-    for folder in () if d.tokenizer else [*first, *([Path(pretrained)] if pretrained else [])]:
-        if (folder / TOKENIZER).is_file():
-            return str(folder)
+    tokenizer = config.data.tokenizer
+    pretrained = config.model.pretrained
+    first_weights = []
+    if config.init_from:
+        first_weights.append(run_of(config.init_from))
+    if pretrained:
+        first_weights.append(Path(pretrained))
+    if not tokenizer:
+        for folder in first_weights:
+            if (folder / TOKENIZER).is_file():
+                return str(folder)
     if pretrained:
         refuse_missing_source("model.pretrained", pretrained)
-    if pretrained and not d.tokenizer:
+    if pretrained and not tokenizer:
         raise ValueError(
             f"model.pretrained {pretrained}: no folder with {TOKENIZER}, so data.tokenizer must say what its tokens are"
         )
-    return d.tokenizer
+    return tokenizer

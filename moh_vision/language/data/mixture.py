@@ -42,7 +42,8 @@ class Mixture:
                         f"data.mixture {number}: weight {weights[number]} is {float(share):.2g} of all; "
                         f"allowed is at least {2 / LONGEST_ROUND:.2g}"
                     )
-        self.blocks, self.seed = list(blocks), seed
+        self.blocks = list(blocks)
+        self.seed = seed
         self._round = lru_cache(4)(self._make_round)
         # Each source keeps the order of its present epoch: they alternate, and `epoch_order` keeps the last two.
         self._orders = [
@@ -51,19 +52,19 @@ class Mixture:
 
     def __getitem__(self, position: int) -> tuple[int, int]:
         """Return (source, its block) at a position of the run."""
-        number, place = divmod(position, self.length)
-        which, nth, before = self._round(number)
-        source = int(which[place])
-        epoch, place = divmod(before[source] + int(nth[place]), self.blocks[source])
-        return source, int(self._orders[source](epoch)[place])
+        number, index = divmod(position, self.length)
+        sources, earlier, before = self._round(number)
+        source = int(sources[index])
+        drawn = before[source] + int(earlier[index])
+        epoch, block = divmod(drawn, self.blocks[source])
+        return source, int(self._orders[source](epoch)[block])
 
     def drawn(self, position: int) -> list[int]:
-        """Blocks of each source before a position."""
-        number, place = divmod(position, self.length)
-        which, _, before = self._round(number)
-        return [
-            n + int(m) for n, m in zip(before, np.bincount(which[:place], minlength=len(before)))
-        ]
+        """Count the blocks of each source before a position."""
+        number, index = divmod(position, self.length)
+        sources, _, before = self._round(number)
+        inside = np.bincount(sources[:index], minlength=len(before))  # of this round
+        return [count + int(more) for count, more in zip(before, inside)]
 
     def _before(self, number: int) -> list[int]:
         """Count blocks of each source before a round: differences of rounded shares."""
@@ -71,20 +72,20 @@ class Mixture:
         return [end - start for start, end in zip([0, *ends], ends)]
 
     def _make_round(self, number: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Return (source [length], its earlier positions [length], `_before`)."""
+        """Return of each position its source [length], and how many earlier ones of the round have it; and `_before`."""
         before = self._before(number)
         counts = np.subtract(self._before(number + 1), before)
         rng = np.random.Generator(np.random.PCG64(derive_seed(self.seed, number, Stream.ROUNDS)))
-        which = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-        nth = np.empty(self.length, np.int64)
+        sources = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+        earlier = np.empty(self.length, np.int64)
         for source, count in enumerate(counts):
-            nth[which == source] = np.arange(count)
-        return which, nth, before
+            earlier[sources == source] = np.arange(count)
+        return sources, earlier, before
 
     def _make_order(self, source: int, epoch: int) -> np.ndarray:
-        return epoch_order(
-            derive_seed(self.seed, source, Stream.BLOCKS), epoch, (self.blocks[source],), group=1
-        )
+        """Return the order of a source's blocks in an epoch."""
+        seed = derive_seed(self.seed, source, Stream.BLOCKS)
+        return epoch_order(seed, epoch, (self.blocks[source],), group=1)
 
 
 class MixtureSampler(PositionSampler):
@@ -105,9 +106,9 @@ class MixtureSampler(PositionSampler):
         return max(count // blocks for count, blocks in zip(drawn, self.mixture.blocks))
 
     def epochs(self) -> list[float]:
-        """How often a run to `stop` goes through each source."""
+        """Return how often a run to `stop` goes through each source."""
         drawn = self.mixture.drawn(self.stop * self.batch_size)
-        return [n / blocks for n, blocks in zip(drawn, self.mixture.blocks)]
+        return [count / blocks for count, blocks in zip(drawn, self.mixture.blocks)]
 
 
 class MixedWindows(ConcatDataset):
@@ -119,12 +120,13 @@ class MixedWindows(ConcatDataset):
         self, texts: Sequence[CausalWindows], names: Sequence[str], weights: Sequence[float]
     ):
         super().__init__(texts)
-        self.names, self.weights = list(names), list(weights)
+        self.names = list(names)
+        self.weights = list(weights)
         self.stores = [text.tokens for text in texts]
 
     def __getitem__(self, item: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         position, number = item
         source = bisect_right(self.cumulative_sizes, number)
-        return self.datasets[source][
-            position, number - self.cumulative_sizes[source] + len(self.datasets[source])
-        ]
+        windows = self.datasets[source]
+        first = self.cumulative_sizes[source] - len(windows)
+        return windows[position, number - first]

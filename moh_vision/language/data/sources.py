@@ -7,7 +7,7 @@ import re
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from moh_vision.data.hub import PREFIX, hub_split
 from moh_vision.engine.errors import reason_of, some_of
@@ -30,7 +30,9 @@ class TextFile:
     has its text there."""
 
     def __init__(self, path: Path, key: str | None = None):
-        self.path, self.name, self.key = path, str(path), key
+        self.path = path
+        self.name = str(path)
+        self.key = key
 
     def __iter__(self) -> Iterator[str]:
         return self.read()
@@ -38,10 +40,7 @@ class TextFile:
     def read(self, progress: Progress | None = None) -> Iterator[str]:
         """Yield the lines, without what is blank at either end, or the texts of objects; `progress` counts bytes."""
         indented: list[int] = []
-        with (
-            open(self.path, "rb") as raw,
-            gzip.open(raw, "rb") if self.path.suffix == ".gz" else raw as file,
-        ):
+        with open(self.path, "rb") as raw, self._unpacked(raw) as file:
             for number in itertools.count(1):
                 try:
                     line = file.readline(MAX_LINE + 1)
@@ -73,8 +72,13 @@ class TextFile:
                 "what is blank at either end of a line is left out, a .jsonl keeps it"
             )
 
+    def _unpacked(self, raw: BinaryIO) -> BinaryIO:
+        if self.path.suffix == ".gz":
+            return gzip.open(raw, "rb")
+        return raw
+
     def fingerprint(self) -> str:
-        """sha256 of the file."""
+        """Return the sha256 of the file."""
         return sha256_of(self.path)
 
 
@@ -90,20 +94,25 @@ class HubText:
                 f"data.root {name}: no column {column}; it has {', '.join(self.table.column_names)}"
             )
         languages = getattr(self.table.features[column], "languages", None) or (language,)
-        if language not in languages and language:
+        if language and language not in languages:
             raise ValueError(f"{name}: no language {language}; it has {', '.join(languages)}")
         self.name = f"{name}, {language}" if language else name
 
     def __iter__(self) -> Iterator[str]:
-        """The texts, on one line each."""
-        row = several = 0
+        """Yield the texts, on one line each."""
+        row = 0
+        several = 0  # texts that are not as they were
         for row, cell in enumerate(self.table, 1):
-            text = cell["translation"].get(self.language) if self.language else cell["text"]
-            if not isinstance(text, str) or "\0" in text:
-                raise ValueError(
-                    f"{self.name}, row {row}: {'a NUL character' if text else 'no text'}"
-                )
-            several += len(text.splitlines()) > 1 or bool(INDENTED.match(text) and text.strip())
+            if self.language:
+                text = cell["translation"].get(self.language)
+            else:
+                text = cell["text"]
+            if not isinstance(text, str):
+                raise ValueError(f"{self.name}, row {row}: no text")
+            if "\0" in text:
+                raise ValueError(f"{self.name}, row {row}: a NUL character")
+            if len(text.splitlines()) > 1 or (INDENTED.match(text) and text.strip()):
+                several += 1
             yield " ".join(text.splitlines()).strip()
         if not row:
             raise ValueError(f"{self.name}: no rows")
@@ -115,7 +124,7 @@ class HubText:
             )
 
     def fingerprint(self) -> str:
-        """The one that `datasets` gives the table, with the column."""
+        """Return the fingerprint that `datasets` gives the table, with the column."""
         return f"{self.table._fingerprint} {self.language or 'text'}"
 
 
@@ -130,13 +139,16 @@ class ParallelText(NamedTuple):
 
     def check(self, allow_empty: bool = False) -> int:
         """Check and count the pairs; with `allow_empty` a side may be empty."""
-        source_lines = target_lines = empty = 0
+        source_lines = 0
+        target_lines = 0
+        empty = 0
         for source, target in itertools.zip_longest(self.source, self.target):
             source_lines += source is not None
             target_lines += target is not None
             if source_lines == target_lines and not (source and target) and not allow_empty:
                 if not empty:
-                    first = f"{self.target.name if source else self.source.name}, line {source_lines}: empty"
+                    side = self.target if source else self.source
+                    first = f"{side.name}, line {source_lines}: empty"
                 empty += 1
         if source_lines != target_lines:
             raise ValueError(
@@ -173,18 +185,26 @@ def find_lines(root: str, split: str) -> Lines:
 def find_tokens(root: str, split: str) -> list[Path]:
     """Return the stores of token ids of a split, SPLIT or SPLIT-*; none if it is text, or not there."""
     folder = Path(root)
-    for name in SPLIT_NAMES.get(split, (split,)) if folder.is_dir() else ():
-        stores = [[folder / name], sorted(folder.glob(f"{name}-*"))]
-        stores = [[path for path in paths if (path / IDS).exists()] for paths in stores]
+    if not folder.is_dir():
+        return []
+    for name in SPLIT_NAMES.get(split, (split,)):
+        single = _stores([folder / name])
+        several = _stores(sorted(folder.glob(f"{name}-*")))
         texts = _there(folder, name, TEXTS)
-        there = [files for files in (*stores, texts) if files]
-        if len(there) > 1:
+        found = [paths for paths in (single, several, texts) if paths]
+        if len(found) > 1:
             raise ValueError(
-                f"data.root {root}: both {there[0][0].name} and {there[1][0].name}; remove one"
+                f"data.root {root}: both {found[0][0].name} and {found[1][0].name}; remove one"
             )
-        if there:
-            return [] if texts else there[0]
+        if texts:
+            return []
+        if found:
+            return found[0]
     return []
+
+
+def _stores(folders: Sequence[Path]) -> list[Path]:
+    return [folder for folder in folders if (folder / IDS).exists()]
 
 
 def form_of(path: Path) -> str:
@@ -200,7 +220,8 @@ def _there(folder: Path, name: str, endings: Sequence[str]) -> list[Path]:
 
 def _find_text(root: str, split: str, *sides: Sequence[str]) -> list[Path]:
     """Find a file for every side, with one of its endings, by the same name of the split: val.de is not for valid.en."""
-    folder, names = Path(root), SPLIT_NAMES.get(split, (split,))
+    folder = Path(root)
+    names = SPLIT_NAMES.get(split, (split,))
     if not folder.is_dir():
         wanted = " and ".join(split + endings[0] for endings in sides)
         raise FileNotFoundError(
@@ -237,7 +258,9 @@ def _decoded(line: bytes, first: bool) -> str:
         raise ValueError(
             f"not UTF-8 (byte 0x{line[error.start]:02x} at {error.start + 1})"
         ) from None
-    return text.removeprefix(BYTE_ORDER_MARK) if first else text
+    if first:
+        text = text.removeprefix(BYTE_ORDER_MARK)
+    return text
 
 
 def _under(key: str, line: str) -> str:

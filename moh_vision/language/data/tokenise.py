@@ -27,45 +27,52 @@ FORMS = (".txt", ".jsonl", ".json")
 def tokenise(
     files: list[Path], tokenizer: Path, out: Path, split: str = "train", key: str = "text"
 ) -> list[Path]:
-    """Write missing stores of token ids to `out`, and return all paths.
-    `tokenizer` is any tokenizer.json or its folder; `key` has the text in a .jsonl.
+    """Write missing stores of token ids, and return the paths of all.
+
+    Args:
+        files: of documents.
+        tokenizer: any tokenizer.json or its folder.
+        out: folder of the stores.
+        split: name of the split that the files are.
+        key: of the text in the objects of a .jsonl.
     """
     refuse_unwritable("--out", out)
-    place = find_tokenizer("--tokenizer", tokenizer)
+    tokenizer_file = find_tokenizer("--tokenizer", tokenizer)
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file")
         if form_of(file) not in FORMS:
             raise ValueError(f"{file}: expected {', '.join(FORMS)}, or one of these with .gz")
-    vocabulary = Vocabulary.load(place, foreign=True)
-    made = [out / f"{split}-{number:05d}" for number in range(len(files))]
-    extra = sorted({file.parent for file in out.glob(f"{split}-*/{IDS}")} - set(made))
+    vocabulary = Vocabulary.load(tokenizer_file, foreign=True)
+    stores = [out / f"{split}-{number:05d}" for number in range(len(files))]
+    extra = sorted({file.parent for file in out.glob(f"{split}-*/{IDS}")} - set(stores))
     if extra:
         raise ValueError(
             f"{extra[0]}: not of these files, and would be trained on too; remove it, or take another --out"
         )
-    for file, store in zip(files, made):
+    for file, store in zip(files, stores):
         made_from = dict(source=file.name, source_sha256=sha256_of(file), key=key)
         if is_finished(store, dict(made_from, tokenizer=vocabulary.fingerprint)):
             say(f"{store}: there already")
-        else:
-            with Progress(file.name, file.stat().st_size, "byte", scaled=True) as progress:
-                texts = TextFile(file, None if form_of(file) == ".txt" else key).read(progress)
-                meta = write_store(store, filter(None, texts), vocabulary, str(file), **made_from)
-            say(f"{store}: {meta['texts']:,} documents, {meta['tokens']:,} tokens")
-    return made
+            continue
+        text_file = TextFile(file, None if form_of(file) == ".txt" else key)
+        with Progress(file.name, file.stat().st_size, "byte", scaled=True) as progress:
+            texts = filter(None, text_file.read(progress))
+            meta = write_store(store, texts, vocabulary, str(file), **made_from)
+        say(f"{store}: {meta['texts']:,} documents, {meta['tokens']:,} tokens")
+    return stores
 
 
 def is_finished(store: Path, made_from: dict) -> bool:
-    """Whether a store is there as a whole, made from the same."""
-    side = store / META
-    if not side.exists():  # it is written last
+    """Return whether a store is there as a whole; refuse one that was made from something else."""
+    meta_file = store / META
+    if not meta_file.exists():  # it is written last
         return False
     meta = read_meta(store)
     for name, value in made_from.items():
         if meta.get(name) != value:
             raise ValueError(
-                f"{side}: made with {name} {meta.get(name)}, now it is {value}; take another --out"
+                f"{meta_file}: made with {name} {meta.get(name)}, now it is {value}; take another --out"
             )
     with contextlib.suppress(ValueError, OSError, EOFError):
         return bool(Tokens([store]))

@@ -13,8 +13,14 @@ from moh_vision.language.data.vocabulary import BOS, PAD
 class ParallelTokens(Dataset):
     """Items number -> (source ids, target ids), int64, each with eos, without pairs with an empty side.
 
-    Limits count tokens without eos, as when corpora are cleaned after BPE. A larger `share`, drawn whatever the
-    run's seed, includes every smaller one (MAE section 5.2: subsets of 5 to 100 %).
+    Limits count tokens without eos, as when corpora are cleaned after BPE.
+
+    Args:
+        source, target: stores of one text in two languages.
+        max_length: pairs with more tokens on a side are left out; None: no limit.
+        max_ratio: as are pairs where one side has more than so many times the tokens of the other; None: no limit.
+        share: of the pairs that are left, drawn whatever the run's seed. A larger one includes every smaller one (MAE
+            section 5.2: subsets of 5 to 100 %).
 
     Attributes:
         numbers: line of each pair, from 0.
@@ -31,16 +37,23 @@ class ParallelTokens(Dataset):
         share: float = 1.0,
     ):
         assert len(source) == len(target)
-        self.source, self.target, self.stores = source, target, [source, target]
+        self.source = source
+        self.target = target
+        self.stores = [source, target]
         words = np.stack([source.lengths, target.lengths], axis=1) - 1
-        short, long = words.min(1), words.max(1)
+        shorter = words.min(1)
+        longer = words.max(1)
+        if max_length is None:
+            max_length = np.inf
+        if not max_ratio:  # 1.5 for the papers' IWSLT and EN-FR
+            max_ratio = np.inf
         faults = {
-            "empty": short < 1,
-            "too long": long > (np.inf if max_length is None else max_length),
-            # 1.5 for the papers' IWSLT and EN-FR
-            "ratio": long > np.maximum(short, 1) * (max_ratio or np.inf),
+            "empty": shorter < 1,
+            "too long": longer > max_length,
+            "ratio": longer > np.maximum(shorter, 1) * max_ratio,
         }
-        good, self.left_out = np.ones(len(long), bool), {}
+        good = np.ones(len(words), bool)
+        self.left_out = {}
         for reason, fault in faults.items():
             self.left_out[reason] = int((fault & good).sum())
             good &= ~fault
@@ -58,11 +71,12 @@ class ParallelTokens(Dataset):
         return len(self.numbers)
 
     def summary(self) -> str:
-        """One line: how many pairs are used, and why others are left out."""
+        """Return one line: how many pairs are used, and why the remaining ones are left out."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items() if count)
-        return f"{len(self.numbers)} of {len(self.source)} pairs" + (
-            f" (left out: {reasons})" if reasons else ""
-        )
+        text = f"{len(self.numbers)} of {len(self.source)} pairs"
+        if reasons:
+            text += f" (left out: {reasons})"
+        return text
 
     def __getitem__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         line = self.numbers[number]

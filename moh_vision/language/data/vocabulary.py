@@ -24,13 +24,15 @@ from moh_vision.engine.ranks import say
 PAD, BOS, EOS, UNK, MASK = range(5)
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<mask>")  # the last for masked models only
 UNKNOWN = SPECIALS[UNK]
-MAX_BYTES, MAX_TOKENS = 1 << 28, 1 << 24  # of a tokenizer.json
+MAX_BYTES = 1 << 28  # of a tokenizer.json
+MAX_TOKENS = 1 << 24
 FORMAT = "2"  # of caches
-KINDS = {
+SCHEMES = {  # by the model of a tokenizer.json: our name, and what splits text
     models.BPE: ("bpe", pre_tokenizers.ByteLevel),
     models.WordLevel: ("word", pre_tokenizers.WhitespaceSplit),
 }
-TOKENIZER, COMPANION = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER = "tokenizer.json"
+COMPANION = "tokenizer_config.json"
 SPECIAL_MAP = "special_tokens_map.json"  # of transformers before 5: roles that COMPANION may lack
 CHAT_TEMPLATE = "chat_template.jinja"
 CHAT_TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja
@@ -56,7 +58,7 @@ class Vocabulary:
     tokenizer_config.json and the other files beside it say.
 
     Attributes:
-        kind: "bpe", "word" or "foreign".
+        scheme: "bpe", "word" or "foreign".
         specials: ids below this are special in our own: 4, or 5 with a mask.
         bos, eos, pad: ids; bos and pad may be None.
         markers: pattern of a foreign one's special tokens; None: it has none, or it is our own.
@@ -67,7 +69,9 @@ class Vocabulary:
     def __init__(
         self, data: bytes, where: str, companion: dict | None = None, foreign: bool = False
     ):
-        self.data, self.where, self.fingerprint = data, where, hashlib.sha256(data).hexdigest()
+        self.data = data
+        self.where = where
+        self.fingerprint = hashlib.sha256(data).hexdigest()
         try:
             self._tokenizer = Tokenizer.from_buffer(data)
             numbers = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -83,16 +87,25 @@ class Vocabulary:
         reason = _why_foreign(self._tokenizer, numbers)
         if reason and not foreign:
             raise ValueError(f"{where}: not a tokenizer.json that this package wrote ({reason})")
-        self.kind = "foreign" if reason else KINDS[type(self._tokenizer.model)][0]
-        self.lowercase = not reason and self._tokenizer.normalizer is not None
-        self.specials = 0 if reason else MASK + (numbers.get(SPECIALS[MASK]) == MASK)
-        self.companion = (companion or {}) if reason else {}
-        self.roles = _roles(self.companion, numbers, where) if reason else OWN_ROLES
-        self.eos, self.bos, self.pad = (numbers.get(self.roles.get(role)) for role in USUAL_ROLES)
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        special = [token.content for token in added if reason and token.special]
-        # In the text of a foreign tokenizer its special tokens are markers, as of a chat, that were meant as tokens.
-        self.markers = re.compile("|".join(map(re.escape, special))) if special else None
+        if reason:
+            self.scheme = "foreign"
+            self.lowercase = False
+            self.specials = 0
+            self.companion = companion or {}
+            self.roles = _roles(self.companion, numbers, where)
+            self.markers = _markers(self._tokenizer)
+        else:
+            self.scheme, _ = SCHEMES[type(self._tokenizer.model)]
+            self.lowercase = self._tokenizer.normalizer is not None
+            self.specials = MASK
+            if numbers.get(SPECIALS[MASK]) == MASK:
+                self.specials += 1
+            self.companion = {}
+            self.roles = OWN_ROLES
+            self.markers = None
+        self.eos = numbers.get(self.roles.get("eos_token"))
+        self.bos = numbers.get(self.roles.get("bos_token"))
+        self.pad = numbers.get(self.roles.get("pad_token"))
         self._tokenizer.encode_special_tokens = True  # special tokens that stand in a text are text
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -101,7 +114,8 @@ class Vocabulary:
     @classmethod
     def load(cls, path: Path, foreign: bool = False) -> Self:
         """Read a tokenizer.json; `foreign`: of any tokenizer."""
-        return cls(_read(path), str(path), _companion(path) if foreign else None, foreign)
+        companion = _companion(path) if foreign else None
+        return cls(_read(path), str(path), companion, foreign)
 
     def save(self, path: Path, padding_side: str = "right") -> None:
         """Write the file it came from, and the tokenizer_config.json that AutoTokenizer needs.
@@ -109,20 +123,24 @@ class Vocabulary:
         Batches are padded on `padding_side`, unless a foreign tokenizer says where.
         """
         write_whole(Path(path), self.data, shared=True)
-        named = dict(tokenizer_class="PreTrainedTokenizerFast", **self.roles)
-        companion = dict(dict(padding_side=padding_side), **self.companion) | named
+        companion = {
+            "padding_side": padding_side,
+            **self.companion,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **self.roles,
+        }
         text = json.dumps(companion, indent=1, ensure_ascii=False) + "\n"
         write_whole(Path(path).with_name(COMPANION), text, shared=True)
 
     def __len__(self) -> int:
-        """One more than the largest id."""
+        """Return one more than the largest id."""
         return self._size
 
     def __reduce__(self):
         return Vocabulary, (self.data, self.where, self.companion, True)
 
     def token(self, number: int) -> str:
-        """A token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
+        """Return a token as tokenizer.json writes it; in BPE, G with a dot is a blank."""
         return self._tokenizer.id_to_token(number) or f"<{number}>"
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
@@ -130,17 +148,19 @@ class Vocabulary:
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
         if self._ends_with_eos:
             return [ids[:-1] for ids in rows]
-        if self.kind == "word":  # a word "</s>" stands in the vocabulary under its own name
+        if self.scheme == "word":  # a word "</s>" stands in the vocabulary under its own name
             return [[i if i >= self.specials else UNK for i in ids] for ids in rows]
         return rows
 
     def marker_in(self, text: str) -> str | None:
         """Return the first of `markers` that stands in a text; None without one."""
-        found = self.markers.search(text) if self.markers else None
+        if self.markers is None:
+            return None
+        found = self.markers.search(text)
         return found and found[0]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text, on one line, without special tokens but "<unk>"."""
+        """Return the text, on one line, without special tokens but "<unk>"."""
         text = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text.replace("\r", " ").replace("\n", " ").strip()  # a model may write any byte
 
@@ -149,40 +169,26 @@ def train_vocabulary(
     texts: Iterable[str],
     merges: int | None = None,
     words: int | None = None,
-    lowercase=False,
-    mask=False,
+    lowercase: bool = False,
+    mask: bool = False,
 ) -> Vocabulary:
-    """Train byte-level BPE: special tokens, 256 bytes and at most `merges` tokens, fewer if no pair comes twice.
+    """Train a vocabulary of byte pairs, or without `merges` of words.
 
-    Without `merges`, number words by frequency, then alphabet; those beyond the first `words` are unknown. With `mask`,
-    <mask> is special too; <unk> is not, because WikiText has it in its text.
+    Args:
+        texts: what it is trained on, each once.
+        merges: byte-level BPE has special tokens, 256 bytes and at most so many tokens, fewer if no pair comes twice.
+        words: words are numbered by frequency, then alphabet; those beyond the first so many are unknown. None: all.
+        lowercase: turn all text to lower case.
+        mask: <mask> is special too. <unk> never is, because WikiText has it in its text.
     """
     specials = list(SPECIALS[: MASK + mask])
     if merges is not None:
-        tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-        # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
-        steps = [
-            decoders.Replace(UNKNOWN, f" {UNKNOWN}"),
-            decoders.ByteLevel(),
-            decoders.Strip(" ", 1, 0),
-        ]
-        tokenizer.decoder = decoders.Sequence(steps)
+        tokenizer, trainer = _untrained_bpe(specials, merges)
         texts = (text.replace(UNKNOWN, " ") for text in texts)
-        options = dict(min_frequency=2, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
-        size, shown = len(specials) + 256 + merges, sys.stderr.isatty()
-        trainer = trainers.BpeTrainer(
-            vocab_size=size, special_tokens=specials, show_progress=shown, **options
-        )
     else:
-        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        tokenizer, trainer = _untrained_words(specials, words)
         lines = (text.lower() if lowercase else text for text in texts)
         texts = (" ".join(word for word in line.split() if word not in SPECIALS) for line in lines)
-        size = MAX_TOKENS if words is None else len(specials) + words
-        trainer = trainers.WordLevelTrainer(
-            vocab_size=size, special_tokens=specials, show_progress=False
-        )
     if lowercase:
         tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.train_from_iterator(texts, trainer)
@@ -195,61 +201,112 @@ def train_vocabulary(
     return Vocabulary(data.encode(), "the new vocabulary")
 
 
+def _untrained_bpe(specials: list[str], merges: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    # The blanks before "<unk>", which belongs to WikiText's text, and before a text are no tokens.
+    steps = [
+        decoders.Replace(UNKNOWN, f" {UNKNOWN}"),
+        decoders.ByteLevel(),
+        decoders.Strip(" ", 1, 0),
+    ]
+    tokenizer.decoder = decoders.Sequence(steps)
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(specials) + 256 + merges,
+        special_tokens=specials,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    return tokenizer, trainer
+
+
+def _untrained_words(
+    specials: list[str], words: int | None
+) -> tuple[Tokenizer, trainers.WordLevelTrainer]:
+    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    size = MAX_TOKENS if words is None else len(specials) + words
+    trainer = trainers.WordLevelTrainer(
+        vocab_size=size, special_tokens=specials, show_progress=False
+    )
+    return tokenizer, trainer
+
+
 def trained_vocabulary(
-    texts: Sequence, cache_dir: str, before: Callable = lambda: None, **options
+    texts: Sequence, cache_dir: str, before: Callable[[], None] | None = None, **options
 ) -> Vocabulary:
     """Return the vocabulary of the training texts (two for a joint one) from the cache, or call `before` and train it.
     `options`: see `train_vocabulary`.
     """
 
-    def make(place: Path) -> None:
-        before()
-        lines = Progress.over(chain(*texts), "reading", "line")
-        train_vocabulary(lines, **options).save(place / TOKENIZER)
+    def load(folder: Path) -> Vocabulary:
+        return Vocabulary.load(folder / TOKENIZER)
 
-    kind = "word" if options.get("merges") is None else "bpe"
-    made_from = [FORMAT, kind, sorted(options.items()), [text.fingerprint() for text in texts]]
-    return cached(
-        cache_dir, kind, made_from, lambda place: Vocabulary.load(place / TOKENIZER), make
-    )
+    def make(folder: Path) -> None:
+        if before is not None:
+            before()
+        lines = Progress.over(chain(*texts), "reading", "line")
+        train_vocabulary(lines, **options).save(folder / TOKENIZER)
+
+    scheme = "word" if options.get("merges") is None else "bpe"
+    made_from = [FORMAT, scheme, sorted(options.items()), [text.fingerprint() for text in texts]]
+    return cached(cache_dir, scheme, made_from, load, make)
 
 
 def cached(cache_dir: str, name: str, made_from: list, load: Callable, make: Callable):
-    """Return `load(place)` of what `make(place)` wrote; make it if missing or damaged. Changed texts get another place."""
+    """Return what is loaded from a folder of the cache; make it if it is missing or damaged.
+
+    Args:
+        cache_dir: where the folder is.
+        name: its name begins with.
+        made_from: what the content follows from; anything else has another folder.
+        load: returns the content of a folder.
+        make: writes it.
+    """
     key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:16]
-    place = Path(cache_dir, f"{name}.{key}")
+    folder = Path(cache_dir, f"{name}.{key}")
     try:
-        return load(place)
+        return load(folder)
     except FileNotFoundError:
         pass
     except (ValueError, OSError, KeyError, TypeError) as error:
-        say(f"{place}: damaged ({reason_of(error)}); making it again")
-    make(place)
-    return load(place)
+        say(f"{folder}: damaged ({reason_of(error)}); making it again")
+    make(folder)
+    return load(folder)
 
 
-def find_tokenizer(option: str, place: Path) -> Path:
+def find_tokenizer(option: str, path: Path) -> Path:
     """Return the tokenizer.json of a path that an option named: the file, or in that folder."""
-    file = place / TOKENIZER if place.is_dir() else place
+    file = path / TOKENIZER if path.is_dir() else path
     if not file.is_file():
-        raise FileNotFoundError(f"{option} {place}: no such file, or a folder without {TOKENIZER}")
+        raise FileNotFoundError(f"{option} {path}: no such file, or a folder without {TOKENIZER}")
     return file
 
 
 def _why_foreign(tokenizer: Tokenizer, numbers: dict[str, int]) -> str:
     """Return why a tokenizer is not one of our own; empty if it is."""
     tokens = sorted(numbers, key=numbers.__getitem__)
-    kind, splitter = KINDS.get(type(tokenizer.model), ("", None))
-    if not kind:
+    if type(tokenizer.model) not in SCHEMES:
         return f"its model is {type(tokenizer.model).__name__}, allowed are BPE and WordLevel"
     if tuple(tokens[:MASK]) != SPECIALS[:MASK]:
         return f"its first tokens are {', '.join(map(repr, tokens[:MASK]))}, not {', '.join(SPECIALS[:MASK])}"
     if [numbers[token] for token in tokens] != list(range(len(tokens))):
         return "its tokens are not numbered from 0 on, each once"
     normal = tokenizer.normalizer is None or isinstance(tokenizer.normalizer, normalizers.Lowercase)
+    _, splitter = SCHEMES[type(tokenizer.model)]
     if not normal or not isinstance(tokenizer.pre_tokenizer, splitter):
         return "its normalizer or pre_tokenizer is another one"
     return ""
+
+
+def _markers(tokenizer: Tokenizer) -> re.Pattern | None:
+    """Return a pattern of a foreign tokenizer's special tokens: markers, as of a chat, that text means as tokens."""
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = [re.escape(token.content) for token in added if token.special]
+    if not special:
+        return None
+    return re.compile("|".join(special))
 
 
 def _read(path: Path) -> bytes:
@@ -292,30 +349,33 @@ def _json_beside(file: Path) -> dict:
 
 def _roles(companion: dict, numbers: dict[str, int], where: str) -> dict[str, str]:
     """Return the tokens of a foreign tokenizer by role, as its tokenizer_config.json names them or as usual."""
-    values = {role: companion.get(role) for role in USUAL_ROLES}
-    texts = {
-        role: value.get("content") if isinstance(value, dict) else value
-        for role, value in values.items()
-    }
-    named = {role: text for role, text in texts.items() if isinstance(text, str)}
+    named = {}
+    for role in USUAL_ROLES:
+        token = companion.get(role)
+        if isinstance(token, dict):  # a token with its options
+            token = token.get("content")
+        if isinstance(token, str):
+            named[role] = token
     roles = {}
     for role, usual in USUAL_ROLES.items():
-        there = (
-            [named[role]]
-            if role in named
-            else []
-            if named
-            else [name for name in usual if name in numbers]
-        )
-        if len(there) > 1:
+        if role in named:
+            candidates = [named[role]]
+        elif named:  # it names others, so this role has no token
+            candidates = []
+        else:
+            candidates = [name for name in usual if name in numbers]
+        if not candidates:
+            continue
+        if len(candidates) > 1:
             raise ValueError(
-                f"{where}: {role} may be {' or '.join(there)}; put a {COMPANION} beside it that says which"
+                f"{where}: {role} may be {' or '.join(candidates)}; put a {COMPANION} beside it that says which"
             )
-        if there and there[0] not in numbers:
+        token = candidates[0]
+        if token not in numbers:
             raise ValueError(
-                f"{where}: it has no token {there[0]!r}, which its {COMPANION} names as {role}"
+                f"{where}: it has no token {token!r}, which its {COMPANION} names as {role}"
             )
-        roles.update((role, name) for name in there)
+        roles[role] = token
     if "eos_token" not in roles:
         raise ValueError(
             f"{where}: which token ends a text is not known; put a {COMPANION} with eos_token beside it"

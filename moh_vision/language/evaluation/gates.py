@@ -32,9 +32,8 @@ class GateStatistics:
         self.experts, self.attributed = zip(*gates)
         self.entropies = torch.zeros(len(gates), dtype=torch.float64)  # [layers], sums in nats
         self.gates = torch.zeros(len(gates), dtype=torch.float64)  # their counts
-        self.loads = [
-            torch.zeros(E, dtype=torch.float64) for E in self.experts
-        ]  # attributions to each expert
+        # Attributions to each expert, by layer.
+        self.loads = [torch.zeros(E, dtype=torch.float64) for E in self.experts]
         # Attributions of tokens to the first layer's experts, as in the papers: [V, E].
         self.tokens = torch.zeros(vocab_size, self.experts[0], dtype=torch.float64)
 
@@ -44,27 +43,25 @@ class GateStatistics:
         """Add a batch: statistics of those layers, ids [B, N], and a mask, True at padding."""
         assert len(stats) == len(self.experts)
         tokens = tokens.cpu()
-        real = (
-            torch.ones_like(tokens, dtype=torch.bool)
-            if padding_mask is None
-            else ~padding_mask.cpu()
-        )  # [B, N]
-        for layer, (s, k) in enumerate(zip(stats, self.attributed)):
-            probs = s.probs.detach().cpu().double()  # [B, N or 1, E]
-            there = (
-                real if probs.shape[1] == real.shape[1] else real.any(1, keepdim=True)
-            )  # [B, N or 1]
-            gates = probs[there]  # [gates, E]
+        real = torch.ones_like(tokens, dtype=torch.bool)  # [B, N]
+        if padding_mask is not None:
+            real = ~padding_mask.cpu()
+        for layer, (layer_stats, k) in enumerate(zip(stats, self.attributed)):
+            probs = layer_stats.probs.detach().cpu().double()  # [B, N or 1, E]
+            counted = real  # which gates are of real tokens, [B, N or 1]
+            if probs.shape[1] != real.shape[1]:
+                counted = real.any(1, keepdim=True)
+            gates = probs[counted]  # [gates, E]
             chosen = select_top_k(probs.permute(2, 0, 1), k).permute(1, 2, 0)  # [B, N or 1, E]
             self.entropies[layer] -= torch.xlogy(gates, gates).sum()
             self.gates[layer] += len(gates)
-            self.loads[layer] += chosen[there].sum(0)
+            self.loads[layer] += chosen[counted].sum(0)
             if layer == 0:
                 rows = chosen.expand(*real.shape, -1)[real]  # [real tokens, E]
                 self.tokens.index_add_(0, tokens[real], rows.double())
 
     def reduce(self, sum_over_processes: Callable[[Tensor], Tensor]) -> None:
-        """Replace own sums by those of all processes."""
+        """Replace the sums of this process by those of all."""
         self.entropies = sum_over_processes(self.entropies)
         self.gates = sum_over_processes(self.gates)
         self.loads = [sum_over_processes(load) for load in self.loads]
@@ -106,7 +103,7 @@ class GateReading(NamedTuple):
 
     stack: str  # "encoder", "decoder", or "model" where there is no encoder
     text: str  # what they read: "source", "target", or "text" where nothing is translated
-    layers: dict[int, str]  # place in the list of all layers' statistics -> name
+    layers: dict[int, str]  # index in the list of all layers' statistics -> name
     statistics: GateStatistics
     vocabulary: Vocabulary
     columns: str  # a sentence: what E1, E2, ... of the table are
@@ -126,46 +123,54 @@ def read_gates(
     """
     readings = gated_layers(model, vocabularies)
     model.eval()
-    for batch in (
-        Progress.over(batches, "gates", enabled=accelerator.is_main_process) if readings else ()
-    ):
-        batch = {name: value.to(accelerator.device) for name, value in batch.items()}
-        with accelerator.autocast():
-            stats = model.routed_loss(**batch)[2]
-        mask = batch.get("attention_mask")
-        for r in readings:
-            if r.text == "target":
-                ids, padding = batch["decoder_input_ids"], batch["labels"] == -100
-            else:
-                ids, padding = batch["input_ids"], None if mask is None else mask == 0
-            r.statistics.update([stats[place] for place in r.layers], ids, padding)
-    layers, parts = [], {}
-    for r in readings:
-        r.statistics.reduce(total)
-        entropies = r.statistics.entropy()
-        parts.setdefault(r.stack, []).extend(entropies)
-        for name, E, entropy, load in zip(
-            r.layers.values(), r.statistics.experts, entropies, r.statistics.load()
+    if readings:
+        for batch in Progress.over(batches, "gates", enabled=accelerator.is_main_process):
+            batch = {name: value.to(accelerator.device) for name, value in batch.items()}
+            _count(readings, model, batch, accelerator)
+    columns: dict[str, str] = {}
+    entropies: dict[str, list[float]] = {}  # by stack
+    layers: list[dict] = []
+    tokens: dict[str, list[list[str]]] = {}  # by the name of a first layer
+    for reading in readings:
+        counted = reading.statistics
+        counted.reduce(total)
+        columns[f"{reading.stack}, {reading.text}"] = reading.columns
+        entropies.setdefault(reading.stack, []).extend(counted.entropy())
+        names = list(reading.layers.values())
+        for name, experts, entropy, load in zip(
+            names, counted.experts, counted.entropy(), counted.load()
         ):
             layers.append(
                 dict(
                     name=name,
-                    part=r.stack,
-                    reads=r.text,
-                    experts=E,
+                    part=reading.stack,
+                    reads=reading.text,
+                    experts=experts,
                     entropy=entropy,
                     load=load.tolist(),
                 )
             )
-    tokens = {
-        next(iter(r.layers.values())): [
-            [readable(r.vocabulary, id) for id in top] for top in r.statistics.top_tokens()
+        tokens[names[0]] = [
+            [readable(reading.vocabulary, number) for number in numbers]
+            for numbers in counted.top_tokens()
         ]
-        for r in readings
-    }
-    columns = {f"{r.stack}, {r.text}": r.columns for r in readings}
-    mean = {stack: statistics.mean(values) for stack, values in parts.items()}
+    mean = {stack: statistics.mean(values) for stack, values in entropies.items()}
     return dict(columns=columns, mean_entropy=mean, layers=layers, tokens=tokens)
+
+
+def _count(readings: list[GateReading], model: nn.Module, batch: dict, accelerator) -> None:
+    """Add the gates of a batch to the statistics of each reading."""
+    with accelerator.autocast():
+        _, _, stats = model.routed_loss(**batch)
+    mask = batch.get("attention_mask")
+    for reading in readings:
+        if reading.text == "target":
+            ids = batch["decoder_input_ids"]
+            padding = batch["labels"] == -100
+        else:
+            ids = batch["input_ids"]
+            padding = None if mask is None else mask == 0
+        reading.statistics.update([stats[index] for index in reading.layers], ids, padding)
 
 
 def gate_text(record: dict, title: str) -> str:
@@ -196,15 +201,11 @@ def gate_table(layers: Sequence[dict]) -> str:
         "|---|" + "---:|" * (most + 2),
     ]
     for layer in layers:
-        shares = [f"{100 * share:.1f}" for share in layer["load"]] + [""] * (
-            most - layer["experts"]
-        )
+        shares = [f"{100 * share:.1f}" for share in layer["load"]]
+        shares += [""] * (most - layer["experts"])
         uniform = math.log(layer["experts"])
-        lines.append(
-            f"| {layer['name']} | {layer['entropy']:.2f} | {uniform:.2f} | "
-            + " | ".join(shares)
-            + " |"
-        )
+        cells = [layer["name"], f"{layer['entropy']:.2f}", f"{uniform:.2f}", *shares]
+        lines.append("| " + " | ".join(cells) + " |")
     mean = sum(layer["entropy"] for layer in layers) / len(layers)
     uniform = sum(math.log(layer["experts"]) for layer in layers) / len(layers)
     lines.append(f"| mean | {mean:.2f} | {uniform:.2f} |" + " |" * most)
@@ -228,27 +229,42 @@ def gated_layers(model: nn.Module, vocabularies: Sequence[Vocabulary]) -> list[G
     The encoder is its own part: Peng 2020, section 5.1, looks at encoders alone.
     """
     translates = hasattr(model, "encoder")
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, HeadMixtureAttention)]
+    named = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, HeadMixtureAttention)
+    ]
     groups: dict[tuple[str, str], list[int]] = {}
-    for place, (name, layer) in enumerate(named):
-        mixes = getattr(layer.router, "mode", None) == "soft"  # MAE, but not UNI-MAE
-        if mixes or layer.budget.routed and not layer.router.all_heads:
-            stack = name.partition(".")[0]
-            stack = stack if stack in ("encoder", "decoder") else "model"
-            own = stack == "decoder" and not layer.by_context
-            text = "target" if own else "source" if translates else "text"
-            groups.setdefault((stack, text), []).append(place)
+    for index, (name, layer) in enumerate(named):
+        if not _has_gate(layer):
+            continue
+        stack = name.partition(".")[0]
+        if stack not in ("encoder", "decoder"):
+            stack = "model"
+        if stack == "decoder" and not layer.by_context:
+            text = "target"
+        elif translates:
+            text = "source"
+        else:
+            text = "text"
+        groups.setdefault((stack, text), []).append(index)
     readings = []
-    for (stack, text), places in groups.items():
-        names, layers = zip(*(named[place] for place in places))
+    sequence = "sentence" if translates else "block"
+    for (stack, text), indices in groups.items():
+        names = {index: named[index][0] for index in indices}
+        layers = [named[index][1] for index in indices]
         vocabulary = vocabularies[1 if text == "target" else 0]
-        sequence = "sentence" if translates else "block"
         columns = " ".join(dict.fromkeys(columns_of(layer, layers, sequence) for layer in layers))
         counted = GateStatistics([gate_of(layer) for layer in layers], len(vocabulary))
-        readings.append(
-            GateReading(stack, text, dict(zip(places, names)), counted, vocabulary, columns)
-        )
+        readings.append(GateReading(stack, text, names, counted, vocabulary, columns))
     return readings
+
+
+def _has_gate(layer: HeadMixtureAttention) -> bool:
+    """Return whether a layer mixes (MAE, but not UNI-MAE) or chooses its heads."""
+    if getattr(layer.router, "mode", None) == "soft":
+        return True
+    return layer.budget.routed > 0 and not layer.router.all_heads
 
 
 def gate_of(layer: HeadMixtureAttention) -> tuple[int, int]:
@@ -263,16 +279,19 @@ def columns_of(
 ) -> str:
     """Return a sentence on the columns E1, E2, ... of a layer's gate.
 
-    `layers` are those beside it, and `sequence` is what a row of the model's input is called.
+    `layers` are all of its reading, and `sequence` is what a row of the model's input is called.
     """
     router = layer.router
-    unit = sequence if layer.scope == "sample" or router.reads == "sequence" else "token"
+    unit = "token"
+    if layer.scope == "sample" or router.reads == "sequence":
+        unit = sequence
     if isinstance(router, MAERouter):
         left_out = []
         for members in router.members[:2]:
             heads = (members == 0).nonzero().flatten().tolist()
             numbers = " and ".join(str(head + 1) for head in heads)
-            left_out.append(f"head{'s' * (len(heads) > 1)} {numbers}")
+            word = "heads" if len(heads) > 1 else "head"
+            left_out.append(f"{word} {numbers}")
         experts = f"expert 1 leaves out {left_out[0]}, expert 2 {left_out[1]}, and so on"
         return f"EN is the share of {unit}s whose most probable expert is N; {experts}."
     alike = [other.budget for other in layers if type(other.router) is type(router)]
@@ -295,4 +314,6 @@ def readable(vocabulary: Vocabulary, number: int) -> str:
     text = vocabulary.decode([number])
     if not text or "\ufffd" in text:  # a special token, a blank, or bytes that are no character
         return token
-    return ("_" if vocabulary.kind == "bpe" and token.startswith("\u0120") else "") + text
+    if vocabulary.scheme == "bpe" and token.startswith("\u0120"):
+        return "_" + text
+    return text

@@ -82,12 +82,13 @@ def check(options: Namespace) -> None:
         if not options.batch_size.isdecimal() or int(options.batch_size) < 1:
             raise ValueError(f"--batch-size {options.batch_size}: expected 1 or more, or auto")
         options.batch_size = int(options.batch_size)
-    if options.limit is not None and not (
-        0 < options.limit < 1 or options.limit >= 1 and options.limit % 1 == 0
-    ):
-        raise ValueError(
-            f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1"
-        )
+    if options.limit is not None:
+        is_share = 0 < options.limit < 1
+        is_number = options.limit >= 1 and options.limit % 1 == 0
+        if not is_share and not is_number:
+            raise ValueError(
+                f"--limit {options.limit:g}: expected a number of questions, or a share between 0 and 1"
+            )
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise ValueError(f"--num-fewshot {options.num_fewshot}: expected 0 or more")
     if options.include_path and not Path(options.include_path).is_dir():
@@ -100,7 +101,7 @@ def check(options: Namespace) -> None:
 
 
 def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
-    """Return (what --out gets, lines to print) on the main process."""
+    """Score the tasks; return what --out gets, and lines to print, on the main process."""
     from moh_vision.language.evaluation.lm_model import counted, load_model, load_tokenizer
 
     items = [item.strip() for item in options.tasks.split(",") if item.strip()]
@@ -116,15 +117,22 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
     model, circumstances = load_model(
         options.model, options.dtype, accelerator.device, tokenizer, options.moh_llama3
     )
-    load, counting = None, lambda row: contextlib.nullcontext()
+    load = None
+    counting = _not_counted
     if options.head_load:
         load = HeadLoad(head_budget(model)["layers"], {"task": [row.title for row in rows]})
         if not load.choosing():
             raise ValueError(f"--head-load: every head of {options.model} runs for every token")
         counting = partial(counted, model, load)
     harness = harness_model(model, tokenizer, options.batch_size, accelerator)
-    ways = dict(task_manager=manager, batch_size=options.batch_size, limit=options.limit)
-    scored = evaluate_rows(tasks, harness, counting, **ways)
+    scored = evaluate_rows(
+        tasks,
+        harness,
+        counting,
+        task_manager=manager,
+        batch_size=options.batch_size,
+        limit=options.limit,
+    )
     if load:
         load.reduce(total)
         load.of = dict(
@@ -132,28 +140,60 @@ def _tasks(options: Namespace, accelerator) -> tuple[dict, list[str]]:
         )
         if accelerator.is_main_process:
             load.save(Path(options.head_load))
-    lines = [f"head load: {options.head_load}"] if load else []
+    scores, lines = _report(options, items, scored, circumstances)
+    for row, result in scored:
+        if row["metric"] is None:
+            # A group's table leaves out the tasks inside.
+            column = "groups" if result.get("groups") else "results"
+            lines.append(utils.make_table(result, column))
+    return scores, lines
+
+
+def _report(
+    options: Namespace, items: list[str], scored: list[tuple[dict, dict]], circumstances: dict
+) -> tuple[dict, list[str]]:
+    """Return what --out gets, and lines on the suites, from the rows of `evaluate_rows` and the facts of `load_model`."""
+    lines = []
+    if options.head_load:
+        lines.append(f"head load: {options.head_load}")
     if options.limit is not None:
         warning = "these are scores of a part of each task, not to be compared with the paper's"
         lines.append(f"--limit {options.limit:g}: {warning}")
-    values = {(row["title"], *row["tasks"]): row["value"] for row, _ in scored}
-    suites: dict[str, dict] = {}
-    for name in dict.fromkeys(item for item in items if item in SUITES and scored):
-        own = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
-        suites[name] = dict(average=average(own), values=own)
-        lines.append(suite_table(name, own) + "\n")
-    for row, result in scored:
-        if row["metric"] is None:  # of a group, without the tasks inside
-            lines.append(utils.make_table(result, "groups" if result.get("groups") else "results"))
-    named = ("num_fewshot", "include_path", "limit")
-    how = dict({name: getattr(options, name) for name in named}, seeds=SEEDS)
+    suites = _suites(items, scored)
+    for name, suite in suites.items():
+        lines.append(suite_table(name, suite["values"]) + "\n")
     versions = {
         task: version for _, result in scored for task, version in result["versions"].items()
     }
     circumstances["versions"].update(lm_eval=metadata.version("lm_eval"), tasks=versions)
-    return dict(
-        suites=suites, rows=[row for row, _ in scored], tasks=items, **how, **circumstances
-    ), lines
+    scores = dict(
+        suites=suites,
+        rows=[row for row, _ in scored],
+        tasks=items,
+        num_fewshot=options.num_fewshot,
+        include_path=options.include_path,
+        limit=options.limit,
+        seeds=SEEDS,
+        **circumstances,
+    )
+    return scores, lines
+
+
+def _not_counted(row: int) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+def _suites(items: Sequence[str], scored: list[tuple[dict, dict]]) -> dict[str, dict]:
+    """Return average and values of each suite among `items`; empty where nothing was scored."""
+    if not scored:
+        return {}
+    values = {(row["title"], *row["tasks"]): row["value"] for row, _ in scored}
+    suites = {}
+    for name in items:
+        if name in SUITES:
+            of_rows = [values[(row.title, *row.tasks)] for row in SUITES[name].rows]
+            suites[name] = dict(average=average(of_rows), values=of_rows)
+    return suites
 
 
 def score(options: Namespace, accelerator) -> None:
@@ -170,7 +210,8 @@ def score(options: Namespace, accelerator) -> None:
 
 def work(options: Namespace) -> None:
     if options.list:
-        return say("\n\n".join(suite_table(name) for name in SUITES))
+        say("\n\n".join(suite_table(name) for name in SUITES))
+        return
     check(options)
     accelerator = make_accelerator("no")  # one process, or those that accelerate started
     score(options, accelerator)
@@ -187,12 +228,11 @@ def plan(items: Sequence[str], shots: int | None) -> list[Row]:
             raise ValueError(
                 f"--num-fewshot {shots}: the suite {item} has its own shots; name its tasks instead"
             )
-        own = (
-            SUITES[item].rows
-            if item in SUITES
-            else [Row(item, -1 if shots is None else shots, "", (item,))]
-        )
-        rows += [row for row in own if row not in rows]
+        if item in SUITES:
+            item_rows = SUITES[item].rows
+        else:
+            item_rows = [Row(item, -1 if shots is None else shots, "", (item,))]
+        rows += [row for row in item_rows if row not in rows]
     if not rows:
         raise ValueError(
             f"--tasks: expected suites ({', '.join(SUITES)}) or the harness' tasks, with commas between"
@@ -203,7 +243,9 @@ def plan(items: Sequence[str], shots: int | None) -> list[Row]:
 def unknown_name(name: str, known: Sequence[str]) -> str:
     """Return the message for a name that is neither a suite nor a task."""
     near = nearest(name, [*SUITES, *known], 1)
-    hint = f"did you mean {near[0]}?" if near else f"suites are {', '.join(SUITES)}"
+    hint = f"suites are {', '.join(SUITES)}"
+    if near:
+        hint = f"did you mean {near[0]}?"
     return f"--tasks: no suite or task is named {name}; {hint}"
 
 
@@ -216,19 +258,17 @@ def load_tasks(
     """
     from lm_eval import tasks
 
-    names = [(row, task) for row in rows for task in row.tasks]
-    manager = (
-        tasks.TaskManager(include_path=include_path, include_defaults=False)
-        if include_path
-        else None
-    )
-    if manager is None or not {task for _, task in names} <= {*manager.all_subtasks}:
+    pairs = [(row, task) for row in rows for task in row.tasks]
+    manager = None
+    if include_path:
+        manager = tasks.TaskManager(include_path=include_path, include_defaults=False)
+    if manager is None or not {task for _, task in pairs} <= {*manager.all_subtasks}:
         manager = tasks.TaskManager(include_path=include_path)  # reads 14,000 files
-    for _, task in names:
+    for _, task in pairs:
         if task not in manager.all_tasks:
             raise ValueError(unknown_name(task, manager.all_tasks))
     opened: dict[Row, list] = {row: [] for row in rows}
-    for row, task in names:
+    for row, task in pairs:
         try:
             loaded = manager.load([task])  # per row: it keeps its shots
         except Exception as error:  # of the hub's client, a data builder or a task's own code
@@ -237,7 +277,10 @@ def load_tasks(
                 f"task {task}: its data set ({data}) cannot be loaded: {reason_of(error)}"
             ) from None
         groups = loaded.get("groups", {})
-        opened[row] += [groups[task]] if task in groups else loaded["tasks"].values()
+        if task in groups:
+            opened[row].append(groups[task])
+        else:
+            opened[row] += loaded["tasks"].values()
     return opened, manager
 
 
@@ -250,11 +293,11 @@ def harness_model(model: nn.Module, tokenizer, batch_size: int | str, accelerato
     logger.setLevel(logging.ERROR)  # it warns of a model that is loaded already
     wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     logger.setLevel(level)
-    if (
-        accelerator.num_processes > 1
-    ):  # HFLM does so itself only when it loads the model, and only on GPUs
+    if accelerator.num_processes > 1:
+        # HFLM does so itself only when it loads the model, and only on GPUs.
         wrapped.accelerator = accelerator
-        wrapped._rank, wrapped._world_size = accelerator.process_index, accelerator.num_processes
+        wrapped._rank = accelerator.process_index
+        wrapped._world_size = accelerator.num_processes
     return wrapped
 
 
@@ -276,23 +319,40 @@ def evaluate_rows(
     for number, (row, objects) in enumerate(tasks.items()):
         shots = None if row.shots < 0 else row.shots
         with counting(number):
-            # Of bootstrapped errors only those of perplexities are drawn.
-            more = dict(num_fewshot=shots, bootstrap_iters=1000, log_samples=False, **SEEDS)
-            result = simple_evaluate(model=harness, tasks=objects, **more, **options)
+            result = simple_evaluate(
+                model=harness,
+                tasks=objects,
+                num_fewshot=shots,
+                bootstrap_iters=1000,  # of errors only those of perplexities are drawn
+                log_samples=False,
+                **SEEDS,
+                **options,
+            )
         if result is None:  # not the main process
             continue
         metrics = {name: _numbers(values) for name, values in result["results"].items()}
         scores = [metrics.get(name, {}).get(row.metric) for name in row.tasks]
-        scored.append((dict(
-            title=row.title, tasks=list(row.tasks), shots=shots,
+        value = None
+        if None not in scores:
+            value = 100 * sum(scores) / len(scores)
+        record = dict(
+            title=row.title,
+            tasks=list(row.tasks),
+            shots=shots,
             used_shots={name: result["n-shot"].get(name) for name in metrics},
-            metric=row.metric or None, value=None if None in scores else 100 * sum(scores) / len(scores),
-            metrics=metrics, samples={name: count["effective"] for name, count in result["n-samples"].items()},
-        ), result))  # fmt: skip
+            metric=row.metric or None,
+            value=value,
+            metrics=metrics,
+            samples={name: count["effective"] for name, count in result["n-samples"].items()},
+        )
+        scored.append((record, result))
     return scored
 
 
 def _numbers(values: dict) -> dict[str, float]:
     """Keep the finite numbers among a task's results, without its name and N/A."""
-    numbers = {k: float(v) for k, v in values.items() if "," in k and isinstance(v, (int, float))}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    numbers = {}
+    for name, value in values.items():
+        if "," in name and isinstance(value, (int, float)) and math.isfinite(value):
+            numbers[name] = float(value)
+    return numbers

@@ -35,10 +35,9 @@ UNREADABLE = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportErro
 
 def load_tokenizer(folder: str):
     """Load the transformers tokenizer of a folder."""
-    place = Path(folder)
-    if not place.is_dir():
+    if not Path(folder).is_dir():
         raise ValueError(f"--model or --tokenizer {folder}: no such folder")
-    if not any((place / name).is_file() for name in TOKENIZERS):
+    if not any(Path(folder, name).is_file() for name in TOKENIZERS):
         raise ValueError(
             f"{folder}: no tokenizer ({', '.join(TOKENIZERS)}); give its folder as --tokenizer"
         )
@@ -58,10 +57,15 @@ def load_model(
 ) -> tuple[nn.Module, dict]:
     """Load a causal language model in eval mode, and the facts needed to repeat its scores.
 
-    It must have the tokens of `tokenizer`. `released`: laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
+    Args:
+        folder: of the model.
+        dtype: one of `DTYPES` of `moh_vision.language.evaluation.lm`.
+        device: where the model goes.
+        tokenizer: of transformers; the model must have its tokens.
+        released: the folder is laid out as MoH-LLaMA3-8B, see `load_moh_llama3`.
     """
-    place = Path(folder)
-    if not (place / "config.json").is_file():
+    path = Path(folder)
+    if not (path / "config.json").is_file():
         expected = "expected a folder that save_pretrained or train_text.py wrote"
         raise ValueError(f"--model {folder}: no config.json; {expected}")
     try:
@@ -72,7 +76,9 @@ def load_model(
                 "and without that entry it is what its model_type says"
             )
         load = load_moh_llama3 if released else AutoModelForCausalLM.from_pretrained
-        model = load(folder, dtype=dtype if dtype == "auto" else getattr(torch, dtype))
+        if dtype != "auto":
+            dtype = getattr(torch, dtype)
+        model = load(folder, dtype=dtype)
     except UNREADABLE as error:
         raise ValueError(
             f"--model {folder}: not read as a causal language model: {reason_of(error)}"
@@ -81,16 +87,11 @@ def load_model(
     if len(tokenizer) > size:
         sizes = f"{size} tokens, its tokenizer has {len(tokenizer)}"
         raise ValueError(f"--model {folder}: {sizes}: they do not belong together")
-    weights = sorted([*place.glob("*.safetensors"), *place.glob("pytorch_model*.bin")])
-    cheap = sum(file.stat().st_size for file in weights) <= MOST_HASHED
     circumstances = dict(
-        model=str(place.resolve()),
+        model=str(path.resolve()),
         model_type=model.config.model_type,
         moh=getattr(model.config, "moh", None),
-        weights={
-            f.name: dict(bytes=f.stat().st_size, sha256=sha256_of(f) if cheap else None)
-            for f in weights
-        },
+        weights=_described_weights(path),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
         versions=versions(),
@@ -98,20 +99,34 @@ def load_model(
     return model.to(device).eval(), circumstances
 
 
+def _described_weights(folder: Path) -> dict[str, dict]:
+    """Return size and SHA-256 of each file of weights; no SHA-256 of more than `MOST_HASHED` bytes."""
+    files = sorted([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")])
+    hashes = sum(file.stat().st_size for file in files) <= MOST_HASHED
+    described = {}
+    for file in files:
+        sha256 = sha256_of(file) if hashes else None
+        described[file.name] = dict(bytes=file.stat().st_size, sha256=sha256)
+    return described
+
+
 @contextlib.contextmanager
 def counted(model: nn.Module, load: HeadLoad, group: int) -> Iterator[None]:
     """Add the heads that run in a model's forwards to one group of `load`, padding included."""
 
     def ask(layer: nn.Module, args: tuple, kwargs: dict):
+        """Give a layer a list for its statistics, where its call takes one."""
+        if not isinstance(layer, RoutedAttention):
+            return None
         # It appends its statistics where as many entries are as layers before it.
-        return (
-            (args, dict(kwargs, stats=[None] * layer.layer_idx))
-            if isinstance(layer, RoutedAttention)
-            else None
-        )
+        return args, dict(kwargs, stats=[None] * layer.layer_idx)
 
     def add(number: int, layer: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
-        stats = kwargs["stats"][-1] if isinstance(layer, RoutedAttention) else output[1]
+        """Count the heads of layer `number`."""
+        if isinstance(layer, RoutedAttention):
+            stats = kwargs["stats"][-1]
+        else:
+            stats = output[1]
         load.add([stats], group, first=number)
 
     with contextlib.ExitStack() as hooks:

@@ -97,7 +97,9 @@ SUITES: dict[str, Suite] = {
 
 def average(values: Sequence[float | None]) -> float | None:
     """Return the plain mean, as the paper does; None if a number is missing."""
-    return None if not values or None in values else sum(values) / len(values)
+    if not values or None in values:
+        return None
+    return sum(values) / len(values)
 
 
 def suite_table(name: str, values: Sequence[float | None] | None = None) -> str:
@@ -106,27 +108,28 @@ def suite_table(name: str, values: Sequence[float | None] | None = None) -> str:
     `values` are percent in the order of its rows; None: no model was scored.
     """
     suite = SUITES[name]
-    lines = [["task", "shots", "metric", *(["here"] if values else []), *suite.paper]]
+    header = ["task", "shots", "metric"]
+    if values:
+        header.append("here")
+    lines = [[*header, *suite.paper]]
     for i, row in enumerate(suite.rows):
-        metric = row.metric.removesuffix(",none") + (
-            " of mc1 and mc2" if len(row.tasks) > 1 else ""
-        )
-        here = [_number(values[i], 2)] if values else []
-        lines.append(
-            [
-                row.title,
-                str(row.shots),
-                metric,
-                *here,
-                *(_number(v[i], 1) for v in suite.paper.values()),
-            ]
-        )
-    here = [_number(average(values), 2)] if values else []
-    lines.append(
-        ["average", "", "", *here, *(_number(mean, 1) for mean in suite.averages.values())]
-    )
+        metric = row.metric.removesuffix(",none")
+        if len(row.tasks) > 1:
+            metric += " of mc1 and mc2"
+        line = [row.title, str(row.shots), metric]
+        if values:
+            line.append(_number(values[i], 2))
+        line += [_number(numbers[i], 1) for numbers in suite.paper.values()]
+        lines.append(line)
+    line = ["average", "", ""]
+    if values:
+        line.append(_number(average(values), 2))
+    line += [_number(mean, 1) for mean in suite.averages.values()]
+    lines.append(line)
     return "\n".join([f"{name} ({suite.source})", *aligned(lines)])
 
 
 def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+    if value is None:
+        return "-"
+    return f"{value:.{digits}f}"

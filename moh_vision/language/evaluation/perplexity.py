@@ -16,10 +16,17 @@ def perplexity(
     device,
     reduce: Callable[[Tensor], Tensor],
 ) -> dict[str, float]:
-    """Return dict(perplexity (inf if it overflows), loss in nats per token, tokens) of all processes' labelled tokens.
+    """Measure the perplexity of all processes' labelled tokens.
 
-    `losses` turns a batch on the device into negative log-likelihoods [B, T], aligned with its labels [B, T]; those of
-    context and padding are -100. `batches` are this process's share; `reduce` sums a tensor over processes.
+    Args:
+        losses: turns a batch on the device into negative log-likelihoods [B, T], aligned with its labels [B, T]; labels
+            of context and padding are -100.
+        batches: this process's share of the data.
+        device: where `losses` runs.
+        reduce: sums a tensor over processes.
+
+    Returns:
+        dict(perplexity (inf if it overflows), loss in nats per token, tokens: their number).
     """
     total = torch.zeros(3, dtype=torch.float64)  # on the CPU: not every device has float64
     for batch in batches:
@@ -45,7 +52,9 @@ def summary(scores: dict) -> str:
 
 def exp(nats: float) -> float:
     """Like `math.exp`, but return inf instead of raising OverflowError."""
-    return math.exp(nats) if nats < 700 else math.inf
+    if nats >= 700:
+        return math.inf
+    return math.exp(nats)
 
 
 def routed_losses(

@@ -17,6 +17,7 @@ from moh_vision.engine.ranks import from_first, total
 from moh_vision.engine.step_folders import damage
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import load_whole, whole_weights
+from moh_vision.language.config import GenerationConfig
 from moh_vision.language.data.inputs import CausalInputs, TextInputs, TranslationInputs
 from moh_vision.language.evaluation.gates import gate_text, read_gates
 from moh_vision.language.evaluation.perplexity import exp, perplexity, routed_losses, summary
@@ -51,9 +52,9 @@ def evaluation_of(text: TextInputs, task: nn.Module, accelerator, log) -> Callab
     ) -> dict:
         # Unwrapped: what wraps the model would wait for processes with fewer batches.
         losses = routed_losses(accelerator.unwrap_model(task).model, accelerator, on_routing)
-        own = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
+        batches = text.eval_batches(dataset, accelerator.process_index, accelerator.num_processes)
         with whole_weights(task):
-            scores = perplexity(losses, log.progress(own, title), accelerator.device, total)
+            scores = perplexity(losses, log.progress(batches, title), accelerator.device, total)
         log.pause()
         return scores
 
@@ -69,10 +70,13 @@ def notes_on_scores(config, text: TextInputs) -> list[str]:
     lines = text.scored_lines(LOOKED_AT)
     name = f"{config.data.root}, {config.data.test or config.data.val}"
     if isinstance(text, TranslationInputs):
-        asked, target = config.generate.tokenizer, config.data.target
+        asked = config.generate.tokenizer
+        target = config.data.target
         tokenizer = bleu_tokenizer(target, asked)
         return notes_on_bleu(lines, asked or tokenizer, f"{name}.{target}")
-    return notes_on_perplexity(lines, name) if isinstance(text, CausalInputs) else []
+    if isinstance(text, CausalInputs):
+        return notes_on_perplexity(lines, name)
+    return []
 
 
 def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
@@ -83,22 +87,23 @@ def final_weights(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """
     config = loop.config
     if config.average > 1:
-        return _best_beside_average(loop, validate)
+        return _average_or_better(loop, validate)
     if config.patience and (loop.folder / BEST).exists():
         load_whole(loop.model, load_file(loop.folder / BEST))
         return dict(weights=BEST)
     return dict(weights="model.safetensors")
 
 
-def _best_beside_average(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
+def _average_or_better(loop: TrainingLoop, validate: Callable[[str], dict]) -> dict:
     """Write the average of the last checkpoints, and load the weights of lowest validation loss: it or another file."""
     config = loop.config
     loop.accelerator.wait_for_everyone()
     averaged, steps = average_checkpoints(loop.folder, config.average, config.save_every)
     last = {name: tensor.clone() for name, tensor in loop.model.state_dict().items()}
     validations = earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]
-    known = from_first(lambda: dict(validations).get(loop.done))
-    last_loss = validate("validation of the last weights")["loss"] if known is None else known
+    last_loss = from_first(lambda: dict(validations).get(loop.done))
+    if last_loss is None:
+        last_loss = validate("validation of the last weights")["loss"]
     load_whole(loop.model, averaged)
     if loop.accelerator.is_main_process:
         metadata = dict(loop.metadata, averaged_steps=steps)
@@ -136,11 +141,11 @@ def average_checkpoints(
     if not whole:
         raise ValueError(f"{run / 'checkpoints'}: no whole checkpoint to average")
     averages = {}
-    newest, *others = (TensorFiles(folder / "model.safetensors") for folder in whole.values())
+    newest, *older = (TensorFiles(folder / "model.safetensors") for folder in whole.values())
     for name in newest.shapes:  # one tensor at a time in memory
         mean = newest.read(name)
         if mean.is_floating_point():
-            values = torch.stack([mean, *(file.read(name) for file in others)])
+            values = torch.stack([mean, *(file.read(name) for file in older)])
             mean = values.double().mean(0).to(mean.dtype)
         averages[name] = mean
     return averages, list(whole)
@@ -152,52 +157,59 @@ def final_scores(loop: TrainingLoop, text: TextInputs, evaluate: Callable[..., d
     Returns dict(validation, test, gate_entropy per layer, mean_gate_entropy of encoder and decoder, and for translation
     the scores of `_translations`). Writes gates.md, gates.json, and head_load.json if tokens choose among heads.
     """
-    config, log = loop.config, loop.log
+    config = loop.config
     texts = text.texts()
     load = HeadLoad(head_budget(loop.model)["layers"], {"text": [name for name, _ in texts]})
-    texts = texts if load.choosing() else []
+    counts = load.choosing()
+
+    def count_in(group: int) -> Callable[[list[RoutingStats]], None]:
+        """Return a function that adds statistics to the head load of a text."""
+        return lambda stats: load.add(stats, group)
+
     results = {}
     for title, dataset in dict(validation=text.val, test=text.test).items():
         if dataset is None:
             continue
-        counts = texts and dataset is text.val
-        results[title] = scores = evaluate(
-            dataset, title, (lambda stats: load.add(stats, 0)) if counts else None
-        )
+        on_routing = None
+        if counts and dataset is text.val:  # the first of `texts`
+            on_routing = count_in(0)
+        scores = evaluate(dataset, title, on_routing)
+        results[title] = scores
         if isinstance(text, CausalInputs):  # to compare byte-pair vocabularies
-            scores["word_perplexity"] = exp(
-                scores["loss"] * scores["tokens"] / dataset.tokens.words
-            )
-        log.say(f"{title}: {summary(scores)}")
-    for number, (name, dataset) in enumerate(texts[1:], 1):
-        evaluate(
-            dataset, f"head load, {name}", lambda stats, number=number: load.add(stats, number)
-        )
-    if texts:
+            nats = scores["loss"] * scores["tokens"]
+            scores["word_perplexity"] = exp(nats / dataset.tokens.words)
+        loop.log.say(f"{title}: {summary(scores)}")
+    if counts:
+        for group, (name, dataset) in enumerate(texts[1:], 1):
+            evaluate(dataset, f"head load, {name}", count_in(group))
         load.reduce(total)
         load.of = dict(model=config.model.name, data=config.data.root, split=config.data.val)
         if loop.accelerator.is_main_process:
             load.save(loop.folder / FILE)
+    results.update(_gate_scores(loop, text))
+    if isinstance(text, TranslationInputs):
+        results.update(_translations(loop, text))
+    return results
+
+
+def _gate_scores(loop: TrainingLoop, text: TextInputs) -> dict:
+    """Write gates.json and gates.md; return the entropies of the gates, nothing for a model without."""
+    split = loop.config.data.val
     batches = text.eval_batches(
         text.val, loop.accelerator.process_index, loop.accelerator.num_processes
     )
     gates = read_gates(loop.model, batches, text.vocabularies, loop.accelerator)
-    if gates["layers"]:
-        if loop.accelerator.is_main_process:
-            write_json(loop.folder / "gates.json", dict(split=config.data.val, **gates))
-            write_whole(
-                loop.folder / "gates.md",
-                gate_text(gates, f"# What the gates do with {config.data.val}"),
-            )
-        results["gate_entropy"] = {
-            layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]
-        }
-        results["mean_gate_entropy"] = {
-            stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()
-        }
-        for stack, mean in results["mean_gate_entropy"].items():
-            log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
-    return results | (_translations(loop, text) if isinstance(text, TranslationInputs) else {})
+    if not gates["layers"]:
+        return {}
+    if loop.accelerator.is_main_process:
+        write_json(loop.folder / "gates.json", dict(split=split, **gates))
+        page = gate_text(gates, f"# What the gates do with {split}")
+        write_whole(loop.folder / "gates.md", page)
+    by_layer = {layer["name"]: round(layer["entropy"], 4) for layer in gates["layers"]}
+    by_stack = {stack: round(mean, 4) for stack, mean in gates["mean_entropy"].items()}
+    for stack, mean in by_stack.items():
+        loop.log.say(f"mean entropy of the gates of the {stack}: {mean:.3f} nats")
+    return dict(gate_entropy=by_layer, mean_gate_entropy=by_stack)
 
 
 def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
@@ -205,50 +217,75 @@ def _translations(loop: TrainingLoop, text: TranslationInputs) -> dict:
 
     Writes OUTPUT/translations.txt, a line per scored pair (with another mode of the gates translations.MODE.txt).
     """
-    config, log = loop.config, loop.log
-    pairs, split = (
-        (text.val, config.data.val) if text.test is None else (text.test, config.data.test)
-    )
+    config = loop.config
+    pairs = text.test
+    split = config.data.test
+    if pairs is None:
+        pairs = text.val
+        split = config.data.val
     references = text.references(split, pairs)
     cut = pieces_in(references)
     references = [join_pieces(line, cut) for line in references]
-    asked = config.generate.tokenizer
-    tokenizer = bleu_tokenizer(config.data.target, asked)
-    lowercase = text.vocabularies[1].lowercase  # signatures do not tell it
+    vocabulary = text.vocabularies[1]
+    options = config.generate
+    tokenizer = bleu_tokenizer(config.data.target, options.tokenizer)
+    lowercase = vocabulary.lowercase  # signatures do not tell it
     scores: dict[str, dict] = {}
-    for mode in config.generate.gate_modes:
-        title = split if mode == "soft" else f"{split}, gates of the encoder {mode}"
-        draws, count = [], RANDOM_DRAWS if mode == "random" else 1
+    for mode in options.gate_modes:
+        title = split
+        file = "translations.txt"
+        if mode != "soft":
+            title = f"{split}, gates of the encoder {mode}"
+            file = f"translations.{mode}.txt"
+        count = RANDOM_DRAWS if mode == "random" else 1
+        draws = []
         for draw in range(count):
+            message = f"{title}: translating {len(references)} sentences"
+            if mode == "random":
+                message += f", draw {draw + 1} of {count}"
+            loop.log.say(message)
             with gate_mode(loop.model, mode):
-                number = f", draw {draw + 1} of {count}" if mode == "random" else ""
-                log.say(f"{title}: translating {len(references)} sentences{number}")
-                how = text.vocabularies[1], config.generate, loop.accelerator, log.progress, draw
-                lines = translate(loop.model, pairs, *how)
+                lines = translate(
+                    loop.model,
+                    pairs,
+                    vocabulary,
+                    options,
+                    loop.accelerator,
+                    loop.log.progress,
+                    draw,
+                )
             lines = [join_pieces(line, cut) for line in lines]
-            papers = tokenised_bleu(
-                lines, references, asked or tokenizer, config.generate.compound_split
-            )
-            default = bleu(lines, references, tokenizer)
-            draws.append(dict(bleu=default, tokenised_bleu=papers))
+            draws.append(_both_forms(lines, references, tokenizer, options))
             if loop.accelerator.is_main_process and draw == 0:
-                name = "translations.txt" if mode == "soft" else f"translations.{mode}.txt"
-                write_whole(loop.folder / name, "".join(line + "\n" for line in lines))
-        scores[mode] = (
-            draws[0] if mode != "random" else {form: over_draws(draws, form) for form in draws[0]}
-        )
-        for name, form in scores[mode].items():
+                write_whole(loop.folder / file, "".join(line + "\n" for line in lines))
+        scores[mode] = draws[0]
+        if mode == "random":
+            scores[mode] = {form: over_draws(draws, form) for form in draws[0]}
+        for form, found in scores[mode].items():
             case = ", lower-cased data" if lowercase else ""
-            spread = f", mean of {count} draws, std {form['std']:.2f}" if count > 1 else ""
-            log.say(f"{title}, {FORMS[name]}{case}: {bleu_summary(form)}{spread}")
-    of = dict(
+            line = f"{title}, {FORMS[form]}{case}: {bleu_summary(found)}"
+            if mode == "random":
+                line += f", mean of {count} draws, std {found['std']:.2f}"
+            loop.log.say(line)
+    return dict(
+        bleu=scores,
         bleu_split=split,
         bleu_pairs=len(references),
         bleu_lowercase=lowercase,
         bleu_joined=cut,
         left_out=pairs.left_out,
     )
-    return dict(bleu=scores, **of)
+
+
+def _both_forms(
+    lines: list[str], references: list[str], tokenizer: str, options: GenerationConfig
+) -> dict[str, dict]:
+    """Return BLEU of translations in the forms of `FORMS`; `tokenizer` is sacrebleu's for the language."""
+    default = bleu(lines, references, tokenizer)
+    papers = tokenised_bleu(
+        lines, references, options.tokenizer or tokenizer, options.compound_split
+    )
+    return dict(bleu=default, tokenised_bleu=papers)
 
 
 def over_draws(draws: list[dict], form: str) -> dict:

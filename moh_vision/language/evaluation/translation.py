@@ -17,6 +17,7 @@ from torch import nn
 from moh_vision.engine.seeds import derive_seed
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
+from moh_vision.language.evaluation.words import tokenise_by
 from moh_vision.models.mae import mae_routers
 
 
@@ -32,16 +33,23 @@ def translate(
 ) -> list[str]:
     """Translate the source of every pair; all processes return the same list. The model is left in eval mode.
 
-    `options` are the run's `GenerationConfig`; `draw` seeds experts that are drawn at random.
+    Args:
+        model: of a run that translates.
+        pairs: their targets are not read.
+        vocabulary: of the target.
+        options: the run's `GenerationConfig`.
+        accelerator: its processes share the sentences.
+        progress: shows a bar over an iterable, with a title.
+        draw: seeds experts that are drawn at random.
     """
     model.eval()
     order = np.argsort(pairs.lengths[:, 0], kind="stable")
     groups = [
         order[i : i + options.batch_size].tolist() for i in range(0, len(order), options.batch_size)
     ]
-    own = groups[accelerator.process_index :: accelerator.num_processes]
+    share = groups[accelerator.process_index :: accelerator.num_processes]
     texts = []
-    for group in progress(own, "translating"):
+    for group in progress(share, "translating"):
         torch.manual_seed(derive_seed(draw, group[0]))
         batch = pairs.collate([pairs[number] for number in group])
         source = {
@@ -80,7 +88,9 @@ def gate_mode(model: nn.Module, mode: str) -> Iterator[None]:
 
     The paper studies encoders alone. "soft" leaves the model as it is.
     """
-    routers = mae_routers(model.encoder) if mode != "soft" else []
+    routers = []
+    if mode != "soft":
+        routers = mae_routers(model.encoder)
     before = [router.mode for router in routers]
     try:
         for router in routers:
@@ -108,11 +118,13 @@ def tokenised_bleu(
     of which "13a" is near to Moses' but not the same. `compound_split` then writes "rich-text" as "rich ##AT##-##AT## text" on both sides: for
     EN-DE only, as in both papers (Vaswani et al. 2017); worth up to about a point. The signature names both.
     """
-    tokenise = str if tokenizer == "given" else BLEU(tokenize=tokenizer).tokenizer
+    tokenise = tokenise_by(tokenizer)
 
     def tokens(lines: Sequence[str]) -> list[str]:
         lines = [tokenise(line.rstrip()) for line in lines]
-        return [split_compounds(line) for line in lines] if compound_split else lines
+        if compound_split:
+            lines = [split_compounds(line) for line in lines]
+        return lines
 
     metric = BLEU(tokenize="none", force=True, smooth_method="none")
     result = _score(metric, tokens(hypotheses), tokens(references))

@@ -1,14 +1,14 @@
 """What counts as a word in the text that is scored: sacrebleu's tokenizers by language, and words cut into pieces."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from sacrebleu.metrics import BLEU
 
 # The languages that sacrebleu has a tokenizer for, by their other codes (ISO 639-2 and 639-3).
 CODES = dict(zho="zh", chi="zh", cmn="zh", yue="zh", jpn="ja", jp="ja", kor="ko")
 CUT_WORD = re.compile(r"\S@@(?= |$)")  # of subword-nmt: "con@@ tinu@@ ation"
-BLANK = "\u2581"  # of SentencePiece, in the place of a blank: "\u2581con tinu ation"
+BLANK = "\u2581"  # of SentencePiece, instead of a blank: "\u2581con tinu ation"
 CUT_LINES = 0.1  # from this share of the lines on a text is cut
 LONG = 10  # characters of a mean word or token from which on it is none; words of German or Finnish have 6 to 8
 
@@ -21,13 +21,13 @@ def bleu_tokenizer(target: str, asked: str | None = None) -> str:
     """
     if asked in (None, "given"):
         language = re.split("[-_]", target.lower())[0]
-        how = dict(trg_lang=CODES.get(language, language))
+        arguments = dict(trg_lang=CODES.get(language, language))
     else:
-        how = dict(tokenize=asked)
+        arguments = dict(tokenize=asked)
     try:
-        signature = BLEU(**how).tokenizer_signature
+        signature = BLEU(**arguments).tokenizer_signature
     except (ImportError, RuntimeError):
-        code = (asked or how["trg_lang"]).partition("-")[0]
+        code = (asked or arguments["trg_lang"]).partition("-")[0]
         raise ValueError(
             f"BLEU into {target} needs a package: pip install 'sacrebleu[{code}]', "
             "or --generate.tokenizer char, which counts characters"
@@ -36,19 +36,30 @@ def bleu_tokenizer(target: str, asked: str | None = None) -> str:
     return next(name for name in BLEU.TOKENIZERS if signature.startswith(name))
 
 
+def tokenise_by(tokenizer: str) -> Callable[[str], str]:
+    """Return the function of one of sacrebleu's tokenizers; "given" leaves a line as it is."""
+    if tokenizer == "given":
+        return str
+    return BLEU(tokenize=tokenizer).tokenizer
+
+
 def pieces_in(lines: Sequence[str]) -> str:
     """Return the sign of words that are cut into pieces, "@@" or U+2581; "" for whole words."""
     least = CUT_LINES * len(lines)
     if sum(BLANK in line for line in lines) > least:
         return BLANK
-    return "@@" if sum(bool(CUT_WORD.search(line)) for line in lines) > least else ""
+    if sum(bool(CUT_WORD.search(line)) for line in lines) > least:
+        return "@@"
+    return ""
 
 
 def join_pieces(line: str, sign: str) -> str:
     """Make whole words of a line's pieces; "": the line as it is."""
     if sign == BLANK:
         return line.replace(" ", "").replace(BLANK, " ").strip()
-    return re.sub(r"@@( |$)", "", line) if sign else line
+    if sign:
+        return re.sub(r"@@( |$)", "", line)
+    return line
 
 
 def mean_length(lines: Iterable[str]) -> float:
@@ -58,13 +69,13 @@ def mean_length(lines: Iterable[str]) -> float:
 
 
 def notes_on_bleu(lines: Sequence[str], tokenizer: str, name: str) -> list[str]:
-    """Lines on references, called `name`, whose tokens are no words; `tokenizer` is "given" or one of sacrebleu's."""
-    sign, notes = pieces_in(lines), []
+    """Return notes on references, called `name`, whose tokens are no words; `tokenizer`: see `tokenise_by`."""
+    sign = pieces_in(lines)
+    notes = []
     if sign:
         notes.append(f"{name} is cut into pieces ({sign}): BLEU is of whole words, joined again")
     whole = [join_pieces(line, sign) for line in lines]
-    tokenise = str if tokenizer == "given" else BLEU(tokenize=tokenizer).tokenizer
-    length = mean_length(map(tokenise, whole))
+    length = mean_length(map(tokenise_by(tokenizer), whole))
     if length > LONG:
         notes.append(
             f"{name}: the tokens of BLEU have {length:.0f} characters on average by {tokenizer}, so they are no words: "
@@ -74,7 +85,7 @@ def notes_on_bleu(lines: Sequence[str], tokenizer: str, name: str) -> list[str]:
 
 
 def notes_on_perplexity(lines: Sequence[str], name: str) -> list[str]:
-    """Lines on text whose words, as blanks divide them, are no words: perplexity per word is of something else."""
+    """Return notes on text whose words, as blanks divide them, are no words: perplexity per word is of something else."""
     sign = pieces_in(lines)
     if sign:
         return [f"{name} is cut into pieces ({sign}): perplexity per word is per piece"]

@@ -53,7 +53,9 @@ class AdaptiveVocabulary(nn.Module):
         self.projections = nn.ModuleList(
             Projection(width, dim, bias=False) for width in widths if cutoffs
         )
-        self.clusters = nn.Linear(dim, len(cutoffs), bias=False) if cutoffs else None
+        self.clusters = None
+        if cutoffs:
+            self.clusters = nn.Linear(dim, len(cutoffs), bias=False)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -66,12 +68,13 @@ class AdaptiveVocabulary(nn.Module):
         for band, (embedding, projection) in enumerate(zip(self.embeddings, self.projections)):
             where, words = self._inside(ids, band)
             embedded = projection(embedding(words))
-            x = embedded.new_zeros(*ids.shape, self.dim) if x is None else x
+            if x is None:
+                x = embedded.new_zeros(*ids.shape, self.dim)
             x = x.index_put(where, embedded)
         return x
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """log p of every word: [..., C] -> [..., V], float32 or better."""
+        """Return log p of every word: [..., C] -> [..., V], float32 or better."""
         first, clusters = self._first(hidden)
         bands = range(1, len(self.embeddings))
         rare = [clusters[..., band - 1 : band] + self._rare(hidden, band) for band in bands]
@@ -90,13 +93,13 @@ class AdaptiveVocabulary(nn.Module):
         return nll
 
     def _inside(self, ids: Tensor, band: int) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Where ids of any shape are words of a band, and their numbers in it."""
+        """Return where ids of any shape are words of a band, and their numbers in it."""
         start, end = self.edges[band : band + 2]
         where = ((ids >= start) & (ids < end)).nonzero(as_tuple=True)
         return where, ids[where] - start
 
     def _first(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """log p of the words of band 0 and of the clusters."""
+        """Return log p of the words of band 0 and of the clusters."""
         weight = self.embeddings[0].weight
         if weight.is_meta and not hidden.is_meta:  # F.linear would read uninitialised memory
             raise RuntimeError(
@@ -110,11 +113,11 @@ class AdaptiveVocabulary(nn.Module):
         return log_softmax(logits).split([self.edges[1], len(self.projections) - 1], dim=-1)
 
     def _rare(self, hidden: Tensor, band: int) -> Tensor:
-        """log p of the words of a band, given that it is that band."""
+        """Return log p of the words of a band, given that it is that band."""
         narrow = self.dropout(F.linear(hidden, self.projections[band].weight.t()))
         return log_softmax(F.linear(narrow, self.embeddings[band].weight))
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """In float32 or better."""
+    """Return log softmax over the last dimension, in float32 or better."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -87,7 +87,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
     def token_losses(
         self, hidden: Tensor, labels: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """hidden [T, C], labels [T] -> smoothed and plain losses [T]."""
+        """Return smoothed and plain losses [T] of hidden [T, C] and labels [T]."""
         log_probs = self.log_probs(hidden)  # [T, V]
         nll = -log_probs.gather(-1, labels.unsqueeze(-1)).squeeze(-1)
         if label_smoothing == 0:
@@ -99,16 +99,15 @@ class TextModel(RoutedLoss, PreTrainedModel):
         if labels is None:
             return None
         where = (labels != -100).nonzero(as_tuple=True)
-        return self.token_losses(hidden[where], labels[where], 0.0)[1].mean()
+        _, nll = self.token_losses(hidden[where], labels[where], 0.0)
+        return nll.mean()
 
     @property
     def checkpointer(self):
         """Checkpoint function for `run_block`, or None to keep activations."""
-        return (
-            self._gradient_checkpointing_func
-            if self.gradient_checkpointing and self.training
-            else None
-        )
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func
+        return None
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
         """Initialise every module: transformers skips those without weights of their own. `init` leaves loaded ones alone."""
@@ -149,9 +148,12 @@ class TextModel(RoutedLoss, PreTrainedModel):
         """Xavier per projection: all queries of a multi-head layer, or one expert's [C, D] (Zhang 2022). Queries, keys and
         values of one width have gain 1 / sqrt(2)."""
         dim = attention.qkv.in_features
-        q_bound, out_bound = 3 / (dim + attention.q_dim), 6 / (dim + attention.q_dim)
+        # Squares of the bounds.
+        q_bound = 3 / (dim + attention.q_dim)
+        out_bound = 6 / (dim + attention.q_dim)
         if isinstance(attention.router, MoARouter):
-            q_bound = out_bound = 6 / (dim + attention.head_dim)
+            q_bound = 6 / (dim + attention.head_dim)
+            out_bound = 6 / (dim + attention.head_dim)
         kv_bound = 3 / (dim + attention.kv_heads * attention.head_dim)
         init.uniform_(attention.proj.weight, -(out_bound**0.5), out_bound**0.5)
         if not getattr(attention.qkv.weight, "_is_hf_initialized", False):  # parts lack it
@@ -173,17 +175,17 @@ class TextModel(RoutedLoss, PreTrainedModel):
         """Load a saved model as transformers does; refuse other shapes than the config's, in one line."""
         kwargs.update(output_loading_info=True, ignore_mismatched_sizes=True)
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
-        source = pretrained_model_name_or_path
-        for name, saved, wanted in (
-            () if ignore_mismatched_sizes else sorted(info["mismatched_keys"])
-        ):
-            saved, wanted = list(saved), list(wanted)
+        if info["mismatched_keys"] and not ignore_mismatched_sizes:
+            source = pretrained_model_name_or_path
+            name, saved, wanted = min(info["mismatched_keys"])
             if "embedding" in name and saved[0] != wanted[0]:
                 raise ValueError(
                     f"{source}: the checkpoint has {saved[0]} words in {name}, the model is to have {wanted[0]}: "
                     "use the tokenizer it was trained with"
                 )
             raise ValueError(
-                f"{source}: {name} has shape {saved} in the checkpoint, {wanted} in the model"
+                f"{source}: {name} has shape {list(saved)} in the checkpoint, {list(wanted)} in the model"
             )
-        return (model, info) if output_loading_info else model
+        if output_loading_info:
+            return model, info
+        return model

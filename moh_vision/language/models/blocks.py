@@ -21,8 +21,9 @@ from moh_vision.language.models.configs import ROUTER_KEYS, TextConfig, attentio
 
 
 def with_positions(x: Tensor, positions: Tensor) -> Tensor:
-    """Embedded words [B, N, C] times sqrt(C), plus sinusoids of positions [B or 1, N] as in tensor2tensor and fairseq:
-    sin(p / 10000^(i / (C / 2 - 1))) for i = 0 .. C / 2 - 1, then the cosines. The first token is at position 0."""
+    """Return embedded words [B, N, C] times sqrt(C), plus sinusoids of positions [B or 1, N] as in tensor2tensor and
+    fairseq: sin(p / 10000^(i / (C / 2 - 1))) for i = 0 .. C / 2 - 1, then the cosines. The first token is at position 0.
+    """
     dim = x.shape[-1]
     step = math.log(10_000) / max(dim // 2 - 1, 1)
     rates = torch.exp(torch.arange(dim // 2, device=positions.device) * -step)
@@ -38,15 +39,24 @@ def token_positions(ids: Tensor, attention_mask: Tensor | None, past: int = 0) -
 
 
 def padding_of(attention_mask: Tensor | None) -> Tensor | None:
-    """transformers' mask (1 real, 0 padding) as the core has it: True at padding."""
-    return None if attention_mask is None else attention_mask == 0
+    """Return transformers' mask (1 real, 0 padding) as the core has it: True at padding."""
+    if attention_mask is None:
+        return None
+    return attention_mask == 0
 
 
 def build_attention(
     spec: dict, config: TextConfig, layers: int, pool: str, route_by: str = "query"
 ) -> list[HeadMixtureAttention]:
-    """Make a stack's attention layers from an attention dict, see `TextConfig`. A gate of MAE pools the tokens of
-    `route_by`, "query" or "context", by `pool`: "sequence", "running" or "window"."""
+    """Make a stack's attention layers.
+
+    Args:
+        spec: an attention dict, see `TextConfig`.
+        config: of the model.
+        layers: their number.
+        pool: how a gate of MAE pools tokens: "sequence", "running" or "window".
+        route_by: which tokens it pools: "query" or "context".
+    """
     router = spec["router"]
     dim = config.hidden_size
     heads = config.num_attention_heads
@@ -75,7 +85,7 @@ def build_attention(
 
 
 class ExpertBiasAttention(HeadMixtureAttention):
-    """Every expert ends in an output bias of its own, which its weight scales, as all of it.
+    """Attention whose every expert ends in an output bias of its own, which its weight scales, as all of it.
 
     Parameters: those of HeadMixtureAttention without proj.bias, and head_bias [E, C].
     """
@@ -121,7 +131,9 @@ class TextLayer(nn.Module):
         self.self_attn = self_attn
         self.self_norm = nn.LayerNorm(config.hidden_size)
         self.cross_attn = cross_attn
-        self.cross_norm = nn.LayerNorm(config.hidden_size) if cross_attn is not None else None
+        self.cross_norm = None
+        if cross_attn is not None:
+            self.cross_norm = nn.LayerNorm(config.hidden_size)
         self.ffn = nn.Sequential(
             OrderedDict(
                 inner=nn.Linear(config.hidden_size, config.intermediate_size),
@@ -142,35 +154,72 @@ class TextLayer(nn.Module):
         cache=None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C] -> [B, N, C]; appends its attention statistics to `stats`. padding_mask [B, N] ([B, past + N] with
-        a DecoderLayerCache), context_padding [B, M]: True at padding."""
-        own, kept = (None, None) if cache is None else (cache.self_attention, cache.cross_attention)
-        inputs = dict(padding_mask=padding_mask, is_causal=self.is_causal, cache=own)
-        x = self.around(x, self.self_norm, self.self_attn, stats, **inputs)
+        """Return x [B, N, C] after the layer.
+
+        Args:
+            x: [B, N, C].
+            padding_mask: [B, N], or [B, past + N] with a cache; True at padding.
+            context: [B, M, C], what cross-attention reads.
+            context_padding: [B, M], True at padding.
+            cache: a DecoderLayerCache.
+            stats: list to which the layer appends its attention statistics.
+        """
+        x = self.around(
+            x,
+            self.self_norm,
+            self.self_attn,
+            stats,
+            padding_mask=padding_mask,
+            is_causal=self.is_causal,
+            cache=None if cache is None else cache.self_attention,
+        )
         if self.cross_attn is not None:
-            padding = None if padding_mask is None else padding_mask[:, -x.shape[1] :]
-            inputs = dict(
-                context=context, context_padding=context_padding, padding_mask=padding, cache=kept
+            if padding_mask is not None:
+                padding_mask = padding_mask[:, -x.shape[1] :]  # of the new tokens
+            x = self.around(
+                x,
+                self.cross_norm,
+                self.cross_attn,
+                stats,
+                context=context,
+                context_padding=context_padding,
+                padding_mask=padding_mask,
+                cache=None if cache is None else cache.cross_attention,
             )
-            x = self.around(x, self.cross_norm, self.cross_attn, stats, **inputs)
         return self.around(x, self.ffn_norm, self.ffn)
 
     def around(
         self, x: Tensor, norm: nn.Module, layer: nn.Module, stats: list | None = None, **inputs
     ) -> Tensor:
-        """The residual sum of a part, normalised; the part is attention, which also returns statistics, or feed-forward."""
-        y = layer(norm(x) if self.pre_norm else x, **inputs)
-        if isinstance(y, tuple):
-            y, routing = y
+        """Return the residual sum of a part, normalised before the part or after the sum.
+
+        The part is attention, which also returns statistics, or feed-forward; `inputs` are those of attention.
+        """
+        residual = x
+        if self.pre_norm:
+            x = norm(x)
+        x = layer(x, **inputs)
+        if isinstance(x, tuple):
+            x, routing = x
             if stats is not None:
                 stats.append(routing)
-        y = x + self.dropout(y)
-        return y if self.pre_norm else norm(y)
+        x = residual + self.dropout(x)
+        if not self.pre_norm:
+            x = norm(x)
+        return x
 
 
 class TextLayers(nn.ModuleList):
-    """A stack of `TextLayer`, with attention from the attention dict `spec` and, for cross-attention, `cross`. `pool`: see
-    `build_attention`; options are those of `TextLayer`."""
+    """A stack of `TextLayer`.
+
+    Args:
+        config: of the model.
+        spec: attention dict of self-attention.
+        depth: number of layers.
+        pool: see `build_attention`.
+        cross: attention dict of cross-attention; None: the layers have none.
+        **options: of `TextLayer`.
+    """
 
     def __init__(
         self,
@@ -198,16 +247,23 @@ class TextLayers(nn.ModuleList):
         stats=None,
         checkpoint=None,
     ) -> Tensor:
-        """As `TextLayer`; cache: a TextCache. checkpoint: see `run_block`."""
+        """Return x [B, N, C] after all layers.
+
+        Args:
+            x: [B, N, C].
+            padding, context, context_padding, stats: see `TextLayer`.
+            cache: a TextCache.
+            checkpoint: see `run_block`.
+        """
         for index, layer in enumerate(self):
-            kept = None if cache is None else cache.layers[index]
+            layer_cache = None if cache is None else cache.layers[index]
             x = run_block(
                 layer,
                 x,
                 padding,
                 context,
                 context_padding,
-                kept,
+                layer_cache,
                 stats=stats,
                 checkpoint=checkpoint,
             )

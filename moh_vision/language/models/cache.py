@@ -16,13 +16,16 @@ if CACHE not in inspect.signature(GenerationMixin.prepare_inputs_for_generation)
 class DecoderLayerCache:
     """Cache of a decoder layer: keys, values, the gate's running state; the source's keys and values, if there is one."""
 
-    is_compileable = is_croppable = supports_early_init = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
 
     def __init__(self):
         self.reset()
 
     def reset(self) -> None:
-        self.self_attention, self.cross_attention = KeyValueCache(), ContextCache()
+        self.self_attention = KeyValueCache()
+        self.cross_attention = ContextCache()
 
     def get_seq_length(self) -> int:
         return self.self_attention.length
@@ -60,16 +63,16 @@ class CachedGeneration:
     """Starts `generate` with a `TextCache`. A mixin to put before PreTrainedModel."""
 
     def new_cache(self) -> TextCache:
-        """An empty cache, for forward."""
+        """Return an empty cache, for forward."""
         return TextCache(getattr(self.config, self.config.depths[-1]))
 
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, *args, **kwargs
     ) -> None:
-        kind = generation_config.cache_implementation
-        if kind not in (None, "dynamic"):
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic"):
             raise ValueError(
-                f"cache_implementation={kind!r}: this model has its own cache, leave it out"
+                f"cache_implementation={implementation!r}: this model has its own cache, leave it out"
             )
         if model_kwargs.get(CACHE) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE] = self.new_cache()

@@ -26,12 +26,21 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
 
     def __init__(self, config: CausalLMConfig):
         super().__init__(config)
-        bands = (config.adaptive_cutoffs, config.adaptive_factor, config.adaptive_dropout)
-        self.vocabulary = AdaptiveVocabulary(config.vocab_size, config.hidden_size, *bands)
+        self.vocabulary = AdaptiveVocabulary(
+            config.vocab_size,
+            config.hidden_size,
+            config.adaptive_cutoffs,
+            config.adaptive_factor,
+            config.adaptive_dropout,
+        )
         self.dropout = nn.Dropout(config.dropout)
-        options = dict(is_causal=True, pre_norm=True)
         self.layers = TextLayers(
-            config, config.attention, config.num_hidden_layers, pool="window", **options
+            config,
+            config.attention,
+            config.num_hidden_layers,
+            pool="window",
+            is_causal=True,
+            pre_norm=True,
         )
         self.post_init()
 
@@ -56,12 +65,16 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
             logits_to_keep: only for the last so many tokens; 0: all.
             cache, past_key_values: one thing, see `CACHE`.
         """
-        cache = past_key_values if cache is None else cache
+        if cache is None:
+            cache = past_key_values
         if use_cache and cache is None:
             cache = self.new_cache()
         hidden = self.hidden_states(input_ids, attention_mask, cache)
+        loss = None
+        if labels is not None:
+            loss = self.mean_loss(hidden[:, :-1], labels[:, 1:])
         return CausalLMOutputWithPast(
-            loss=None if labels is None else self.mean_loss(hidden[:, :-1], labels[:, 1:]),
+            loss=loss,
             logits=self.log_probs(hidden[:, -logits_to_keep:]),
             **{CACHE: cache},
         )
@@ -73,14 +86,16 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
         cache: TextCache | None = None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """The last layer's output [B, N, C], see `forward`."""
+        """Return the last layer's output [B, N, C], see `forward`."""
         past = 0 if cache is None else cache.get_seq_length()
-        x = with_positions(
-            self.vocabulary(input_ids), token_positions(input_ids, attention_mask, past)
-        )
-        padding = padding_of(attention_mask)
+        positions = token_positions(input_ids, attention_mask, past)
+        x = self.dropout(with_positions(self.vocabulary(input_ids), positions))
         return self.layers(
-            self.dropout(x), padding, cache=cache, stats=stats, checkpoint=self.checkpointer
+            x,
+            padding_of(attention_mask),
+            cache=cache,
+            stats=stats,
+            checkpoint=self.checkpointer,
         )
 
     def log_probs(self, hidden: Tensor) -> Tensor:
@@ -89,7 +104,7 @@ class CausalLMModel(CachedGeneration, TextModel, GenerationMixin):
     def token_losses(
         self, hidden: Tensor, labels: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """See `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
+        """Return losses as `TextModel.token_losses`; no smoothing: an adaptive softmax never computes all words."""
         if not self.config.adaptive_cutoffs:
             return super().token_losses(hidden, labels, label_smoothing)
         if label_smoothing:

@@ -58,7 +58,7 @@ def check_attention(spec: dict, where: str) -> None:
 
 
 def attention_budget(attention: dict) -> BudgetSpec | None:
-    """The head_budget of an attention dict; None where the router runs all heads, and for "moa", which has top_k."""
+    """Return the head_budget of an attention dict; None where the router runs all heads, and for "moa", which has top_k."""
     router = attention["router"]
     if router == "moa":
         return None
@@ -186,7 +186,9 @@ class CausalLMConfig(TextConfig):
     adaptive_dropout: float = 0.2
 
     def __post_init__(self, **kwargs):
-        cutoffs = [] if self.adaptive_cutoffs is None else list(self.adaptive_cutoffs)
+        cutoffs = []
+        if self.adaptive_cutoffs is not None:
+            cutoffs = list(self.adaptive_cutoffs)
         if cutoffs != sorted(set(cutoffs)) or any(not 0 < c < self.vocab_size for c in cutoffs):
             raise ValueError(
                 f"adaptive_cutoffs={cutoffs} are not increasing numbers between 0 and vocab_size={self.vocab_size}"
@@ -203,7 +205,7 @@ class CausalLMConfig(TextConfig):
 def resolve_pairs(
     spec: BudgetSpec | None, router: str, group: bool, config: PreTrainedConfig
 ) -> list[list[int]]:
-    """One [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads active.
+    """Return one [shared, routed] per layer, as the config keeps them, of what `resolve_budget` takes; None: all heads.
 
     With a share, each layer's shared heads are min(half of all, half of the active), rounded down, for "query_norm",
     unless the spec gives them; for "moh" 40 % of the active ones. `group`: count heads in whole key-value groups.
@@ -212,16 +214,20 @@ def resolve_pairs(
     depth = config.num_hidden_layers
     size = heads // config.num_key_value_heads if group else 1
     if spec is None:
-        spec = [[s * size, r * size] for s, r in full_budget([heads // size] * depth)]
+        full = full_budget([heads // size] * depth)
+        spec = [[shared * size, routed * size] for shared, routed in full]
     budgets = resolve_budget(spec, depth, heads, config.head_dim, size)
     if router == "moh" or isinstance(spec, (list, tuple)) or parse_share(spec).shared is not None:
-        return [[b.shared, b.routed] for b in budgets]
-    shared = [min(heads // size // 2, b.active // size // 2) * size for b in budgets]
-    return [[s, b.active - s] for s, b in zip(shared, budgets)]
+        return [[budget.shared, budget.routed] for budget in budgets]
+    pairs = []
+    for budget in budgets:
+        shared = min(heads // size // 2, budget.active // size // 2) * size
+        pairs.append([shared, budget.active - shared])
+    return pairs
 
 
 def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
-    """The field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs."""
+    """Return the field `moh`, complete: every key of MOH_FIELDS, head_budget as pairs."""
     if not isinstance(moh, dict):
         raise ValueError(
             f"moh={moh!r} is not a dict with {', '.join(MOH_FIELDS)}, or None for a dense model"
@@ -252,7 +258,7 @@ def checked_moh(moh: dict, config: PreTrainedConfig) -> dict:
 
 
 def config_budgets(config: PreTrainedConfig) -> list[HeadBudget]:
-    """What the config says of each layer; of a dense model that all its heads are shared."""
+    """Return the budget of each layer; of a dense model all heads are shared."""
     heads = config.num_attention_heads
     if config.moh is None:
         pairs = [[heads, 0]] * config.num_hidden_layers

@@ -68,25 +68,36 @@ MOA_MT = dict(vocab_size=37_000, dropout=0.2, attention_dropout=0.2, activation_
 BASE = dict(vocab_size=32_768, dropout=0.1)
 BIG = dict(BASE, hidden_size=1024, intermediate_size=4096, num_attention_heads=16, dropout=0.3)
 WT103 = dict(
-    vocab_size=267_744, hidden_size=1024, intermediate_size=4096, adaptive_cutoffs=[20_000, 60_000]
+    vocab_size=267_744,
+    hidden_size=1024,
+    intermediate_size=4096,
+    adaptive_cutoffs=[20_000, 60_000],
+    dropout=0.3,
+    attention_dropout=0.1,
+    activation_dropout=0.1,
 )
-WT103.update(dropout=0.3, attention_dropout=0.1, activation_dropout=0.1)
 # Jin 2024, appendix B.1: LLaMA's architecture, untied output. The paper omits the norms' epsilon (here LLaMA 2's)
 # and the initialisation (here transformers' normal distribution of deviation 0.02).
-LLAMA = dict(vocab_size=65_536, max_position_embeddings=2048, rms_norm_eps=1e-5)
-LLAMA.update(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LLAMA = dict(
+    vocab_size=65_536,
+    max_position_embeddings=2048,
+    rms_norm_eps=1e-5,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 LLAMA_SIZES = {"small": (768, 2048, 12, 12), "base": (1536, 4096, 24, 16)}
 
 
 def moa(name: str, bias: bool) -> dict:
-    """The attention of an xKyEzD: x active of y experts of width z."""
-    top_k, experts, width = (int(n) for n in MOA_NAME.fullmatch(name).groups())
+    """Return the attention dict of an xKyEzD: x active of y experts of width z."""
+    top_k, experts, width = map(int, MOA_NAME.fullmatch(name).groups())
     return {"router": "moa", "top_k": top_k, "experts": experts, "head_dim": width, "bias": bias}
 
 
 def presets() -> dict[str, tuple[type, dict]]:
-    """Every named preset: its config class and that config's fields."""
+    """Return every named preset: its config class and that config's fields."""
     named: dict[str, tuple[type, dict]] = {
         "mt_transformer_base": (TranslationConfig, BASE),
         "mt_transformer_big": (TranslationConfig, BIG),
@@ -113,7 +124,7 @@ def presets() -> dict[str, tuple[type, dict]]:
 
 
 def list_text_presets() -> list[str]:
-    """Names for `create_text_model`. Beside them, any mt_moa_xKyEzD and mlm_moa_xKyEzD."""
+    """Return the names for `create_text_model`. It also knows any mt_moa_xKyEzD and mlm_moa_xKyEzD."""
     return sorted(presets())
 
 
@@ -124,7 +135,7 @@ def task_of(preset: str) -> str:
 
 
 def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
-    """A text model with new weights, and methods `forward_routed` and `routed_loss`.
+    """Make a text model with new weights, and methods `forward_routed` and `routed_loss`.
 
     Args:
         preset: see `list_text_presets`: mt_* translate, mlm_* predict masked words, clm_* the next word.
@@ -140,28 +151,20 @@ def create_text_model(preset: str, **overrides: Any) -> PreTrainedModel:
 
 
 def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
-    """The config of a preset, with other values for some fields; see `create_text_model`."""
+    """Return the config of a preset, with other values for some fields; see `create_text_model`."""
     named = presets()
-    kind, _, tail = preset.partition("_moa_")
+    task, _, size = preset.partition("_moa_")
     if preset in named:
         config_class, fields = named[preset]
-    elif kind in ("mt", "mlm") and MOA_NAME.fullmatch(tail):
-        config_class, fields = named[f"{kind}_moa_8K8E128D"]
-        fields = dict(fields, attention=moa(tail, bias=fields["attention"]["bias"]))
+    elif task in ("mt", "mlm") and MOA_NAME.fullmatch(size):
+        config_class, fields = named[f"{task}_moa_8K8E128D"]
+        fields = dict(fields, attention=moa(size, bias=fields["attention"]["bias"]))
     else:
         raise ValueError(f"there is no text model {preset!r}: {closest(preset, named)}")
-    if config_class is MoHLlamaConfig:
-        allowed = [
-            name for name in (*LlamaConfig.__annotations__, *MOH_FIELDS) if not name.startswith("_")
-        ]
-    else:
-        ours = [base for base in config_class.__mro__ if issubclass(base, TextConfig)]
-        allowed = [
-            name for base in ours for name in base.__annotations__ if name != "tie_word_embeddings"
-        ]
-        if "head_budget" in overrides:
-            attention = overrides.get("attention") or fields.get("attention") or {"router": "dense"}
-            overrides["attention"] = dict(attention, head_budget=overrides.pop("head_budget"))
+    allowed = _allowed_fields(config_class)
+    if config_class is not MoHLlamaConfig and "head_budget" in overrides:
+        attention = overrides.get("attention") or fields.get("attention") or {"router": "dense"}
+        overrides["attention"] = dict(attention, head_budget=overrides.pop("head_budget"))
     for name in overrides:
         if name not in allowed:
             raise ValueError(f"{preset} has no {name!r}: {closest(name, allowed)}")
@@ -176,3 +179,13 @@ def preset_config(preset: str, **overrides: Any) -> PreTrainedConfig:
         return MoHLlamaConfig(**fields, moh=moh if moh.get("router") else None)
     except StrictDataclassError as error:  # transformers' own checks, in several lines
         raise ValueError(f"{preset}: {message_of(error)}") from None
+
+
+def _allowed_fields(config_class: type[PreTrainedConfig]) -> list[str]:
+    """Return the fields of a config class that a preset may be given other values for."""
+    if config_class is MoHLlamaConfig:
+        names = (*LlamaConfig.__annotations__, *MOH_FIELDS)
+        return [name for name in names if not name.startswith("_")]
+    ours = [base for base in config_class.__mro__ if issubclass(base, TextConfig)]
+    names = [name for base in ours for name in base.__annotations__]
+    return [name for name in names if name != "tie_word_embeddings"]

@@ -50,7 +50,7 @@ class MaskedLMModel(TextModel):
         attention_mask: Tensor | None = None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """The last layer's output [B, N, C]."""
+        """Return the last layer's output [B, N, C]."""
         if input_ids.shape[1] > self.positions.num_embeddings:
             raise ValueError(
                 f"a text of {input_ids.shape[1]} tokens is too long: max_position_embeddings={self.positions.num_embeddings}"

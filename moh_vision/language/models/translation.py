@@ -43,9 +43,20 @@ class Stack(nn.Module):
         stats: list[RoutingStats] | None = None,
         checkpoint=None,
     ) -> Tensor:
-        """ids [B, N], mask [B, past + N], context [B, M, C], context_mask [B, M] -> [B, N, C]."""
+        """Return the last layer's output [B, N, C].
+
+        Args:
+            ids: [B, N].
+            mask: [B, past + N]; 1 real, 0 padding.
+            context: [B, M, C], the encoder's output.
+            context_mask: [B, M], as `mask`.
+            cache: of the tokens before; it gets the new ones.
+            stats: list to which the layers append their attention statistics.
+            checkpoint: see `run_block`.
+        """
         past = 0 if cache is None else cache.get_seq_length()
-        x = self.dropout(with_positions(self.embedding(ids), token_positions(ids, mask, past)))
+        positions = token_positions(ids, mask, past)
+        x = self.dropout(with_positions(self.embedding(ids), positions))
         return self.layers(
             x, padding_of(mask), context, padding_of(context_mask), cache, stats, checkpoint
         )
@@ -62,7 +73,7 @@ class Encoder(Stack):
         checkpoint=None,
         **_: Any,
     ) -> BaseModelOutput:
-        """input_ids and attention_mask [B, M] -> last_hidden_state [B, M, C]."""
+        """Return last_hidden_state [B, M, C] of input_ids and attention_mask [B, M]."""
         x = super().forward(input_ids, attention_mask, stats=stats, checkpoint=checkpoint)
         return BaseModelOutput(last_hidden_state=x)
 
@@ -76,31 +87,43 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
     def __init__(self, config: TranslationConfig):
         super().__init__(config)
         words = config.target_vocab_size or config.vocab_size
-        source = (config.vocab_size, config.encoder_attention, config.encoder_layers)
-        target = (words, config.decoder_attention, config.decoder_layers)
-        cross = config.cross_attention or config.attention
-        self.encoder = Encoder(config, *source, pool="sequence")
-        self.decoder = Stack(config, *target, pool="running", cross=cross, is_causal=True)
-        self.output = nn.Linear(config.hidden_size, words, bias=False)
-        first = (
-            "decoder.embedding.weight" if config.target_vocab_size else "encoder.embedding.weight"
+        self.encoder = Encoder(
+            config,
+            config.vocab_size,
+            config.encoder_attention,
+            config.encoder_layers,
+            pool="sequence",
         )
-        self._tied_weights_keys = {"output.weight": first}
-        if not config.target_vocab_size:
-            self._tied_weights_keys["decoder.embedding.weight"] = first
+        self.decoder = Stack(
+            config,
+            words,
+            config.decoder_attention,
+            config.decoder_layers,
+            pool="running",
+            cross=config.cross_attention or config.attention,
+            is_causal=True,
+        )
+        self.output = nn.Linear(config.hidden_size, words, bias=False)
+        if config.target_vocab_size:
+            self._tied_weights_keys = {"output.weight": "decoder.embedding.weight"}
+        else:
+            self._tied_weights_keys = {
+                "output.weight": "encoder.embedding.weight",
+                "decoder.embedding.weight": "encoder.embedding.weight",
+            }
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Embedding:
         return self.encoder.embedding
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """labels y1 .. yn eos [B, N], -100 or padding after -> bos y1 .. yn."""
+        """Shift labels y1 .. yn eos [B, N], with -100 or padding after, to bos y1 .. yn."""
         return shift_tokens_right(
             labels, self.config.pad_token_id, self.config.decoder_start_token_id
         )
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict:
-        """Without a cache too, every token that was generated is a real one."""
+        """Prepare as transformers does, and without a cache too say that every generated token is a real one."""
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if inputs.get(CACHE) is None and inputs.get("decoder_attention_mask") is None:
             inputs["decoder_attention_mask"] = torch.ones_like(inputs["decoder_input_ids"])
@@ -134,7 +157,8 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
             if labels is None:
                 raise ValueError("translation needs decoder_input_ids, or labels to shift")
             decoder_input_ids = self.prepare_decoder_input_ids_from_labels(labels)
-        cache = past_key_values if cache is None else cache
+        if cache is None:
+            cache = past_key_values
         if use_cache and cache is None:
             cache = self.new_cache()
         if encoder_outputs is None:
@@ -159,14 +183,20 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         cache: TextCache | None = None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """The decoder's output [B, N, C], see `forward`."""
+        """Return the decoder's output [B, N, C], see `forward`."""
         if encoder_outputs is None:
             encoder_outputs = self.encoder(input_ids, attention_mask, stats, self.checkpointer)
         if decoder_attention_mask is None and cache is None:
             decoder_attention_mask = decoder_input_ids != self.config.pad_token_id
-        target = (decoder_input_ids, decoder_attention_mask)
-        source = (encoder_outputs[0], attention_mask)
-        return self.decoder(*target, *source, cache, stats, self.checkpointer)
+        return self.decoder(
+            decoder_input_ids,
+            decoder_attention_mask,
+            encoder_outputs[0],
+            attention_mask,
+            cache,
+            stats,
+            self.checkpointer,
+        )
 
     def log_probs(self, hidden: Tensor) -> Tensor:
         return log_softmax(self.output(hidden))

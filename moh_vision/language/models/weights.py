@@ -26,34 +26,39 @@ from moh_vision.models.weights import refuse_other_shapes
 
 
 def task_for(model) -> str:
-    """The task of a `TextModelConfig`: "mt", "mlm" or "clm"."""
-    return "clm" if model.pretrained else task_of(model.name)
+    """Return the task of a `TextModelConfig`: "mt", "mlm" or "clm"."""
+    if model.pretrained:
+        return "clm"
+    return task_of(model.name)
 
 
 def build_model(config, text: TextInputs, resumed: bool) -> tuple[nn.Module, dict]:
     """Return the model, and its arguments for exported weights. A checkpoint brings a resumed one's weights."""
-    m = config.model
-    if m.pretrained:
-        arguments = dict(pretrained=m.pretrained, convert=m.arguments(), **text.model_arguments())
+    pretrained = config.model.pretrained
+    sizes = text.model_arguments()
+    if pretrained:
+        convert = config.model.arguments()
+        arguments = dict(pretrained=pretrained, convert=convert, **sizes)
         if resumed:
             model = as_saved(Path(config.output))
         else:
             check_same_tokens(text.vocabularies[0], config)
-            model = pretrained_model(*arguments.values())
+            model = pretrained_model(pretrained, convert, **sizes)
     else:
-        arguments = config.model_arguments(text.model_arguments())
-        model = create_text_model(m.name, **arguments)
+        arguments = config.model_arguments(sizes)
+        model = create_text_model(config.model.name, **arguments)
     config.check_model(model.config)
-    positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(text, CausalInputs):
+        positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and config.data.block > positions:
             raise ValueError(f"data.block {config.data.block}: the model has {positions} positions")
-        for name, number in text.special_tokens().items():
-            for each in configs_of(model):
-                named = getattr(each, name, None)
+        for model_config in configs_of(model):
+            for name, number in text.special_tokens().items():
+                known = getattr(model_config, name, None)
                 # A chat model ends at one of several tokens; the tokenizer's is one of them.
-                several = isinstance(named, list)
-                setattr(each, name, list(dict.fromkeys([*named, number])) if several else number)
+                if isinstance(known, list):
+                    number = list(dict.fromkeys([*known, number]))
+                setattr(model_config, name, number)
     if config.checkpointing:
         # Not reentrant: reentrant checkpointing loses routing statistics.
         enable = getattr(
@@ -78,8 +83,9 @@ def check_same_tokens(vocabulary, config) -> None:
 
 
 def configs_of(model: nn.Module) -> list:
-    """A model's config and, if it has one, generation_config."""
-    return [c for c in (model.config, getattr(model, "generation_config", None)) if c is not None]
+    """Return a model's config and, if it has one, generation_config."""
+    configs = (model.config, getattr(model, "generation_config", None))
+    return [config for config in configs if config is not None]
 
 
 def pretrained_model(
@@ -106,7 +112,8 @@ def pretrained_model(
     except (OSError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"model.pretrained {source}: {reason_of(error)}") from None
     lacking = sorted(name for name in loading["missing_keys"] if ".router." not in name)
-    lacking = lacking or sorted(name for name, *_ in loading["mismatched_keys"])
+    if not lacking:
+        lacking = sorted(name for name, *_ in loading["mismatched_keys"])
     if lacking:
         raise ValueError(
             f"model.pretrained {source}: its weights do not have, or not in the right shape, {lacking[:5]}"
@@ -124,10 +131,12 @@ def pretrained_model(
     if vocab_size is not None and vocab_size > had:
         with quiet():
             model.resize_token_embeddings(vocab_size, mean_resizing=True)
-        tied = model.config.tie_word_embeddings
+        grown = "the embedding and of the output"
+        if model.config.tie_word_embeddings:
+            grown = "the embedding, which is the output too,"
         say(
-            f"the vocabulary grows from {had:,} to {vocab_size:,} tokens: new rows of the embedding"
-            f"{', which is the output too,' if tied else ' and of the output'} are drawn around the mean of the old ones"
+            f"the vocabulary grows from {had:,} to {vocab_size:,} tokens: new rows of {grown} "
+            "are drawn around the mean of the old ones"
         )
     return model
 
@@ -137,7 +146,9 @@ def saved_model(folder: str | Path) -> PreTrainedModel:
     try:
         ours = MODELS.get(type(AutoConfig.from_pretrained(folder, trust_remote_code=False)))
         with quiet():
-            return ours.from_pretrained(folder) if ours else pretrained_model(folder)
+            if ours is None:
+                return pretrained_model(folder)
+            return ours.from_pretrained(folder)
     except (OSError, RuntimeError, KeyError, SafetensorError) as error:
         raise ValueError(f"{folder}: {reason_of(error)}") from None
 
@@ -156,7 +167,8 @@ def text_from_run(file: Path) -> nn.Module:
     """Load a model in eval mode from a .safetensors of a train_text.py run or checkpoint."""
     run = run_of(file)
     model = as_saved(run)
-    if init_text(model, str(file), read_safetensors(file, lambda name: False)[1]["vocabularies"]):
+    _, metadata = read_safetensors(file, lambda name: False)
+    if init_text(model, str(file), metadata["vocabularies"]):
         raise ValueError(f"{file} does not hold all weights of the model in {run / 'config.json'}")
     return model.eval()
 
@@ -171,27 +183,29 @@ def init_text(model: nn.Module, source: str, vocabularies: list[str]) -> list[st
         )
     every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = every - {name for name, _ in model.named_parameters()}
-    refuse_other_shapes(
-        f"init_from {source}", state, model, lambda name: ".router." in name or name in tied
-    )
+
+    def may_lack(name: str) -> bool:
+        return ".router." in name or name in tied
+
+    refuse_other_shapes(f"init_from {source}", state, model, may_lack)
     model.load_state_dict(state, strict=False)
     return [name for name in model.state_dict() if name not in state and name not in tied]
 
 
 def _config(source: str | Path):
-    """(config, class) of a model, both ours."""
+    """Return config and class of a model of transformers or of ours, both ours."""
     name = os.fspath(source)
     if os.path.isfile(name):
         raise ValueError(
             f"model.pretrained {source} is a file: give its folder; --init-from takes weights of a run alone"
         )
-    if not os.path.isdir(name) and (
-        name[:1] in "./~" or name.count("/") > 1
-    ):  # on the hub: NAME or OWNER/NAME
+    # On the hub names are NAME or OWNER/NAME.
+    if not os.path.isdir(name) and (name[:1] in "./~" or name.count("/") > 1):
         raise ValueError(f"model.pretrained {source}: no such folder")
-    classes = {
-        c.config_class.model_type: ours for theirs, ours in FAMILIES.items() for c in (theirs, ours)
-    }
+    classes = {}  # by model_type
+    for theirs, ours in FAMILIES.items():
+        classes[theirs.config_class.model_type] = ours
+        classes[ours.config_class.model_type] = ours
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
@@ -202,12 +216,8 @@ def _config(source: str | Path):
             f"model.pretrained {source}: its model_type is {config.model_type!r}, allowed are {', '.join(classes)}"
         )
     if not isinstance(config, ours.config_class):
-        dropped = (
-            "model_type",
-            "auto_map",
-            "architectures",
-            "transformers_version",
-        )  # auto_map: of code, not needed
+        # auto_map is of code that is not needed.
+        dropped = ("model_type", "auto_map", "architectures", "transformers_version")
         fields = {name: value for name, value in config.to_dict().items() if name not in dropped}
         config = ours.config_class(**fields)
     return config, ours
@@ -216,7 +226,8 @@ def _config(source: str | Path):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Hide transformers' bars where nobody sees them, and warnings that we give ourselves."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    level = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     if not sys.stderr.isatty():
         logging.disable_progress_bar()

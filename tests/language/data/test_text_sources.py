@@ -152,6 +152,7 @@ def hub(monkeypatch):
             validation=Table([{"text": t} for t in ("", " = A =\n", "b\nc")], dict(text=None))
         ),
         ("org/holes", None): dict(train=Table([{"text": "a"}, {"text": None}], dict(text=None))),
+        ("org/numbers", None): dict(train=Table([{"text": 5}], dict(text=None))),
     }
 
     def load_dataset(name, config=None):
@@ -188,6 +189,10 @@ def test_hugging_face_data_sets(hub, capsys):
         (
             lambda: list(find_lines("hfds/org/holes", "train")),
             "hfds/org/holes, split train, row 2: no text",
+        ),
+        (
+            lambda: list(find_lines("hfds/org/numbers", "train")),
+            "hfds/org/numbers, split train, row 1: no text",
         ),
     ],
 )

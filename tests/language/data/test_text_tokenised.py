@@ -142,7 +142,7 @@ def test_two_forms_are_refused(tmp_path):
 def test_a_foreign_tokenizer(tmp_path):
     folder = llama_like(tmp_path / "t")
     vocabulary = load_vocabulary(folder / "tokenizer.json")
-    assert vocabulary.kind == "foreign" and len(vocabulary) == 12
+    assert vocabulary.scheme == "foreign" and len(vocabulary) == 12
     assert (vocabulary.bos, vocabulary.eos, vocabulary.pad) == (0, 1, None)
     # LLaMA's bos comes from the tokenizer itself.
     assert vocabulary.encode(["a b", "", "h x a"]) == [[0, 3, 4], [0], [0, 10, 2, 3]]

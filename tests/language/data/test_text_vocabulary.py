@@ -90,7 +90,7 @@ def test_words_by_frequency():
 def test_saved_and_loaded(bpe, tmp_path):
     bpe.save(tmp_path / "run" / "tokenizer.json")
     again = Vocabulary.load(tmp_path / "run" / "tokenizer.json")
-    assert (again.fingerprint, len(again), again.kind) == (bpe.fingerprint, len(bpe), "bpe")
+    assert (again.fingerprint, len(again), again.scheme) == (bpe.fingerprint, len(bpe), "bpe")
     ids = bpe.encode(GERMAN + STRANGE)
     assert (
         again.encode(GERMAN + STRANGE)

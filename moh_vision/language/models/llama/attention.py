@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import Executor, Masked
 from moh_vision.attention.layer import is_captured
-from moh_vision.attention.routing import Call
+from moh_vision.attention.routing import Call, Routing
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
 # Implementations with masks that our executors read: a tensor [B or 1, H or 1, N, M], or None.
@@ -22,16 +22,27 @@ TENSOR_MASKS = ("sdpa", "eager")
 
 
 class LayerCache:
-    """One layer of any transformers cache, for our executors. length: keys before the new ones, with the empty slots of a
-    static cache; keep: return only so many first keys (None: all)."""
+    """One layer of any transformers cache, for our executors.
+
+    Args:
+        cache: of transformers.
+        layer: its number.
+        length: keys before the new ones, with the empty slots of a static cache.
+        keep: return only so many first keys; None: all.
+    """
 
     def __init__(self, cache, layer: int, length: int, keep: int | None = None):
-        self.cache, self.layer, self.length, self.keep = cache, layer, length, keep
+        self.cache = cache
+        self.layer = layer
+        self.length = length
+        self.keep = keep
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v [B, kv_heads, N, D]; return those to attend to, [B, kv_heads, M, D]."""
         k, v = self.cache.update(k, v, self.layer)
-        return (k, v) if self.keep is None else (k[:, :, : self.keep], v[:, :, : self.keep])
+        if self.keep is None:
+            return k, v
+        return k[:, :, : self.keep], v[:, :, : self.keep]
 
 
 class RoutedAttention(SeparateHeadMixtureAttention):
@@ -42,7 +53,15 @@ class RoutedAttention(SeparateHeadMixtureAttention):
     without gradients. Decoding token by token runs all heads.
 
     "query_norm" reads the output of q_proj: before the rotary embedding (Jin 2024's code), and in Qwen3 before its
-    norm, after which all queries of a head have nearly the same length. `group`: choose them by whole key-value groups.
+    norm, after which all queries of a head have nearly the same length.
+
+    Args:
+        attn: the dense layer.
+        budget: its heads.
+        router: "query_norm" or "moh", or "dense".
+        executor: a name in `moh_vision.attention.EXECUTORS`.
+        group: choose query heads by whole key-value groups.
+        router_kwargs: of the router.
     """
 
     def __init__(
@@ -59,9 +78,16 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         if group:
             router_kwargs = dict(router_kwargs or {}, group=attn.num_key_value_groups)
         super().__init__(
-            attn.q_proj.in_features, budget, router=router, executor=executor, kv_heads=kv_heads,
-            attn_drop=attn.attention_dropout, router_kwargs=router_kwargs, device=weight.device, dtype=weight.dtype,
-        )  # fmt: skip
+            attn.q_proj.in_features,
+            budget,
+            router=router,
+            executor=executor,
+            kv_heads=kv_heads,
+            attn_drop=attn.attention_dropout,
+            router_kwargs=router_kwargs,
+            device=weight.device,
+            dtype=weight.dtype,
+        )
         self.qk_norm = hasattr(attn, "q_norm")
         theirs = {name: module for name, module in attn.named_children() if name in MODULES}
         # Dense order first, new modules last: optimisers number parameters.
@@ -81,7 +107,7 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
     @property
     def is_dense(self) -> bool:
-        """Whether no head is chosen or weighed: no router, or 0/1 weights and all heads on."""
+        """Return whether no head is chosen or weighed: no router, or 0/1 weights and all heads on."""
         return self.router.all_heads or (self.needs_query and self.budget.active == self.num_heads)
 
     def forward(
@@ -95,43 +121,30 @@ class RoutedAttention(SeparateHeadMixtureAttention):
         cache=None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        """As transformers' attention: hidden_states [B, N, C] -> output [B, N, C], and the attention matrix if available.
+        """Attend as transformers' layer: hidden_states [B, N, C] -> output [B, N, C], and the attention matrix if available.
 
         Args:
             stats: a list or similar; layer i appends its statistics when it holds i entries, so recomputation,
                 as in activation checkpointing, appends nothing.
             padded: [B, N], True at padding, which is left out of the statistics.
         """
-        x, rotary, cache = (
-            hidden_states,
-            position_embeddings,
-            past_key_values if cache is None else cache,
-        )
-        collects = stats is not None and len(stats) == self.layer_idx
-        queries = routing = executor = None
+        x = hidden_states
+        if cache is None:
+            cache = past_key_values
+        queries = None
+        routing = None
         # Not only if it collects: recomputation must compute the same tensors.
         if stats is not None or not self.is_dense:
-            if self.needs_query:
-                queries = self.project_queries(x).transpose(1, 2)
-            # One token at a time nobody asks for more than the choice.
-            brief = (
-                self.needs_query
-                and x.shape[1] == 1
-                and not (collects or self.training or torch.is_grad_enabled())
-            )
-            routing = self.router.choose(queries) if brief else self.router(x, queries, padded)
-            if collects:
-                stats.append(routing.stats)
+            queries, routing = self._route(x, stats, padded)
         if self.is_dense:
             routing = None
         else:
-            executor = self.executor_of(
-                Call(x, routing, q=queries, rotary=rotary), attention_mask, cache, **kwargs
-            )
-        if executor is not None:
-            return executor.combine(executor.attend(*executor.project())), None
+            call = Call(x, routing, q=queries, rotary=position_embeddings)
+            executor = self.executor_of(call, attention_mask, cache, **kwargs)
+            if executor is not None:
+                return executor.combine(executor.attend(*executor.project())), None
 
-        q, k, v = self.rotated(x, queries, rotary)
+        q, k, v = self.rotated(x, queries, position_embeddings)
         if cache is not None:
             k, v = cache.update(k, v, self.layer_idx)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(
@@ -152,12 +165,33 @@ class RoutedAttention(SeparateHeadMixtureAttention):
             o = o * routing.weights.unsqueeze(-1).to(o.dtype)
         return self.o_proj(o.reshape(*x.shape[:-1], -1).contiguous()), matrix
 
+    def _route(
+        self, x: Tensor, stats: list[RoutingStats] | None, padded: Tensor | None
+    ) -> tuple[Tensor | None, Routing]:
+        """Return queries [B, H, N, D], where the router reads them, and the routing; append its statistics to `stats`."""
+        collects = stats is not None and len(stats) == self.layer_idx
+        queries = None
+        if self.needs_query:
+            queries = self.project_queries(x).transpose(1, 2)
+        learns = self.training or torch.is_grad_enabled()
+        if self.needs_query and x.shape[1] == 1 and not collects and not learns:
+            # One token at a time nobody asks for more than the choice.
+            routing = self.router.choose(queries)
+        else:
+            routing = self.router(x, queries, padded)
+        if collects:
+            stats.append(routing.stats)
+        return queries, routing
+
     def rotated(
         self, x: Tensor, queries: Tensor | None, rotary: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions (Qwen copies LLaMA's)."""
+        """Return q [B, H, N, D], k and v [B, kv_heads, N, D] of x, by transformers' functions (Qwen copies LLaMA's)."""
         shape = (*x.shape[:-1], -1, self.head_dim)
-        q = self.q_proj(x).view(shape) if queries is None else queries.transpose(1, 2)
+        if queries is None:
+            q = self.q_proj(x).view(shape)
+        else:
+            q = queries.transpose(1, 2)
         q = self.q_norm(q).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(shape)).transpose(1, 2)
         v = self.v_proj(x).view(shape).transpose(1, 2)
@@ -165,44 +199,51 @@ class RoutedAttention(SeparateHeadMixtureAttention):
 
     def executor_of(self, call: Call, mask: Tensor | None, past, **kwargs) -> Executor | None:
         """Return a call's executor, given its mask and cache; None: transformers' attention with weights."""
-        implementation, N = self.config._attn_implementation, call.x.shape[1]
-        taken = (
-            self.executor != "masked"
-            and implementation in TENSOR_MASKS
-            and (mask is None or isinstance(mask, Tensor) and mask.dim() == 4)
-            # Masks of "eager" are finite; the fused kernel's gradient is wrong for fully masked rows.
-            and not (implementation == "eager" and mask is not None and torch.is_grad_enabled())
-            and not is_captured(call.x)
-            and kwargs.get("cache") is None  # pages of transformers' continuous batching
-            and not (
-                kwargs.get("output_attentions") or getattr(self.config, "output_attentions", False)
-            )
-        )
-        if not taken:
+        if not self._is_for_executors(call, mask, **kwargs):
             return None
+        implementation = self.config._attn_implementation
+        N = call.x.shape[1]
         causal = kwargs.get("is_causal")
-        causal = self.is_causal if causal is None else causal
+        if causal is None:
+            causal = self.is_causal
         # Without a mask, "sdpa" takes many tokens as the first ones, also in a longer static cache.
         first = mask is None and N > 1 and implementation == "sdpa" and causal
-        kept = None
+        cache = None
         if past is not None:
             # A mask has as many columns as there are keys; without one a cache holds what it was given.
-            before = (
-                int(past.get_seq_length(self.layer_idx)) if mask is None else mask.shape[-1] - N
-            )
-            kept = LayerCache(past, self.layer_idx, before, N if first else None)
+            if mask is None:
+                before = int(past.get_seq_length(self.layer_idx))
+            else:
+                before = mask.shape[-1] - N
+            cache = LayerCache(past, self.layer_idx, before, N if first else None)
         dropout_p = self.attn_drop.p if self.training else 0.0
-        call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=kept)
+        call = call._replace(attn_mask=mask, is_causal=first, dropout_p=dropout_p, cache=cache)
         executor = self.make_executor(call)
+        if type(executor) is not Masked:
+            return executor
         # Without a mask "sdpa" reads a key-value head again for each of its query heads; `Masked` does not.
-        rows = (
-            N == 1
-            and past is not None
-            and mask is None
-            and self.grouped
-            and implementation == "sdpa"
-        )
-        return None if type(executor) is Masked and not rows else executor
+        decodes = N == 1 and past is not None and mask is None
+        if decodes and self.grouped and implementation == "sdpa":
+            return executor
+        return None
+
+    def _is_for_executors(self, call: Call, mask: Tensor | None, **kwargs) -> bool:
+        """Return whether our executors compute what transformers' attention would, mask included."""
+        implementation = self.config._attn_implementation
+        if self.executor == "masked" or implementation not in TENSOR_MASKS:
+            return False
+        if mask is not None:
+            if not isinstance(mask, Tensor) or mask.dim() != 4:
+                return False
+            # Masks of "eager" are finite; the fused kernel's gradient is wrong for fully masked rows.
+            if implementation == "eager" and torch.is_grad_enabled():
+                return False
+        if is_captured(call.x):
+            return False
+        if kwargs.get("cache") is not None:  # pages of transformers' continuous batching
+            return False
+        wants_matrix = kwargs.get("output_attentions")
+        return not (wants_matrix or getattr(self.config, "output_attentions", False))
 
 
 class MoHLlamaAttention(RoutedAttention, LlamaAttention):
@@ -210,8 +251,8 @@ class MoHLlamaAttention(RoutedAttention, LlamaAttention):
 
 
 class MoHQwen2Attention(RoutedAttention, Qwen2Attention):
-    """Qwen2's."""
+    """A Qwen2Attention, as `MoHLlamaAttention`."""
 
 
 class MoHQwen3Attention(RoutedAttention, Qwen3Attention):
-    """Qwen3's."""
+    """A Qwen3Attention, as `MoHLlamaAttention`."""

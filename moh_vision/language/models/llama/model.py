@@ -36,15 +36,16 @@ from moh_vision.models.head_order import Batch, order_heads
 
 
 class Collected(UserList):
-    """Collects the statistics of a forward pass from layer to layer.
+    """The statistics of a forward pass, collected from layer to layer.
 
     Not a list: FSDP rebuilds lists among a module's arguments, so a layer's entries would be lost.
     """
 
     def take(self) -> list[RoutingStats]:
-        """The entries, once: a checkpointed layer keeps this object for backward, so it must not hold the graph. Its length
-        stays, so that recomputation appends nothing."""
-        entries, self.data = self.data, [None] * len(self)
+        """Return the entries, once: a checkpointed layer keeps this object for backward, so it must not hold the graph. Its
+        length stays, so that recomputation appends nothing."""
+        entries = self.data
+        self.data = [None] * len(entries)
         return entries
 
 
@@ -74,8 +75,9 @@ class RoutedCausalLM(RoutedLoss):
     @property
     def head_budget_shape(self) -> str | None:
         """How a share of heads is spread over the layers, "ramp" or "uniform"; None: it is not known."""
-        moh = self.config.moh
-        return None if moh is None else moh["head_budget_shape"]
+        if self.config.moh is None:
+            return None
+        return self.config.moh["head_budget_shape"]
 
     @classmethod
     def routed_attentions(cls, model: nn.Module, config: PreTrainedConfig) -> list[RoutedAttention]:
@@ -87,20 +89,19 @@ class RoutedCausalLM(RoutedLoss):
         return [cls.attention_class(layer.self_attn, budget, **moh) for layer, budget in layers]
 
     def log_probs(self, hidden: Tensor) -> Tensor:
-        """Logits, as transformers has them."""
+        """Return logits, as transformers has them."""
         return self.lm_head(hidden)
 
     def token_losses(
         self, hidden: Tensor, labels: Tensor, label_smoothing: float
     ) -> tuple[Tensor, Tensor]:
-        """hidden [T, C], labels [T] -> smoothed and plain losses [T], in float32."""
+        """Return smoothed and plain losses [T] of hidden [T, C] and labels [T], in float32."""
         logits = self.lm_head(hidden).float()  # [T, V]
         nll = F.cross_entropy(logits, labels, reduction="none")
         if not label_smoothing:
             return nll, nll
-        return F.cross_entropy(
-            logits, labels, reduction="none", label_smoothing=label_smoothing
-        ), nll
+        loss = F.cross_entropy(logits, labels, reduction="none", label_smoothing=label_smoothing)
+        return loss, nll
 
     def states_and_stats(
         self, attention_mask: Tensor | None = None, **inputs
@@ -110,22 +111,22 @@ class RoutedCausalLM(RoutedLoss):
         self.refuse_reentrant()
         padded = None
         if attention_mask is not None and attention_mask.dim() == 2:
-            given = inputs.get("input_ids")
-            tokens = (inputs["inputs_embeds"] if given is None else given).shape[1]
-            padded = attention_mask[:, -tokens:] == 0
-        inputs.setdefault(
-            "use_cache", any(inputs.get(name) is not None for name in ("cache", "past_key_values"))
-        )
+            tokens = inputs.get("input_ids")
+            if tokens is None:
+                tokens = inputs["inputs_embeds"]
+            padded = attention_mask[:, -tokens.shape[1] :] == 0
+        has_cache = any(inputs.get(name) is not None for name in ("cache", "past_key_values"))
+        inputs.setdefault("use_cache", has_cache)
         stats = Collected()
-        hidden = self.model(
-            attention_mask=attention_mask, stats=stats, padded=padded, **inputs
-        ).last_hidden_state
-        return hidden, stats.take()
+        output = self.model(attention_mask=attention_mask, stats=stats, padded=padded, **inputs)
+        return output.last_hidden_state, stats.take()
 
     def refuse_reentrant(self) -> None:
         """Refuse reentrant activation checkpointing: its first pass records no graph, so routers would silently learn
         nothing from the balance loss."""
-        for layer in self.model.layers if self.training and torch.is_grad_enabled() else ():
+        if not self.training or not torch.is_grad_enabled():
+            return
+        for layer in self.model.layers:
             function = getattr(layer, "_gradient_checkpointing_func", None)
             reentrant = getattr(function, "keywords", {}).get("use_reentrant", True)
             if getattr(layer, "gradient_checkpointing", False) and reentrant:
@@ -193,7 +194,8 @@ def convert_llama(
         raise ValueError(
             f"scope {scope!r}: the tokens of a causal model are routed one by one, scope is 'token'"
         )
-    router = "query_norm" if router is None else router
+    if router is None:
+        router = "query_norm"
     ours = family_of(model)
     moh = dict(
         router=router,
@@ -201,8 +203,8 @@ def convert_llama(
         head_budget_shape="uniform",  # of a plain share
         executor=executor,
         group=group,
+        router_kwargs=router_kwargs or None,
     )
-    moh["router_kwargs"] = router_kwargs or None
     config = model.config
     # A new one, for other models may have the old one too. Making it checks the options.
     fields = dict(config.to_dict(), model_type=ours.config_class.model_type, moh=moh)
@@ -269,12 +271,13 @@ def load_moh_llama3(
         **kwargs: of from_pretrained, such as dtype.
     """
     described, _ = PreTrainedConfig.get_config_dict(path, **kwargs)
-    kind, routed = described.get("model_type"), described.get("moh") is not None
-    if kind != "llama" or routed:
-        how = " and says itself how heads are routed: use from_pretrained" if routed else ""
-        raise ValueError(
-            f"{path}: config.json has model_type {kind!r}{how}, expected 'llama' without a field 'moh'"
-        )
+    model_type = described.get("model_type")
+    routed = described.get("moh") is not None
+    if model_type != "llama" or routed:
+        found = f"model_type {model_type!r}"
+        if routed:
+            found += " and says itself how heads are routed: use from_pretrained"
+        raise ValueError(f"{path}: config.json has {found}, expected 'llama' without a field 'moh'")
     kwargs["trust_remote_code"] = False
     model = LlamaForCausalLM.from_pretrained(path, **kwargs)
     if hasattr(model.config, "auto_map"):
