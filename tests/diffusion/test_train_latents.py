@@ -32,8 +32,10 @@ from tests.support.tiny_vae import coarse_vae, save_tiny_vae, write_latents
 def folders(tmp_path_factory):
     """dict(vae, other, coarse, images, cache): three VAEs, images of 21 x 16 pixels, and their latents by the first."""
     tmp = tmp_path_factory.mktemp("latents")
-    vae, other = save_tiny_vae(tmp / "vae"), save_tiny_vae(tmp / "other", seed=1)
-    images, cache = write_folder(tmp / "images", train=10, size=(21, 16)), tmp / "cache"
+    vae = save_tiny_vae(tmp / "vae")
+    other = save_tiny_vae(tmp / "other", seed=1)
+    images = write_folder(tmp / "images", train=10, size=(21, 16))
+    cache = tmp / "cache"
     argv = f"--vae {vae} --data {images} --out {cache} --size 16 --dtype float32 --samples-per-shard 9 --workers 0"
     assert write_latents(argv.split()) == 0
     coarse_vae().save_pretrained(tmp / "coarse")
@@ -54,7 +56,9 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(folders, augm
     assert (type(cached), type(encoded)) == (CachedInputs, EncodedInputs)
     for inputs in (cached, encoded):
         assert (inputs.img_size, inputs.channels, inputs.space.downsampling) == (8, 4, 2)
-    assert open_inputs(folders["images"], folders["vae"], None, augment).img_size == 128  # of 256 pixels
+    assert (
+        open_inputs(folders["images"], folders["vae"], None, augment).img_size == 128
+    )  # of 256 pixels
     assert encoded.space == cached.space
     numbers = np.load(f"{folders['cache']}/train.numbers.npy")  # in the folder of images
     stored, images = (inputs.dataset(7, draw_step, 0.3) for inputs in (cached, encoded))
@@ -74,12 +78,17 @@ def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(folders)
         open_inputs(folders["cache"], "none", None, augment) for augment in ("flip", "none")
     )
     data = flipped.dataset(3, draw_step, 0.1)
-    again, other = data[(5, 2)]["images"], flipped.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
-    assert torch.equal(data[(5, 2)]["images"], again) and not torch.equal(other, again)
-    for inputs in (flipped, plain):  # log variance too
-        inputs.source.read = lambda i: torch.stack(
-            [torch.full((8, 8, 8), v) for v in (-90.0, 90.0)]
-        )
+    again = data[(5, 2)]["images"]
+    other = flipped.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
+    assert torch.equal(data[(5, 2)]["images"], again)
+    assert not torch.equal(other, again)
+
+    def image_and_mirror(i):
+        """Moments of one value each, log variance too."""
+        return torch.stack([torch.full((8, 8, 8), value) for value in (-90.0, 90.0)])
+
+    for inputs in (flipped, plain):
+        inputs.source.read = image_and_mirror
     drawn = torch.stack([data[(p, 0)]["images"] for p in range(400)]) / flipped.space.scaling_factor
     mirrored = drawn.std((1, 2, 3)) > 1
     assert 0.4 < mirrored.float().mean() < 0.6
@@ -90,7 +99,9 @@ def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(folders)
 
 
 def test_streams_do_not_share_numbers(folders):
-    item = open_inputs(folders["images"], folders["vae"], 16, "none").dataset(0, draw_step, 0)[(0, 0)]
+    item = open_inputs(folders["images"], folders["vae"], 16, "none").dataset(0, draw_step, 0)[
+        (0, 0)
+    ]
     noise = torch.stack([item["noise"], item["posterior_noise"]]).flatten(1)
     assert abs(torch.corrcoef(noise)[0, 1]) < 0.2
 
@@ -126,39 +137,33 @@ def test_training(folders, tmp_path, capsys, root):
         more += ["--vae", folders["vae"], "--data.img_size", "16"]
         more += ["--repa.teacher", f"local-dir:{tmp_path / 't'}", "--repa.block", "1"]
     lines = train(tmp_path / "run", *more)
-    assert [line["step"] for line in lines] == [1, 2] and all(
-        np.isfinite(line["loss"]) for line in lines
-    )
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(np.isfinite(line["loss"]) for line in lines)
     assert all(("repa_loss" in line) == (root == "images") for line in lines)
     space = vars(open_inputs(folders["cache"], "none", None, "none").space)
     for weights in ("ema", "model"):
         model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
         assert about["vae"] == space
-        assert (model.config.sample_size, model.config.in_channels, model.config.num_classes) == (
-            8,
-            4,
-            2,
-        )
+        config = model.config
+        assert config.sample_size == 8
+        assert config.in_channels == 4
+        assert config.num_classes == 2
     for file in (tmp_path / "run").rglob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            assert not [
-                name for name in opened.keys() if "encoder" in name or "quant_conv" in name
-            ], file
+            for name in opened.keys():
+                assert "encoder" not in name and "quant_conv" not in name, file
     train(tmp_path / "run", *more, "--max-steps", "3")  # resumes
     if root == "cache":  # latents of another VAE are other numbers
-        cache, other = tmp_path / "other", folders["other"]
-        assert (
-            write_latents(
-                f"--vae {other} --data {folders['images']} --out {cache} --size 16 --workers 0".split()
-            )
-            == 0
-        )
+        cache = tmp_path / "other"
+        other = folders["other"]
+        argv = f"--vae {other} --data {folders['images']} --out {cache} --size 16 --workers 0"
+        assert write_latents(argv.split()) == 0
         argv = f"search {tmp_path}/run --share 0.8 --images 4 --output {tmp_path}/b.json --data.root {cache}"
         error = refused(capsys, main, *argv.split())
-        assert re.search(
-            rf"{cache}: latents of the VAE {other} \(.* was trained on those of {folders['vae']} \(",
-            error,
+        words = (
+            rf"{cache}: latents of the VAE {other} \(.* was trained on those of {folders['vae']} \("
         )
+        assert re.search(words, error)
 
 
 def test_a_dry_run_counts_the_vae_apart(folders, tmp_path, capsys):
@@ -180,9 +185,8 @@ def test_a_dry_run_counts_the_vae_apart(folders, tmp_path, capsys):
     assert f"its encoder runs in every step: {macs:,} MACs" in encoder
     for more in ([], ["--vae", folders["vae"]]):
         (said,) = lines("--data.root", folders["cache"], *more)
-        assert "latents are stored: it does not count" in said and (f"{size:,}" in said) == bool(
-            more
-        )
+        assert "latents are stored: it does not count" in said
+        assert (f"{size:,}" in said) == bool(more)
     assert lines("--model.patch_size", "4") == []
 
 
@@ -219,30 +223,31 @@ PICTURES = "--preview.every 2 --preview.images 4 --preview.steps 2".split()
 def test_pictures_use_the_vae_that_latents_were_made_with(folders, tmp_path, no_hub, where, asked):
     """Where it is at hand, without the hub; also if the configuration names one on the hub that cannot be reached."""
     cache = folders["cache"]
-    if where != "folder":
-        cache = named(cache, tmp_path / "cache", "other/vae" if asked == "none" else asked)
-        place = no_hub / f"models--{asked.replace('none', 'other/vae').replace('/', '--')}"
-        shutil.copytree(folders["vae"], place / "snapshots" / ("0" * 40) / "vae")
-        (place / "refs").mkdir()
-        (place / "refs" / "main").write_text("0" * 40)
+    if where == "hub's cache":
+        name = "other/vae" if asked == "none" else asked
+        cache = named(cache, tmp_path / "cache", name)
+        repository = no_hub / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folders["vae"], repository / "snapshots" / ("0" * 40) / "vae")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
     train(tmp_path / "run", "--data.root", cache, "--vae", asked, *PICTURES)
     assert Image.open(tmp_path / "run" / "previews" / "step_2.png").size[1] > 16
 
 
-def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(folders, tmp_path, no_hub, capsys):
+def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(
+    folders, tmp_path, no_hub, capsys
+):
     cache = named(folders["cache"], tmp_path / "cache", "some/vae")
-    for i, vae in enumerate(("none", "other/vae")):
-        train(tmp_path / str(i), "--data.root", cache, "--vae", vae, "--preview.every", "3")
-        assert from_run(str(tmp_path / str(i)), "diffusion")[1]["vae"]["name"] == "some/vae"
+    for vae, is_asked_for in (("none", False), ("other/vae", True)):
+        run = tmp_path / vae.replace("/", "-")
+        train(run, "--data.root", cache, "--vae", vae, "--preview.every", "3")
+        assert from_run(str(run), "diffusion")[1]["vae"]["name"] == "some/vae"
         argv = [*ARGV, *PICTURES, "--output", tmp_path / "no", "--data.root", cache, "--vae", vae]
         error = refused(capsys, train_dit.main, *argv)
-        assert (
-            "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set"
-            in error
-        )
-        assert (
-            f"(vae {vae}: no folder of that name here, and from the hub: the hub" in error
-        ) == bool(i)
+        words = "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set"
+        assert words in error
+        words = f"(vae {vae}: no folder of that name here, and from the hub: the hub"
+        assert (words in error) == is_asked_for
     assert not (tmp_path / "no").exists()
 
 
@@ -277,7 +282,8 @@ def test_shards_that_changed_are_refused_and_hashed_only_where_they_may_have(
 
 
 def test_a_vae_that_changed_between_two_starts_is_refused(folders, tmp_path, capsys):
-    vae, run = tmp_path / "vae", tmp_path / "run"
+    vae = tmp_path / "vae"
+    run = tmp_path / "run"
     shutil.copytree(folders["vae"], vae)
     online = ["--data.root", folders["images"], "--vae", str(vae), "--data.img_size", "16"]
     train(run, *online)
