@@ -1,4 +1,4 @@
-from moh_vision.engine.errors import user_errors
+from moh_vision.common.errors import user_errors
 
 if __name__ == "__main__":
     with user_errors("train_text.py"):

@@ -62,12 +62,13 @@ SHAPES = {
     "n4096": Shape(1, 8, 4096, 768, 12),
     "one_image": Shape(1, 1, 256, 384, 6),  # DiT-S, as people sample; forward alone
 }
-MOA = {
+MOA = {  # active, experts, width
     "8K8E128D": (8, 8, 128),
     "16K32E256D": (16, 32, 256),
     "8K64E256D": (8, 64, 256),
-}  # active, experts, width
-MOA_TOKENS = MAE_TOKENS = (128, 1024)
+}
+MOA_TOKENS = (128, 1024)
+MAE_TOKENS = (128, 1024)
 TOKENS = 8192  # MoA and MAE: 512 wide, and as many tokens a batch as fit in this
 MANY_TOKENS = 16384  # of a batch: beyond it only forward of dense, masked and auto is timed
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -75,7 +76,8 @@ SCOPES = ("token", "sample")
 MODES = ("forward", "train")  # train: forward and backward
 SHARES = (0.5, 0.75, 0.9)
 EXECUTORS = ("masked", "packed", "auto")
-SECONDS, ROUNDS = 2.0, (5, 31)  # per case; at least and at most
+SECONDS = 2.0  # of a case
+ROUNDS = (5, 31)  # at least and at most
 SHORT = ("vit_small", "vit_base", "dit_small", "dit_xlarge")
 GROUPS = {  # rows of the table: scope, shapes
     "per token, 197 to 256 tokens": ("token", SHORT),
@@ -93,13 +95,13 @@ class Dense(nn.Module):
     def __init__(self, dim, heads, dtype):
         super().__init__()
         self.heads = heads
-        self.qkv, self.proj = nn.Linear(dim, 3 * dim, dtype=dtype), nn.Linear(dim, dim, dtype=dtype)
+        self.qkv = nn.Linear(dim, 3 * dim, dtype=dtype)
+        self.proj = nn.Linear(dim, dim, dtype=dtype)
 
     def forward(self, x, is_causal=False):
         B, N, C = x.shape
-        q, k, v = (
-            self.qkv(x).view(B, N, 3, self.heads, C // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        )
+        qkv = self.qkv(x).view(B, N, 3, self.heads, C // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
         return self.proj(o.transpose(1, 2).reshape(B, N, C))
 
@@ -112,41 +114,32 @@ class ReleasedRouter(nn.Module):
 
     def __init__(self, router):
         super().__init__()
-        self.router, self.budget, self.reads, self.aux_loss = (
-            router,
-            router.budget,
-            router.reads,
-            router.aux_loss,
-        )
+        self.router = router
+        self.budget = router.budget
+        self.reads = router.reads
+        self.aux_loss = router.aux_loss
 
     def forward(self, x, *_):
-        """x [B, N, C]; the weight of a head that is not chosen is 0."""
+        """Route tokens x [B, N, C]; the weight of a head that is not chosen is 0."""
         router = self.router
 
-        def logits_of(of):
-            return F.linear(x, of.weight)  # a call of our routers computes in float32
+        def logits_of(linear):
+            return F.linear(x, linear.weight)  # a call of our routers computes in float32
 
         logits = logits_of(router.routed)  # [B, N, E]
         probs = logits.softmax(-1)
-        chosen = F.one_hot(probs.topk(router.num_routed, -1).indices, router.num_candidates).sum(
-            -2
-        )  # [B, N, E]
+        indices = probs.topk(router.num_routed, -1).indices
+        chosen = F.one_hot(indices, router.num_candidates).sum(-2)  # [B, N, E]
         routed = probs * chosen
-        routed = (
-            router.num_routed
-            * routed
-            / routed.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).eps)
-        )
+        sums = routed.sum(-1, keepdim=True).clamp(min=torch.finfo(x.dtype).eps)
+        routed = router.num_routed * routed / sums
         alpha = 2 * logits_of(router.balance).softmax(-1)  # [B, N, 2], eq. 6
-        shared = (
-            torch.ones_like(alpha[..., :1])
-            if router.shared is None
-            else logits_of(router.shared).softmax(-1)
-        )
+        shared = torch.ones_like(alpha[..., :1])
+        if router.shared is not None:
+            shared = logits_of(router.shared).softmax(-1)
         shared = torch.einsum("bn,bne->bne", alpha[..., 0], router.num_shared * shared)
-        gates = torch.cat(
-            [shared, torch.einsum("bn,bne->bne", alpha[..., 1], routed)], -1
-        )  # [B, N, H]
+        routed = torch.einsum("bn,bne->bne", alpha[..., 1], routed)
+        gates = torch.cat([shared, routed], -1)  # [B, N, H]
         counts = torch.cat([torch.ones_like(shared), chosen], -1).sum(1)
         return Routing(gates, None, RoutingStats(probs, counts, logits))
 
@@ -159,40 +152,51 @@ class Released(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        self.layer, self.router = layer, ReleasedRouter(layer.router)
+        self.layer = layer
+        self.router = ReleasedRouter(layer.router)
 
     def forward(self, x, is_causal=False):
-        q, k, v = (
-            self.layer.qkv(x)
-            .unflatten(-1, (3, self.layer.num_heads, -1))
-            .permute(2, 0, 3, 1, 4)
-            .unbind(0)
-        )
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal).transpose(
-            1, 2
-        )  # [B, N, H, D]
-        gates = self.router(x.mean(1, keepdim=True) if self.layer.scope == "sample" else x).weights
+        qkv = self.layer.qkv(x).unflatten(-1, (3, self.layer.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, N, D]
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
+        o = o.transpose(1, 2)  # [B, N, H, D]
+        gates = self.router(router_input(self.layer, x)).weights
         return self.layer.proj(torch.einsum("bnh,bnhd->bnhd", gates, o).flatten(2))
 
 
+def router_input(layer, x):
+    """Return what a layer's router reads: the tokens, or with scope "sample" their mean."""
+    if layer.scope == "sample":
+        return x.mean(1, keepdim=True)
+    return x
+
+
 def output(module, x, **options):
-    """y [B, N, C] of one attention layer."""
+    """Run one attention layer, and return y [B, N, C]."""
     y = module(x, **options)
-    return y[0] if isinstance(y, tuple) else y
+    if isinstance(y, tuple):
+        return y[0]
+    return y
 
 
 def layer_step(module, x, mode, **options):
-    """A function that runs one attention layer once."""
+    """Make a function that runs one attention layer once."""
     module.train(mode == "train")
     if mode == "forward":
         return torch.no_grad()(lambda: module(x, **options))
-    inputs, dy = [x, *module.parameters()], torch.randn_like(x)
-    # Unused: MAE's gate in an F step.
-    return lambda: torch.autograd.grad(output(module, x, **options), inputs, dy, allow_unused=True)
+    inputs = [x, *module.parameters()]
+    dy = torch.randn_like(x)
+
+    def step():
+        y = output(module, x, **options)
+        # MAE's gate has no part in an F step.
+        return torch.autograd.grad(y, inputs, dy, allow_unused=True)
+
+    return step
 
 
 def saved_bytes(module, x):
-    """Bytes that autograd keeps for backward, the input included and parameters left out, each storage once."""
+    """Count the bytes that autograd keeps for backward, the input included and parameters left out, each storage once."""
     parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept = {}
 
@@ -209,7 +213,7 @@ def saved_bytes(module, x):
 
 
 def draw_router(router, averaged=1):
-    """Random weights whose logits have a spread of 1.5; `averaged`: the router reads the mean of so many random tokens.
+    """Draw weights whose logits have a spread of 1.5; `averaged`: the router reads the mean of so many random tokens.
 
     Larger logits saturate the gates: these become denormal numbers, which slow every product down.
     """
@@ -218,56 +222,67 @@ def draw_router(router, averaged=1):
 
 
 def copies(layer, executors):
-    """The same layer, same weights, under several executors."""
+    """Return {executor: layer} of a layer under several executors; all share its weights."""
     result = {}
     for name in executors:
-        other = object.__new__(type(layer))
-        other.__dict__ = {**layer.__dict__, "executor": name}
-        result[name] = other
+        copied = object.__new__(type(layer))
+        copied.__dict__ = {**layer.__dict__, "executor": name}
+        result[name] = copied
     return result
 
 
 def bound(share, tokens, dim, scope):
-    """Multiplications left, with the router free: projections 4 N C^2, attention 2 N^2 C."""
+    """Return the share of multiplications that is left, with the router free: projections 4 N C^2, attention 2 N^2 C."""
     if scope != "token":
         return share
     return 1 - (1 - share) * (2 * dim + 2 * tokens) / (4 * dim + 2 * tokens)
 
 
 def picked(layer, x, mode):
-    """The executor that auto takes."""
+    """Return the name of the executor that auto takes."""
     with torch.set_grad_enabled(mode == "train"):
-        routing = layer.router(x.mean(1, keepdim=True) if layer.scope == "sample" else x)
+        routing = layer.router(router_input(layer, x))
         return select_executor(layer, Call(x, routing)).__name__
 
 
 def moh_case(name, share, scope, dtype):
-    shape, per_sample = SHAPES[name], scope == "sample"
-    N, C, h = shape.tokens, shape.width, shape.heads
-    B = shape.samples if per_sample else shape.batch
-    budget = resolve_budget(f"uniform:{share}", 1, h, C // h)[0]
-    layer = HeadMixtureAttention(C, budget, scope=scope, dtype=dtype)
-    draw_router(layer.router, N if per_sample else 1)
+    """Return a case of `cases` without its dtype: MoH in a shape of SHAPES."""
+    shape = SHAPES[name]
+    width = shape.width
+    batch = shape.batch
+    averaged = 1
+    if scope == "sample":
+        batch = shape.samples
+        averaged = shape.tokens
+    budget = resolve_budget(f"uniform:{share}", 1, shape.heads, width // shape.heads)[0]
+    layer = HeadMixtureAttention(width, budget, scope=scope, dtype=dtype)
+    draw_router(layer.router, averaged)
     about = dict(
         shape=name,
-        batch=B,
-        tokens=N,
-        width=C,
-        heads=h,
+        batch=batch,
+        tokens=shape.tokens,
+        width=width,
+        heads=shape.heads,
         share=share,
         active=budget.active,
         scope=scope,
     )
-    modules = {"dense": Dense(C, h, dtype), "released": Released(layer), **copies(layer, EXECUTORS)}
-    if B * N > MANY_TOKENS:
-        del modules["released"], modules["packed"]
-    return about, modules, torch.randn(B, N, C, dtype=dtype), bound(budget.active / h, N, C, scope)
+    modules = {
+        "dense": Dense(width, shape.heads, dtype),
+        "released": Released(layer),
+        **copies(layer, EXECUTORS),
+    }
+    if batch * shape.tokens > MANY_TOKENS:
+        del modules["released"]
+        del modules["packed"]
+    x = torch.randn(batch, shape.tokens, width, dtype=dtype)
+    return about, modules, x, bound(budget.active / shape.heads, shape.tokens, width, scope)
 
 
 def moa_case(name, tokens, dtype):
-    """Against dense attention of 8 heads of 64, as the paper's models have it, in the same place."""
+    """Return a case of `cases` without its dtype: MoA, dense being 8 heads of 64, as the paper's models have."""
     active, experts, width = MOA[name]
-    B = TOKENS // 8 // tokens
+    batch = TOKENS // 8 // tokens
     layer = HeadMixtureAttention(
         512,
         HeadBudget(experts, width, 0, active),
@@ -279,24 +294,26 @@ def moa_case(name, tokens, dtype):
     )
     draw_router(layer.router)
     about = dict(
-        shape=name, batch=B, tokens=tokens, width=512, heads=experts, active=active, scope="token"
+        shape=name,
+        batch=batch,
+        tokens=tokens,
+        width=512,
+        heads=experts,
+        active=active,
+        scope="token",
     )
+    executors = EXECUTORS
+    if active < experts:  # "masked" would compute every one of many experts, which takes seconds
+        executors = EXECUTORS[1:]
+    modules = {"dense": Dense(512, 8, dtype), **copies(layer, executors)}
+    x = torch.randn(batch, tokens, 512, dtype=dtype)
     macs = 2 * 512 * width * (active + 1) + 2 * tokens * width * active  # for one token
-    # Computing every one of many experts takes seconds.
-    modules = {
-        "dense": Dense(512, 8, dtype),
-        **copies(layer, EXECUTORS if active == experts else EXECUTORS[1:]),
-    }
-    return (
-        about,
-        modules,
-        torch.randn(B, tokens, 512, dtype=dtype),
-        macs / (4 * 512 * 512 + 2 * tokens * 512),
-    )
+    dense_macs = 4 * 512 * 512 + 2 * tokens * 512
+    return about, modules, x, macs / dense_macs
 
 
 def mae_case(tokens, dtype):
-    """The F step of MAE-7: one expert of 7 of 8 heads a sequence."""
+    """Return a case of `cases` without its dtype: the F step of MAE-7, one expert of 7 of 8 heads a sequence."""
     layer = HeadMixtureAttention(
         512, HeadBudget(8, 64, 8, 0), router="mae", router_kwargs=dict(mode="sampled"), dtype=dtype
     )
@@ -308,7 +325,7 @@ def mae_case(tokens, dtype):
 
 
 def cases(args):
-    """(name of the dtype, what tells the case, {name: module}, x [B, N, C], bound)"""
+    """Yield (name of the dtype, what tells the case, {name: module}, x [B, N, C], bound)."""
     for shape in args.shapes:
         for dtype in args.dtypes:
             if shape in SHAPES:
@@ -328,7 +345,7 @@ def cases(args):
 
 
 def measure(modules, x, mode, routed_per_token):
-    """Times and what follows from them, for the report."""
+    """Time the modules of a case, and return what the report says of it."""
     contestants = dict(modules)
     if mode == "forward" and routed_per_token:
         contestants["router"] = modules["auto"].router
@@ -339,83 +356,94 @@ def measure(modules, x, mode, routed_per_token):
     if mode == "train":
         tokens = x.shape[0] * x.shape[1]
         entry["saved_bytes_per_token"] = {
-            name: round(saved_bytes(m, x) / tokens) for name, m in modules.items()
+            name: round(saved_bytes(module, x) / tokens) for name, module in modules.items()
         }
     return entry
 
 
 def key(case):
-    """What tells cases apart, but for repetitions."""
-    return tuple(
-        case.get(k) for k in ("shape", "tokens", "scope", "share", "dtype", "mode", "threads")
-    )
+    """Return what tells cases apart, but for repetitions."""
+    names = ("shape", "tokens", "scope", "share", "dtype", "mode", "threads")
+    return tuple(case.get(name) for name in names)
 
 
 def span(values):
-    """The smallest and the largest value, as text."""
-    texts = [f"{value:.2f}" for value in (min(values), max(values))] if values else [""]
+    """Write the smallest and the largest value; "" without values."""
+    if not values:
+        return ""
+    texts = [f"{value:.2f}" for value in (min(values), max(values))]
     return "–".join(dict.fromkeys(texts))
 
 
 def layer_table(cases):
-    """Time of auto over dense, medians, a row for a group of shapes and a dtype; and what stays in memory for backward."""
+    """Make the table of layers: a row for a group of shapes and a dtype.
+
+    It has the median time of auto over dense, and how much of dense's memory stays for backward.
+    """
 
     def row(scope, shapes, dtype):
         some = [
-            c for c in cases if c["shape"] in shapes and c["scope"] == scope and c["dtype"] == dtype
+            case
+            for case in cases
+            if case["shape"] in shapes and case["scope"] == scope and case["dtype"] == dtype
         ]
         for mode in MODES:
             for share in SHARES:
-                found = [c for c in some if c["mode"] == mode and c["share"] == share]
-                yield span([c["times"]["auto"]["ratio"] for c in found])
+                found = [case for case in some if case["mode"] == mode and case["share"] == share]
+                yield span([case["times"]["auto"]["ratio"] for case in found])
         kept = [
-            c["saved_bytes_per_token"]
-            for c in some
-            if c["share"] == 0.5 and "saved_bytes_per_token" in c
+            case["saved_bytes_per_token"]
+            for case in some
+            if case["share"] == 0.5 and "saved_bytes_per_token" in case
         ]
-        yield span([each["auto"] / each["dense"] for each in kept])
+        yield span([saved["auto"] / saved["dense"] for saved in kept])
 
-    columns = [f"{mode}, {share}" for mode in MODES for share in SHARES]
-    rows = [
-        [name, dtype, *row(*group, dtype)] for name, group in GROUPS.items() for dtype in DTYPES
-    ]
-    return markdown(
-        ["heads chosen", "dtype", *columns, "kept, 0.5"], [row for row in rows if any(row[2:])]
-    )
+    columns = ["heads chosen", "dtype"]
+    columns += [f"{mode}, {share}" for mode in MODES for share in SHARES]
+    columns.append("kept, 0.5")
+    rows = []
+    for name, group in GROUPS.items():
+        for dtype in DTYPES:
+            cells = list(row(*group, dtype))
+            if any(cells):
+                rows.append([name, dtype, *cells])
+    return markdown(columns, rows)
 
 
 def experts_table(cases):
-    """MoA's layers and MAE's F step: the bound and the time of auto over dense attention of 8 heads."""
+    """Make the table of MoA's layers and MAE's F step: the bound, and the time of auto over dense attention of 8 heads."""
     rows = {}
     for case in cases:
         if case["shape"] not in SHAPES:
             name = f"{case['shape']}, {case['batch']} x {case['tokens']}"
-            rows.setdefault(name, {"": case["bound"]})[case["dtype"], case["mode"]] = case["times"][
-                "auto"
-            ]["ratio"]
+            row = rows.setdefault(name, {"bound": [case["bound"]]})
+            row[case["dtype"], case["mode"]] = [case["times"]["auto"]["ratio"]]
     columns = [(dtype, mode) for dtype in DTYPES for mode in MODES]
-    lines = [
-        [name, *(span([row[key]] if key in row else []) for key in ("", *columns))]
-        for name, row in rows.items()
-    ]
+    lines = []
+    for name, row in rows.items():
+        lines.append([name, *(span(row.get(column)) for column in ("bound", *columns))])
     return markdown(["layer", "bound", *map(", ".join, columns)], lines)
 
 
 def tables(report):
-    return "\n".join(
-        [about_machine(report) + "\n", layer_table(report["cases"]), experts_table(report["cases"])]
-    )
+    """Make the tables of docs/results/speed.md."""
+    cases = report["cases"]
+    return "\n".join([about_machine(report) + "\n", layer_table(cases), experts_table(cases)])
 
 
 def line(entry):
+    """Write an entry of the report in one line."""
     name = f"{entry['shape']} {entry['batch']}x{entry['tokens']} {entry['active']}/{entry['heads']} {entry['scope']}"
     text = f"{name:<31}{entry['dtype']:<9}{entry['mode']:<8}{entry['times']['dense']['milliseconds']:9.2f} ms"
     text += f"  bound {entry['bound']:.2f}"
     for name, row in entry["times"].items():
-        low, high = row["quartiles"]
-        text += f"  {name} {row['ratio']:.3f} [{low:.3f} {high:.3f}]" if name != "dense" else ""
-    kept = entry.get("saved_bytes_per_token", {})
-    return f"{text}  {entry['picked']}" + "".join(f"  {name} keeps {kept[name]} B" for name in kept)
+        if name != "dense":
+            low, high = row["quartiles"]
+            text += f"  {name} {row['ratio']:.3f} [{low:.3f} {high:.3f}]"
+    text += f"  {entry['picked']}"
+    for name, count in entry.get("saved_bytes_per_token", {}).items():
+        text += f"  {name} keeps {count} B"
+    return text
 
 
 def main():
@@ -433,7 +461,8 @@ def main():
     )
     args = parser.parse_args()
     if args.table:
-        return print(tables(json.loads(args.output.read_text())), end="")
+        print(tables(json.loads(args.output.read_text())), end="")
+        return
 
     torch.manual_seed(0)
     torch.set_num_threads(args.threads)
@@ -446,19 +475,16 @@ def main():
             )
         report["cases"] = earlier["cases"]
     for dtype, about, modules, x, best in cases(args):
+        many_tokens = x.shape[0] * x.shape[1] > MANY_TOKENS
+        routed_per_token = about["shape"] in SHAPES and about["scope"] == "token"
         for mode in args.modes:
-            if mode == "train" and (
-                about["shape"] == "one_image" or x.shape[0] * x.shape[1] > MANY_TOKENS
-            ):
+            if mode == "train" and (many_tokens or about["shape"] == "one_image"):
                 continue
             entry = dict(about, dtype=dtype, mode=mode, threads=args.threads, bound=round(best, 3))
-            entry.update(
-                measure(modules, x, mode, about["shape"] in SHAPES and about["scope"] == "token")
-            )
+            entry.update(measure(modules, x, mode, routed_per_token))
             entry["load"] = os.getloadavg()[0]
-            report["cases"] = [case for case in report["cases"] if key(case) != key(entry)] + [
-                entry
-            ]
+            report["cases"] = [case for case in report["cases"] if key(case) != key(entry)]
+            report["cases"].append(entry)
             print(line(entry), flush=True)
             write_report(args.output, report, indent=None)  # what comes later may fail
     print(args.output)

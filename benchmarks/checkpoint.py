@@ -39,6 +39,7 @@ from timing import (
 
 from moh_vision.classification.task import ClassificationTask
 from moh_vision.engine.checkpoint import TrainingState
+from moh_vision.engine.config import EmaConfig
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.weights import make_ema
 
@@ -47,12 +48,12 @@ NAMES = ("copy", "waiting", "stall", "written")
 
 
 def training_state(depth):
-    """(accelerator, `TrainingState`) of a training that has done a step."""
+    """Return (accelerator, `TrainingState`) of a training that has done a step."""
     accelerator = Accelerator(cpu=True)
     model = timm.create_model(
         "moh_vit_small_patch16_224", depth=depth, head_budget="uniform:0.75", img_size=32
     )
-    ema = make_ema(model, 0.99, False, "cpu")
+    ema = make_ema(model, EmaConfig(decay=0.99), "cpu")
     task = ClassificationTask(model, 0.01)
     task, optimizer = accelerator.prepare(task, torch.optim.AdamW(task.parameters()))
     task(torch.randn(2, 3, 32, 32), torch.tensor([0, 1]))["loss"].backward()
@@ -61,48 +62,55 @@ def training_state(depth):
 
 
 def copy(paths, target):
+    """Copy files into a new folder, each flushed to the disk."""
     target.mkdir()
     for number, path in enumerate(paths):
-        with open(path, "rb") as theirs, open(target / f"{number}", "wb") as ours:
-            shutil.copyfileobj(theirs, ours, 2**20)
-            ours.flush()
-            os.fsync(ours.fileno())
+        with open(path, "rb") as source, open(target / f"{number}", "wb") as copied:
+            shutil.copyfileobj(source, copied, 2**20)
+            copied.flush()
+            os.fsync(copied.fileno())
 
 
 def timed_rounds(accelerator, state, folder, rounds):
-    """{name: seconds [rounds]}, after a round that does not count."""
-    run, stalls, numbers = folder / "run", [], itertools.count(1)
-    waiting, background = (
-        Saver(accelerator, run, state, keep=1, background=b) for b in (False, True)
-    )
+    """Return {name: seconds [rounds]}, after a round that does not count."""
+    run = folder / "run"
+    waiting = Saver(accelerator, run, state, keep=1, background=False)
+    background = Saver(accelerator, run, state, keep=1, background=True)
+    stalls = []
+    numbers = itertools.count(1)  # of steps
 
-    def in_background():
+    def copy_checkpoint():
+        checkpoint = next((run / "checkpoints").iterdir())
+        copy([*checkpoint.iterdir()], folder / "copy")
+
+    def save_waiting():
+        waiting.save(next(numbers), {})
+
+    def save_in_background():
         stalls.append(wall(lambda: background.save(next(numbers), {})))
         background.finish(last=True)
 
-    steps = dict(
-        copy=lambda: copy([*next((run / "checkpoints").iterdir()).iterdir()], folder / "copy"),
-        waiting=lambda: waiting.save(next(numbers), {}),
-        written=in_background,
-    )
+    def remove_copy(_):
+        shutil.rmtree(folder / "copy", ignore_errors=True)
 
     def after_sync(step):
         os.sync()
         return wall(step)
 
     waiting.save(0, {}, last=True)
-    remove = lambda _: shutil.rmtree(folder / "copy", ignore_errors=True)  # noqa: E731
-    times = interleaved(steps, rounds, warm_up=1, before=remove, clock=after_sync)
+    steps = dict(copy=copy_checkpoint, waiting=save_waiting, written=save_in_background)
+    times = interleaved(steps, rounds, warm_up=1, before=remove_copy, clock=after_sync)
     return {**times, "stall": torch.tensor(stalls[-rounds:], dtype=torch.float64)}
 
 
 def table(report):
+    """Make the table of docs/results/speed.md."""
     rows = []
     for name in NAMES:
-        seconds, ratio = report[name]["seconds"], report[name]["to copy"]
-        rows.append(
-            [name, *(cell(found["median"], found["quartiles"]) for found in (seconds, ratio))]
-        )
+        row = [name]
+        for found in (report[name]["seconds"], report[name]["to copy"]):
+            row.append(cell(found["median"], found["quartiles"]))
+        rows.append(row)
     about = f"{about_machine(report)} {report['state_mb']} MB of state, {report['rounds']} rounds; medians [quartiles].\n"
     return about + "\n" + markdown(["", "seconds", "of a copy"], rows)
 
@@ -114,7 +122,8 @@ def main():
     parser.add_argument("--folder", type=Path, default=HERE, help="on the disk to measure")
     args = parser.parse_args()
     if args.table:
-        return print(table(json.loads(args.output.read_text())), end="")
+        print(table(json.loads(args.output.read_text())), end="")
+        return
 
     torch.manual_seed(0)
     report = new_report(rounds=args.rounds)

@@ -7,6 +7,7 @@ image, masked: the same in a graph that computes all heads. fixed: the same 3 fo
 """
 
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import onnxruntime
@@ -20,7 +21,8 @@ from moh_vision.attention import attention_layers
 from moh_vision.commands.export import Classifier, export
 from moh_vision.models.fixed_heads import gather_heads, keep_heads
 
-NAME, SIZE = "moh_vit_small_patch16_224", [3, 224, 224]
+NAME = "moh_vit_small_patch16_224"
+SIZE = [3, 224, 224]
 HALF = dict(head_budget="uniform:0.5")
 CASES = {
     "dense": dict(router="dense"),
@@ -29,10 +31,13 @@ CASES = {
     "image, masked": dict(HALF, scope="sample"),
     "fixed": HALF,
 }
-BATCHES, SECONDS, ROUNDS = (1, 8), 60.0, (9, 15)
+BATCHES = (1, 8)
+SECONDS = 60.0  # of a batch size
+ROUNDS = (9, 15)  # at least and at most
 
 
 def model_of(case):
+    """Make the model of a case, with the same random weights each time."""
     torch.manual_seed(0)
     model = timm.create_model(NAME, **CASES[case]).eval()
     for name, parameter in model.named_parameters():
@@ -44,6 +49,7 @@ def model_of(case):
 
 
 def onnx_session(model, folder):
+    """Export a model, and open the file in one thread."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     file = Path(folder, "model.onnx")
@@ -54,7 +60,8 @@ def onnx_session(model, folder):
 @torch.no_grad()
 def main():
     torch.set_num_threads(1)
-    models, sessions = {case: model_of(case) for case in CASES}, {}
+    models = {case: model_of(case) for case in CASES if "masked" not in case}
+    sessions = {}
     for case in CASES:
         with tempfile.TemporaryDirectory() as folder:
             model = model_of(case)
@@ -64,15 +71,12 @@ def main():
     rows = []
     for batch in BATCHES:
         images = torch.randn(batch, *SIZE)
-        steps = {
-            f"PyTorch {case}": lambda m=m, x=images: m(x)
-            for case, m in models.items()
-            if "masked" not in case
-        }
+        inputs = {"images": images.numpy()}
+        steps = {}
+        for case, model in models.items():
+            steps[f"PyTorch {case}"] = partial(model, images)
         for case, session in sessions.items():
-            steps[f"onnxruntime {case}"] = lambda s=session, x=images: s.run(
-                None, {"images": x.numpy()}
-            )
+            steps[f"onnxruntime {case}"] = partial(session.run, None, inputs)
         for name, found in to_base(interleaved(steps, ROUNDS, SECONDS)).items():
             ratio = cell(found["ratio"], found["quartiles"])
             rows.append([str(batch), *name.split(" ", 1), ratio, str(found["rounds"])])

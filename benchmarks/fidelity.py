@@ -28,12 +28,12 @@ SETS = ("generated", "reference")
 
 
 def write_folders(data, folder, count):
-    """`count` images in all as PNG files: half of them of the training set, half of the test set."""
+    """Write `count` images in all as PNG files: half of them of the training set, half of the test set."""
     for name, split in zip(SETS, ("train", "val")):
         source = open_source(data, split)
         (folder / name).mkdir()
-        for i in range(count // 2):
-            source.image(i).convert("RGB").save(folder / name / f"{i:05}.png")
+        for number in range(count // 2):
+            source.image(number).convert("RGB").save(folder / name / f"{number:05}.png")
 
 
 def ours(folder, weights, batch_size):
@@ -51,25 +51,37 @@ def torch_fidelitys(folder, weights, batch_size):
 
     images = len(list((folder / SETS[0]).iterdir()))
     return calculate_metrics(
-        input1=str(folder / SETS[0]), input2=str(folder / SETS[1]), cuda=torch.cuda.is_available(), batch_size=batch_size,
-        fid=True, isc=True, kid=True, prc=True, feature_extractor="inception-v3-compat",
-        feature_extractor_weights_path=str(weights), samples_shuffle=False, isc_splits=1, save_cpu_ram=True,
-        kid_subset_size=min(1000, images), verbose=False, cache=False,
-    )  # fmt: skip
+        input1=str(folder / SETS[0]),
+        input2=str(folder / SETS[1]),
+        cuda=torch.cuda.is_available(),
+        batch_size=batch_size,
+        fid=True,
+        isc=True,
+        kid=True,
+        prc=True,
+        feature_extractor="inception-v3-compat",
+        feature_extractor_weights_path=str(weights),
+        samples_shuffle=False,
+        isc_splits=1,
+        save_cpu_ram=True,
+        kid_subset_size=min(1000, images),
+        verbose=False,
+        cache=False,
+    )
 
 
 SCORERS = dict(ours=ours, torch_fidelity=torch_fidelitys)
 
 
 def measured(name, folder, batch_size):
-    """Scores, seconds and MiB at most of this process, in all and beyond what it held before."""
+    """Return scores, seconds, and the largest MiB of this process in all and beyond what it held before."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     begin = time.perf_counter()
     result = SCORERS[name](folder, folder / "random.pth", batch_size)
     seconds = time.perf_counter() - begin
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return dict(
-        numbers={k: v for k, v in result.items() if isinstance(v, float)},
+        numbers={key: value for key, value in result.items() if isinstance(value, float)},
         seconds=round(seconds, 2),
         peak_mib=round(peak / 1024),
         peak_over_imports_mib=round((peak - before) / 1024),
@@ -77,19 +89,25 @@ def measured(name, folder, batch_size):
 
 
 def speed(args, folder):
+    """Score the same images by both in turn, and return times and peaks."""
     write_folders(args.data, folder, args.images)
     write_random_inception(folder / "random.pth")
     rounds = {name: [] for name in SCORERS}
-    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as own_process:
+    with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as processes:
         for number in range(args.rounds):
-            for name in SCORERS if number % 2 == 0 else reversed(SCORERS):
-                row = own_process.submit(measured, name, folder, args.batch).result()
+            order = list(SCORERS)
+            if number % 2 == 1:
+                order.reverse()
+            for name in order:
+                row = processes.submit(measured, name, folder, args.batch).result()
                 rounds[name].append(row)
                 print(
                     f"round {number}: {name:16}{row['seconds']:8.1f} s {row['peak_mib']:6} MiB",
                     flush=True,
                 )
-    ratios = [a["seconds"] / b["seconds"] for a, b in zip(rounds["ours"], rounds["torch_fidelity"])]
+    ratios = []
+    for our_row, their_row in zip(rounds["ours"], rounds["torch_fidelity"]):
+        ratios.append(our_row["seconds"] / their_row["seconds"])
     result = dict(
         images=args.images,
         rounds=args.rounds,
@@ -109,7 +127,8 @@ def speed(args, folder):
 
 
 def line(speed):
-    low, high = min(speed["time_ratios"]), max(speed["time_ratios"])
+    low = min(speed["time_ratios"])
+    high = max(speed["time_ratios"])
     return f"time, ours over torch-fidelity: {speed['time_ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
@@ -121,7 +140,8 @@ def main():
     parser.add_argument("--batch", type=int, default=64)
     args = parser.parse_args()
     if args.table:
-        return print(line(json.loads(args.output.read_text())["speed"]))
+        print(line(json.loads(args.output.read_text())["speed"]))
+        return
     if not args.data:
         parser.error("--data SHARDS is needed")
     report = new_report(threads=torch.get_num_threads(), batch=args.batch)

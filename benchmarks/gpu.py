@@ -76,7 +76,7 @@ class Goal(NamedTuple):
 
 
 def goals():
-    """All goals: those of a layer, then the prompt and whole steps."""
+    """Yield all goals: those of a layer, then the prompt and whole steps."""
     layers = {  # shape, scope, share: forward, train
         ("vit_base", "token", 0.5): (1.08, 0.80),
         ("vit_base", "token", 0.75): (None, 0.86),
@@ -103,18 +103,20 @@ def goals():
 
 
 def reached(goal, tables):
-    """The rows in which a goal was measured, by contestant, and the row of the dense one that they are held to.
+    """Return the rows in which a goal was measured, by contestant, and the dense row that they are held to; or None.
 
-    Of the first form that was measured; a graph's replay is the time of the device alone. Whole steps are eager, as most
-    users run them.
+    The rows are those of the first form that was measured; a graph's replay is the time of the device alone. Whole
+    steps are eager, as most users run them.
     """
-    for form in ("eager",) if goal.part == "step" else ("graph", "eager"):
+    forms = ("graph", "eager")
+    if goal.part == "step":
+        forms = ("eager",)
+    for form in forms:
         about = dict(part=goal.part, shape=goal.shape, mode=goal.mode, form=form, dtype="bfloat16")
         for table in tables:
-            rows = {
-                name: table["rows"].get(f"{name} {goal.share} {goal.scope}", {})
-                for name in CONTESTANTS
-            }
+            rows = {}
+            for name in CONTESTANTS:
+                rows[name] = table["rows"].get(f"{name} {goal.share} {goal.scope}", {})
             timed = "ratio" in rows[goal.executor] and table["base"].startswith("dense")
             if timed and all(table[key] == value for key, value in about.items()):
                 return rows, table["rows"][table["base"]]
@@ -127,45 +129,66 @@ def auto_over_masked(tables):
         for name, row in table["rows"].items():
             masked = table["rows"].get(name.replace("auto", "masked", 1), {})
             if name.startswith("auto") and "milliseconds" in row and "milliseconds" in masked:
-                where = (
-                    f"{table['shape']} {table['mode']} {table['form']} {name.removeprefix('auto ')}"
-                )
+                heads = name.removeprefix("auto ")
+                where = f"{table['shape']} {table['mode']} {table['form']} {heads}"
                 yield row["milliseconds"] / masked["milliseconds"], where
 
 
 def goal_table(report):
-    """Markdown: the goals of which there is a measurement on a card, and how many have none."""
-    lines, tables = [], report["tables"] if "card" in report and not report["quick"] else []
+    """Write in Markdown the goals of which there is a measurement on a card, and how many have none."""
+    tables = []
+    if "card" in report and not report["quick"]:
+        tables = report["tables"]
     every = {goal: reached(goal, tables) for goal in goals()}
+    lines = []
     for goal, found in every.items():
         if found:
             rows, dense = found
-            ratios = [
-                cell(row["ratio"], row["quartiles"]) if "ratio" in row else ""
-                for row in (rows[name] for name in CONTESTANTS)
-            ]
-            met = "met" if rows[goal.executor]["quartiles"][0] <= goal.limit else "missed"
+            ratios = [""] * len(CONTESTANTS)
+            for number, name in enumerate(CONTESTANTS):
+                if "ratio" in rows[name]:
+                    ratios[number] = cell(rows[name]["ratio"], rows[name]["quartiles"])
+            verdict = met_or_missed(rows[goal.executor]["quartiles"][0], goal.limit)
             milliseconds = f"{dense['milliseconds']:.3f}"
-            lines.append([*map(str, goal[:-1]), milliseconds, *ratios, str(goal.limit), met])
-    left = f"{len(every) - len(lines)} of {len(every)} goals are not measured.\n"
+            lines.append([*map(str, goal[:-1]), milliseconds, *ratios, str(goal.limit), verdict])
+    text = f"{len(every) - len(lines)} of {len(every)} goals are not measured.\n"
     worst = max(auto_over_masked(tables), default=None)
     if worst is not None:
-        met = "met" if worst[0] <= AUTO else "missed"
-        left += f"auto over masked: at most {worst[0]:.2f} ({worst[1]}); goal {AUTO}: {met}.\n"
+        ratio, where = worst
+        verdict = met_or_missed(ratio, AUTO)
+        text += f"auto over masked: at most {ratio:.2f} ({where}); goal {AUTO}: {verdict}.\n"
+    if not lines:
+        return text
     head = [*Goal._fields[:-1], "dense, ms", *CONTESTANTS, "goal", ""]
-    return (markdown(head, lines) + "\n" if lines else "") + left
+    return f"{markdown(head, lines)}\n{text}"
 
 
-def plan(run):
-    """[(name, function, arguments, whether torch.compile takes much of its time)], the most wanted first."""
-    shapes, cases = (QUICK_SHAPES, QUICK_CASES) if run.quick else (SHAPES, CASES)
-    shares = SHARES[:1] if run.quick else SHARES
-    best, others = ("graph", ("eager",)) if run.cuda else ("eager", ())
-    first, families = next(iter(cases)), dict.fromkeys(family for family, _ in MODELS)
-    parts = []
+def met_or_missed(ratio, limit):
+    return "met" if ratio <= limit else "missed"
+
+
+def plan(run):  # noqa: C901
+    """Return [(name, function, arguments, whether torch.compile takes much of its time)], the most wanted first."""
+    shapes = SHAPES
+    cases = CASES
+    shares = SHARES
+    if run.quick:
+        shapes = QUICK_SHAPES
+        cases = QUICK_CASES
+        shares = SHARES[:1]
+    # The forms that a table is measured in: the most wanted one, and those that are left for later.
+    best_form = "eager"
+    later_forms = ()
+    if run.cuda:
+        best_form = "graph"
+        later_forms = ("eager",)
+    first_case = next(iter(cases))
+    families = dict.fromkeys(family for family, _ in MODELS)
+    parts = {}
 
     def add(name, function, *arguments, compiles=False):
-        parts.append((name, function, arguments, compiles))
+        if name not in parts:  # a part that is wanted twice runs once, at its first place
+            parts[name] = (name, function, arguments, compiles)
 
     def numerics_of(dtype, names, share=0.5):
         for name in names:
@@ -176,53 +199,46 @@ def plan(run):
             shape = shapes[name]._replace(scope=scope)
             for mode in ("forward", "train"):
                 about = (name, shape, shares, dtype, mode, form)
-                add(
-                    f"layer {name} {scope} {dtype} {mode} {form}", layers, *about, compiles=compiles
-                )
+                part = f"layer {name} {scope} {dtype} {mode} {form}"
+                add(part, layers, *about, compiles=compiles)
 
     add("peaks", peaks)
     numerics_of("bfloat16", cases)
     for dtype in ("float32", "tf32"):
-        numerics_of(dtype, [first])
-    layers_of(shapes, "token", best)
-    add(f"prefill {best}", prompt, best)
-    layers_of(shapes, "sample", best)
-    layers_of(["dit_xlarge"], "one", best)
+        numerics_of(dtype, [first_case])
+    layers_of(shapes, "token", best_form)
+    add(f"prefill {best_form}", prompt, best_form)
+    layers_of(shapes, "sample", best_form)
+    layers_of(["dit_xlarge"], "one", best_form)
     for name, shape in shapes.items():
         add(f"races {name}", races, name, shape, "bfloat16", 0.5)
     for family in families:
         add(f"step {family} compiled", training, family, "compiled", compiles=True)
     for dtype in DTYPES:
-        numerics_of(
-            dtype,
-            [
-                name
-                for name in cases
-                if dtype not in ("bfloat16", "float32", "tf32") or name != first
-            ],
-        )
-        numerics_of(dtype, [first], 0.75)
+        numerics_of(dtype, cases)
+        numerics_of(dtype, [first_case], 0.75)
         if not run.quick:
-            numerics_of(dtype, [first], 1.0)
-    for form in (best, *others):
+            numerics_of(dtype, [first_case], 1.0)
+    for form in (best_form, *later_forms):
         add(f"sampling {form}", sampling, form)
     for family in families:
         add(f"step {family} eager", training, family, "eager")
-    layers_of(list(shapes)[:2], "token", "compiled", compiles=True)
-    for form in others:
-        layers_of(list(shapes)[:2], "token", form)
-        layers_of(list(shapes)[:2], "sample", form)
-    layers_of(list(shapes)[:2], "token", best, dtype="tf32")
-    known = set()
-    return [part for part in parts if not (part[0] in known or known.add(part[0]))]
+    first_shapes = list(shapes)[:2]
+    layers_of(first_shapes, "token", "compiled", compiles=True)
+    for form in later_forms:
+        layers_of(first_shapes, "token", form)
+        layers_of(first_shapes, "sample", form)
+    layers_of(first_shapes, "token", best_form, dtype="tf32")
+    return list(parts.values())
 
 
 def missing(name):
-    """Why a part says nothing here, or None."""
+    """Say why a part has nothing to measure here; None if it has."""
     if name.startswith(("step dit", "sampling")) and importlib.util.find_spec("diffusers") is None:
         return "diffusers is not installed"
-    computes_all = name.endswith("compiled") and torch.__version__ < (2, 13)
-    return "before torch 2.13 a compiled model computes all heads" if computes_all else None
+    if name.endswith("compiled") and torch.__version__ < (2, 13):
+        return "before torch 2.13 a compiled model computes all heads"
+    return None
 
 
 def carry_out(run, prefixes):
@@ -230,7 +246,8 @@ def carry_out(run, prefixes):
     for name, function, arguments, compiles in plan(run):
         if not name.startswith(tuple(prefixes)) or name in run.report["seconds"]:
             continue
-        if why := missing(name):
+        why = missing(name)
+        if why is not None:
             run.report["skipped"].append(f"{name}: {why}")
             continue
         torch.manual_seed(run.report["seed"])
@@ -239,7 +256,8 @@ def carry_out(run, prefixes):
             return
 
 
-def main():
+def parse_options():
+    """Return the parser, for errors that show later, and the options."""
     parser = parser_of(__doc__, "gpu")
     parser.add_argument(
         "--device", default="cuda", choices=("cuda", "cpu"), help="cuda (the default) or cpu"
@@ -275,11 +293,19 @@ def main():
         help="as --add, in the same time: after the device was lost",
     )
     args = parser.parse_args()
+    if args.device == "cpu" and args.output == parser.get_default("output"):
+        args.output = args.output.with_stem("gpu_on_cpu")
+    return parser, args
+
+
+def main():
+    parser, args = parse_options()
     out = args.output
-    if args.device == "cpu" and out == parser.get_default("output"):
-        out = out.with_stem("gpu_on_cpu")
     if args.table:
-        print(goal_table(json.loads(out.read_text()) if out.is_file() else {}), end="")
+        report = {}
+        if out.is_file():
+            report = json.loads(out.read_text())
+        print(goal_table(report), end="")
         return 0
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(

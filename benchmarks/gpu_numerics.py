@@ -2,12 +2,13 @@
 
 import copy
 import functools
+import math
 import zlib
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-from attention import Released, copies, draw_router, output
+from attention import Released, copies, draw_router, output, router_input
 from gpu_run import one_line
 from torch import nn
 
@@ -58,23 +59,22 @@ class Given(nn.Module):
 
     def __init__(self, routing, budget):
         super().__init__()
-        self.weights, self.active, self.stats = (
-            nn.Parameter(routing.weights.float()),
-            routing.active,
-            routing.stats,
-        )
-        self.pairs = Pairs(*eager.pairs(routing.active)) if routing.active.shape[1] == 1 else None
+        self.weights = nn.Parameter(routing.weights.float())
+        self.active = routing.active
+        self.stats = routing.stats
         self.budget = budget
+        self.pairs = None
+        if routing.active.shape[1] == 1:
+            self.pairs = Pairs(*eager.pairs(routing.active))
 
     def forward(self, x, q=None, padding_mask=None):
-        return Routing(
-            self.weights * self.active, self.active, self.stats, self.budget.active, self.pairs
-        )
+        weights = self.weights * self.active
+        return Routing(weights, self.active, self.stats, self.budget.active, self.pairs)
 
 
 @contextmanager
 def precision(dtype_name):
-    """Matrix products of float32 tensors in float32, or in tf32."""
+    """Multiply float32 matrices in float32, or in tf32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(DTYPES[dtype_name][1])
     try:
@@ -84,6 +84,7 @@ def precision(dtype_name):
 
 
 def make_layer(shape, share, dtype, device):
+    """Make a layer with a random router in a shape."""
     budget = resolve_budget(f"uniform:{share}", 1, shape.heads, shape.width)[0]
     layer = HeadMixtureAttention(
         shape.heads * shape.width,
@@ -93,74 +94,79 @@ def make_layer(shape, share, dtype, device):
         dtype=dtype,
         device=device,
     )
-    draw_router(layer.router, shape.tokens if shape.scope == "sample" else 1)
+    averaged = shape.tokens if shape.scope == "sample" else 1
+    draw_router(layer.router, averaged)
     return layer
 
 
 def make_mask(shape, dtype, device):
-    """The mask of a call, in which every token sees a key, or None."""
-    B, N = shape.batch, shape.tokens
+    """Return the mask of a call, in which every token sees a key, or None."""
+    N = shape.tokens
     if shape.mask == "keys":
-        seen = torch.rand(B, 1, 1, N, device=device) < 0.8
+        seen = torch.rand(shape.batch, 1, 1, N, device=device) < 0.8
         seen[..., 0] = True
-        return seen.expand(B, 1, N, N)
-    return (
-        torch.randn(1, shape.heads, N, N, device=device, dtype=dtype)
-        if shape.mask == "bias"
-        else None
-    )
+        return seen.expand(-1, 1, N, N)
+    if shape.mask == "bias":
+        return torch.randn(1, shape.heads, N, N, device=device, dtype=dtype)
+    return None
 
 
 def poison(run):
-    """Fill memory that is free with NaN: what is never written, but read, shows."""
+    """Fill free memory with NaN, so that reading memory that was never written shows."""
     if run.cuda:
-        blocks = [
-            torch.full((2**size,), float("nan"), device=run.device)
-            for size in [16] * 64 + [22] * 64 + [28]
-        ]
+        blocks = []
+        for size in [16] * 64 + [22] * 64 + [28]:
+            blocks.append(torch.full((2**size,), float("nan"), device=run.device))
         del blocks
 
 
 def results(module, x, dy, **options):
-    """{name: tensor}: the output with and without autograd, and the gradients of x and of all parameters."""
+    """Return {name: tensor}: the output with and without autograd, and the gradients of x and of all parameters."""
     with torch.no_grad():
         found = {"y without autograd": output(module, x, **options)}
     x = x.detach().requires_grad_()
     found["y"] = output(module, x, **options)
     inputs = {"x": x, **dict(module.named_parameters())}
     grads = torch.autograd.grad(found["y"], list(inputs.values()), dy.to(x.dtype))
-    return found | {
-        f"gradient of {name.removeprefix('layer.')}": grad for name, grad in zip(inputs, grads)
-    }
+    for name, grad in zip(inputs, grads):
+        found[f"gradient of {name.removeprefix('layer.')}"] = grad
+    return found
 
 
 def router_results(router, x, alike, dw):
-    """As `results`, of a router; tokens [B, N or 1] that are not `alike` routed count for nothing."""
+    """Return the same as `results` for a router; tokens [B, N or 1] that are not `alike` routed count for nothing."""
     x = x.detach().requires_grad_()
     weights = router(x).weights * alike.unsqueeze(-1)
     inputs = {"x": x, **dict(router.named_parameters())}
     grads = torch.autograd.grad(weights, list(inputs.values()), dw.to(weights.dtype))
-    return {"weights": weights} | {f"gradient of {name}": grad for name, grad in zip(inputs, grads)}
+    found = {"weights": weights}
+    for name, grad in zip(inputs, grads):
+        found[f"gradient of {name}"] = grad
+    return found
 
 
 def worst_error(got, want):
-    """(error, name) of the tensor that is farthest from `want` {name: float64 tensor}, relative in norm.
+    """Return (error, name) of the tensor that is farthest from `want` {name: float64 tensor}, relative in norm.
 
     Gradients that are small by cancellation are held to the rounding of the largest one.
     """
-    largest = max(
-        (t.norm().item() for name, t in want.items() if name.startswith("gradient")), default=0.0
-    )
+    norms = {name: tensor.norm().item() for name, tensor in want.items()}
+    gradients = [norm for name, norm in norms.items() if name.startswith("gradient")]
+    largest = max(gradients, default=0.0)
     errors = []
     for name, tensor in want.items():
-        scale = tensor.norm().item() + (0.02 * largest if name.startswith("gradient") else 0)
+        scale = norms[name]
+        if name.startswith("gradient"):
+            scale += 0.02 * largest
         error = (got[name].double() - tensor).norm().item() / scale
-        errors.append((error if error == error else float("inf"), name))  # nan
+        if math.isnan(error):
+            error = math.inf
+        errors.append((error, name))
     return max(errors)
 
 
 def differing(first, second):
-    """Names of the tensors that have other bits when computed again."""
+    """Return the names of the tensors that have other bits when computed again."""
     return [name for name in first if not torch.equal(first[name], second[name])]
 
 
@@ -174,10 +180,8 @@ def check(run, about, compute, want):
         row["differs"] = differing(got, compute())
     except Exception as error:
         row["raised"] = one_line(error)
-        print(
-            "raised: " + ", ".join(str(value) for value in [*about.values(), row["raised"]]),
-            flush=True,
-        )
+        values = [*about.values(), row["raised"]]
+        print("raised: " + ", ".join(map(str, values)), flush=True)
     run.report["numerics"].append(row)
 
 
@@ -185,6 +189,13 @@ def numerics(run, case, shape, dtype_name, share):
     """Report what every executor makes of a case, and the router, which below float64 is checked apart.
 
     In float64 the router and the released operations take part; below, all executors get the routing that float64 gave.
+
+    Args:
+        run: the `Run`.
+        case: its name.
+        shape: of the layer.
+        dtype_name: a key of DTYPES.
+        share: of the heads that run.
     """
     # Each case has its own numbers, whichever ran before it.
     torch.manual_seed(run.report["seed"] + zlib.crc32(f"{case} {dtype_name} {share}".encode()))
@@ -204,52 +215,59 @@ def numerics(run, case, shape, dtype_name, share):
             for module in (oracle, *contestants.values()):
                 module.router = Given(routing, module.budget)
         oracle.double().executor = "reference"
-        exact = mask.double() if shape.mask == "bias" else mask
-        options = dict(is_causal=shape.causal) if shape.causal else {}
-        want = results(
-            oracle, x.double(), dy, **options, **({} if mask is None else dict(attn_mask=exact))
-        )
+        options = {}
+        if shape.causal:
+            options["is_causal"] = True
+        exact_options = dict(options)
         if mask is not None:
             options["attn_mask"] = mask
+            exact_options["attn_mask"] = mask.double() if shape.mask == "bias" else mask
+        want = results(oracle, x.double(), dy, **exact_options)
         for name, module in contestants.items():
-            check(
-                run,
-                dict(about, executor=name),
-                functools.partial(results, module, x, dy, **options),
-                want,
-            )
+            compute = functools.partial(results, module, x, dy, **options)
+            check(run, dict(about, executor=name), compute, want)
 
 
 def check_router(run, about, layer, oracle, x):
-    """Report the router of `layer`, against that of `oracle` for tokens that both route alike; returns the oracle's."""
-    read = x.mean(1, keepdim=True) if layer.scope == "sample" else x
+    """Report the router of a layer, against that of its oracle for the tokens that both route alike.
+
+    Args:
+        run: the `Run`.
+        about: what the row says of the case.
+        layer: in the dtype of the case.
+        oracle: the same layer in float64.
+        x: tokens [B, N, C].
+
+    Returns:
+        The oracle's routing.
+    """
+    read = router_input(layer, x)
     with torch.no_grad():
-        routing, here = oracle.router(read.double()), layer.router(read)
-    alike = (routing.active == here.active).all(-1)  # [B, N or 1]
+        exact = oracle.router(read.double())
+        routing = layer.router(read)
+    alike = (exact.active == routing.active).all(-1)  # [B, N or 1]
     row = dict(about, tokens_routed_otherwise=1 - alike.double().mean().item())
-    if here.pairs is not None:
-        want = eager.pairs(here.active)
-        got = [t.clone() for t in here.pairs]
-        row["list_is_right"] = torch.equal(got[1], want[1]) and torch.equal(
-            got[0][: len(want[0])], want[0]
-        )
+    if routing.pairs is not None:
+        tokens, offsets = [tensor.clone() for tensor in routing.pairs]
+        expected = eager.pairs(routing.active)
+        same_tokens = torch.equal(tokens[: len(expected.token)], expected.token)
+        row["list_is_right"] = same_tokens and torch.equal(offsets, expected.offsets)
     run.report["routers"].append(row)
-    dw = torch.randn(routing.weights.shape, device=x.device, dtype=torch.float64)
+    dw = torch.randn(exact.weights.shape, device=x.device, dtype=torch.float64)
     want = router_results(oracle.router, read.double(), alike, dw)
     # The router of a layer in 16 bits has weights in 16 bits, whose gradients are rounded to them.
     compute = functools.partial(router_results, layer.router, read, alike, dw)
     check(run, dict(about, executor="router"), compute, want)
-    return routing
+    return exact
 
 
 def races(run, name, shape, dtype_name, share):
-    """Report whether `packed` at its full size gives the same bits twice."""
+    """Report whether `packed` at its full size gives the same bits twice; arguments as of `numerics`."""
+    dtype = DTYPES[dtype_name][0]
     with precision(dtype_name):
-        layer = make_layer(shape, share, DTYPES[dtype_name][0], run.device)
+        layer = make_layer(shape, share, dtype, run.device)
         layer.executor = "packed"
-        x, dy = torch.randn(
-            2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=DTYPES[dtype_name][0]
-        )
+        x, dy = torch.randn(2, shape.batch, shape.tokens, layer.dim, device=run.device, dtype=dtype)
         first = results(layer, x, dy, is_causal=shape.causal)
         differs = differing(first, results(layer, x, dy, is_causal=shape.causal))
     row = dict(
@@ -264,7 +282,7 @@ def races(run, name, shape, dtype_name, share):
 
 
 def wrong(report):
-    """What numerics found wrong, one line each; errors first."""
+    """Say what numerics found wrong, one line each; errors first."""
     lines = []
     for row in report["numerics"]:
         if row.get("error", 0) > row["allowed"]:
@@ -276,13 +294,11 @@ def wrong(report):
                 f"router, {row['case']}, {row['dtype']}, share {row['share']}: the list of pairs is wrong"
             )
     for row in report["numerics"] + report["races"]:
+        names = row.get("differs", [])
         # In float64 sums are torch's, and heads chosen per sample go through torch's attention, whose gradient of the
         # queries may be added up in any order.
-        names = [
-            n
-            for n in row.get("differs", ())
-            if "sample" not in (row.get("scope") or row["case"]) or n[0] == "y"
-        ]
+        if "sample" in (row.get("scope") or row["case"]):
+            names = [name for name in names if name.startswith("y")]
         if names and row["executor"] in ("packed", "router") and row["dtype"] != "float64":
             what = f"{row['executor']}, {row['case']}, {row['dtype']}, share {row['share']}"
             lines.append(f"{what}: other bits when computed again: {', '.join(names)}")
@@ -290,12 +306,13 @@ def wrong(report):
 
 
 def excluded(report, dtype_name):
-    """Executors that are wrong somewhere in this dtype, and are not timed in it."""
+    """Return the executors that are wrong somewhere in this dtype, and are not timed in it."""
     rows = (row for row in report["numerics"] if row["dtype"] == dtype_name)
     return {row["executor"] for row in rows if row.get("error", 0) > row["allowed"]}
 
 
 def summary(report):
+    """Yield lines on what was checked, the largest errors, and what is wrong."""
     checked = [row for row in report["numerics"] if "error" in row]
     raised = len(report["numerics"]) - len(checked)
     yield f"numerics: {len(checked)} checked, {raised} raised"
@@ -306,7 +323,8 @@ def summary(report):
                 worst[row["dtype"]] = max(worst.get(row["dtype"], 0.0), row["error"])
         yield f"  {name}: " + ", ".join(f"{dtype} {error:.1e}" for dtype, error in worst.items())
     for dtype in DTYPES:
-        otherwise = [r["tokens_routed_otherwise"] for r in report["routers"] if r["dtype"] == dtype]
+        rows = [row for row in report["routers"] if row["dtype"] == dtype]
+        otherwise = [row["tokens_routed_otherwise"] for row in rows]
         if otherwise:
             yield f"  {dtype}: at most {max(otherwise):.2g} of the tokens are routed otherwise than in float64"
     yield from (f"  wrong: {line}" for line in wrong(report))

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 import torch
 from timing import cell, clock_of, interleaved, new_report, to_base
 
-SECONDS, ROUNDS = 1.5, (5, 50)  # of one table; at least and at most
-PART = 90.0  # seconds of a part that does not use torch.compile: what hangs must not take the time of all others
+SECONDS = 1.5  # of one table
+ROUNDS = (5, 50)  # at least and at most
+PART = 90.0  # seconds of a part that does not use torch.compile: one that hangs must not take the time of the rest
 PACKAGES = ("torch", "torchvision", "triton", "timm", "diffusers")
 
 
@@ -27,10 +28,8 @@ def stop_after(seconds):
     def stop(*_):
         raise OutOfTime
 
-    handler, timer = (
-        signal.signal(signal.SIGALRM, stop),
-        signal.setitimer(signal.ITIMER_REAL, seconds),
-    )
+    handler = signal.signal(signal.SIGALRM, stop)
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
@@ -48,25 +47,37 @@ class Run:
     Args:
         device: "cuda" or "cpu".
         out: path of the JSON file, written again after every part.
-        minutes: for everything; compile_seconds: for the parts that compile, together.
+        minutes: the time for everything.
+        compile_seconds: the time for the parts that compile, together.
         quick: two rounds, no warm-up.
         **about: further entries of the report.
     """
 
     def __init__(self, device, out, minutes, compile_seconds, quick, **about):
-        self.device, self.out, self.quick, self.cuda = device, out, quick, device == "cuda"
-        self.deadline, self.compile_seconds = time.monotonic() + 60 * minutes, compile_seconds
-        self.clock, self.lost = clock_of(device), False  # lost: the device answers no more
-        installed = {d.name: d.version for d in importlib.metadata.distributions()}
+        self.device = device
+        self.cuda = device == "cuda"
+        self.out = out
+        self.quick = quick
+        self.deadline = time.monotonic() + 60 * minutes
+        self.compile_seconds = compile_seconds
+        self.clock = clock_of(device)
+        self.lost = False  # whether the device answers no more
+        distributions = importlib.metadata.distributions()
+        installed = {package.name: package.version for package in distributions}
         versions = {name: installed.get(name) for name in PACKAGES} | dict(cuda=torch.version.cuda)
         self.report = new_report(
             versions=versions, quick=quick, **about, seconds={}, errors={}, skipped=[]
         )
         if self.cuda:
-            p = torch.cuda.get_device_properties(device)
-            size = dict(memory_gib=round(p.total_memory / 2**30, 1), l2_mib=p.L2_cache_size / 2**20)
-            about = dict(capability=f"{p.major}.{p.minor}", multiprocessors=p.multi_processor_count)
-            self.report["card"] = dict(name=p.name, **about, **size, **self.clocks())
+            card = torch.cuda.get_device_properties(device)
+            self.report["card"] = dict(
+                name=card.name,
+                capability=f"{card.major}.{card.minor}",
+                multiprocessors=card.multi_processor_count,
+                memory_gib=round(card.total_memory / 2**30, 1),
+                l2_mib=card.L2_cache_size / 2**20,
+                **self.clocks(),
+            )
 
     def part(self, name, measure, *arguments, compiles=False):
         """Call measure(self, *arguments). A failure, or the end of the time, goes into the report and is not raised.
@@ -77,16 +88,18 @@ class Run:
         if self.lost:
             return
         begin = time.monotonic()
-        left = min(self.deadline - begin, self.compile_seconds if compiles else PART)
+        limit = self.compile_seconds if compiles else PART
+        left = min(self.deadline - begin, limit)
         try:
             if left <= 0:
                 raise OutOfTime
             with stop_after(left):
                 measure(self, *arguments)
         except OutOfTime:
-            self.report["skipped"].append(
-                name if left <= 0 else f"{name}: stopped after {left:.0f} s"
-            )
+            if left <= 0:
+                self.report["skipped"].append(name)
+            else:
+                self.report["skipped"].append(f"{name}: stopped after {left:.0f} s")
         except Exception as error:
             self.report["errors"][name] = one_line(error)
             print(f"failed: {name}: {one_line(error)}", flush=True)
@@ -98,7 +111,8 @@ class Run:
             try:
                 torch.cuda.synchronize()
             except RuntimeError as error:
-                self.lost, self.report["errors"][name] = True, one_line(error)
+                self.lost = True
+                self.report["errors"][name] = one_line(error)
         self.write()
 
     def write(self):
@@ -125,33 +139,33 @@ class Run:
         here, there = (report.get("card", {}).get("name") for report in (self.report, earlier))
         if here != there:
             raise ValueError(f"{self.out} was measured on {there}, this is {here}")
-        again = {name.split(":")[0] for name in earlier["skipped"]} | set(earlier["errors"])
-        seconds = {name: taken for name, taken in earlier["seconds"].items() if name not in again}
+        repeated = {name.split(":")[0] for name in earlier["skipped"]} | set(earlier["errors"])
+        seconds = {
+            name: taken for name, taken in earlier["seconds"].items() if name not in repeated
+        }
         self.report = {**earlier, "seconds": seconds, "errors": {}, "skipped": []}
 
     def clocks(self):
-        """Driver, clocks, power and temperature as nvidia-smi reads them; nothing on a CPU."""
+        """Return driver, clocks, power and temperature as nvidia-smi reads them; nothing on a CPU."""
         if not self.cuda:
             return {}
         fields = "driver_version,clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
         card = f"--id=GPU-{torch.cuda.get_device_properties(self.device).uuid}"
         command = ["nvidia-smi", card, f"--query-gpu={fields}", "--format=csv,noheader"]
         try:
-            out = subprocess.run(
-                command, capture_output=True, text=True, timeout=20, check=True
-            ).stdout
+            done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
         except (OSError, subprocess.SubprocessError) as error:
             return dict(nvidia_smi=one_line(error))
-        return dict(zip(fields.split(","), (value.strip() for value in out.split(","))))
+        values = [value.strip() for value in done.stdout.split(",")]
+        return dict(zip(fields.split(","), values))
 
     def interleaved(self, steps):
-        """{name: step} -> {name: seconds [rounds], float64}."""
-        return interleaved(
-            steps, (1, 2) if self.quick else ROUNDS, SECONDS, warm_up=0, clock=self.clock
-        )
+        """Time {name: step}: {name: seconds [rounds], float64}."""
+        rounds = (1, 2) if self.quick else ROUNDS
+        return interleaved(steps, rounds, SECONDS, warm_up=0, clock=self.clock)
 
     def median(self, step):
-        """Seconds of one step by itself."""
+        """Return the seconds of one step by itself."""
         step()
         return self.interleaved({"": step})[""].quantile(0.5).item()
 
@@ -170,16 +184,22 @@ class Run:
         if self.cuda:  # what earlier tables held
             gc.collect()
             torch.cuda.empty_cache()
-        rows, steps = {name: dict(error="no time was left") for name in makers}, {}
+        rows = {name: dict(error="no time was left") for name in makers}
+        steps = {}
+        warm_up = 1 if self.quick else 5
         try:
             for name, make in makers.items():
                 try:
                     step = make()
-                    for _ in range(1 if self.quick else 5):
+                    for _ in range(warm_up):
                         step()
-                    found = dict(peak_mib=self.peak_mib(step)) if self.cuda else {}
-                    steps[name] = captured(step) if about["form"] == "graph" else step
-                    rows[name] = found
+                    row = {}
+                    if self.cuda:
+                        row["peak_mib"] = self.peak_mib(step)
+                    if about["form"] == "graph":
+                        step = captured(step)
+                    steps[name] = step
+                    rows[name] = row
                 except Exception as error:
                     rows[name] = dict(error=one_line(error))
         except OutOfTime:
@@ -191,16 +211,15 @@ class Run:
         for name, row in to_base(times, base).items():
             rows[name].update(row)
             if name in floors:
-                rows[name]["roofline"] = float(
-                    f"{floors[name] / times[name].quantile(0.5).item():.3g}"
-                )
+                reached = floors[name] / times[name].quantile(0.5).item()
+                rows[name]["roofline"] = float(f"{reached:.3g}")
         print("\n" + " ".join(str(value) for value in about.values()))
         for name, row in rows.items():
             print(f"  {name:21}{line(row, base)}", flush=True)
         return dict(about, base=base, clocks=self.clocks(), rows=rows)
 
     def peak_mib(self, step):
-        """Memory that a call takes on the card, beside what was allocated before it."""
+        """Return the MiB that a call takes on the card, beyond what was allocated before it."""
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -210,7 +229,9 @@ class Run:
 
 
 def captured(step):
-    """The replay of a CUDA graph of `step`, which it keeps: a graph does not own what it reads, and a freed input faults.
+    """Return the replay of a CUDA graph of a step.
+
+    The replay keeps the step: a graph does not own what it reads, and a freed input faults.
 
     Raises:
         RuntimeError: if the step waits for the device. This is found out before capturing, because a capture that fails
@@ -232,8 +253,12 @@ def captured(step):
 
 
 def line(row, base):
+    """Write the row of a contestant, without its name."""
     if "error" in row:
         return f"  {row['error'][:100]}"
     text = f"{row['milliseconds']:12.3f} ms  {cell(row['ratio'], row['quartiles'])} of {base}"
-    text += f"   {row['roofline']:.2f} of the roofline" if "roofline" in row else ""
-    return text + (f"   peak {row['peak_mib']:.0f} MiB" if "peak_mib" in row else "")
+    if "roofline" in row:
+        text += f"   {row['roofline']:.2f} of the roofline"
+    if "peak_mib" in row:
+        text += f"   peak {row['peak_mib']:.0f} MiB"
+    return text

@@ -36,7 +36,7 @@ BACKENDS = {
     "dense efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 COMPILER = "inductor"
-KEYS, HEADS, WIDTH = 8192, 32, 128  # of the prompt
+KEYS = 8192  # of the prompt
 
 
 class Model(NamedTuple):
@@ -49,7 +49,8 @@ class Model(NamedTuple):
     sample: tuple  # half of the heads, chosen per sample
 
 
-VIT, DIT = "vit_base_patch16_224", "dit_xlarge_patch2"
+VIT = "vit_base_patch16_224"
+DIT = "dit_xlarge_patch2"
 # Compiling the 28 layers of DiT-XL takes minutes for each contestant: 9 of them, three of each number of heads.
 NINE = dict(depth=9, num_heads=[8] * 3 + [16] * 3 + [24] * 3, head_dim=72)
 NINE_BUDGET = [(8, 0)] * 3 + [(10, 2)] * 3 + [(14, 2)] * 3
@@ -80,7 +81,8 @@ class Backend(nn.Module):
 
     def __init__(self, module, backend):
         super().__init__()
-        self.module, self.backend = module, backend
+        self.module = module
+        self.backend = backend
 
     def forward(self, x, **options):
         with sdpa_kernel(self.backend):
@@ -95,27 +97,37 @@ class Grouped(nn.Module):
 
     def __init__(self, layer, expand=False):
         super().__init__()
-        self.layer, self.expand = layer, expand
+        self.layer = layer
+        self.expand = expand
 
     def forward(self, x, is_causal=False):
         q, k, v = self.layer.project(Call(x, None))
         if self.expand:
-            k, v = (
-                t.repeat_interleave(self.layer.num_heads // self.layer.kv_heads, 1) for t in (k, v)
-            )
+            repeats = self.layer.num_heads // self.layer.kv_heads
+            k = k.repeat_interleave(repeats, 1)
+            v = v.repeat_interleave(repeats, 1)
         o = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=not self.expand)
         return self.layer.proj(o.transpose(1, 2).flatten(2))
 
 
 def with_backends(module):
-    return {
-        name: Backend(module, backend) if backend else module for name, backend in BACKENDS.items()
-    }
+    """Return {name: module} of a dense module under torch's choice, and under each backend."""
+    modules = {}
+    for name, backend in BACKENDS.items():
+        if backend is None:
+            modules[name] = module
+        else:
+            modules[name] = Backend(module, backend)
+    return modules
 
 
 def peaks(run):
     """Report what this machine reaches: matrix products in FLOP/s by dtype, a copy in bytes/s, read and written."""
-    size, length = (256, 2**20) if run.quick else (8192, 2**29)
+    size = 8192
+    length = 2**29
+    if run.quick:
+        size = 256
+        length = 2**20
     found = run.report["peaks"]
     for name in ("bfloat16", "tf32"):
         with precision(name):
@@ -123,25 +135,33 @@ def peaks(run):
             found[name] = 2 * size**3 / run.median(lambda a=a, b=b: a @ b)
     source, target = torch.ones(2, length, device=run.device, dtype=torch.uint8)
     found["copy"] = 2 * length / run.median(lambda: target.copy_(source))
-    print(
-        "peaks:",
-        ", ".join(
-            f"{name} {rate:.3g} {'B' if name == 'copy' else 'FLOP'}/s"
-            for name, rate in found.items()
-        ),
-    )
+    rates = []
+    for name, rate in found.items():
+        unit = "B/s" if name == "copy" else "FLOP/s"
+        rates.append(f"{name} {rate:.3g} {unit}")
+    print("peaks:", ", ".join(rates))
 
 
 def least_seconds(rates, shape, dtype_name, mode, share):
-    """What a layer takes at least, at these rates: for its multiplications or for its bytes, each moved once."""
-    B, N, C = shape.batch, shape.tokens, shape.heads * shape.width
-    flops = B * N * (8 * C * C + 4 * N * C) * bound(share, N, C, shape.scope)
-    numbers = 2 * B * N * C + 4 * C * C  # x, y and the weights
-    if (
-        mode == "train"
-    ):  # backward has two products for each of forward; and dy, x, dx, the weights and their gradients
-        flops, numbers = 3 * flops, numbers + 3 * B * N * C + 8 * C * C
-    return max(flops / rates[dtype_name], numbers * DTYPES[dtype_name][0].itemsize / rates["copy"])
+    """Return the least time of a layer at these rates: for its multiplications or for its bytes, each moved once.
+
+    Args:
+        rates: {dtype: FLOP/s} and "copy" in bytes/s, see `peaks`.
+        shape: of the layer.
+        dtype_name: a key of DTYPES.
+        mode: "forward" or "train".
+        share: of the heads that run.
+    """
+    tokens = shape.batch * shape.tokens
+    width = shape.heads * shape.width
+    flops = tokens * (8 * width * width + 4 * shape.tokens * width)
+    flops *= bound(share, shape.tokens, width, shape.scope)
+    numbers = 2 * tokens * width + 4 * width * width  # x, y and the weights
+    if mode == "train":
+        flops *= 3  # backward has two products for each of forward
+        numbers += 3 * tokens * width + 8 * width * width  # dy, x, dx, the weights, their gradients
+    moving = numbers * DTYPES[dtype_name][0].itemsize / rates["copy"]
+    return max(flops / rates[dtype_name], moving)
 
 
 def report_table(run, about, makers, floors=None):
@@ -153,31 +173,51 @@ def report_table(run, about, makers, floors=None):
     return table
 
 
+def routed_contestants(layer, shape, executors):
+    """Return {name: module} of a layer under several executors, and of the released operations."""
+    modules = copies(layer, executors)
+    if shape.scope == "one":
+        return {name: Conditioned(module) for name, module in modules.items()}
+    return {"released": Released(layer), **modules}
+
+
 def layers(run, shape_name, shape, shares, dtype_name, mode, form):
-    """Report the times of one attention layer, of all contestants."""
-    B, N, C, dtype = shape.batch, shape.tokens, shape.heads * shape.width, DTYPES[dtype_name][0]
+    """Report the times of one attention layer, of all contestants.
+
+    Args:
+        run: the `Run`.
+        shape_name: as the table has it.
+        shape: of the layer.
+        shares: of the heads that run.
+        dtype_name: a key of DTYPES.
+        mode: "forward" or "train".
+        form: "eager", "graph" or "compiled".
+    """
+    B = shape.batch
+    N = shape.tokens
+    C = shape.heads * shape.width
+    dtype = DTYPES[dtype_name][0]
     compiles = form == "compiled"
     contestants = with_backends(Dense(C, shape.heads, dtype).to(run.device))
-    active = dict.fromkeys(contestants, 1.0)
+    executors = TIMED
     if compiles:
         torch.compiler.reset()  # shapes of earlier tables count against the limit of recompilations
-        contestants, shares = {"dense": contestants["dense"]}, shares[:1]
+        contestants = {"dense": contestants["dense"]}
+        shares = shares[:1]
+        executors = ("masked", "packed")
+    active = dict.fromkeys(contestants, 1.0)
     for share in shares:
         layer = make_layer(shape, share, dtype, run.device)
-        group = {"released": Released(layer), **copies(layer, TIMED[:2] if compiles else TIMED)}
-        if shape.scope == "one":
-            del group["released"]
-            group = {name: Conditioned(module) for name, module in group.items()}
-        if "auto" in group:
-            # As a script does it before its first step; what it prints is not of interest here.
-            group["auto"].train(mode == "train")
-            with contextlib.redirect_stdout(io.StringIO()):
-                moh_vision.measure(
-                    group["auto"], torch.randn(B, N, C, device=run.device, dtype=dtype)
-                )
-        for name, module in group.items():
+        for name, module in routed_contestants(layer, shape, executors).items():
+            if name == "auto":
+                # A script measures before its first step, too. What it prints is not of interest here.
+                module.train(mode == "train")
+                x = torch.randn(B, N, C, device=run.device, dtype=dtype)
+                with contextlib.redirect_stdout(io.StringIO()):
+                    moh_vision.measure(module, x)
             label = f"{name} {share} {shape.scope}"
-            contestants[label], active[label] = module, layer.budget.active / shape.heads
+            contestants[label] = module
+            active[label] = layer.budget.active / shape.heads
     x = torch.randn(B, N, C, device=run.device, dtype=dtype, requires_grad=mode == "train")
 
     def make(module):
@@ -190,12 +230,11 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
     )
     about.update(batch=B, tokens=N, heads=shape.heads, width=shape.width)
     with precision(dtype_name):
-        rates, floors = run.report["peaks"], {}
+        rates = run.report["peaks"]
+        floors = {}
         if rates:
-            floors = {
-                name: least_seconds(rates, shape, dtype_name, mode, active[name])
-                for name in contestants
-            }
+            for name, share in active.items():
+                floors[name] = least_seconds(rates, shape, dtype_name, mode, share)
         makers = {name: functools.partial(make, module) for name, module in contestants.items()}
         rows = report_table(run, about, makers, floors)["rows"]
         for name, row in rows.items():
@@ -209,16 +248,33 @@ def layers(run, shape_name, shape, shares, dtype_name, mode, form):
 
 def prompt(run, form):
     """Report the times of the attention of one layer of LLaMA-8B's shape on a long prompt, whole groups chosen."""
-    heads, kv_heads, width, N = (16, 4, 16, 32) if run.quick else (32, 8, 128, KEYS)
-    C, dtype, share = heads * width, torch.bfloat16, 0.5
+    heads = 32
+    kv_heads = 8
+    width = 128
+    N = KEYS
+    if run.quick:
+        heads = 16
+        kv_heads = 4
+        width = 16
+        N = 32
+    C = heads * width
+    share = 0.5
+    dtype = torch.bfloat16
     layer = HeadMixtureAttention(
-        C, HeadBudget(heads, width, heads // 4, heads // 4), router="query_norm", kv_heads=kv_heads,
-        router_kwargs=dict(group=heads // kv_heads), qkv_bias=False, proj_bias=False, dtype=dtype, device=run.device,
-    )  # fmt: skip
-    contestants = with_backends(Grouped(layer, expand=True)) | {"dense shared": Grouped(layer)}
-    contestants.update(
-        {f"{name} {share} token": module for name, module in copies(layer, TIMED).items()}
+        C,
+        HeadBudget(heads, width, heads // 4, heads // 4),
+        router="query_norm",
+        kv_heads=kv_heads,
+        router_kwargs=dict(group=heads // kv_heads),
+        qkv_bias=False,
+        proj_bias=False,
+        dtype=dtype,
+        device=run.device,
     )
+    contestants = with_backends(Grouped(layer, expand=True))
+    contestants["dense shared"] = Grouped(layer)
+    for name, module in copies(layer, TIMED).items():
+        contestants[f"{name} {share} token"] = module
     x = torch.randn(1, N, C, device=run.device, dtype=dtype)
     about = dict(
         part="prefill", shape="llama_8b", scope="token", dtype="bfloat16", mode="forward", form=form
@@ -228,11 +284,14 @@ def prompt(run, form):
         name: functools.partial(layer_step, module, x, "forward", is_causal=True)
         for name, module in contestants.items()
     }
-    rates, floors = run.report["peaks"], {}
-    if rates:  # the router reads the queries of all heads
-        rest, skipped = 2 * N * C * (C + 2 * kv_heads * width), 2 * N * C * C + 2 * N * N * C
-        kept = {name: share if name.endswith("token") else 1.0 for name in makers}
-        floors = {name: (rest + part * skipped) / rates["bfloat16"] for name, part in kept.items()}
+    rates = run.report["peaks"]
+    floors = {}
+    if rates:
+        always = 2 * N * C * (C + 2 * kv_heads * width)  # the router reads the queries of all heads
+        of_heads = 2 * N * C * C + 2 * N * N * C
+        for name in makers:
+            active = share if name.endswith("token") else 1.0
+            floors[name] = (always + active * of_heads) / rates["bfloat16"]
     report_table(run, about, makers, floors)
 
 
@@ -261,7 +320,7 @@ class ReleasedExecutor(Masked):
 
 
 def drawn(name, arguments):
-    """A model whose routers tell tokens apart: a new DiT is the identity, and its routers see no difference."""
+    """Make a model whose routers tell tokens apart: a new DiT is the identity, and its routers see no difference."""
     model = timm.create_model(name, **arguments)
     if hasattr(model, "final_layer"):
         for block in [*model.blocks, model.final_layer]:
@@ -272,9 +331,18 @@ def drawn(name, arguments):
 
 
 def training_step(run, model, batch, pixels, form):
-    """One step of a whole model: bfloat16 autocast, the tasks' losses, AdamW."""
+    """Make a step of training a whole model: bfloat16 autocast, the tasks' losses, AdamW.
+
+    Args:
+        run: the `Run`.
+        model: on any device.
+        batch: its size.
+        pixels: side of an image; a DiT has its own.
+        form: "eager" or "compiled".
+    """
     model = model.to(run.device).train()
-    given_inputs, losses = inputs(model, batch, pixels, run.device), task(model)
+    given_inputs = inputs(model, batch, pixels, run.device)
+    losses = task(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=run.cuda)
     if form == "compiled":
         losses = torch.compile(losses, dynamic=False, backend=COMPILER)
@@ -291,24 +359,28 @@ def training_step(run, model, batch, pixels, form):
 
 def training(run, family, form):
     """Report the times of whole training steps of one family's contestants, the most wanted first."""
-    models, small = MODELS[family, form], QUICK_MODELS[family] if run.quick else {}
-    batch = 2 if run.quick else models.batch
+    models = MODELS[family, form]
+    batch = models.batch
+    small = {}  # arguments of every model with --quick
+    if run.quick:
+        batch = 2
+        small = QUICK_MODELS[family]
     if form == "compiled":
         torch.compiler.reset()
     routed_models = {"packed 0.75 token": models.token, "packed 0.5 sample": models.sample}
     if form != "compiled":  # they would take the time of another family
         routed_models["masked 0.75 token"] = models.token
         routed_models["released 0.75 token"] = models.token
-    contestants = {"dense": models.dense}
+    name, arguments = models.dense
+    contestants = {"dense": (name, dict(arguments, **small))}
     for label, (name, arguments) in routed_models.items():
-        executor = "masked" if label.startswith("released") else label.split()[0]
-        contestants[label] = (name, dict(arguments, executor=executor))
-    if small:
-        half = {label: dict(head_budget="uniform:0.5") for label in contestants if label != "dense"}
-        contestants = {
-            label: (n, {**kw, **small, **half.get(label, {})})
-            for label, (n, kw) in contestants.items()
-        }
+        executor = label.split()[0]
+        if executor == "released":
+            executor = "masked"
+        arguments = dict(arguments, executor=executor)
+        if run.quick:
+            arguments.update(small, head_budget="uniform:0.5")
+        contestants[label] = (name, arguments)
 
     def make(label, name, arguments):
         model = drawn(name, arguments)
@@ -320,37 +392,37 @@ def training(run, family, form):
 
     about = dict(part="step", shape=family, scope="both", dtype="bfloat16", mode="train", form=form)
     about.update(batch=batch, layers=small.get("depth", models.layers), autocast=True)
-    report_table(
-        run,
-        about,
-        {label: functools.partial(make, label, *model) for label, model in contestants.items()},
-    )
+    makers = {label: functools.partial(make, label, *model) for label, model in contestants.items()}
+    report_table(run, about, makers)
 
 
 def sampling(run, form):
     """Report the times of one step of sampling by DiT-S: the model on a batch of latents, heads by token or timestep."""
-    name, batch = "dit_small_patch2", 2 if run.quick else 64
-    small = dict(img_size=8, embed_dim=96) if run.quick else {}
-    contestants = {"dense": (name, small)}
-    for executor in ("packed",):
-        common = dict(small, executor=executor)
-        contestants[f"{executor} 0.75 token"] = (f"moh_{name}_75", common)
-        for share, budget in ((0.75, {}), (0.5, dict(head_budget=0.5))):
-            by_step = dict(common, scope="sample", route_by="timestep", **budget)
-            contestants[f"{executor} {share} timestep"] = (f"moh_{name}_75", by_step)
+    batch = 64
+    small = {}
+    if run.quick:
+        batch = 2
+        small = dict(img_size=8, embed_dim=96)
+    name = "moh_dit_small_patch2_75"
+    packed = dict(small, executor="packed")
+    by_step = dict(packed, scope="sample", route_by="timestep")
+    contestants = {
+        "dense": ("dit_small_patch2", small),
+        "packed 0.75 token": (name, packed),
+        "packed 0.75 timestep": (name, by_step),
+        "packed 0.5 timestep": (name, dict(by_step, head_budget=0.5)),
+    }
 
     def make(name, arguments):
         model = drawn(name, arguments).to(run.device).eval()
         given_inputs = inputs(model, batch, None, run.device)
-        call = (
-            given_inputs["images"],
-            given_inputs["timesteps"][:1].expand(batch),
-            given_inputs["labels"],
-        )
+        latents = given_inputs["images"]
+        timesteps = given_inputs["timesteps"][:1].expand(batch)
+        labels = given_inputs["labels"]
 
         def step():
             with torch.no_grad(), torch.autocast(run.device, torch.bfloat16):
-                model(*call)
+                model(latents, timesteps, labels)
 
         return step
 
@@ -363,6 +435,5 @@ def sampling(run, form):
         form=form,
     )
     about.update(batch=batch, autocast=True)
-    report_table(
-        run, about, {label: functools.partial(make, *model) for label, model in contestants.items()}
-    )
+    makers = {label: functools.partial(make, *model) for label, model in contestants.items()}
+    report_table(run, about, makers)

@@ -44,39 +44,40 @@ from moh_vision.data.order import PositionSampler
 from moh_vision.data.splits import open_source
 from moh_vision.data.stream import ShardStream
 
-BATCH, SIDE, CLASSES = 32, 224, 10
-MEAN, STD = timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD
+BATCH = 32
+SIDE = 224  # pixels
+CLASSES = 10
+MEAN = timm.data.IMAGENET_DEFAULT_MEAN
+STD = timm.data.IMAGENET_DEFAULT_STD
 AUGMENTATION = dict(
     is_training=True, color_jitter=None, interpolation="bicubic", mean=MEAN, std=STD
 )
 
 
 def write_images(folder, count):
-    """FOLDER/images/train/CLASS/*.jpg, and the same as shards in FOLDER/shards; returns their mean size in KB."""
-    rng, photos = (
-        random.Random(0),
-        [Image.fromarray(pixels) for pixels in load_sample_images().images],
-    )
+    """Write FOLDER/images/train/CLASS/*.jpg, and the same as shards in FOLDER/shards; return their mean size in KB."""
+    rng = random.Random(0)
+    photos = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     sizes = []
-    for i in range(count):
+    for number in range(count):
         photo = rng.choice(photos)
         width = rng.randint(400, 500)
         height = width * 3 // 4
-        left, top = rng.randint(0, photo.width - width), rng.randint(0, photo.height - height)
-        path = folder / "images" / "train" / f"class{i % CLASSES}" / f"{i:05d}.jpg"
+        left = rng.randint(0, photo.width - width)
+        top = rng.randint(0, photo.height - height)
+        path = folder / "images" / "train" / f"class{number % CLASSES}" / f"{number:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         photo.crop((left, top, left + width, top + height)).save(path, quality=90)
         sizes.append(path.stat().st_size)
     per_shard = max(1, count // 10)
-    argv = (
-        f"shards --in {folder}/images --out {folder}/shards --samples-per-shard {per_shard}".split()
-    )
+    argv = ["shards", "--in", f"{folder}/images", "--out", f"{folder}/shards"]
+    argv += ["--samples-per-shard", str(per_shard)]
     assert command(argv) == 0
     return round(sum(sizes) / count / 1000)
 
 
 def loaders(folder):
-    """{name: function of the number of workers that gives the batches}."""
+    """Return {name: function of the number of workers that gives the batches}."""
     transform = imagenet_train_transform(SIDE, 3, MEAN, STD)
     shards = folder / "shards"
     urls = sorted(map(str, shards.glob("train-*.tar")))
@@ -84,19 +85,19 @@ def loaders(folder):
     def ours(source, workers):
         order = dict(group=8, seed=0, batch_size=BATCH, accumulation=1, rank=0, world=1)
         sampler = PositionSampler(source.shard_sizes, **order, start=0, stop=len(source) // BATCH)
-        return (
-            batch["images"]
-            for batch in training_loader(LabelledImages(source, transform, 0), sampler, workers)
-        )
+        loader = training_loader(LabelledImages(source, transform, 0), sampler, workers)
+        return (batch["images"] for batch in loader)
 
-    def stream(workers):
+    def folder_of_ours(workers):
+        return ours(open_source(str(folder / "images"), "train"), workers)
+
+    def shards_of_ours(workers):
+        return ours(open_source(str(shards), "train"), workers)
+
+    def stream_of_ours(workers):
         classes = (shards / "classes.txt").read_text().split()
-        return ours(
-            ShardStream(
-                urls, classes, sum(open_source(str(shards), "train").shard_sizes), "shards"
-            ),
-            workers,
-        )
+        count = sum(open_source(str(shards), "train").shard_sizes)
+        return ours(ShardStream(urls, classes, count, "shards"), workers)
 
     def timms(workers, **options):
         images = create_dataset("", root=str(folder / "images" / "train"), split="train")
@@ -105,29 +106,26 @@ def loaders(folder):
         return (batch for batch, _ in loader)
 
     def webdatasets(workers):
+        augment = create_transform(SIDE, **AUGMENTATION)
         images = webdataset.WebDataset(urls, shardshuffle=100, seed=0).shuffle(1000).decode("pil")
-        images = (
-            images.to_tuple("jpg", "cls")
-            .map_tuple(create_transform(SIDE, **AUGMENTATION))
-            .batched(BATCH)
-        )
-        return (
-            batch for batch, _ in webdataset.WebLoader(images, batch_size=None, num_workers=workers)
-        )
+        images = images.to_tuple("jpg", "cls").map_tuple(augment).batched(BATCH)
+        loader = webdataset.WebLoader(images, batch_size=None, num_workers=workers)
+        return (batch for batch, _ in loader)
 
     return {
-        "ours, folder": lambda workers: ours(open_source(str(folder / "images"), "train"), workers),
-        "ours, shards": lambda workers: ours(open_source(str(shards), "train"), workers),
-        "ours, stream": stream,
-        "timm": lambda workers: timms(workers, use_prefetcher=False),
-        "timm, prefetcher": lambda workers: timms(workers, use_prefetcher=True),
+        "ours, folder": folder_of_ours,
+        "ours, shards": shards_of_ours,
+        "ours, stream": stream_of_ours,
+        "timm": partial(timms, use_prefetcher=False),
+        "timm, prefetcher": partial(timms, use_prefetcher=True),
         "webdataset": webdatasets,
     }
 
 
 def timed_pass(make, stalls, clock=time.perf_counter):
-    """Seconds for an image, from the first batch to the last but one; those until the first batch go into `stalls`."""
-    times, counts = [clock()], [0]
+    """Return the seconds of an image, from the first batch to the last but one; append those until the first to `stalls`."""
+    times = [clock()]
+    counts = [0]  # of images
     for images in make():
         assert images.shape[1:] == (3, SIDE, SIDE) and images.is_floating_point()
         times.append(clock())
@@ -137,42 +135,46 @@ def timed_pass(make, stalls, clock=time.perf_counter):
 
 
 def judge(times, stalls, workers):
-    """[dict of a loader] with so many workers: images per second, the time over the others' best, and until the first batch."""
-    own = {name: seconds for (name, count), seconds in times.items() if count == workers}
-    best = min(
-        (name for name in own if not name.startswith("ours")),
-        key=lambda name: own[name].median().item(),
-    )
-    return [
-        dict(
+    """Return a dict for each loader with so many workers.
+
+    It has images per second, the time over that of the best loader that is not ours, and seconds until the first batch.
+    """
+    by_name = {name: seconds for (name, count), seconds in times.items() if count == workers}
+    medians = {name: seconds.median().item() for name, seconds in by_name.items()}
+    best = min((name for name in by_name if not name.startswith("ours")), key=medians.get)
+    rows = []
+    for name, seconds in by_name.items():
+        row = dict(
             loader=name,
             workers=workers,
             images_per_second=spread(1 / seconds, 1),
-            time_to_best=spread(seconds / own[best]),
+            time_to_best=spread(seconds / by_name[best]),
             seconds_to_first_batch=spread(torch.tensor(stalls[name, workers])),
             best=best,
         )
-        for name, seconds in own.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def table(report):
-    """A row for a loader; for each number of workers images a second and time over the best, and until the first batch."""
-    counts = sorted({row["workers"] for row in report["rows"]})
-    kinds = ("images / s", "time over the best", "first batch, s")
-    lines = []
-    for name in dict.fromkeys(row["loader"] for row in report["rows"]):
-        lines.append([name])
-        for row in sorted(
-            (row for row in report["rows"] if row["loader"] == name), key=lambda row: row["workers"]
-        ):
-            speed, ratio = row["images_per_second"], row["time_to_best"]
-            lines[-1] += [f"{speed['median']:.0f}", cell(ratio["median"], ratio["quartiles"])]
-            lines[-1] += [f"{row['seconds_to_first_batch']['median']:.1f}"]
-    columns = [f"{kind}, {n} worker{'s' * (n > 1)}" for n in counts for kind in kinds]
-    return f"{about_machine(report)} {report['rounds']} rounds.\n\n" + markdown(
-        ["loader", *columns], lines
-    )
+    """Make a table with a row for a loader.
+
+    For each number of workers it has images per second, time over the best, and seconds until the first batch.
+    """
+    columns = ["loader"]
+    for count in sorted({row["workers"] for row in report["rows"]}):
+        workers = f"{count} workers" if count > 1 else f"{count} worker"
+        columns += [f"images / s, {workers}", f"time over the best, {workers}"]
+        columns.append(f"first batch, s, {workers}")
+    lines = {}
+    for row in sorted(report["rows"], key=lambda row: row["workers"]):
+        line = lines.setdefault(row["loader"], [row["loader"]])
+        ratio = row["time_to_best"]
+        line.append(f"{row['images_per_second']['median']:.0f}")
+        line.append(cell(ratio["median"], ratio["quartiles"]))
+        line.append(f"{row['seconds_to_first_batch']['median']:.1f}")
+    about = f"{about_machine(report)} {report['rounds']} rounds."
+    return f"{about}\n\n{markdown(columns, list(lines.values()))}"
 
 
 def main():
@@ -182,18 +184,18 @@ def main():
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     args = parser.parse_args()
     if args.table:
-        return print(table(json.loads(args.output.read_text())), end="")
+        print(table(json.loads(args.output.read_text())), end="")
+        return
 
     report = new_report(images=args.images)
     with tempfile.TemporaryDirectory(prefix="loader-") as folder:
         report["kilobytes"] = write_images(Path(folder), args.images)
-        made = {
-            (name, n): partial(make, n)
-            for name, make in loaders(Path(folder)).items()
-            for n in args.workers
-        }
-        stalls = {key: [] for key in made}
-        steps = {key: partial(timed_pass, make, stalls[key]) for key, make in made.items()}
+        stalls = {}
+        steps = {}
+        for name, make in loaders(Path(folder)).items():
+            for count in args.workers:
+                stalls[name, count] = []
+                steps[name, count] = partial(timed_pass, partial(make, count), stalls[name, count])
         times = interleaved(steps, (1, 99), args.seconds, warm_up=0, clock=lambda step: step())
     report["rounds"] = len(next(iter(times.values())))
     report["rows"] = [row for workers in args.workers for row in judge(times, stalls, workers)]

@@ -22,7 +22,6 @@ a head needs is skipped and nothing else costs time. Results go to benchmarks/re
 import itertools
 import json
 import sys
-from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -57,47 +56,56 @@ from moh_vision.models.foveal_attention import (
 )
 
 SHARES = (0.75, 0.5)
-STEPS, GUIDED_STEPS, GUIDANCE = 50, 10, 4.0  # of a sampling run
-SECONDS, ROUNDS = 20.0, (5, 15)  # per case; at least and at most; sampling runs all its steps
-SIZES = {
+STEPS = 50  # of a sampling run
+GUIDED_STEPS = 10
+GUIDANCE = 4.0
+SECONDS = 20.0  # of a case; sampling runs all its steps
+ROUNDS = (5, 15)  # at least and at most
+SIZES = {  # further arguments of the models
     "vit_small": {},
     "vit_base": {},
     "dit_small": {},
     "dit_base": {},
     "transnext": {},
     "converted": dict(img_size=1024),
-}  # further arguments of the models
+}
 DTYPES = ("float32", "bfloat16")  # bfloat16: autocast
 
 
 def vit(name, head_budget=None):
+    """Make a ViT; without a budget timm's."""
     if head_budget is None:
         return timm.create_model(f"{name}_patch16_224", **SIZES[name])
     return timm.create_model(f"moh_{name}_patch16_224", head_budget=head_budget, **SIZES[name])
 
 
-def dit(head_budget=None, name="dit_small", **scope):
-    """head_budget 0.75: as released."""
+def dit(head_budget=None, name="dit_small", **arguments):
+    """Make a DiT: without a budget the dense one, with 0.75 the heads of the released one."""
     if head_budget is None:
         model = timm.create_model(f"{name}_patch2", **SIZES[name])
     else:
-        budget = {} if head_budget == 0.75 else dict(head_budget=head_budget)
-        model = timm.create_model(f"moh_{name}_patch2_75", **budget, **scope, **SIZES[name])
-    for block in [
-        *model.blocks,
-        model.final_layer,
-    ]:  # a new DiT is the identity, whose routers see no difference
+        if head_budget != 0.75:
+            arguments["head_budget"] = head_budget
+        model = timm.create_model(f"moh_{name}_patch2_75", **arguments, **SIZES[name])
+    # A new DiT is the identity, and its routers see no difference between tokens.
+    for block in [*model.blocks, model.final_layer]:
         nn.init.normal_(block.adaLN_modulation[1].weight, std=0.02)
     return model
 
 
 def vits(name):
-    return {"dense": vit(name), **{f"token {s}": vit(name, f"uniform:{s}") for s in SHARES}}
+    models = {"dense": vit(name)}
+    for head_share in SHARES:
+        models[f"token {head_share}"] = vit(name, f"uniform:{head_share}")
+    return models
 
 
 def dits(name="dit_small"):
-    models = {"dense": dit(name=name), **{f"token {s}": dit(s, name) for s in SHARES}}
-    return dict(models, released=released(models["token 0.75"]))
+    models = {"dense": dit(name=name)}
+    for head_share in SHARES:
+        models[f"token {head_share}"] = dit(head_share, name)
+    models["released"] = released(models["token 0.75"])
+    return models
 
 
 def transnexts():
@@ -114,19 +122,24 @@ class UnfoldedHeads(AggregatedHeads):
     """The window as the released code reads it: keys and values unfolded nine-fold (Shi 2024, eq. 3 to 8)."""
 
     def attend(self, q, k, v):
-        layer, (H, W), (B, h, N, D) = self.layer, self.size, q.shape
-        maps = (t.transpose(2, 3).reshape(B, h * D, H, W) for t in (k, v))
-        k, v = (
-            F.unfold(t, 3, padding=1).view(B, h, D, WINDOW, N).permute(0, 1, 4, 2, 3) for t in maps
-        )
+        layer = self.layer
+        H, W = self.size
+        B, h, N, D = q.shape
+
+        def unfolded(tensor):  # [B, h, N, D] -> [B, h, N, D, 9]
+            image = tensor.transpose(2, 3).reshape(B, h * D, H, W)
+            windows = F.unfold(image, 3, padding=1).view(B, h, D, WINDOW, N)
+            return windows.permute(0, 1, 4, 2, 3)
+
+        k = unfolded(k)
+        v = unfolded(v)
         scaled = layer.scaled(q, self.positions.length)
-        near = (scaled.unsqueeze(3) @ k).squeeze(3) + layer.relative_pos_bias_local.unsqueeze(
-            1
-        )  # [B, h, N, 9]
+        near = (scaled.unsqueeze(3) @ k).squeeze(3)  # [B, h, N, 9]
+        near = near + layer.relative_pos_bias_local.unsqueeze(1)
         near = near.masked_fill(self.positions.outside, -float("inf"))
-        k_pool, v_pool = (
-            t.transpose(1, 2) for t in layer.pooled(self.call.x.unflatten(1, (H, W)))
-        )  # [B, h, P, D]
+        k_pool, v_pool = layer.pooled(self.call.x.unflatten(1, (H, W)))
+        k_pool = k_pool.transpose(1, 2)  # [B, h, P, D]
+        v_pool = v_pool.transpose(1, 2)
         far = scaled @ k_pool.transpose(2, 3) + layer.position_bias(self.positions).transpose(1, 2)
         near, far = torch.cat([near, far], 3).softmax(3).split([WINDOW, far.shape[3]], 3)
         near = near + q @ layer.learnable_tokens + layer.learnable_bias
@@ -134,15 +147,14 @@ class UnfoldedHeads(AggregatedHeads):
 
 
 def released(model):
-    """A copy that computes every head by the operations of the released code."""
+    """Copy a model; the copy computes every head by the operations of the released code."""
     model = deepcopy(model)
     for layer in routed(model):
         layer.executor = "masked"
         if layer.budget.candidates:  # else all heads are shared, and run
             layer.router = ReleasedRouter(layer.router)
-        layer.fused_attn = not isinstance(
-            layer, CosineAttention
-        )  # in whose release the matrix is made
+        # For cosine attention the released code computes the attention matrix itself.
+        layer.fused_attn = not isinstance(layer, CosineAttention)
         if isinstance(layer, AggregatedAttention):
             layer.unfused_executor = UnfoldedHeads
     return model
@@ -151,18 +163,19 @@ def released(model):
 def dits_that_sample():
     models = dits()
     del models["released"]
-    for by in ("condition", "timestep"):
-        models.update({f"{by} {s}": dit(s, scope="sample", route_by=by) for s in SHARES})
+    for read in ("condition", "timestep"):
+        for head_share in SHARES:
+            models[f"{read} {head_share}"] = dit(head_share, scope="sample", route_by=read)
     return models
 
 
 def converted():
     dense = timm.create_model("vit_base_patch16_224", **SIZES["converted"])
-    copies = {
-        f"token {s}": moh_vision.convert(deepcopy(dense), head_budget=f"uniform:{s}")
-        for s in SHARES
-    }
-    return {"dense": dense, **copies}
+    models = {"dense": dense}
+    for head_share in SHARES:
+        budget = f"uniform:{head_share}"
+        models[f"token {head_share}"] = moh_vision.convert(deepcopy(dense), head_budget=budget)
+    return models
 
 
 # part -> function that makes {name: model}, modes, batches
@@ -182,34 +195,34 @@ def is_dit(model):
 
 
 def routed(model):
-    """Its attention layers that are ours; none in timm's models."""
+    """Return a model's attention layers that are ours; timm's models have none."""
     return [module for module in model.modules() if isinstance(module, HeadMixtureAttention)]
 
 
 def share(model):
+    """Return the share of heads that a model runs."""
     layers = routed(model)
-    return (
-        sum(a.budget.active for a in layers) / sum(a.num_heads for a in layers) if layers else 1.0
-    )
+    if not layers:
+        return 1.0
+    active = sum(layer.budget.active for layer in layers)
+    return active / sum(layer.num_heads for layer in layers)
 
 
 def inputs(model, batch, pixels, device="cpu"):
-    """Random inputs of a training step, as the tasks take them; pixels: side of an image, where it is no DiT."""
+    """Draw inputs of a training step, as the tasks take them; pixels: side of an image, where it is no DiT."""
     if not is_dit(model):
         images = torch.randn(batch, 3, pixels, pixels, device=device)
         return dict(images=images, labels=torch.randint(model.num_classes, (batch,), device=device))
-    size, channels, classes = (
-        model.config.sample_size,
-        model.config.in_channels,
-        model.config.num_classes,
-    )
-    images, noise = torch.randn(2, batch, channels, size, size, device=device)
-    labels, timesteps = (torch.randint(n, (batch,), device=device) for n in (classes, 1000))
+    config = model.config
+    size = (config.in_channels, config.sample_size, config.sample_size)
+    images, noise = torch.randn(2, batch, *size, device=device)
+    labels = torch.randint(config.num_classes, (batch,), device=device)
+    timesteps = torch.randint(1000, (batch,), device=device)
     return dict(images=images, noise=noise, labels=labels, timesteps=timesteps)
 
 
 def task(model):
-    """What training calls: inputs -> dict with the loss."""
+    """Return what training calls: inputs -> dict with the loss."""
     if is_dit(model):
         from moh_vision.diffusion import HybridLoss  # needs diffusers
 
@@ -224,17 +237,15 @@ def task(model):
 
 
 def arguments(model, batch, pixels):
-    """Of its forward."""
+    """Draw the arguments of a model's forward."""
     given = inputs(model, batch, pixels)
-    return (
-        (given["images"], given["timesteps"], given["labels"])
-        if is_dit(model)
-        else (given["images"],)
-    )
+    if is_dit(model):
+        return given["images"], given["timesteps"], given["labels"]
+    return (given["images"],)
 
 
 def bound(model, pixels):
-    """Multiplications that the active heads need, over those of all heads."""
+    """Return the multiplications that the active heads need, over those of all heads."""
     macs = count_macs(model, *arguments(model, 1, pixels))
     return macs.ideal / macs.dense
 
@@ -245,7 +256,8 @@ def forward_step(model, batch, pixels):
 
 
 def training_step(model, batch, pixels):
-    given, losses = inputs(model.train(), batch, pixels), task(model)
+    given = inputs(model.train(), batch, pixels)
+    losses = task(model)
 
     def step():
         model.zero_grad()
@@ -257,33 +269,34 @@ def training_step(model, batch, pixels):
 def denoising_step(model, batch, _, guided=False):
     from moh_vision.diffusion import make_scheduler  # needs diffusers
 
-    size, channels = model.eval().config.sample_size, model.config.in_channels
+    model.eval()
+    config = model.config
+    channels = config.in_channels
+    size = (batch, channels, config.sample_size, config.sample_size)
     steps = GUIDED_STEPS if guided else STEPS
     scheduler = make_scheduler("ddim", steps, True, clip=True)
-    labels = torch.arange(batch) % model.config.num_classes
+    labels = torch.arange(batch) % config.num_classes
+    copies = 1  # of each latent in a batch of the model
     if guided:
-        labels = torch.cat(
-            [labels, torch.full_like(labels, model.config.num_classes)]
-        )  # of no class
-    state = dict(number=0)
+        copies = 2
+        no_class = torch.full_like(labels, config.num_classes)
+        labels = torch.cat([labels, no_class])
+    number = 0
+    x = None
 
     @torch.no_grad()
     def step():
-        if state["number"] % steps == 0:
-            state["x"] = torch.randn(
-                batch, channels, size, size, generator=torch.Generator().manual_seed(0)
-            )
-        t = scheduler.timesteps[state["number"] % steps]
-        noise = (
-            model(state["x"].repeat(1 + guided, 1, 1, 1), t.expand(len(labels)), labels)
-            .sample[:, :channels]
-            .float()
-        )
+        nonlocal number, x
+        if number % steps == 0:
+            x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        t = scheduler.timesteps[number % steps]
+        predicted = model(x.repeat(copies, 1, 1, 1), t.expand(len(labels)), labels).sample
+        noise = predicted[:, :channels].float()
         if guided:
             by_class, without = noise.chunk(2)
             noise = without + GUIDANCE * (by_class - without)
-        state["x"] = scheduler.step(noise, t, state["x"]).prev_sample
-        state["number"] += 1
+        x = scheduler.step(noise, t, x).prev_sample
+        number += 1
 
     return step
 
@@ -297,45 +310,58 @@ MODES = {
 
 
 def under(dtype, step):
-    """The step, under autocast unless in float32."""
-
-    def call():
-        with nullcontext() if dtype == "float32" else torch.autocast("cpu", torch.bfloat16):
-            step()
-
-    return call
+    """Return the step under autocast, unless in float32."""
+    if dtype == "float32":
+        return step
+    return torch.autocast("cpu", torch.bfloat16)(step)
 
 
 def measure(models, mode, batch, pixels, dtype):
-    """{name: times, share and bound}"""
-    steps = {
-        name: under(dtype, MODES[mode](model, batch, pixels)) for name, model in models.items()
-    }
-    if mode in ("denoise", "guided"):
-        times = interleaved(steps, STEPS if mode == "denoise" else GUIDED_STEPS, warm_up=1)
+    """Time steps of models in turn.
+
+    Args:
+        models: {name: model}.
+        mode: a key of MODES.
+        batch: its size.
+        pixels: side of an image; a DiT has its own.
+        dtype: "float32" or "bfloat16".
+
+    Returns:
+        {name: a row of `to_base`, with share and bound}.
+    """
+    steps = {}
+    for name, model in models.items():
+        steps[name] = under(dtype, MODES[mode](model, batch, pixels))
+    if mode == "denoise":
+        times = interleaved(steps, STEPS, warm_up=1)
+    elif mode == "guided":
+        times = interleaved(steps, GUIDED_STEPS, warm_up=1)
     else:
         times = interleaved(steps, ROUNDS, SECONDS)
     rows = to_base(times)
     for name, model in models.items():
-        left = 1.0 if name == "released" else bound(model, pixels)
-        rows[name].update(share=round(share(model), 3), bound=round(left, 3))
+        least = 1.0  # the released operations compute all heads
+        if name != "released":
+            least = bound(model, pixels)
+        rows[name].update(share=round(share(model), 3), bound=round(least, 3))
     return rows
 
 
 def tables(report):
-    """Time over dense, medians: a row for each case, a column for each kind of heads."""
-    names = dict.fromkeys(
-        name for case in report["cases"] for name in case["times"] if name != "dense"
-    )
+    """Write the median times over dense: a row for each case, a column for each model."""
+    names = dict.fromkeys(name for case in report["cases"] for name in case["times"])
+    names.pop("dense", None)
     rows = []
     for case in report["cases"]:
-        ratios = (
-            f"{case['times'][name]['ratio']:.2f}" if name in case["times"] else "" for name in names
-        )
-        rows.append([f"{case['part']}, {case['mode']}", str(case["batch"]), case["dtype"], *ratios])
-    return (
-        about_machine(report) + "\n\n" + markdown(["model, mode", "batch", "dtype", *names], rows)
-    )
+        row = [f"{case['part']}, {case['mode']}", str(case["batch"]), case["dtype"]]
+        for name in names:
+            ratio = ""
+            if name in case["times"]:
+                ratio = f"{case['times'][name]['ratio']:.2f}"
+            row.append(ratio)
+        rows.append(row)
+    table = markdown(["model, mode", "batch", "dtype", *names], rows)
+    return f"{about_machine(report)}\n\n{table}"
 
 
 def main():
@@ -348,7 +374,8 @@ def main():
     parser.add_argument("--path", choices=PATHS, help="operators; default: what a user gets")
     args = parser.parse_args()
     if args.table:
-        return print(tables(json.loads(args.output.read_text())), end="")
+        print(tables(json.loads(args.output.read_text())), end="")
+        return
 
     torch.set_num_threads(args.threads)
     report = new_report(path=use_path(args.path), cases=[])
@@ -362,13 +389,12 @@ def main():
         chosen = [mode for mode in modes if mode in args.modes]
         for mode, batch, dtype in itertools.product(chosen, args.batches or batches, args.dtypes):
             about = dict(part=part, mode=mode, batch=batch, dtype=dtype, threads=args.threads)
-            report["cases"].append(dict(about, times=measure(models, mode, batch, pixels, dtype)))
+            rows = measure(models, mode, batch, pixels, dtype)
+            report["cases"].append(dict(about, times=rows))
             print(*about.values())
-            for name, row in report["cases"][-1]["times"].items():
-                print(
-                    f"    {name:16}{cell(row['ratio'], row['quartiles'])}, bound {row['bound']:.2f}",
-                    flush=True,
-                )
+            for name, row in rows.items():
+                ratio = cell(row["ratio"], row["quartiles"])
+                print(f"    {name:16}{ratio}, bound {row['bound']:.2f}", flush=True)
     write_report(args.output, report)
 
 

@@ -8,7 +8,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 
 
 def write_random_inception(path):
-    """23.9 million parameters."""
+    """Write a file of random weights, 23.9 million parameters."""
     torch.manual_seed(0)
     with (
         mock.patch.object(torch, "load"),

@@ -18,14 +18,14 @@ PATHS = ("cpp", "torch")
 
 
 def wall(step):
-    """Seconds that a call of `step` takes."""
+    """Return the seconds that a call of `step` takes."""
     begin = time.perf_counter()
     step()
     return time.perf_counter() - begin
 
 
 def clock_of(device):
-    """A function that runs a step and returns its seconds.
+    """Return a function that runs a step and returns its seconds.
 
     On a CPU it is `wall`; on a GPU the time between two events, before which the L2 cache is overwritten.
     """
@@ -35,7 +35,8 @@ def clock_of(device):
     flush = torch.empty(max(size, 2**27), dtype=torch.uint8, device=device)
 
     def between_events(step):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         flush.zero_()
         start.record()
         step()
@@ -60,9 +61,13 @@ def interleaved(steps, rounds, seconds=None, warm_up=2, before=None, clock=wall)
     Returns:
         {name: seconds [rounds], float64}, in the order of `steps`.
     """
-    least, most = (rounds, rounds) if isinstance(rounds, int) else rounds
-    times, names = {name: [] for name in steps}, list(steps)
-    shuffle, begin = random.Random(0).shuffle, time.perf_counter()
+    if isinstance(rounds, int):
+        rounds = (rounds, rounds)
+    least, most = rounds
+    times = {name: [] for name in steps}
+    names = list(steps)
+    shuffle = random.Random(0).shuffle
+    begin = time.perf_counter()
     for number in range(-warm_up, most):
         late = seconds is not None and time.perf_counter() - begin > seconds
         if late and -warm_up < number < 0:
@@ -82,25 +87,22 @@ def interleaved(steps, rounds, seconds=None, warm_up=2, before=None, clock=wall)
 
 
 def spread(values, digits=3):
-    """Median and quartiles of the values of all rounds [rounds]."""
+    """Return the median and quartiles of the values of all rounds [rounds]."""
     values = torch.as_tensor(values, dtype=torch.float64)
-    low, middle, high = values.quantile(
-        torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
-    ).tolist()
+    quartiles = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    low, middle, high = values.quantile(quartiles).tolist()
     return dict(median=round(middle, digits), quartiles=[round(low, digits), round(high, digits)])
 
 
 def to_base(times, base=None):
-    """{name: dict(ratio, quartiles, milliseconds, milliseconds_quartiles, rounds)}.
+    """Return {name: dict(ratio, quartiles, milliseconds, milliseconds_quartiles, rounds)}.
 
-    Ratios are those to the times of `base`, left out the first name, round by round.
+    Ratios are to the times of `base` round by round; without `base`, to those of the first name.
     """
     rows = {}
     for name, seconds in times.items():
-        ratio, milliseconds = (
-            spread(seconds / times[base or next(iter(times))]),
-            spread(1e3 * seconds, 4),
-        )
+        ratio = spread(seconds / times[base or next(iter(times))])
+        milliseconds = spread(1e3 * seconds, 4)
         rows[name] = dict(
             ratio=ratio["median"],
             quartiles=ratio["quartiles"],
@@ -112,24 +114,26 @@ def to_base(times, base=None):
 
 
 def cell(middle, quartiles):
-    """A figure in a table: median and quartiles."""
+    """Write a figure of a table: median and quartiles."""
     return f"{middle:.2f} [{quartiles[0]:.2f} {quartiles[1]:.2f}]"
 
 
 def markdown(columns, rows):
-    """A table; its first column is text."""
+    """Write a table; its first column is text."""
     lines = [f"| {' | '.join(columns)} |", "|---" + "|---:" * (len(columns) - 1) + "|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows]) + "\n"
 
 
 def machine():
-    names = (
-        [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if "model name" in line]
-        if os.path.exists("/proc/cpuinfo")
-        else []
-    )
+    """Return what a report says of this machine and of today."""
+    cpu = platform.processor()
+    if os.path.exists("/proc/cpuinfo"):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names = [line.split(":")[1].strip() for line in lines if "model name" in line]
+        if names:
+            cpu = names[0]
     return dict(
-        cpu=names[0] if names else platform.processor(),
+        cpu=cpu,
         isa=torch.backends.cpu.get_cpu_capability(),
         cores=os.cpu_count(),
         python=platform.python_version(),
@@ -139,10 +143,13 @@ def machine():
 
 
 def about_machine(report):
-    """One line for the head of a table."""
-    m = report["machine"]
-    operators = f", operators: {report['path']}" if "path" in report else ""
-    return f"{m['cores']} cores of {m['cpu']} ({m['isa']}), torch {m['torch'].partition('+')[0]}{operators}, {m['date']}."
+    """Write one line for the head of a table."""
+    about = report["machine"]
+    version = about["torch"].partition("+")[0]
+    text = f"{about['cores']} cores of {about['cpu']} ({about['isa']}), torch {version}"
+    if "path" in report:
+        text += f", operators: {report['path']}"
+    return f"{text}, {about['date']}."
 
 
 def use_path(path):
@@ -152,7 +159,7 @@ def use_path(path):
 
 
 def parser_of(doc, result):
-    """A parser with what all benchmarks take: where their result goes, and whether it is only shown."""
+    """Make a parser with the options that all benchmarks have: --output and --table."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -168,11 +175,12 @@ def parser_of(doc, result):
 
 
 def new_report(**about):
+    """Begin a report, with the load of the machine before."""
     return dict(machine=machine(), load_before=os.getloadavg(), **about)
 
 
 def write_report(path, report, indent=1):
-    """As JSON, with the load of the machine at the end."""
+    """Write a report as JSON, with the load of the machine at the end."""
     report["load_after"] = os.getloadavg()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report, indent=indent) + "\n")

@@ -64,11 +64,12 @@ default is the same.
 
 
 def config_page() -> str:
-    """How keys work, and every key of every script with its default; what scripts share stands once."""
-    parts, seen = [HEAD, "# Configuration keys\n", ABOUT_KEYS], set()
-    for script, (_, kind) in SCRIPTS.items():
+    """Say how keys work, and list the keys of every script with defaults; what scripts share stands once."""
+    parts = [HEAD, "# Configuration keys\n", ABOUT_KEYS]
+    seen = set()
+    for script, (_, config_class) in SCRIPTS.items():
         parts.append(f"## {script}\n")
-        for title, keys in groups_of(kind):
+        for title, keys in groups_of(config_class):
             rows = [f"| `{name}` | {_code(default_of(found))} |" for name, found in keys.items()]
             new = [row for row in rows if row not in seen]
             seen.update(new)
@@ -103,17 +104,22 @@ def counted(name: str) -> tuple[nn.Module, int]:
             if image_models()[name] == "diffusion":
                 inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
         else:
-            kind, model = name.partition("_")[0], create_text_model(name)
-            # Zhang 2022 counts parameters with about 37,000 words, MACs of translation with 32,000.
-            sized = create_text_model(name, vocab_size=32_000) if kind == "mt" else model
-            ids = torch.zeros(1, TOKENS[kind], dtype=torch.long)
-            inputs, named = [ids], dict(decoder_input_ids=ids) if kind == "mt" else {}
+            task = name.partition("_")[0]
+            model = sized = create_text_model(name)
+            ids = torch.zeros(1, TOKENS[task], dtype=torch.long)
+            inputs = [ids]
+            if task == "mt":
+                # Zhang 2022 counts parameters with about 37,000 words, MACs of translation with 32,000.
+                sized = create_text_model(name, vocab_size=32_000)
+                named["decoder_input_ids"] = ids
         macs = count_macs(sized, *inputs, **named)
-    return model, macs.linears + macs.scores if macs.attention else macs.every_head
+    if macs.attention:
+        return model, macs.linears + macs.scores
+    return model, macs.every_head
 
 
 def models_page() -> str:
-    """Every image model of the registry and every preset of text models, counted; the papers' scores beside them."""
+    """Count every image model of the registry and every preset of text models, and list the papers' scores."""
     parts = [HEAD, "# Models\n"]
     parts.append(
         "Parameters, active share of the heads, and multiply-accumulates of a forward of one image or text: linear layers and\n"
@@ -128,26 +134,23 @@ def models_page() -> str:
         ("Text models: `moh_vision.language.create_text_model(name)`", list_text_presets(), 1e6),
     ):
         images = unit == 1e9
-        columns = [
-            "name",
-            "parameters, M",
-            *(["active heads, %"] if images else []),
-            f"{'G' if images else 'M'}MACs",
-        ]
+        columns = ["name", "parameters, M", "MMACs"]
+        if images:
+            columns = ["name", "parameters, M", "active heads, %", "GMACs"]
         lines = [
             f"| {' | '.join(columns)} | in the paper |",
             f"|---|{'---:|' * (len(columns) - 1)}---|",
         ]
         for name in names:
             model, macs = counted(name)
-            share = (
-                [f"{100 * (moh_vision.head_budget(model).get('share') or 1):.0f}"] if images else []
-            )
-            numbers = " | ".join(
-                [f"{count_parameters(model) / 1e6:.1f}", *share, f"{macs / unit:,.1f}"]
-            )
+            cells = [f"`{name}`", f"{count_parameters(model) / 1e6:.1f}"]
+            if images:
+                share = moh_vision.head_budget(model).get("share") or 1
+                cells.append(f"{100 * share:.0f}")
+            cells.append(f"{macs / unit:,.1f}")
             scored = [_scores(row) for row in PAPER_ROWS if row["model"] == name]
-            lines.append(f"| `{name}` | {numbers} | {'; '.join(filter(None, scored))} |")
+            cells.append("; ".join(filter(None, scored)))
+            lines.append(f"| {' | '.join(cells)} |")
         parts.append("\n".join([f"## {title}\n", *lines]) + "\n")
     return "\n".join(parts)
 
@@ -155,13 +158,12 @@ def models_page() -> str:
 def _scores(row: dict) -> str:
     names = dict(top1="top-1 {} %", fid="FID {}", bleu="BLEU {}", test_perplexity="perplexity {}")
     words = [text.format(row[key]) for key, text in names.items() if key in row]
-    about = [
-        row["data"],
-        row["source"].partition(",")[0],
-    ]  # of images all scores are of one paper and data set
-    if "fid" in row:
+    if not words:
+        return ""
+    about = [row["data"], row["source"].partition(",")[0]]
+    if "fid" in row:  # all FIDs are of one paper and data set
         about = [f"{row['steps']} steps", *re.findall(r"cfg = [\d.]+", row["row"])]
-    return f"{', '.join(words)} ({', '.join(about)})" if words else ""
+    return f"{', '.join(words)} ({', '.join(about)})"
 
 
 def _cell(text: str) -> str:
@@ -169,7 +171,9 @@ def _cell(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    return f"`{_cell(text)}`" if text else ""
+    if not text:
+        return ""
+    return f"`{_cell(text)}`"
 
 
 MAKERS = {"config": config_page, "commands": commands_page, "models": models_page}

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import moh_vision.language  # noqa: F401  adds its converter
 from moh_vision.attention import head_budget
 from moh_vision.attention.measure import measure
-from moh_vision.engine.io import __version__
+from moh_vision.common.io import __version__
 from moh_vision.models.convert import convert
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.weights import load_checkpoint
@@ -14,8 +14,15 @@ if TYPE_CHECKING:
     from moh_vision.opening import load_run, open_run
 
 __all__ = [
-    "__version__", "convert", "head_budget", "load_checkpoint", "load_run", "measure", "open_run", "set_head_budget"
-]  # fmt: skip
+    "__version__",
+    "convert",
+    "head_budget",
+    "load_checkpoint",
+    "load_run",
+    "measure",
+    "open_run",
+    "set_head_budget",
+]
 
 
 def __getattr__(name: str):

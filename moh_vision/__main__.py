@@ -5,8 +5,8 @@ from importlib import import_module
 from types import ModuleType
 
 from moh_vision.commands.command import run_command
-from moh_vision.engine.errors import closest, user_errors
-from moh_vision.engine.progress import say
+from moh_vision.common.errors import closest, user_errors
+from moh_vision.common.progress import say
 
 COMMANDS = {
     "table": "scores, sizes and MACs of runs, as the papers print them",
@@ -51,18 +51,18 @@ def command_of(name: str) -> ModuleType:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
-    if name in ("-h", "--help"):
+    if argv is None:
+        argv = sys.argv[1:]
+    if not argv or argv[0] in ("-h", "--help"):
         width = max(map(len, COMMANDS))
         say("usage: python -m moh_vision COMMAND ...\n\nwith COMMAND one of\n")
         say("\n".join(f"  {command:{width}}  {line}" for command, line in COMMANDS.items()))
         say("\nOf each: python -m moh_vision COMMAND --help")
         return 0
+    name, *rest = argv
     if name not in COMMANDS:
-        print(
-            f"moh_vision: error: {name}: no such command, {closest(name, COMMANDS)}",
-            file=sys.stderr,
-        )
+        problem = f"{name}: no such command, {closest(name, COMMANDS)}"
+        print(f"moh_vision: error: {problem}", file=sys.stderr)
         return 2
     with user_errors(name, ()):  # the package of an extra may be missing
         command = command_of(name)

@@ -6,16 +6,16 @@ from typing import Any
 
 from torch import nn
 
+from moh_vision.common.errors import closest
+from moh_vision.common.io import run_of
+from moh_vision.common.wings import WINGS
 from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
-from moh_vision.engine.errors import closest
-from moh_vision.engine.io import run_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.wings import WINGS
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import image_models
 
 
-def open_run(
+def open_run(  # noqa: PLR0913
     path: str | Path,
     weights: str | None = None,
     device: Any = None,
@@ -48,8 +48,10 @@ def open_run(
         ValueError, FileNotFoundError: in one line, naming the file or key.
     """
     saved = saved or saved_config(run_of(path))
-    named = ["--model.name", name] if name else []
-    wing = _wing_of(path, [*options, *named], saved)
+    named = list(options)
+    if name:
+        named += ["--model.name", name]
+    wing = _wing_of(path, named, saved)
     asked = (str(path), weights, device, options)
     if wing == "classification":
         from moh_vision.classification.opening import open_run as open_classifier
@@ -67,7 +69,7 @@ def open_run(
 
 
 def load_run(path: str | Path, weights: str | None = None) -> nn.Module:
-    """The model of `open_run`, in eval mode on the CPU.
+    """Return the model of `open_run`, in eval mode on the CPU.
 
     The pretrained_cfg of a classifier has the run's preprocessing in validation, for
     `timm.data.resolve_model_data_config`, and the class names as label_names.
@@ -85,39 +87,45 @@ def kind_of(path: str | Path, options: Sequence[str] = ()) -> str:
 
 def wing_said(saved: SavedConfig) -> str:
     """Return the name of the wing that a run's config.yaml says."""
-    values = saved.values if isinstance(saved.values, dict) else {}
-    return _said(saved.file, values.get("kind"))
+    return _said(saved.file, saved.values)
 
 
 def _wing_of(path: str | Path, options: Sequence[str], saved: SavedConfig | None) -> str:
     if saved:
         return wing_said(saved)
-    place = Path(path)
-    if (place / "model_index.json").is_file():
+    path = Path(path)
+    if (path / "model_index.json").is_file():
         return "diffusion"
-    if (place / "config.json").is_file():
-        saved = _read(place / "config.json")
-        if "model_type" in saved:  # transformers
+    if (path / "config.json").is_file():
+        keys = _read(path / "config.json")
+        if "model_type" in keys:  # transformers
             return "text"
-        if "_class_name" in saved:  # diffusers
+        if "_class_name" in keys:  # diffusers
             return "diffusion"
         return "classification"  # timm
-    if place.is_file() and place.suffix == ".safetensors":
-        saved = read_safetensors(place, lambda name: False)[1].get("config")
-        if saved is not None:
-            return _said(place, saved.get("kind") if isinstance(saved, dict) else None)
-    named = place.name
+    if path.is_file() and path.suffix == ".safetensors":
+        config = read_safetensors(path, lambda name: False)[1].get("config")
+        if config is not None:
+            return _said(path, config)
+    name = path.name
     if "--model.name" in options[:-1]:
-        named = options[list(options).index("--model.name") + 1]
-    return image_models().get(named.split(".")[0], "classification")
+        name = options[list(options).index("--model.name") + 1]
+    return image_models().get(name.split(".")[0], "classification")
 
 
 def _read(file: Path) -> dict:
+    """Return what a config.json says; foreign files may hold anything."""
     tree = load_as(file, file.read_text(encoding="utf-8", errors="replace"))
-    return tree if isinstance(tree, dict) else {}
+    if not isinstance(tree, dict):
+        return {}
+    return tree
 
 
-def _said(file: Path, kind: Any) -> str:
-    if kind not in WINGS:
-        raise ValueError(f"{file}: kind {kind!r}: {closest(str(kind), WINGS)}")
-    return kind
+def _said(file: Path, config: Any) -> str:
+    """Return the wing that a configuration in a file says, or refuse the file."""
+    wing = None
+    if isinstance(config, dict):
+        wing = config.get("kind")
+    if wing not in WINGS:
+        raise ValueError(f"{file}: kind {wing!r}: {closest(str(wing), WINGS)}")
+    return wing

@@ -20,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from moh_vision.engine.io import cache_folder
+from moh_vision.common.io import cache_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = "Lt LtE Gt GtE Eq NotEq Is IsNot In NotIn Add Sub Mult Div BitAnd BitOr LShift RShift And Or USub UAdd".split()

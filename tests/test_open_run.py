@@ -8,7 +8,7 @@ import torch
 
 import moh_vision
 from moh_vision.__main__ import main as command
-from moh_vision.engine.io import write_tensors
+from moh_vision.common.io import write_tensors
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.opening import kind_of
 from tests.support.refusals import one_line

@@ -202,8 +202,13 @@ def full_budget(heads: Sequence[int], shares: bool = True) -> list[list[int]]:
     A fifth of the heads, at least one, is shared, or none: with `shares` False (MoA), and in layers of fewer than four
     heads, where a shared head would leave no routed head at half of them.
     """
-    shared = [max(h // 5, 1) if shares and h > 3 else 0 for h in heads]
-    return [[s, h - s] for s, h in zip(shared, heads)]
+    pairs = []
+    for h in heads:
+        shared = 0
+        if shares and h > 3:
+            shared = max(h // 5, 1)
+        pairs.append([shared, h - shared])
+    return pairs
 
 
 def shape_of(spec: BudgetSpec | None) -> str | None:
@@ -302,7 +307,7 @@ def _refuse_fixed_layers(spec: float | str, fixed: Sequence[int], heads: Sequenc
 
 def _least(budgets: Sequence[HeadBudget]) -> list[int]:
     """Return the fewest heads that each layer can run: the shared ones and, where it routes, one more."""
-    return [b.shared + (b.candidates > 0) for b in budgets]
+    return [b.shared + min(b.candidates, 1) for b in budgets]
 
 
 def check_groups(budget: HeadBudget, group: int) -> None:
@@ -320,7 +325,14 @@ def check_groups(budget: HeadBudget, group: int) -> None:
 def _in_groups(
     decide: Callable, spec: BudgetSpec, budgets: Sequence[HeadBudget], groups: Sequence[int]
 ) -> tuple[HeadBudget, ...]:
-    """`decide(spec, budgets)` where every group of heads counts as one wide head."""
+    """Return decide(spec, budgets) where every group of heads counts as one wide head.
+
+    Args:
+        decide: a function of a spec and of the budgets of wide heads, `change_budget` or a form of `resolve_budget`.
+        spec: a share, or pairs that count heads.
+        budgets: the layers' heads.
+        groups: for each layer the heads of a group.
+    """
     wide = []
     for layer, (b, group) in enumerate(zip(budgets, groups)):
         try:
@@ -360,11 +372,15 @@ def spread(shape: str, total: int, budgets: Sequence[HeadBudget]) -> list[int]:
     """
     heads = [b.heads for b in budgets]
     share = total / sum(heads)
-    wanted = _ramp_wanted(share, heads) if shape == "ramp" else [share * h for h in heads]
+    if shape == "ramp":
+        wanted = _ramp_wanted(share, heads)
+    else:
+        wanted = [share * h for h in heads]
     return _round_to_total(wanted, total, _least(budgets), heads)
 
 
 def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
+    """Return a value for each layer, from one for all or a list."""
     if isinstance(value, int):
         return [value] * depth
     if len(value) != depth:
@@ -373,6 +389,7 @@ def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
 
 
 def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
+    """Return the (shared, routed) pairs of a list; refuse a list that is not one of `depth` pairs."""
     if len(spec) != depth:
         raise ValueError(f"head_budget lists {len(spec)} layers, the model has {depth}")
     pairs = []
@@ -399,9 +416,11 @@ def parse_share(spec: object) -> Share:
         if any(isinstance(number, bool) for number in numbers):
             raise TypeError("a truth value is not a share")
         active, *rest = map(float, numbers)
-        shared = rest[0] if rest else None
         understood = shape in SHAPES and len(rest) < 2 and 0 < active <= 1
-        understood = understood and (shared is None or 0 <= shared < 1)
+        shared = None
+        if rest:
+            shared = rest[0]
+            understood = understood and 0 <= shared < 1
     except (TypeError, ValueError):
         understood = False
     if not understood:
@@ -428,13 +447,13 @@ _warn_once_of_rounding = functools.lru_cache(warn_of_rounding)
 
 
 def _smallest_share(shape: str, heads: Sequence[int], least: Sequence[int]) -> float:
-    """The smallest share that whole heads reach, in thousandths, with which every layer runs at least so many heads."""
+    """Return the smallest share, in thousandths, that whole heads reach and that gives every layer its `least` heads."""
     if shape == "ramp":
         heads = [sum(heads)]
         least = [sum(least)]
-    every = sum(heads)
-    for total in range(1, every):
-        share = round(total / every, 3)
+    all_heads = sum(heads)
+    for total in range(1, all_heads):
+        share = round(total / all_heads, 3)
         active = [math.floor(share * h + 0.5) for h in heads]
         if sum(active) == total and all(a >= low for a, low in zip(active, least)):
             return share
@@ -442,19 +461,21 @@ def _smallest_share(shape: str, heads: Sequence[int], least: Sequence[int]) -> f
 
 
 def _ramp_wanted(target: float, heads: Sequence[int]) -> list[float]:
-    """Active heads of each layer, before rounding."""
+    """Return the active heads of each layer of a ramp, before rounding."""
     depth = len(heads)
-    # -1 .. 1
-    position = [2 * layer / (depth - 1) - 1 if depth > 1 else 0.0 for layer in range(depth)]
+    if depth == 1:
+        positions = [0.0]
+    else:
+        positions = [2 * layer / (depth - 1) - 1 for layer in range(depth)]  # -1 .. 1
     # 0 where all layers have equally many heads
-    middle = sum(p * h for p, h in zip(position, heads)) / sum(heads)
-    position = [p - middle for p in position]
-    half_range = min((1 - target) / max(1.0, *position), target / 3)
-    return [(target + half_range * p) * h for p, h in zip(position, heads)]
+    middle = sum(p * h for p, h in zip(positions, heads)) / sum(heads)
+    positions = [p - middle for p in positions]
+    half_range = min((1 - target) / max(1.0, *positions), target / 3)
+    return [(target + half_range * p) * h for p, h in zip(positions, heads)]
 
 
 def _active(share: Share, heads: Sequence[int], least: Sequence[int]) -> list[int]:
-    """Active heads of each layer; a ramp is rounded over the model, and keeps `least` in every layer."""
+    """Return the active heads of each layer; a ramp is rounded over the model, and keeps `least` in every layer."""
     if share.shape == "uniform":
         return [math.floor(share.active * h + 0.5) for h in heads]
     total = math.floor(share.active * sum(heads) + 0.5)
@@ -462,11 +483,14 @@ def _active(share: Share, heads: Sequence[int], least: Sequence[int]) -> list[in
 
 
 def _shared_of(share: float, active: Sequence[int], heads: Sequence[int]) -> list[int]:
-    # A router needs at least one head to route, unless the layer has a single head.
-    most = [max(a - 1, 0) if h > 1 else 1 for a, h in zip(active, heads)]
-    return _round_to_total(
-        [share * a for a in active], math.floor(share * sum(active) + 0.5), [0] * len(most), most
-    )
+    """Return the shared heads of each layer, a share of the active ones over all layers."""
+    most = []
+    for a, h in zip(active, heads):
+        # A router needs at least one head to route, unless the layer has a single head.
+        most.append(max(a - 1, 0) if h > 1 else 1)
+    wanted = [share * a for a in active]
+    total = math.floor(share * sum(active) + 0.5)
+    return _round_to_total(wanted, total, [0] * len(most), most)
 
 
 def _round_to_total(

@@ -12,8 +12,8 @@ from moh_vision.attention.routing import Routing
 class Cache:
     """The keys and values of one layer.
 
-    `length` is how many are kept. `router_state` is what a router that reads earlier tokens needs of them (MAE with a
-    causal pool): tensors [B, ..], which the layer sets; None for others.
+    `length` is the number of tokens whose keys and values are kept. `router_state` is what a router that reads earlier
+    tokens needs of them (MAE with a causal pool): tensors [B, ..], which the layer sets; None for other routers.
     """
 
     by_row = ("keys", "values", "router_state")  # a row for every sequence of the batch
@@ -28,7 +28,9 @@ class Cache:
         """Keep rows `indices` [B'] of the batch, in that order; a row may come several times or not at all."""
 
         def chosen(value: Any) -> Any:
-            return value.index_select(0, indices) if isinstance(value, Tensor) else value
+            if not isinstance(value, Tensor):
+                return value
+            return value.index_select(0, indices)
 
         for name in self.by_row:
             setattr(self, name, tree_map(chosen, getattr(self, name)))
@@ -83,7 +85,9 @@ class KeyValueCache(Cache):
             )
         self.length = length
         if length == 0:
-            self.router_state = self.keys = self.values = None
+            self.keys = None
+            self.values = None
+            self.router_state = None
 
     def _room(self, buffer: Tensor | None, new: Tensor, end: int) -> Tensor:
         if buffer is not None and buffer.shape[2] >= end:
@@ -114,7 +118,11 @@ class ContextCache(Cache):
         self.routing: Routing | None = None  # from the context, see HeadMixtureAttention's route_by
 
     def take(self, x: Tensor, context: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Begin a call for x [B, N, C]: keep the padding of a new context. Returns what is to be projected: None later."""
+        """Begin a call for x [B, N, C], and keep the padding of a new context.
+
+        Returns:
+            The context if its keys and values have yet to be projected, else None.
+        """
         if self.length == 0:
             if context is None:
                 raise ValueError("the first call with a ContextCache needs the context")
@@ -129,5 +137,7 @@ class ContextCache(Cache):
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Keep k and v [B, kv_heads, M, D]."""
-        self.keys, self.values, self.length = k.contiguous(), v.contiguous(), k.shape[2]
+        self.keys = k.contiguous()
+        self.values = v.contiguous()
+        self.length = k.shape[2]
         return self.keys, self.values

@@ -70,7 +70,7 @@ class HeadMixtureAttention(nn.Module):
     reference_executor: type[Executor] = Reference
     variant = ""  # what decides the time of a call beside its sizes
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dim: int,
         budget: HeadBudget,
@@ -91,11 +91,11 @@ class HeadMixtureAttention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
     ):
-        nn.Module.__init__(
-            self
-        )  # not super(): a subclass may have a second base, whose __init__ takes other arguments
+        # Not super(): a subclass may have a second base, whose __init__ takes other arguments.
+        nn.Module.__init__(self)
         _refuse_unknown(router=router, executor=executor, scope=scope, route_by=route_by)
-        kv_heads = budget.heads if kv_heads is None else kv_heads
+        if kv_heads is None:
+            kv_heads = budget.heads
         if kv_heads < 1 or budget.heads % kv_heads:
             raise ValueError(f"kv_heads={kv_heads} does not divide the {budget.heads} heads")
         dd = {"device": device, "dtype": dtype}
@@ -115,8 +115,11 @@ class HeadMixtureAttention(nn.Module):
         self.needs_query = ROUTERS[router].needs_query
 
         self.add_inputs(dim, qkv_bias, **dd)
-        self.q_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
-        self.k_norm = norm_layer(budget.head_dim, **dd) if qk_norm else nn.Identity()
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if qk_norm:
+            self.q_norm = norm_layer(budget.head_dim, **dd)
+            self.k_norm = norm_layer(budget.head_dim, **dd)
         self.router_kwargs = dict(router_kwargs or {})
         self.router = ROUTERS[router](dim, budget, **self.router_kwargs, **dd)
         if getattr(self.router, "group", 1) not in (1, budget.heads // kv_heads):
@@ -134,7 +137,7 @@ class HeadMixtureAttention(nn.Module):
 
     @property
     def budget(self) -> HeadBudget:
-        """The router's, which `set_budgets` changes."""
+        """The budget of the router, which `set_budgets` changes."""
         return self.router.budget
 
     @property
@@ -152,10 +155,10 @@ class HeadMixtureAttention(nn.Module):
 
     @property
     def projections(self) -> tuple[nn.Module, ...]:
-        """The modules whose weights executors read that skip heads."""
+        """The modules whose weights are read by executors that skip heads."""
         return self.qkv, self.proj
 
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         x: Tensor,
         context: Tensor | None = None,
@@ -193,24 +196,35 @@ class HeadMixtureAttention(nn.Module):
                 a cache where routing reads the whole sequence, padding of another length, or a condition where every
                 token has its own heads.
         """
-        kept = isinstance(cache, ContextCache)
-        crosses = context is not None or kept
-        past = 0 if cache is None or crosses else cache.length
-        keys = past + (x.shape[1] if context is None else context.shape[1])
-        if kept:
+        crosses = context is not None or isinstance(cache, ContextCache)
+        if isinstance(cache, ContextCache):
+            # None if the cache has the keys and values already.
             context = cache.take(x, context, context_padding)
-            keys = cache.length or keys
             context_padding = cache.padding
         elif crosses and cache is not None:
             raise ValueError(
                 "a KeyValueCache is for self-attention, not with a context: give a ContextCache"
             )
+
+        tokens = x.shape[1]
+        past = 0  # cached tokens before x
+        if not crosses:
+            if cache is not None:
+                past = cache.length
+            keys = past + tokens
+        elif context is None:
+            keys = cache.length
+        else:
+            keys = context.shape[1]
         self.check(x, padding_mask, rotary, condition, context_padding, past, keys, crosses)
-        padded = None if padding_mask is None else padding_mask[:, past:]  # [B, N]
-        hidden = context_padding if crosses else padding_mask
+
+        key_padding = context_padding if crosses else padding_mask
         mask, causal = visible(
-            attn_mask, is_causal, hidden, crosses, x.shape[1], keys, past, x.device
+            attn_mask, is_causal, key_padding, crosses, tokens, keys, past, x.device
         )
+        padded = None  # [B, N], the padding of x without that of cached tokens
+        if padding_mask is not None:
+            padded = padding_mask[:, past:]
 
         q = None
         product = None
@@ -233,11 +247,25 @@ class HeadMixtureAttention(nn.Module):
         return select_executor(self, call)(self, call)
 
     def check(
-        self, x: Tensor, padding: Tensor | None, rotary: Any, condition: Tensor | None,
-        context_padding: Tensor | None, past: int, keys: int, crosses: bool,
-    ) -> None:  # fmt: skip
-        """Refuse what does not go together, see `forward`."""
-        check_length("padding_mask", padding, past, x.shape[1], x)
+        self,
+        x: Tensor,
+        padding_mask: Tensor | None,
+        rotary: Any,
+        condition: Tensor | None,
+        context_padding: Tensor | None,
+        past: int,
+        keys: int,
+        crosses: bool,
+    ) -> None:
+        """Refuse arguments of `forward` that do not go together.
+
+        Args:
+            x, padding_mask, rotary, condition, context_padding: see `forward`.
+            past: number of cached tokens before x.
+            keys: M.
+            crosses: whether x attends to a context.
+        """
+        check_length("padding_mask", padding_mask, past, x.shape[1], x)
         if crosses and rotary is not None:
             raise ValueError("rotary positions are for self-attention, not with a context")
         if not crosses and (self.by_context or context_padding is not None):
@@ -257,16 +285,23 @@ class HeadMixtureAttention(nn.Module):
         context_padding: Tensor | None = None,
         cache: Any = None,
     ) -> tuple[Routing, Tensor | None]:
-        """The router's answer for tokens x [B, N, C], and the queries [B, H, N, D] if it had to see them.
+        """Call the router for tokens x [B, N, C].
 
-        padded: [B, N], True at padding; the rest: see `forward`.
+        Args:
+            padded: [B, N], True at padding.
+            x, condition, context, context_padding, cache: see `forward`.
+
+        Returns:
+            The router's answer, and the queries [B, H, N, D] if the router had to see them.
         """
         if self.by_context:
-            if cache is None or cache.length == 0:
-                routing = self.router(context, None, context_padding)
-                if cache is not None:
-                    cache.routing = routing._replace(pairs=None)
-            return routing if cache is None else cache.routing, None
+            if cache is not None and cache.length > 0:
+                return cache.routing, None
+            routing = self.router(context, None, context_padding)
+            if cache is not None:
+                routing = routing._replace(pairs=None)
+                cache.routing = routing
+            return routing, None
         if cache is not None and (self.scope == "sample" or self.router.reads == "sequence"):
             raise ValueError(
                 "tokens that come one by one (a cache) cannot be routed by all of them together "
@@ -280,19 +315,24 @@ class HeadMixtureAttention(nn.Module):
             q = self.project_queries(x).transpose(1, 2)
         if self.scope == "token":
             return self.router(x, q, padded), q
-        mean_q = None if q is None else masked_mean(q, padded)  # [B, H, 1, D]
-        read = masked_mean(x, padded) if condition is None else condition.unsqueeze(1)  # [B, 1, C]
+        mean_q = None
+        if q is not None:
+            mean_q = masked_mean(q, padded)  # [B, H, 1, D]
+        if condition is None:
+            summary = masked_mean(x, padded)  # [B, 1, C]
+        else:
+            summary = condition.unsqueeze(1)  # [B or 1, 1, C]
         if mean_q is not None:
-            read = read.expand(x.shape[0], -1, -1)  # queries are of each sequence
-        routing = self.router(read, mean_q)
-        if read.shape[0] < x.shape[0]:  # one choice for all
+            summary = summary.expand(x.shape[0], -1, -1)  # every sequence has its queries
+        routing = self.router(summary, mean_q)
+        if summary.shape[0] < x.shape[0]:  # one choice for all
             routing = routing._replace(stats=expand_stats(routing.stats, x.shape[0]))
         return routing, q
 
     def route_and_project(
         self, x: Tensor, padded: Tensor | None
     ) -> tuple[Routing | None, Tensor | None]:
-        """Routing and product of tokens x [B, N, C] by one operator, where both are linear; None and None elsewhere.
+        """Return routing and product of tokens x [B, N, C] by one operator, where both are linear; None and None elsewhere.
 
         The router must be one linear layer for every token, and nothing may be hooked to it or to `qkv`. Layers that
         choose heads for whole sequences leave out projections, and those in float64 have no operator.
@@ -306,47 +346,54 @@ class HeadMixtureAttention(nn.Module):
         gates = router.as_linear(x)
         if gates is None:
             return None, None
-        return project_and_route(x, self.qkv.weight, self.qkv.bias, gates, padded) or (None, None)
+        routed = project_and_route(x, self.qkv.weight, self.qkv.bias, gates, padded)
+        if routed is None:
+            return None, None
+        return routed
 
     # ---- projections of tokens, by head; `SeparateHeadMixtureAttention` has others
 
     def projects_at_once(self) -> bool:
-        """Whether queries, keys and values are one product with a weight that may be read: that of `qkv`."""
+        """Return whether queries, keys and values are one product with the weight of `qkv`, which may be read."""
         return plain(self.qkv)
 
     def weights(self) -> list[tuple[Tensor, Tensor | None]]:
-        """Weight and bias of queries, of keys and of values: [H*D, C] and [H*D], twice [G*D, C] and [G*D].
+        """Return weight and bias of queries, of keys and of values: [H*D, C] and [H*D], twice [G*D, C] and [G*D].
 
-        They are of one `split`, whose backward is one pass over the weight.
+        One `split` makes all three, so that backward is one pass over the weight.
         """
         weights = self.qkv.weight.split(self.rows)
-        biases = (None, None, None) if self.qkv.bias is None else self.qkv.bias.split(self.rows)
+        biases = (None, None, None)
+        if self.qkv.bias is not None:
+            biases = self.qkv.bias.split(self.rows)
         return list(zip(weights, biases))
 
     def project_all(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens x of a call [B, N, C] -> q [B, N, H, D], k and v [B, N, G, D]."""
-        product = self.qkv(call.x) if call.product is None else call.product
+        """Project the tokens x of a call [B, N, C] to q [B, N, H, D], k and v [B, N, G, D]."""
+        product = call.product
+        if product is None:
+            product = self.qkv(call.x)
         q, k, v = product.split(self.rows, -1)  # no *: fx could not trace it
         return self.by_head(q), self.by_head(k), self.by_head(v)
 
     def project_queries(self, x: Tensor) -> Tensor:
-        """x [B, N, C] -> q [B, N, H, D]."""
+        """Project x [B, N, C] to queries [B, N, H, D]."""
         return self.by_head(linear_rows(self.qkv, x, 0, self.q_dim))
 
     def project_keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [B, M, C] -> k and v [B, M, G, D]."""
+        """Project x [B, M, C] to keys and values [B, M, G, D]."""
         product = linear_rows(self.qkv, x, self.q_dim, sum(self.rows))
         k, v = product.split(self.rows[1:], -1)
         return self.by_head(k), self.by_head(v)
 
     def by_head(self, t: Tensor) -> Tensor:
-        """[.., h * D] -> [.., h, D]."""
+        """Split the outputs of a projection by head: [.., h * D] -> [.., h, D]."""
         return t.unflatten(-1, (-1, self.head_dim))
 
     # ---- queries, keys and values that are ready for attention
 
     def project(self, call: Call) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, G, M, D] of all heads."""
+        """Return q [B, H, N, D], k and v [B, G, M, D] of all heads."""
         k = v = None
         if call.q is not None:
             q = call.q.transpose(1, 2)  # [B, N, H, D]
@@ -358,30 +405,40 @@ class HeadMixtureAttention(nn.Module):
         if isinstance(call.cache, ContextCache) and call.cache.length > 0:
             return q, call.cache.keys, call.cache.values
         if k is None:
-            k, v = self.project_keys_values(call.x if call.context is None else call.context)
+            context = call.x if call.context is None else call.context
+            k, v = self.project_keys_values(context)
         k, v = self.prepare_keys_values(k, v, call)
         return q, k, v
 
     def prepare_keys_values(self, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """As projected, [B, M, G, D], -> [B, G, M, D] with norm and rotation, behind what was cached."""
+        """Normalise and rotate keys, and append keys and values to the cache: [B, M, G, D] -> [B, G, M, D] each."""
         k = self.prepare_keys(k, call.rotary).transpose(1, 2)
         v = v.transpose(1, 2)
-        return (k, v) if call.cache is None else call.cache.update(k, v)
+        if call.cache is None:
+            return k, v
+        return call.cache.update(k, v)
 
     def prepare_queries(self, q: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Norm and rotation of any heads [B, N, h, D]."""
+        """Normalise and rotate queries of any heads [B, N, h, D]."""
         q = self.q_norm(q)
-        return q if rotary is None else rotate(q, rotary, self.rotary_pairs)
+        if rotary is None:
+            return q
+        return rotate(q, rotary, self.rotary_pairs)
 
     def prepare_keys(self, k: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Norm and rotation of any key heads [B, M, g, D]."""
+        """Normalise and rotate keys of any key-value heads [B, M, g, D]."""
         k = self.k_norm(k)
-        return k if rotary is None else rotate(k, rotary, self.rotary_pairs)
+        if rotary is None:
+            return k
+        return rotate(k, rotary, self.rotary_pairs)
 
     def extra_repr(self) -> str:
         b = self.budget
         heads = f"{b.active} of {b.heads} heads of width {b.head_dim} active ({b.shared} shared + {b.routed} routed)"
-        return f"{heads}, scope={self.scope}" + (", route_by=context" if self.by_context else "")
+        text = f"{heads}, scope={self.scope}"
+        if self.by_context:
+            text += ", route_by=context"
+        return text
 
 
 def _refuse_unknown(**given: str) -> None:
@@ -389,8 +446,3 @@ def _refuse_unknown(**given: str) -> None:
     for name, value in given.items():
         if value not in allowed[name]:
             raise ValueError(f"{name} {value!r} is not one of {', '.join(sorted(allowed[name]))}")
-
-
-def is_captured(x: Tensor) -> bool:
-    """Return whether a call is traced or compiled: then values must not decide which heads run."""
-    return torch.compiler.is_compiling() or is_traced(x)

@@ -31,7 +31,9 @@ def load_balance_loss(
     """
     routed = [s for s in stats if s.probs.shape[-1] > 0]
     if not routed:
-        return stats[0].counts.new_zeros(()) if len(stats) else torch.zeros(())
+        if not stats:
+            return torch.zeros(())
+        return stats[0].counts.new_zeros(())
     # Padding has probability 0 and every real token sums to 1, so the sum of all probabilities counts the tokens.
     tokens = [s.probs.detach().sum().round() for s in routed]
     selected = [s.counts[:, -s.probs.shape[-1] :].sum(0) for s in routed]  # [E] each
@@ -57,7 +59,8 @@ def moa_balance_loss(
         all_reduce: sums a tensor over processes and returns it, so that f counts the tokens of all of them.
     """
     losses = []
-    for s, counts in zip(stats, _summed([s.counts.sum(0) for s in stats], all_reduce)):  # [E]
+    all_counts = _summed([s.counts.sum(0) for s in stats], all_reduce)
+    for s, counts in zip(stats, all_counts):  # counts [E]
         P = s.probs.sum((0, 1))  # [E]
         losses.append(P.shape[0] * (counts / counts.sum() * P / P.sum()).sum())
     return torch.stack(losses).sum()
@@ -66,10 +69,11 @@ def moa_balance_loss(
 def _summed(
     counts: list[Tensor], all_reduce: Callable[[Tensor], Tensor] | None
 ) -> Sequence[Tensor]:
-    """Vectors of counts summed over processes, all layers in one message."""
+    """Sum vectors of counts over processes, all layers in one message."""
     if all_reduce is None:
         return counts
-    return all_reduce(torch.cat(counts)).split([len(c) for c in counts])
+    lengths = [len(count) for count in counts]
+    return all_reduce(torch.cat(counts)).split(lengths)
 
 
 def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
@@ -82,24 +86,24 @@ def router_z_loss(stats: Sequence[RoutingStats]) -> Tensor:
 
 
 def head_runs(stats: Sequence[RoutingStats]) -> list[Tensor]:
-    """Number of tokens that ran each head, then the number of all tokens: one tensor [H + 1] per layer. No gradient."""
+    """Return how many tokens ran each head, then how many there are: one tensor [H + 1] per layer. No gradient."""
     return [sample_runs(s).sum(0) for s in stats]
 
 
 def sample_runs(s: RoutingStats) -> Tensor:
-    """`head_runs` of one layer, for every sequence: [B, H + 1]."""
+    """Return `head_runs` of one layer for every sequence: [B, H + 1]."""
     counts = s.counts.detach()
     # Head 0 is shared and ran for every token; where no head is shared, tokens are counted by their probabilities.
-    tokens = (
-        s.probs.detach().sum((1, 2)).round()
-        if s.probs.shape[-1] >= s.counts.shape[-1]
-        else counts[:, 0]
-    )
+    no_head_is_shared = s.probs.shape[-1] >= counts.shape[-1]
+    if no_head_is_shared:
+        tokens = s.probs.detach().sum((1, 2)).round()
+    else:
+        tokens = counts[:, 0]
     return torch.cat([counts, tokens.unsqueeze(1)], dim=1)
 
 
 def head_usage(stats: Sequence[RoutingStats]) -> list[Tensor]:
-    """Share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
+    """Return the share of tokens that ran each head, one tensor [H] per layer (1 for shared heads). No gradient."""
     return [runs[:-1] / runs[-1].clamp_min(1) for runs in head_runs(stats)]
 
 
@@ -108,9 +112,9 @@ class RoutedTask(nn.Module):
 
     Args:
         model: its HeadMixtureAttention layers hand on their statistics in the order of `model.modules()`.
-        balance_weight: of MoH's load-balance loss (Jin 2024, eq. 7 times E, averaged over the layers, as released).
-        moa_balance_weight, z_weight: of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The paper's
-            weights, which belong to a loss that is a mean over tokens.
+        balance_weight: weight of MoH's load-balance loss (Jin 2024, eq. 7 times E, averaged over the layers, as released).
+        moa_balance_weight, z_weight: weights of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The
+            defaults are the paper's, for a task loss that is a mean over tokens.
     """
 
     def __init__(
@@ -122,15 +126,12 @@ class RoutedTask(nn.Module):
     ):
         super().__init__()
         self.model = model
-        self.balance_weight, self.moa_balance_weight, self.z_weight = (
-            balance_weight,
-            moa_balance_weight,
-            z_weight,
-        )
+        self.balance_weight = balance_weight
+        self.moa_balance_weight = moa_balance_weight
+        self.z_weight = z_weight
         layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
-        self.aux_losses = [
-            layer.router.aux_loss for layer in layers
-        ]  # in the order of the statistics
+        # In the order of the statistics.
+        self.aux_losses = [layer.router.aux_loss for layer in layers]
 
     def losses(self, task_loss: Tensor, stats: list[RoutingStats]) -> dict:
         """task_loss, a scalar, and the statistics of all layers -> the losses of a micro-batch.
@@ -139,29 +140,27 @@ class RoutedTask(nn.Module):
             dict(loss, task_loss, balance_loss, head_runs); with MoA layers also moa_balance_loss and z_loss. Only the
             loss has a gradient. head_runs is what `moh_vision.attention.head_runs` returns.
         """
-        moh, moa = (
-            [s for s, of in zip(stats, self.aux_losses, strict=True) if of == paper]
-            for paper in ("moh", "moa")
-        )
-        terms = dict(
-            balance_loss=load_balance_loss(moh, sum_over_processes)
-            if moh
-            else task_loss.new_zeros(())
-        )
+        moh = []
+        moa = []
+        for s, aux_loss in zip(stats, self.aux_losses, strict=True):
+            if aux_loss == "moh":
+                moh.append(s)
+            elif aux_loss == "moa":
+                moa.append(s)
+
+        terms = {}
+        if moh:
+            terms["balance_loss"] = load_balance_loss(moh, sum_over_processes)
+        else:
+            terms["balance_loss"] = task_loss.new_zeros(())
         auxiliary = self.balance_weight * terms["balance_loss"]
         if moa:
-            terms.update(
-                moa_balance_loss=moa_balance_loss(moa, sum_over_processes),
-                z_loss=router_z_loss(moa),
-            )
-            auxiliary = (
-                auxiliary
-                + self.moa_balance_weight * terms["moa_balance_loss"]
-                + self.z_weight * terms["z_loss"]
-            )
-        loss = task_loss + auxiliary
+            terms["moa_balance_loss"] = moa_balance_loss(moa, sum_over_processes)
+            terms["z_loss"] = router_z_loss(moa)
+            auxiliary = auxiliary + self.moa_balance_weight * terms["moa_balance_loss"]
+            auxiliary = auxiliary + self.z_weight * terms["z_loss"]
         return dict(
-            loss=loss,
+            loss=task_loss + auxiliary,
             task_loss=task_loss.detach(),
             **{name: value.detach() for name, value in terms.items()},
             head_runs=head_runs(stats),
@@ -169,7 +168,7 @@ class RoutedTask(nn.Module):
 
 
 def sum_over_processes(counts: Tensor) -> Tensor:
-    """All-reduce without a gradient; the tensor itself where there is one process."""
+    """All-reduce counts without a gradient; the tensor itself where there is one process."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         counts = counts.clone()
         torch.distributed.all_reduce(counts)

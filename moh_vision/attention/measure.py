@@ -27,9 +27,9 @@ from moh_vision.attention.model_heads import attention_layers
 from moh_vision.attention.routing import Call
 from moh_vision.attention.trial import (
     Recorded,
-    copied,
     judge,
     own_random_numbers,
+    recorded,
     refuse,
     resized,
     seconds,
@@ -74,23 +74,25 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
         ValueError: the model has no HeadMixtureAttention layer.
     """
     attention_layers(model)
-    compiled = getattr(model, "_compiled_call_impl", None) is not None or hasattr(
-        model, "_orig_mod"
-    )
+
+    def forward() -> Any:
+        return model(*inputs, **named)
+
+    compiled_in_place = getattr(model, "_compiled_call_impl", None) is not None
+    compiled = compiled_in_place or hasattr(model, "_orig_mod")
     calls: Calls = {}
     reasons: Reasons = {}
-    for training in (True, False) if model.training else (False,):
-        forward = collect(
-            calls, model, lambda: model(*inputs, **named), training, compiled, reasons=reasons
-        )
-    rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * forward))
+    if model.training:
+        collect(calls, model, forward, True, compiled, reasons=reasons)
+    elapsed = collect(calls, model, forward, False, compiled, reasons=reasons)
+    rows = rows_of_calls(calls, max(PATIENCE, STEPS * PASSES * elapsed))
     current_table().add(rows)
     for line in table_lines(rows, reasons):
         print(line)
     mode = "training" if model.training else "inference"
     of_mode = [row for key in rows if key.split()[1] == mode for row in rows[key]]
     if any(row[4] != "Masked" for row in of_mode) and not compiled:
-        for line in whole_times(model, lambda: model(*inputs, **named)):
+        for line in whole_times(model, forward):
             print(line)
     return rows
 
@@ -111,21 +113,27 @@ def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
         with torch.no_grad():
             forward()
 
-    # In training mode gradients are computed, or else it is inference.
-    title, work = "forward", inference
     if model.training and weights:
-        title, work = "forward and backward", step
+        title = "forward and backward"
+        work = step
+    else:
+        title = "forward"
+        work = inference
     times: dict[str, list[float]] = dict(auto=[], all_heads=[])
     with as_it_was(model), own_random_numbers():
         for _ in range(1 + WHOLE_ROUNDS):  # the first warms up
             for name, taken in times.items():
                 for layer in layers:
-                    layer.executor = "auto" if name == "auto" else layer.all_heads_executor
+                    if name == "auto":
+                        layer.executor = "auto"
+                    else:
+                        layer.executor = layer.all_heads_executor
                 taken.append(seconds(work))
-    skipped, every = (min(taken[1:]) for taken in times.values())
+    skipping = min(times["auto"][1:])
+    all_heads = min(times["all_heads"][1:])
     yield (
-        f"the whole model, {title}: {1000 * skipped:.3g} ms, with all heads {1000 * every:.3g} ms; "
-        f"skipping takes {skipped / every:.2f} of the time"
+        f"the whole model, {title}: {1000 * skipping:.3g} ms, with all heads {1000 * all_heads:.3g} ms; "
+        f"skipping takes {skipping / all_heads:.2f} of the time"
     )
 
 
@@ -133,48 +141,65 @@ def table_lines(rows: Rows, reasons: Reasons) -> Iterator[str]:
     """Yield a line for each call, and below it those of the executors that skip heads: the time, or why one cannot."""
     for (key, (B, N, M, K)), by_executor in reasons.items():
         tried, mode, heads, _ = key.split(maxsplit=3)
-        row = next((row for row in rows.get(key, ()) if row[:4] == [N, M, B, K]), None)
-        taken = row is not None and row[4] == tried
+        skips = False
         took = "there was no time left to measure it"
-        if row is not None:
-            took = "failed" if row[5] is None else f"{row[5]:.2f} of the time of all heads"
-        tokens = f"{N} tokens" if M == N else f"{N} tokens that look at {M}"
-        verdict = "heads are skipped" if taken else "all heads are computed"
+        for row in rows.get(key, ()):
+            *sizes, picked, ratio = row
+            if sizes == [N, M, B, K]:
+                skips = picked == tried
+                took = "failed" if ratio is None else f"{ratio:.2f} of the time of all heads"
+        tokens = f"{N} tokens"
+        if M != N:
+            tokens += f" that look at {M}"
+        verdict = "heads are skipped" if skips else "all heads are computed"
         yield f"{mode}, {B} sequences of {tokens}, {K} of {heads} heads run: {verdict}"
         for executor, reason in by_executor.items():
-            if executor == tried or (reason and not taken):
+            if executor == tried or (reason and not skips):
                 yield f"  {WORDS.get(executor, executor):<27} {reason or took}"
 
 
 def measured_table(calls: Calls, forward: float) -> tuple[dict, str]:
-    """The table of a run, and a line for the user; forward: seconds of the forward passes of one training step."""
+    """Return the table of a run, and a line for the user, "" if there are no calls.
+
+    Args:
+        calls: see `collect`.
+        forward: seconds of the forward passes of one training step.
+    """
     start = time.perf_counter()
     rows = rows_of_calls(calls, min(STEPS * PASSES * forward, LONGEST))
-    every = [row for of_calls in rows.values() for row in of_calls]
-    ratios = [row[5] for row in every if row[4] != "Masked"]
-    if not every:
-        line = ""
-    else:
-        elapsed = time.perf_counter() - start
-        line = f"attention measured in {elapsed:.1f} s: {len(ratios)} of {len(every)} kinds of calls skip heads"
-        if ratios:
-            line += (
-                f", in {min(ratios):.2f} to {max(ratios):.2f} of the layer's time with all heads"
-            )
+    elapsed = time.perf_counter() - start
+    all_rows = [row for of_calls in rows.values() for row in of_calls]
+    ratios = [row[5] for row in all_rows if row[4] != "Masked"]
+    line = ""
+    if all_rows:
+        line = f"attention measured in {elapsed:.1f} s: {len(ratios)} of {len(all_rows)} kinds of calls skip heads"
+    if ratios:
+        line += f", in {min(ratios):.2f} to {max(ratios):.2f} of the layer's time with all heads"
     return MeasurementTable(rows).as_record(), line
 
 
 def collect(
-    calls: Calls, model: nn.Module, forward: Callable, training: bool, compiled: bool = False, batch: float = 1.0,
+    calls: Calls,
+    model: nn.Module,
+    forward: Callable,
+    training: bool,
+    compiled: bool = False,
+    batch: float = 1.0,
     reasons: Reasons | None = None,
-) -> float:  # fmt: skip
-    """Add the distinct calls of forward() in which the layers of a model could skip heads; returns the seconds it took.
+) -> float:
+    """Add the distinct calls of forward() in which the layers of a model could skip heads.
 
     Args:
-        training: run it in this mode; no gradients are recorded.
+        calls: the calls are added to it.
+        model: left as it was.
+        forward: calls the model.
+        training: run the model in this mode; no gradients are recorded.
         compiled: calls like these will be compiled.
-        batch: they will have so many times as many sequences.
+        batch: calls like these will have so many times as many sequences.
         reasons: takes, by call, why each executor cannot skip heads; "" where it can.
+
+    Returns:
+        Seconds of forward().
     """
     layers = [
         m
@@ -189,9 +214,12 @@ def collect(
         skips = (
             executor is not layer.all_heads_executor and K < layer.num_heads and call.cache is None
         )
+        want = B
         # Where the batch is as long as the sequences, which dimension it is cannot be told.
-        want = B if B in (N, M) else round(B * batch) or 1
-        call_key = " ".join(key_of(layer, call, executor, compiled)), (want, N, M, K)
+        if B not in (N, M):
+            want = max(round(B * batch), 1)
+        words = " ".join(key_of(layer, call, executor, compiled))
+        call_key = (words, (want, N, M, K))
         if reasons is not None:
             never = "" if skips else "all heads run, or keys are cached"
             reasons[call_key] = {
@@ -199,16 +227,9 @@ def collect(
                 for tried in layer.skipping_executors
             }
         if skips and not is_traced(call.x) and call_key not in calls:
-            device = call.x.device.type
-            autocast = (
-                device,
-                torch.get_autocast_dtype(device),
-                torch.is_autocast_enabled(device),
-            )
             try:
-                calls[call_key] = Recorded(
-                    executor, copied(layer), resized(inputs[layer], B, want), autocast, compiled
-                )
+                arguments = resized(inputs[layer], B, want)
+                calls[call_key] = recorded(executor, layer, arguments, call.x.device.type, compiled)
             except Exception as error:  # what cannot be copied
                 refuse(executor, B, N, error)
         return layer.all_heads_executor(layer, call, *more)
@@ -219,8 +240,9 @@ def collect(
     hooks = [layer.register_forward_pre_hook(keep_inputs, with_kwargs=True) for layer in layers]
     try:
         with as_it_was(model), torch.no_grad(), own_random_numbers():
-            for layer in layers:
-                layer.executor = "auto" if measuring_is_off() else record
+            if not measuring_is_off():
+                for layer in layers:
+                    layer.executor = record
             model.train(training)
             with torch.compiler.set_stance("force_eager"):
                 return seconds(forward)
@@ -248,8 +270,10 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
 
 
 def rows_of_calls(calls: Calls, time_left: float) -> Rows:
-    """The rows of calls, from the user's cache or measured; those that there is no time for are left out."""
-    cached = MeasurementTable.from_cache() if calls else MeasurementTable()
+    """Return the rows of calls, from the user's cache or measured; calls that there is no time for are left out."""
+    if not calls:
+        return {}
+    cached = MeasurementTable.from_cache()
     found = MeasurementTable()
     new = MeasurementTable()
     for number, ((key, (B, N, M, K)), call) in enumerate(calls.items()):

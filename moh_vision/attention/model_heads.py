@@ -15,7 +15,7 @@ from moh_vision.attention.routing import Routing
 
 
 def named_layers(model: nn.Module) -> dict[str, HeadMixtureAttention]:
-    """Every `HeadMixtureAttention` of a model by its name, in order."""
+    """Return every `HeadMixtureAttention` of a model by its name, in order."""
     layers = {
         name: layer
         for name, layer in model.named_modules()
@@ -29,22 +29,22 @@ def named_layers(model: nn.Module) -> dict[str, HeadMixtureAttention]:
 
 
 def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
-    """Every `HeadMixtureAttention` of a model, in order."""
+    """Return every `HeadMixtureAttention` of a model, in order."""
     return list(named_layers(model).values())
 
 
 def layer_budgets(model: nn.Module) -> list[HeadBudget]:
-    """The budget of every `HeadMixtureAttention` in a model, in order."""
+    """Return the budget of every `HeadMixtureAttention` in a model, in order."""
     return [layer.budget for layer in attention_layers(model)]
 
 
 def head_groups(model: nn.Module) -> list[int]:
-    """How many heads each layer of a model chooses together, see `QueryNormRouter`."""
+    """Return how many heads each layer of a model chooses together, see `QueryNormRouter`."""
     return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
 
 
 def budgets_at(model: nn.Module, spec: BudgetSpec) -> tuple[HeadBudget, ...]:
-    """The budgets that a model's layers would have with another number of routed heads; the model stays as it is.
+    """Return the budgets that a model's layers would have with another number of routed heads; the model stays as it is.
 
     A plain share keeps the shape of the model's budget, see `shaped_as`.
 
@@ -83,10 +83,11 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
 
 
 def new_router(layer: HeadMixtureAttention, budget: HeadBudget) -> nn.Module:
-    """An untrained router for a layer: the class, options, device and mode of the one that it has, another budget."""
-    like = next(layer.parameters())
-    router = type(layer.router)(
-        layer.dim, budget, **layer.router_kwargs, device=like.device, dtype=like.dtype
+    """Make an untrained router for a layer: class, options, device and mode stay, the budget is another."""
+    weight = next(layer.parameters())
+    router_class = type(layer.router)
+    router = router_class(
+        layer.dim, budget, **layer.router_kwargs, device=weight.device, dtype=weight.dtype
     )
     return router.train(layer.training)
 
@@ -123,11 +124,13 @@ def init_routers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, HeadMixtureAttention):
             for name in ("init_weights", "init_non_persistent_buffers"):
-                getattr(module.router, name, lambda: None)()
+                initialise = getattr(module.router, name, None)
+                if initialise is not None:
+                    initialise()
 
 
 def head_budget(model: nn.Module) -> dict:
-    """The heads of every `HeadMixtureAttention` in a model, in order.
+    """Return the heads of every `HeadMixtureAttention` in a model, in order.
 
     Returns:
         dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
@@ -160,35 +163,36 @@ def token_heads(model: nn.Module, *args: Any, **kwargs: Any) -> list[Routing]:
         with gate 1. Shared heads come first. Class and register tokens are tokens as others, in the order of the
         model; the N tokens of a map [H, W] are its rows, one after another.
     """
-    layers = {layer: name for name, layer in named_layers(model).items()}
-    of_router = {layer.router: layer for layer in layers}
-    routings: dict[nn.Module, list[Routing]] = {layer: [] for layer in layers}
-    tokens: dict[nn.Module, tuple[int, int]] = {}
+    names = {layer: name for name, layer in named_layers(model).items()}
+    layer_of = {layer.router: layer for layer in names}
+    routings: dict[nn.Module, list[Routing]] = {layer: [] for layer in names}
+    sizes: dict[nn.Module, tuple[int, int]] = {}  # B and N of each layer's call
 
     def routed(router: nn.Module, _: Any, routing: Routing) -> None:
-        routings[of_router[router]].append(routing)
+        routings[layer_of[router]].append(routing)
 
     def attended(layer: nn.Module, _: Any, output: tuple[Tensor, Any]) -> None:
-        tokens[layer] = (len(output[0]), output[0].shape[1:-1].numel())  # B, N
+        y = output[0]
+        sizes[layer] = (len(y), y.shape[1:-1].numel())
 
     with ExitStack() as hooks:
-        for layer in layers:
+        for layer in names:
             hooks.enter_context(layer.router.register_forward_hook(routed))
             hooks.enter_context(layer.register_forward_hook(attended))
         model(*args, **kwargs)
     for layer, answers in routings.items():
         if len(answers) != 1:
             raise ValueError(
-                f"{layers[layer]} routes {len(answers)} times in this call, expected once"
+                f"{names[layer]} routes {len(answers)} times in this call, expected once"
             )
     return [
-        of_every_token(answers[0], (*tokens[layer], layer.num_heads))
+        of_every_token(answers[0], (*sizes[layer], layer.num_heads))
         for layer, answers in routings.items()
     ]
 
 
 def of_every_token(routing: Routing, shape: tuple[int, int, int]) -> Routing:
-    """A router's answer with weights and active of every token, shape [B, N, H]."""
+    """Expand weights and active heads of a router's answer to every token, shape [B, N, H]."""
     weights = routing.weights
     active = routing.active
     if weights is None:

@@ -25,10 +25,10 @@ log = logging.getLogger("moh_vision.attention")
 
 PAYS = 0.95  # of the time of all heads: less is noise
 SMALL = 2  # sequences, where results are compared
-# Differences that are rounding, as a share of the largest number; ROUGH: of 16 bits and TF32.
+# Differences up to these are rounding, as a share of the largest number; ROUGH: in 16 bits and TF32.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 ROUGH = 3e-2
-# Rounds of both that are timed.
+# Rounds that are timed, each with all heads and with some skipped.
 LEAST = 5
 MOST = 20
 
@@ -38,38 +38,76 @@ class Recorded(NamedTuple):
 
     executor: type[Executor]
     layer: nn.Module  # a copy
-    inputs: tuple[tuple, dict]  # of its forward
-    autocast: tuple
+    inputs: tuple[tuple, dict]  # the arguments of its forward
+    autocast: tuple  # the arguments of torch.autocast
     compiled: bool
+
+
+def recorded(
+    executor: type[Executor],
+    layer: nn.Module,
+    inputs: tuple[tuple, dict],
+    device: str,
+    compiled: bool,
+) -> Recorded:
+    """Keep a call of a layer, under the autocast that is on.
+
+    Args:
+        executor: skips heads of the call.
+        layer: is copied.
+        inputs: the arguments of its forward.
+        device: type of the device of the tokens.
+        compiled: calls like this one will be compiled.
+    """
+    autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+    return Recorded(executor, copied(layer), inputs, autocast, compiled)
 
 
 def judge(
     call: Recorded, sizes: tuple[int, int, int], time_left: float
 ) -> tuple[str, float | None, float]:
-    """The executor to take for a call, the time of skipping heads over that of all heads, and seconds of compiling."""
+    """Return the executor to take for a call, and why.
+
+    Args:
+        call: the call.
+        sizes: B, N and M.
+        time_left: seconds that may be spent.
+
+    Returns:
+        The name of the executor, the time of skipping heads over that of all heads (None: skipping failed), and the
+        seconds that torch.compile took.
+    """
     B, N, M = sizes
+    small = B
+    # Where the batch is as long as the sequences, which dimension it is cannot be told.
+    if B not in (N, M):
+        small = min(B, SMALL)
     try:
         with own_random_numbers():
-            # Where the batch is as long as the sequences, which dimension it is cannot be told.
-            compare(call, B, B if B in (N, M) else min(B, SMALL))
+            compare(call, B, small)
             ratio, compiling = timed(call, time_left)
     except Exception as error:  # memory that is full, a compiler's error, a difference
         refuse(call.executor, B, N, error)
         return "Masked", None, 0.0
-    picked = call.executor.__name__ if ratio <= PAYS else "Masked"
+    picked = "Masked"
+    if ratio <= PAYS:
+        picked = call.executor.__name__
     return picked, round(ratio, 4), compiling
 
 
 def refuse(executor: type[Executor], B: int, N: int, error: Exception) -> None:
     """Warn that an executor is not taken for calls of B x N tokens."""
-    why = " ".join(str(error).split())[:200]
+    reason = " ".join(str(error).split())[:200]
     log.warning(
-        f"{executor.__name__} is not taken for {B} x {N} tokens: {type(error).__name__}: {why}"
+        f"{executor.__name__} is not taken for {B} x {N} tokens: {type(error).__name__}: {reason}"
     )
 
 
 def timed(call: Recorded, time_left: float) -> tuple[float, float]:
-    """The time of skipping heads over that of all heads, the best of alternate rounds each; and seconds of compiling."""
+    """Return the time of skipping heads over that of all heads, and the seconds that torch.compile took.
+
+    Rounds of both alternate, and the best of each counts.
+    """
     layer = copied(call.layer)
     if call.compiled:
         layer = torch.compile(layer)
@@ -82,7 +120,9 @@ def timed(call: Recorded, time_left: float) -> tuple[float, float]:
         if call.compiled:
             compiling += max(first - each, 0.0)
     # A GPU works while calls are queued. On a CPU a short look is seldom disturbed, and the best one counts.
-    look = 0.01 if call.autocast[0] == "cuda" else 0.001
+    look = 0.001
+    if call.autocast[0] == "cuda":
+        look = 0.01
     number = max(1, round(look / max(each, 1e-6)))
     times_of_all: list[float] = []
     times_of_skipping: list[float] = []
@@ -108,71 +148,87 @@ def compare(call: Recorded, batch: int, small: int) -> None:
     with torch.no_grad():
         for p in layer.parameters():
             p.copy_(coarse(p, 256))
-    inputs = tree_map(
-        lambda t: coarse(t, 8) if is_tokens(t, layer) else t, resized(call.inputs, batch, small)
-    )
+
+    def coarse_tokens(t: Any) -> Any:
+        if not is_tokens(t, layer):
+            return t
+        return coarse(t, 8)
+
+    inputs = tree_map(coarse_tokens, resized(call.inputs, batch, small))
     for change in (None, without_last_head):
-        hook = None if change is None else layer.router.register_forward_hook(change)
+        hook = None
+        if change is not None:
+            hook = layer.router.register_forward_hook(change)
         with kernels.using("torch"):
             want = run(layer, call, inputs, layer.all_heads_executor)
         with warnings.catch_warnings(action="ignore"):
-            torch.set_deterministic_debug_mode(
-                "warn"
-            )  # memory that nobody has written to holds NaN
+            # In this mode memory that nobody has written to holds NaN.
+            torch.set_deterministic_debug_mode("warn")
             try:
                 got = run(layer, call, inputs, call.executor)
             finally:
                 torch.set_deterministic_debug_mode(mode)
         if hook is not None:
             hook.remove()
-        tf32 = want[0].is_cuda and torch.backends.cuda.matmul.allow_tf32
-        check_same(want, got, ROUGH if tf32 else TOLERANCE.get(want[0].dtype, ROUGH))
+        tolerance = TOLERANCE.get(want[0].dtype, ROUGH)
+        if want[0].is_cuda and torch.backends.cuda.matmul.allow_tf32:
+            tolerance = ROUGH
+        check_same(want, got, tolerance)
 
 
 def coarse(t: Tensor, parts: int) -> Tensor:
-    """Numbers rounded to multiples of 1 / parts.
+    """Round numbers to multiples of 1 / parts.
 
-    The logits of such tokens and weights are exact in any order of summation. PyTorch and an operator would else choose
-    other heads for some of many tokens, which is no fault of either.
+    The logits of such tokens and weights are exact in any order of summation. Otherwise PyTorch and an operator would
+    choose other heads for some of many tokens, which is no fault of either.
     """
     return (t.detach() * parts).round() / parts
 
 
 def is_tokens(t: Any, layer: nn.Module) -> bool:
-    """Whether an input of a layer is tokens, [.., C]."""
+    """Return whether an input of a layer is tokens, [.., C]."""
     return isinstance(t, Tensor) and t.is_floating_point() and t.shape[-1:] == (layer.dim,)
 
 
 def without_last_head(router: nn.Module, _: Any, routing: Routing) -> Routing:
     """Return a routing in which no token chose the last head."""
-    others = (
-        torch.arange(routing.active.shape[-1], device=routing.active.device)
-        < routing.active.shape[-1] - 1
-    )
+    H = routing.active.shape[-1]
+    remaining = torch.arange(H, device=routing.active.device) < H - 1
     return routing._replace(
-        weights=routing.weights * others, active=routing.active & others, count=None, pairs=None
+        weights=routing.weights * remaining,
+        active=routing.active & remaining,
+        count=None,
+        pairs=None,
     )
 
 
 def check_same(want: list[Tensor], got: list[Tensor], tolerance: float) -> None:
-    """Raise AssertionError where tensors are not nearly equal. The first is the output, others are gradients."""
-    most = max([t.abs().max().item() for t in want[1:] if t.numel()], default=0.0)
-    for number, (w, f) in enumerate(zip(want, got, strict=True)):
-        # What is zero but for rounding, as the gradient of the keys' bias, is held to the others' size.
-        size = max(w.abs().max().item() if w.numel() else 0.0, 0.1 * most if number else 0.0)
-        torch.testing.assert_close(f, w, rtol=0, atol=tolerance * size)
+    """Raise AssertionError where tensors are not nearly equal. The first is the output, the others are gradients."""
+    sizes = []  # the largest number of each tensor
+    for w in want:
+        sizes.append(w.abs().max().item() if w.numel() else 0.0)
+    largest_gradient = max(sizes[1:], default=0.0)
+    for number, (w, g) in enumerate(zip(want, got, strict=True)):
+        size = sizes[number]
+        if number > 0:
+            # A gradient that is zero but for rounding, as that of the keys' bias, is held to the size of the others.
+            size = max(size, 0.1 * largest_gradient)
+        torch.testing.assert_close(g, w, rtol=0, atol=tolerance * size)
 
 
 def run(
     layer: nn.Module, call: Recorded, inputs: tuple[tuple, dict], executor: type[Executor]
 ) -> list[Tensor]:
-    """The output of a call and, in training, the gradients of its tokens and of the layer's weights."""
+    """Return the output of a call and, in training, the gradients of its tokens and of the layer's weights."""
 
     def leaf(t: Any) -> Any:
-        return t.detach().requires_grad_(layer.training) if is_tokens(t, layer) else t
+        if not is_tokens(t, layer):
+            return t
+        return t.detach().requires_grad_(layer.training)
 
     layer.executor = executor
-    args, named = inputs = tree_map(leaf, inputs)
+    inputs = tree_map(leaf, inputs)
+    args, named = inputs
     torch.manual_seed(0)  # for routers that draw
     with torch.autocast(*call.autocast), torch.set_grad_enabled(layer.training):
         y = layer(*args, **named)[0]
@@ -183,30 +239,34 @@ def run(
         for t in (*tree_leaves(inputs), *layer.parameters())
         if isinstance(t, Tensor) and t.requires_grad
     ]
-    return [
-        y.detach(),
-        *torch.autograd.grad(y, wanted, y.detach(), allow_unused=True, materialize_grads=True),
-    ]
+    gradients = torch.autograd.grad(
+        y, wanted, y.detach(), allow_unused=True, materialize_grads=True
+    )
+    return [y.detach(), *gradients]
 
 
 def copied(layer: nn.Module) -> nn.Module:
-    """The layer with random weights: trained or sharded ones are not needed, and new routers may not choose yet."""
+    """Copy a layer, with random weights: trained or sharded ones are not needed, and new routers may not choose yet."""
     fresh = {}
     for p in layer.parameters():
-        scale = p.shape[-1] ** -0.5 if p.dim() > 1 else 1.0
+        scale = 1.0
+        if p.dim() > 1:
+            scale = p.shape[-1] ** -0.5
         numbers = scale * torch.randn(p.shape, device=p.device, dtype=p.dtype)
         fresh[id(p)] = nn.Parameter(numbers, p.requires_grad)
-    other = copy.deepcopy(layer, fresh)
-    other.executor = layer.all_heads_executor
-    other._forward_pre_hooks.clear()  # of `collect`
-    other._forward_pre_hooks_with_kwargs.clear()
-    for norm in (module for module in other.modules() if isinstance(module, GateNorm)):
-        norm.of_all = False  # the main process measures alone
-    return other
+    duplicate = copy.deepcopy(layer, fresh)
+    duplicate.executor = layer.all_heads_executor
+    # The hooks of `collect`.
+    duplicate._forward_pre_hooks.clear()
+    duplicate._forward_pre_hooks_with_kwargs.clear()
+    for module in duplicate.modules():
+        if isinstance(module, GateNorm):
+            module.over_processes = False  # the main process measures alone
+    return duplicate
 
 
 def resized(inputs: tuple[tuple, dict], have: int, want: int) -> tuple[tuple, dict]:
-    """Inputs of a layer with `want` sequences instead of `have`, detached."""
+    """Return the inputs of a layer with `want` sequences instead of `have`, detached."""
 
     def change(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -219,20 +279,26 @@ def resized(inputs: tuple[tuple, dict], have: int, want: int) -> tuple[tuple, di
 
 
 def seconds(one: Callable[[], object], number: int = 1) -> float:
-    """Seconds of so many runs; on a GPU the device is waited for."""
-    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    wait()
+    """Return the seconds of so many runs; on a GPU the device is waited for."""
+    wait_for_gpu()
     start = time.perf_counter()
     for _ in range(number):
         one()
-    wait()
+    wait_for_gpu()
     return time.perf_counter() - start
+
+
+def wait_for_gpu() -> None:
+    """Wait until the GPU has done its work, if one is in use."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 @contextmanager
 def own_random_numbers() -> Iterator[None]:
     """Restore the random number generators afterwards."""
-    with torch.random.fork_rng(
-        devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else []
-    ):
+    devices = []
+    if torch.cuda.is_initialized():
+        devices = [torch.cuda.current_device()]
+    with torch.random.fork_rng(devices=devices):
         yield

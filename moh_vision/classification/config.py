@@ -35,7 +35,8 @@ class EvalDataConfig(ImagesConfig):
 
     def eval_options(self, pretrained_cfg: dict) -> dict:
         """Return crop_pct and crop_mode of validation for a model's `pretrained_cfg`."""
-        crop_pct, crop_mode = 1.0, "squash"
+        crop_pct = 1.0
+        crop_mode = "squash"
         if self.augment == "imagenet":
             crop_pct = pretrained_cfg.get("crop_pct", 0.875)
             crop_mode = pretrained_cfg.get("crop_mode") or "center"
@@ -62,11 +63,13 @@ class ClsDataConfig(EvalDataConfig, DataConfig):
     """What the erased rectangle is filled with: zeros, one random colour, or random pixels."""
 
     def train_options(self) -> dict:
-        """Keyword arguments of `imagenet_train_transform`, by timm's names."""
-        erase = dict(re_prob=self.erase_prob, re_mode=self.erase_mode)
-        jitter = self.color_jitter or None
+        """Return keyword arguments of `imagenet_train_transform`, by timm's names."""
         return dict(
-            scale=self.crop_scale, auto_augment=self.auto_augment, color_jitter=jitter, **erase
+            scale=self.crop_scale,
+            auto_augment=self.auto_augment,
+            color_jitter=self.color_jitter or None,
+            re_prob=self.erase_prob,
+            re_mode=self.erase_mode,
         )
 
 
@@ -148,21 +151,20 @@ class ClsConfig(ImageRunConfig):
 
     def steps(self, images: int) -> tuple[int, int, int]:
         """Return (last step, cosine steps, warm-up steps) for so many training images."""
-        o = self.optim
+        optim = self.optim
 
-        def count(epochs: float) -> int:
-            return round(epochs * images / o.batch_size)
+        def steps_of(epochs: float) -> int:
+            return round(epochs * images / optim.batch_size)
 
-        warmup = o.warmup_steps or count(o.warmup_epochs)
-        if o.epochs is None:
+        warmup = optim.warmup_steps or steps_of(optim.warmup_epochs)
+        if optim.epochs is None:
             end = self.max_steps or 1000
             return end, end, warmup
-        cosine = max(1, count(o.epochs))
-        end = cosine + count(o.cooldown_epochs)
+        cosine = max(1, steps_of(optim.epochs))
+        end = cosine + steps_of(optim.cooldown_epochs)
         if self.max_steps and self.max_steps > end:
-            raise ValueError(
-                f"max_steps {self.max_steps} has no effect: optim.epochs {o.epochs:g} of {images} images are {end} steps"
-            )
+            why = f"optim.epochs {optim.epochs:g} of {images} images are {end} steps"
+            raise ValueError(f"max_steps {self.max_steps} has no effect: {why}")
         return self.max_steps or end, cosine, warmup
 
     def check_micro_batch(self, processes: int) -> None:

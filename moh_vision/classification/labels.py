@@ -22,9 +22,13 @@ IMAGENET = ImageNetInfo().label_names()  # 1,000 sorted synsets; class c is the 
 
 
 class Relabelled(ImageSource):
-    """Samples of a source with other labels: class numbers [n], or all right ones [n, L].
+    """Samples of a source with other labels.
 
-    Images with fewer than L right classes repeat the first. `columns` are the competing classes of ImageNet's 1,000.
+    Args:
+        source: the images.
+        numbers: which samples of `source` are taken.
+        labels: class numbers [n], or all right ones [n, L]; images with fewer than L right classes repeat the first.
+        columns: the competing classes of ImageNet's 1,000.
     """
 
     def __init__(
@@ -64,27 +68,33 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
     "real" (Beyer et al. 2020) finds an image's labels by its file name, and leaves out images without. The others go by
     the names of class folders: synsets, or V2's numbers. "a" and "r" have 200 classes; others do not compete.
     """
-    plain = os.path.isdir(root) and not has_split(root, "val")
-    source = ImageFolder(root) if plain else open_source(root, "val")
+    if os.path.isdir(root) and not has_split(root, "val"):
+        source = ImageFolder(root)
+    else:
+        source = open_source(root, "val")
     columns = list(range(len(IMAGENET)))
     if labels == "real":
-        images = _real_labels(root, source)
-        numbers = [n for n, right in enumerate(images) if right]
+        right_classes = _real_labels(root, source)
+        numbers = [number for number, right in enumerate(right_classes) if right]
         if not numbers:
             raise ValueError(
                 f"data.root {root}: none of its {len(source)} images has a label in ReaL"
             )
-        most = max(map(len, images))
-        rows = [(images[n] + images[n][:1] * most)[:most] for n in numbers]
+        most = max(map(len, right_classes))
+        rows = []
+        for number in numbers:
+            right = right_classes[number]
+            rows.append(right + right[:1] * (most - len(right)))
         return Relabelled(source, numbers, np.array(rows, np.int64), columns)
     if labels in ("a", "r"):
         listing = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
-        columns = [int(c) for c in listing.split()]
+        columns = [int(column) for column in listing.split()]
     classes = imagenet_names(with_classes(root, source).classes)
     # The classes of a folder are sorted as texts: 0, 1, 10, 100, 101, ...
-    places = np.argsort(np.argsort(classes))
-    images = Relabelled(source, range(len(source)), places[source.labels], columns)
-    expected, images.classes = images.classes, sorted(classes)
+    ranks = np.argsort(np.argsort(classes))
+    images = Relabelled(source, range(len(source)), ranks[source.labels], columns)
+    expected = images.classes
+    images.classes = sorted(classes)
     match_classes(expected, f"--labels {labels}", images, f"data.root {root}")
     return images
 
@@ -92,7 +102,9 @@ def open_labelled(root: str, labels: Labels) -> Relabelled:
 def imagenet_names(classes: Sequence[str]) -> list[str]:
     """Return names of classes; if all are numbers from 0 to 999, as ImageNet's synsets."""
     numbered = all(name.isdecimal() and int(name) < len(IMAGENET) for name in classes)
-    return [IMAGENET[int(name)] for name in classes] if numbered else list(classes)
+    if not numbered:
+        return list(classes)
+    return [IMAGENET[int(name)] for name in classes]
 
 
 def refuse_other_classifier(
@@ -100,9 +112,11 @@ def refuse_other_classifier(
 ) -> None:
     """Refuse a model without ImageNet's 1,000 classes as outputs; `classes` None: unnamed."""
     if model.num_classes != len(IMAGENET) or imagenet_names(classes or IMAGENET) != IMAGENET:
-        others = f"{model.num_classes} classes" + (f", the first {classes[0]!r}" if classes else "")
+        found = f"{model.num_classes} classes"
+        if classes:
+            found += f", the first {classes[0]!r}"
         raise ValueError(
-            f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {others}"
+            f"--labels {labels} needs a classifier of ImageNet's 1,000 classes; {named} has {found}"
         )
 
 

@@ -1,6 +1,5 @@
 """Opens a classifier: a run, a folder saved by timm or publish, or weights with a model's name."""
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,9 @@ from moh_vision.classification.config import EvalDataConfig, OpenedClsConfig
 from moh_vision.classification.labels import IMAGENET, open_labelled, refuse_other_classifier
 from moh_vision.classification.scores import validate
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.progress import Progress
 from moh_vision.data.batches import (
     BadSamples,
     LabelledImages,
@@ -25,10 +27,7 @@ from moh_vision.data.imagenet import validation_transform
 from moh_vision.data.splits import match_classes, open_source, with_classes
 from moh_vision.engine.accelerator import make_accelerator
 from moh_vision.engine.command_line import SavedConfig, parse_config
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import assumed_order, listed
 from moh_vision.models.head_budgets import set_head_budget
@@ -40,7 +39,8 @@ from moh_vision.models.weights import taken_for, to_validate
 class OpenedClassifier(Opened):
     """A classifier with an `OpenedClsConfig`; the model's pretrained_cfg tells how to prepare images."""
 
-    kind, loss_name = "classification", "cross-entropy"
+    kind = "classification"
+    loss_name = "cross-entropy"
     scored_on = "{c.data.root}, val split"
 
     def data(self, split: str) -> LabelledImages:
@@ -51,10 +51,12 @@ class OpenedClassifier(Opened):
         return LabelledImages(self.splits[split], transform, seed=0, replace=False)
 
     def _check_classes(self, source) -> None:
-        config, classes = self.config, self.metadata["classes"]
-        named = f"--checkpoint {self.config.checkpoint}"
+        config = self.config
+        classes = self.metadata["classes"]
+        named = f"--checkpoint {config.checkpoint}"
         if config.labels:
-            return refuse_other_classifier(self.model, classes, named, config.labels)
+            refuse_other_classifier(self.model, classes, named, config.labels)
+            return
         count = len(source.classes)
         if not classes and self.model.num_classes == count:
             classes, assumed = assumed_order(config.checkpoint, source.classes)
@@ -114,14 +116,15 @@ def open_run(
     command: str = "open_run",
     saved: SavedConfig | None = None,
 ) -> OpenedClassifier:
-    """See `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
+    """Open a classifier, see `moh_vision.open_run`; options are those of `OpenedClsConfig`."""
     ema_of_run = weights == "ema" and (run_of(path) / CONFIG).is_file()
     file = path
     if weights == "model" or ema_of_run:
         file = str(weights_file(path, weights))
-    named = ["--model.name", name] if name else []
-    asked = ["--checkpoint", file, *named, *options]
-    opened = open_with(parse_config(OpenedClsConfig, asked, command, saved), split)
+    argv = ["--checkpoint", file]
+    if name:
+        argv += ["--model.name", name]
+    opened = open_with(parse_config(OpenedClsConfig, [*argv, *options], command, saved), split)
     opened.model.to(device or "cpu")
     return opened
 
@@ -134,11 +137,13 @@ def open_with(
         return OpenedClassifier(config, *open_classifier(config))
     accelerator = accelerator or make_accelerator(config.mixed_precision, config.tf32)
     source = open_images(config, split, accelerator)
-    classes = IMAGENET if config.labels else source.classes
-    model_and_metadata = open_classifier(
-        config, len(source), in_chans=source.channels, num_classes=len(classes)
+    num_classes = len(source.classes)
+    if config.labels:
+        num_classes = len(IMAGENET)
+    model, metadata = open_classifier(
+        config, len(source), in_chans=source.channels, num_classes=num_classes
     )
-    opened = OpenedClassifier(config, *model_and_metadata, {split: source})
+    opened = OpenedClassifier(config, model, metadata, {split: source})
     opened.accelerator = accelerator
     opened._check_classes(source)
     return opened
@@ -168,22 +173,26 @@ def open_classifier(
     A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
     need the configuration's `model` and `arguments`. `images`, their number, decides the memory that they take.
     """
-    path, data = config.checkpoint, config.data
+    path = config.checkpoint
+    data = config.data
     batch = min(data.eval_batch_size, images)
     check_images_fit("data.img_size", data.img_size, arguments.get("in_chans", 1), batch)
-    saved = (Path(path) / "config.json").is_file() and not (Path(path) / CONFIG).is_file()
-    named = config.model.name, {**config.model.arguments(), **arguments}, {}
-    name, own, cfg = _saved_by_timm(path) if saved else named
-    with contextlib.nullcontext() if saved else taken_for(name):
-        model, metadata = to_validate(path, name, own, data.img_size)
-    if saved:
-        plain = own.get("router") == "dense" and own.get("base")  # a ViT of timm, named so
-        architecture = (plain or name).split(".")[0]
-        metadata.update(of_run=True, architecture=architecture)
+    by_timm = (Path(path) / "config.json").is_file() and not (Path(path) / CONFIG).is_file()
+    if by_timm:
+        name, saved_arguments, cfg = _saved_by_timm(path)
+        model, metadata = to_validate(path, name, saved_arguments, data.img_size)
+        if saved_arguments.get("router") == "dense":
+            name = saved_arguments.get("base") or name  # a ViT of timm, named so
+        metadata.update(of_run=True, architecture=name.split(".")[0])
         metadata["classes"] = cfg["label_names"] or metadata["classes"]
         model.pretrained_cfg = cfg
         if "data.augment" not in config.given:
             data = replace(data, augment="imagenet")  # crops as the folder says
+    else:
+        name = config.model.name
+        with taken_for(name):
+            asked_arguments = {**config.model.arguments(), **arguments}
+            model, metadata = to_validate(path, name, asked_arguments, data.img_size)
     if metadata["of_run"]:
         for key in sorted(config.given):
             if key.partition(".")[0] == "model" and key != "model.head_budget":
@@ -193,7 +202,7 @@ def open_classifier(
                 )
         if "model.head_budget" in config.given and config.model.head_budget is not None:
             set_head_budget(model, config.model.head_budget)
-        if not saved:
+        if not by_timm:
             data = data_as_trained(data, config.given, metadata)
     prepare(model, data, metadata["arguments"].get("img_size"), metadata["classes"])
     return model, dict(metadata, img_size=model.pretrained_cfg["input_size"][-1])
@@ -203,13 +212,12 @@ def _saved_by_timm(folder: str) -> tuple[str, dict, dict]:
     """Return `of_source` of a folder written by `timm.models.save_for_hf` or `moh_vision.publish`."""
     try:
         name, arguments, cfg = of_source(folder, "classification")
-        return (
-            name,
-            arguments,
-            {**cfg, "label_names": listed(cfg.get("label_names"), "label_names")},
-        )
+        label_names = listed(cfg.get("label_names"), "label_names")
+        return name, arguments, {**cfg, "label_names": label_names}
     except Exception as error:  # files of others may hold anything
-        reason = f"no {error} in it" if isinstance(error, KeyError) else reason_of(error)
+        reason = reason_of(error)
+        if isinstance(error, KeyError):
+            reason = f"no {error} in it"
         raise ValueError(
             f"--checkpoint {folder}: its config.json is of no classifier that is taken ({reason})"
         ) from None
@@ -238,11 +246,17 @@ def prepare(
 
     `img_size` or `classes` None: as the pretrained_cfg has them.
     """
-    cfg, channels = dict(model.pretrained_cfg), model.in_chans
-    side = [img_size] * 2 if img_size else cfg["input_size"][1:]
-    cfg.update(
-        num_classes=model.num_classes, input_size=(channels, *side), **data.eval_options(cfg)
-    )
-    cfg.update(mean=tuple(cfg["mean"][:channels]), std=tuple(cfg["std"][:channels]))
-    cfg["label_names"] = cfg.get("label_names") if classes is None else list(classes)
-    model.pretrained_cfg = model.default_cfg = cfg
+    cfg = dict(model.pretrained_cfg)
+    channels = model.in_chans
+    size = cfg["input_size"][1:]
+    if img_size:
+        size = (img_size, img_size)
+    options = data.eval_options(cfg)
+    cfg.update(num_classes=model.num_classes, input_size=(channels, *size), **options)
+    cfg["mean"] = tuple(cfg["mean"][:channels])
+    cfg["std"] = tuple(cfg["std"][:channels])
+    cfg.setdefault("label_names", None)
+    if classes is not None:
+        cfg["label_names"] = list(classes)
+    model.pretrained_cfg = cfg
+    model.default_cfg = cfg

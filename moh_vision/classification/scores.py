@@ -9,9 +9,9 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention import head_budget
+from moh_vision.common.io import write_csv
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.order import rank_slice
-from moh_vision.engine.io import write_csv
 from moh_vision.engine.logging import peak_memory_mib
 from moh_vision.engine.ranks import total
 from moh_vision.engine.weights import whole_weights
@@ -28,16 +28,25 @@ def validate(
 ) -> tuple[dict, HeadLoad, Tensor]:
     """Score a `ClassificationTask` on a split: every readable image once over all processes.
 
+    Args:
+        task: the model with its losses, as accelerate wraps it or bare.
+        images: the split.
+        data: an `EvalDataConfig`.
+        accelerator: accelerate's Accelerator.
+        progress: yields the batches that it is given, under a title.
+
     Returns:
-        scores: top1 and, of more than 5 classes, top5 in percent; active_heads: mean number of heads of each layer that a token runs.
+        scores: top1 and, of more than 5 classes, top5 in percent; active_heads: mean number of heads of each layer
+            that a token runs.
         load: the use of heads by class.
         predictions: [n, 5] of the readable images in order: number in the source, class (the likeliest
             of several), predicted class, and the probabilities of both, float64.
     """
     source = images.source
     task = accelerator.unwrap_model(task).eval()  # ranks may have fewer batches: no waiting in DDP
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    slices = rank_slice(len(source), rank, ranks, data.eval_batch_size)
+    slices = rank_slice(
+        len(source), accelerator.process_index, accelerator.num_processes, data.eval_batch_size
+    )
     load = HeadLoad(head_budget(task.model)["layers"], {"class": source.classes})
     unreadable = BadSamples(len(source), data.max_bad_fraction)
     predicted: list[Tensor] = []  # [B, 4] of each batch
@@ -69,7 +78,8 @@ def validate(
     )
     read = [n for numbers in slices for n in numbers if n not in unreadable.seen]
     numbers = torch.tensor(read).double()[:, None]  # [n, 1]
-    rows = torch.cat([numbers, torch.cat([torch.empty(0, 4).double(), *predicted])], 1)
+    none = torch.empty(0, 4).double()  # for a process without images
+    rows = torch.cat([numbers, torch.cat([none, *predicted])], 1)
     predictions = torch.cat(gather_object([rows]))  # [n, 5]
     return scores, load, predictions[predictions[:, 0].argsort()]
 
@@ -86,30 +96,38 @@ def write_predictions(
     """Write each image's name, class, predicted class and both probabilities as CSV."""
     rows = [("image", "class", "predicted", "probability_of_class", "probability_of_predicted")]
     for number, label, predicted, *probabilities in predictions.tolist():
-        shown = (round(p, 6) for p in probabilities)
-        rows.append((names[int(number)], classes[int(label)], classes[int(predicted)], *shown))
+        rounded = [round(probability, 6) for probability in probabilities]
+        rows.append((names[int(number)], classes[int(label)], classes[int(predicted)], *rounded))
     write_csv(path, rows)
 
 
 def class_accuracy(confusion: Tensor, classes: Sequence[str]) -> list[tuple[str, float | None]]:
     """Return (name, top-1 in percent) of each class; None for a class without images."""
     labels, predicted, images = confusion.T
-    of_class = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
-    right = torch.zeros_like(of_class).index_add_(0, labels, images * (labels == predicted))
-    return [
-        (name, 100 * r / n if n else None)
-        for name, r, n in zip(classes, right.tolist(), of_class.tolist())
-    ]
+    count = torch.zeros(len(classes), dtype=images.dtype).index_add_(0, labels, images)
+    hits = images.where(labels == predicted, 0)
+    right = torch.zeros_like(count).index_add_(0, labels, hits)
+
+    def percent(right: int, count: int) -> float | None:
+        if count == 0:
+            return None
+        return 100 * right / count
+
+    return list(zip(classes, map(percent, right.tolist(), count.tolist())))
 
 
 def class_table(top1: Sequence[tuple[str, float | None]], most: int = 20) -> str:
     """Return `class_accuracy` as lines; over `most` classes, one line with the best and the worst."""
     if len(top1) > most:
         known = sorted((share, name) for name, share in top1 if share is not None)
-        return f"top-1 by class: {known[0][0]:.2f} % ({known[0][1]}) to {known[-1][0]:.2f} % ({known[-1][1]})"
-    wide = max(len(name) for name, _ in top1)
-    rows = (
-        f"  {name:<{wide}}  {'no images' if share is None else f'{share:6.2f} %'}"
-        for name, share in top1
-    )
-    return "\n".join(["top-1 by class:", *rows])
+        worst, worst_name = known[0]
+        best, best_name = known[-1]
+        return f"top-1 by class: {worst:.2f} % ({worst_name}) to {best:.2f} % ({best_name})"
+    width = max(len(name) for name, _ in top1)
+    lines = ["top-1 by class:"]
+    for name, share in top1:
+        shown = "no images"
+        if share is not None:
+            shown = f"{share:6.2f} %"
+        lines.append(f"  {name:<{width}}  {shown}")
+    return "\n".join(lines)

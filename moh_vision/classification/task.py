@@ -10,7 +10,12 @@ from moh_vision.attention.losses import RoutedTask
 class ClassificationTask(RoutedTask):
     """Cross-entropy with class numbers or mixed targets (mixup, cutmix), and distillation.
 
-    `distill` is a `DistillConfig`, for batches with a teacher's logits.
+    Args:
+        model: a classifier with `forward_routed`.
+        balance_weight: weight of MoH's load-balance loss.
+        label_smoothing: label smoothing of the cross-entropy.
+        distill: a `DistillConfig`, for batches with a teacher's logits.
+        moa_weights: see `RoutedTask`.
     """
 
     def __init__(
@@ -22,15 +27,20 @@ class ClassificationTask(RoutedTask):
         **moa_weights: float,
     ):
         super().__init__(model, balance_weight, **moa_weights)
-        self.label_smoothing, self.distill = label_smoothing, distill
+        self.label_smoothing = label_smoothing
+        self.distill = distill
 
     def forward(
         self, images: Tensor, labels: Tensor | None = None, teacher_logits: Tensor | None = None
     ):
         """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
-        images [B, C, h, w]; labels [B], or targets [B, classes]. With teacher_logits [B, classes],
-        task_loss includes a kd_loss. Validation calls the task too, for what wraps it.
+        Validation calls the task too, for what wraps it.
+
+        Args:
+            images: [B, C, h, w].
+            labels: [B], or mixed targets [B, classes].
+            teacher_logits: [B, classes]; with them task_loss includes a kd_loss.
         """
         logits, stats = self.model.forward_routed(images)  # [B, classes]
         if not self.training:
@@ -40,12 +50,12 @@ class ClassificationTask(RoutedTask):
         terms = {}
         if teacher_logits is not None:
             kd_loss = distillation_loss(logits, teacher_logits, self.distill.temperature)
-            task_loss = (
-                self.distill.task_loss_weight * task_loss
-                + self.distill.distill_loss_weight * kd_loss
-            )
+            distill = self.distill
+            task_loss = distill.task_loss_weight * task_loss + distill.distill_loss_weight * kd_loss
             terms = dict(kd_loss=kd_loss.detach())
-        dominant = labels.argmax(-1) if labels.ndim == 2 else labels
+        dominant = labels
+        if labels.ndim == 2:  # of mixed targets the class with the largest share
+            dominant = labels.argmax(-1)
         accuracy = (logits.detach().argmax(-1) == dominant).float().mean()
         return dict(self.losses(task_loss, stats), batch_accuracy=accuracy, **terms)
 
@@ -55,7 +65,6 @@ def distillation_loss(logits: Tensor, teacher_logits: Tensor, temperature: float
 
     timm's `LogitDistillationTask` has the same loss, but calls the student without routing statistics.
     """
-    student, teacher = (
-        F.log_softmax(x.to(logits.dtype) / temperature, -1) for x in (logits, teacher_logits)
-    )
+    student = F.log_softmax(logits / temperature, -1)
+    teacher = F.log_softmax(teacher_logits.to(logits.dtype) / temperature, -1)
     return F.kl_div(student, teacher, reduction="batchmean", log_target=True) * temperature**2

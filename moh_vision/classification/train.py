@@ -14,6 +14,9 @@ from torch import nn
 from moh_vision.classification.config import ClsConfig
 from moh_vision.classification.scores import class_accuracy, class_table, confusion_of, validate
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.errors import BadData, message_of
+from moh_vision.common.io import write_whole
+from moh_vision.common.wings import CLASSIFICATION
 from moh_vision.data import splits
 from moh_vision.data.batches import (
     BadSamples,
@@ -29,14 +32,11 @@ from moh_vision.data.splits import DataRecord, open_splits, refuse_other_classes
 from moh_vision.data.stream import open_stream
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import BlockDescent
-from moh_vision.engine.errors import BadData, message_of
-from moh_vision.engine.io import write_whole
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
-from moh_vision.engine.wings import CLASSIFICATION
 from moh_vision.evaluation.accuracy import summary
 from moh_vision.models.class_names import assumed_order, places
 from moh_vision.models.convert import share_strongest_heads
@@ -50,43 +50,46 @@ from moh_vision.models.teachers import Teacher
 
 def open_teacher(config: ClsConfig, model: nn.Module, val, img_size: int) -> Teacher:
     """Open the teacher of distill.teacher for images as `model` takes them and classes as in `val`."""
-    channels, source = val.channels, config.distill.teacher
-    mean, std = (model.pretrained_cfg[name][:channels] for name in ("mean", "std"))
-    teacher = Teacher("distill.teacher", source, mean, std)
+    channels = val.channels
+    name = config.distill.teacher
+    mean = model.pretrained_cfg["mean"][:channels]
+    std = model.pretrained_cfg["std"][:channels]
+    teacher = Teacher("distill.teacher", name, mean, std)
     named = f"data.root {config.data.root}"
     if teacher.classes:
         refuse_other_classes(teacher.classes, teacher.name, val.classes, named)
     teacher.check_logits((channels, img_size, img_size), len(val.classes))
-    theirs = teacher.classes
-    if theirs is None:
-        theirs, assumed = assumed_order(source, val.classes)
+    teacher_classes = teacher.classes
+    if teacher_classes is None:
+        teacher_classes, assumed = assumed_order(name, val.classes)
         say(f"distill.teacher: {assumed}")
-    if theirs != val.classes:
-        teacher.order = places(val.classes, theirs)
+    if teacher_classes != val.classes:
+        teacher.order = places(val.classes, teacher_classes)
     return teacher
 
 
-def train(setup: RunSetup) -> None:
+def train(setup: RunSetup) -> None:  # noqa: PLR0915
     config = setup.config
     accelerator = setup.accelerator
-    d, o = config.data, config.optim
+    data = config.data
 
     # ---------------------------------------------------------------- data
     name, arguments = described(config, "classification", config.fresh)
     with accelerator.main_process_first():
-        source, val = open_splits(d.root, open_stream(d, config.given, accelerator))
-    record = DataRecord(d.root, config.allow_change, train=source, val=val)
+        source, val = open_splits(data.root, open_stream(data, config.given, accelerator))
+    record = DataRecord(data.root, config.allow_change, train=source, val=val)
     config.check_micro_batch(accelerator.num_processes)
+    batch_size = config.optim.batch_size
     stop, cosine_steps, warmup_steps = config.steps(len(source))
-    say(splits.in_short(d.root, source, stop, o.batch_size, val))
-    splits.say_transparent(f"data.root {d.root}", dict(train=source, val=val), say)
-    check_images_fit("data.img_size", d.img_size, source.channels, setup.micro_batch)
+    say(splits.in_short(data.root, source, stop, batch_size, val))
+    splits.say_transparent(f"data.root {data.root}", dict(train=source, val=val), say)
+    check_images_fit("data.img_size", data.img_size, source.channels, setup.micro_batch)
 
     # ---------------------------------------------------------------- lock the folder; model and teacher
     span = setup.find_checkpoint(stop)
     decided = dict(in_chans=source.channels, num_classes=len(source.classes))
-    if d.img_size or source.img_size:
-        decided["img_size"] = d.img_size or source.img_size
+    if data.img_size or source.img_size:
+        decided["img_size"] = data.img_size or source.img_size
     arguments |= config.model.decided(**decided)
     model_setup = set_up_model(
         config, "classification", name, arguments, source.classes, span.checkpoint, say
@@ -97,20 +100,26 @@ def train(setup: RunSetup) -> None:
     descent = BlockDescent(
         accelerator, model, mae_routers(model), config.compile, config.block_descent
     )
-    order = dict(group=d.shuffle_shards, seed=config.seed, repeats=d.repeats)
-    sampler = PositionSampler(source.shard_sizes, **order, **setup.portion(span))
+    sampler = PositionSampler(
+        source.shard_sizes,
+        group=data.shuffle_shards,
+        seed=config.seed,
+        repeats=data.repeats,
+        **setup.portion(span),
+    )
     to_tensor, val_to_tensor = classification_transforms(
-        d, model.pretrained_cfg, img_size, source.channels
+        data, model.pretrained_cfg, img_size, source.channels
     )
     if config.calibrate_images and not span.checkpoint and not config.dry_run:
         slices = evenly_spread(len(source), config.calibrate_images)
         some = evaluation_loader(LabelledImages(source, val_to_tensor, config.seed), slices, 0)
         share_strongest_heads(model, (batch["images"] for batch in some))
     teacher = None
+    frozen = {}
     if config.distill.teacher:
         with accelerator.main_process_first():
             teacher = open_teacher(config, model, val, img_size)
-    frozen = {"distill.teacher": (config.distill.teacher, teacher.sha256)} if teacher else {}
+        frozen["distill.teacher"] = (config.distill.teacher, teacher.sha256)
 
     # ---------------------------------------------------------------- from here on the folder is the run's
     records = [record, FrozenRecord(config.allow_change, frozen)]
@@ -119,29 +128,36 @@ def train(setup: RunSetup) -> None:
         return
 
     # ---------------------------------------------------------------- task, optimiser, schedule
-    form = torch.channels_last if config.channels_last else torch.preserve_format
+    memory_format = torch.preserve_format
+    if config.channels_last:
+        memory_format = torch.channels_last
     task = ClassificationTask(
-        model.to(memory_format=form), config.balance_weight, config.label_smoothing, config.distill,
+        model.to(memory_format=memory_format),
+        config.balance_weight,
+        config.label_smoothing,
+        config.distill,
         **config.moa_weights(),
-    )  # fmt: skip
-    teacher = teacher and teacher.to(accelerator.device, memory_format=form)
+    )
+    if teacher:
+        teacher.to(accelerator.device, memory_format=memory_format)
     schedule = dict(warmup_steps=warmup_steps, max_steps=cosine_steps, as_timm=True)
-    unreadable = BadSamples(len(source), d.max_bad_fraction)
+    unreadable = BadSamples(len(source), data.max_bad_fraction)
+    best = None
+    if config.eval_every:  # without, the only validation is that of model.safetensors
+        best = Best("top1")
 
     # ---------------------------------------------------------------- the loop
     def on_device(batch: dict) -> dict:
         batch = send_to_device(batch, accelerator.device, non_blocking=True)
-        batch["images"] = batch["images"].to(memory_format=form)
+        batch["images"] = batch["images"].to(memory_format=memory_format)
         if teacher:
             with accelerator.autocast():
                 batch["teacher_logits"] = teacher(batch["images"])  # [B, classes]
         return batch
 
-    mixing = (
-        BatchMixing(config.seed, len(source.classes), **asdict(config.mix))
-        if config.mix.on
-        else None
-    )
+    mixing = None
+    if config.mix.on:
+        mixing = BatchMixing(config.seed, len(source.classes), **asdict(config.mix))
     images = LabelledImages(source, to_tensor, config.seed)
     metadata = dict(architecture=name, arguments=model_setup.arguments, classes=source.classes)
     with start_loop(
@@ -150,24 +166,24 @@ def train(setup: RunSetup) -> None:
         folder,
         descent,
         task,
-        make_optimizer(model, o),
+        make_optimizer(model, config.optim),
         metadata,
         title="classification",
         schedule=schedule,
         ema=config.ema,
         elastic=model_setup.elastic,
-        # Without eval_every the only validation is that of model.safetensors.
-        best=Best("top1") if config.eval_every else None,
+        best=best,
         unreadable=unreadable,
     ) as loop:
         evaluation = Evaluation(loop, LabelledImages(val, val_to_tensor, seed=0, replace=False))
-        loader = training_loader(images, sampler, d.workers, unreadable, mixing, on_device)
+        loader = training_loader(images, sampler, data.workers, unreadable, mixing, on_device)
         batches = iter(loader)
         for step in loop.steps():
-            loop.step(batches, epoch=step * o.batch_size // len(source), count=o.batch_size)
+            loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)
             if loop.logs():
-                v = loop.averages()
-                loop.metrics(v, f"loss {v['loss']:.4f}, acc {100 * v['batch_accuracy']:.0f} %")
+                values = loop.averages()
+                accuracy = f"acc {100 * values['batch_accuracy']:.0f} %"
+                loop.metrics(values, f"loss {values['loss']:.4f}, {accuracy}")
             # Before the save, so that a run that goes on from there has its validation.
             if loop.due(config.eval_every) and loop.done < span.stop:
                 evaluation.judge()
@@ -185,20 +201,27 @@ class Evaluation:
     def __init__(self, loop: TrainingLoop, images: LabelledImages):
         self.loop = loop
         self.images = images
-        self.take("ema" if loop.ema else "model")
+        if loop.ema:
+            self.take("ema")
+        else:
+            self.take("model")
 
     def take(self, weights: str) -> None:
         """Validate the weights "ema" or "model" from now on."""
         self.weights = weights
-        self.model = self.loop.ema.module if weights == "ema" else self.loop.model
+        if weights == "ema":
+            self.model = self.loop.ema.module
+            self.task = ClassificationTask(self.model, 0.0)
+        else:
+            self.model = self.loop.model
+            self.task = self.loop.task
 
     def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
-        """See `scores.validate`."""
+        """Score the weights, see `scores.validate`."""
         loop = self.loop
         data = loop.config.data
-        task = ClassificationTask(self.model, 0.0) if self.weights == "ema" else loop.task
         with loop.setup.errors((BadData,), every_rank=True):
-            return validate(task, self.images, data, loop.accelerator, loop.log.progress)
+            return validate(self.task, self.images, data, loop.accelerator, loop.log.progress)
 
     def judge(self) -> tuple[dict, HeadLoad, torch.Tensor]:
         """Validate, and log the scores and keep the weights if they are the best."""
@@ -207,25 +230,27 @@ class Evaluation:
         return validated
 
     def judge_better(self) -> tuple[tuple[dict, HeadLoad, torch.Tensor], dict]:
-        """Validate the EMA and the last weights, and go on with the better; also return the others' scores."""
+        """Validate the EMA and the last weights, and go on with the better; also return the scores of the worse."""
         loop = self.loop
         averaged = self.validate()
         self.take("model")
         last = self.validate()
         by_weights = dict(ema=averaged, model=last)
-        better, other = ("ema", "model")
+        better = "ema"
+        worse = "model"
         if last[0]["top1"] > averaged[0]["top1"]:
-            better, other = ("model", "ema")
+            better = "model"
+            worse = "ema"
         self.take(better)
         self.log(by_weights[better][0])
+        worse_scores = by_weights[worse][0]
         named = dict(ema=loop.averaged, model="the last weights")
         loop.log.say(
-            f"{named[other]}: {summary(by_weights[other][0])}; results.json and the commands that open the run "
+            f"{named[worse]}: {summary(worse_scores)}; results.json and the commands that open the run "
             f"take {better}.safetensors"
         )
-        other_scores = by_weights[other][0]
-        kept = {key: other_scores[key] for key in SCORES if key in other_scores}
-        return by_weights[better], {f"{other}_weights": kept}
+        kept = {key: worse_scores[key] for key in SCORES if key in worse_scores}
+        return by_weights[better], {f"{worse}_weights": kept}
 
     def log(self, scores: dict) -> None:
         """Log the scores, and keep the weights if they are the best."""
@@ -241,56 +266,68 @@ class Evaluation:
         """Validate the last weights; write results.json, confusion.json and head_load.json."""
         loop = self.loop
         classes = self.images.source.classes
-        others: dict = {}
+        worse: dict = {}
         if loop.ema:
-            (scores, load, predictions), others = self.judge_better()
+            (scores, load, predictions), worse = self.judge_better()
         else:
             scores, load, predictions = self.judge()
         if loop.elastic:
-            loads = []
-
-            def score() -> dict:
-                validated = self.validate()
-                loads.append(validated[1])
-                return validated[0]
-
-            by_share = loop.elastic.by_share(self.model, score, scores)
+            scores["by_share"], first_load = self.score_shares(scores)
             if not load.choosing():  # the largest share may be all heads
-                load = loads[0]
-            loop.log.say(
-                "\n".join(
-                    f"with a share of {share}: {summary(by_share[share])}" for share in by_share
-                )
-            )
-            kept = (*SCORES, "active_share")
-            scores["by_share"] = {
-                share: {k: by_share[share][k] for k in kept if k in scores} for share in by_share
-            }
+                load = first_load
         confusion = confusion_of(predictions)
         scores["top1_by_class"] = class_accuracy(confusion, classes)
-        best = loop.best.results() if loop.best else {}
-        loop.write_results(dict(scores, weights=self.weights, **others, **best))
+        best: dict = {}
+        if loop.best:
+            best = loop.best.results()
+        loop.write_results(dict(scores, weights=self.weights, **worse, **best))
         loop.log.say(class_table(scores["top1_by_class"]))
         if best:
             weights = f"top-1 {best['best_top1']:.2f} % after {best['best_step']} steps"
             loop.log.say(f"best of the validations: {weights}, {loop.folder / BEST}")
-        if loop.accelerator.is_main_process:
-            counted = dict(
-                classes=list(classes), counts=confusion.tolist()
-            )  # counts: class, predicted class, images
-            write_whole(loop.folder / "confusion.json", json.dumps(counted) + "\n")
-            load.of = dict(
-                model=name,
-                data=loop.config.data.root,
-                split="val",
-                weights=self.weights,
-                step=loop.done,
-            )
-            try:
-                if load.choosing():
-                    load.save(loop.folder / FILE)
-            except OSError as error:
-                loop.log.say(f"{loop.folder / FILE} could not be written: {message_of(error)}")
+        if not loop.accelerator.is_main_process:
+            return
+        # counts: rows of class, predicted class and images.
+        counted = dict(classes=list(classes), counts=confusion.tolist())
+        write_whole(loop.folder / "confusion.json", json.dumps(counted) + "\n")
+        load.of = dict(
+            model=name,
+            data=loop.config.data.root,
+            split="val",
+            weights=self.weights,
+            step=loop.done,
+        )
+        try:
+            if load.choosing():
+                load.save(loop.folder / FILE)
+        except OSError as error:
+            loop.log.say(f"{loop.folder / FILE} could not be written: {message_of(error)}")
+
+    def score_shares(self, scores: dict) -> tuple[dict, HeadLoad]:
+        """Validate an elastic model at its shares, the largest of which has `scores`; say the scores.
+
+        Returns:
+            by_share: some scores of each share, for results.json.
+            load: the use of heads at the smallest share.
+        """
+        loop = self.loop
+        loads = []
+
+        def score() -> dict:
+            share_scores, load, _ = self.validate()
+            loads.append(load)
+            return share_scores
+
+        by_share = loop.elastic.by_share(self.model, score, scores)
+        loop.log.say(
+            "\n".join(f"with a share of {share}: {summary(by_share[share])}" for share in by_share)
+        )
+        kept = [name for name in (*SCORES, "active_share") if name in scores]
+        table = {
+            share: {name: share_scores[name] for name in kept}
+            for share, share_scores in by_share.items()
+        }
+        return table, loads[0]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -19,12 +19,12 @@ from moh_vision.classification.scores import (
     write_predictions,
 )
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.cli import refuse_output
+from moh_vision.common.errors import BUILD, BadData, user_errors
+from moh_vision.common.progress import Progress
 from moh_vision.engine.accelerator import finish, make_accelerator
-from moh_vision.engine.cli import refuse_output
 from moh_vision.engine.command_line import parse_config
-from moh_vision.engine.errors import BUILD, BadData, user_errors
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
 from moh_vision.engine.signals import StopSignals
 from moh_vision.evaluation.accuracy import summary
@@ -38,9 +38,19 @@ def report(config: ValidateConfig, accelerator) -> None:
     --score-file, --head-load and --predictions name further outputs.
     """
     opened = open_with(config, "val", accelerator)
-    model, metadata, val = opened.model, opened.metadata, opened.splits["val"]
-    names = image_names(config.data.root, val) if config.predictions else []
-    task = SomeClasses(model, val.columns) if config.labels else ClassificationTask(model, 0.0)
+    metadata = opened.metadata
+    val = opened.splits["val"]
+    names: list[str] = []
+    if config.predictions:
+        names = image_names(config.data.root, val)
+    if config.labels:
+        task = SomeClasses(opened.model, val.columns)
+        split = config.labels
+        shown_split = f"labels {split}"
+    else:
+        task = ClassificationTask(opened.model, 0.0)
+        split = "val"
+        shown_split = split
     os.environ.setdefault(BUILD, "auto")
     task = accelerator.prepare_model(task, evaluation_mode=True)
     main = accelerator.is_main_process
@@ -48,7 +58,7 @@ def report(config: ValidateConfig, accelerator) -> None:
     scores, load, predictions = validate(
         task, opened.data("val"), config.data, accelerator, progress
     )
-    split, files = config.labels or "val", []
+    files = []
     of = dict(
         model=metadata["architecture"],
         data=config.data.root,
@@ -69,8 +79,8 @@ def report(config: ValidateConfig, accelerator) -> None:
     if config.score_file and main:
         write_json(Path(config.score_file), dict(of, img_size=metadata["img_size"], **scores))
         files.append(f"scores: {config.score_file}")
-    size_and_data = f"{metadata['img_size']} px, {config.data.root}, {f'labels {split}' if config.labels else split}"
-    say(f"{metadata['weights']} ({metadata['architecture']}, {size_and_data}): {summary(scores)}")
+    images = f"{metadata['img_size']} px, {config.data.root}, {shown_split}"
+    say(f"{metadata['weights']} ({metadata['architecture']}, {images}): {summary(scores)}")
     if config.labels and len(val) < len(val.source):
         left = len(val.source) - len(val)
         say(f"{left} images of {len(val.source)} have no label and are left out")

@@ -31,9 +31,9 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.runs import COLUMNS
 from moh_vision.commands.search import refuse_budget
-from moh_vision.engine.io import run_of
+from moh_vision.common.io import run_of
+from moh_vision.common.progress import say
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import say
 from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import kind_of, open_run
 
@@ -65,11 +65,11 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     saved = tuple(layer_budgets(model))
     if is_dense(model):
         return {1.0: saved}
-    if not any(b.candidates for b in saved):
+    if not any(budget.candidates for budget in saved):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    heads = sum(b.heads for b in saved)
+    heads = sum(budget.heads for budget in saved)
 
     def allowed(share: str) -> Budgets | None:
         try:
@@ -81,19 +81,16 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
     for share in shares or ():
         if found[share] is None:
             shape, colon, _ = share.rpartition(":")
-            least = next(
-                f"{k / heads:.3f}"
-                for k in range(1, heads + 1)
-                if allowed(f"{shape}{colon}{k / heads}")
-            )
+            every_share = (k / heads for k in range(1, heads + 1))
+            least = next(one for one in every_share if allowed(f"{shape}{colon}{one}"))
             raise ValueError(
-                f"--shares {share}: with the shared heads of this model allowed is {least} to 1"
+                f"--shares {share}: with the shared heads of this model allowed is {least:.3f} to 1"
             )
-    every = {
-        sum(b.active for b in budgets) / heads: budgets
-        for budgets in [*filter(None, found.values()), saved]
-    }
-    return dict(sorted(every.items()))
+    by_share = {}
+    for budgets in (*filter(None, found.values()), saved):
+        active = sum(budget.active for budget in budgets)
+        by_share[active / heads] = budgets
+    return dict(sorted(by_share.items()))
 
 
 def measure(
@@ -107,44 +104,36 @@ def measure(
             budgets.append(budgets_of(one.model, shares))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    for name, one in zip(names, opened):
-        say(
-            f"{name}: weights of {one.metadata['weights']}; scored on {one.scored_on.format(c=one.config)}"
-        )
+    data = [one.scored_on.format(c=one.config) for one in opened]
+    for name, one, text in zip(names, opened, data):
+        say(f"{name}: weights of {one.metadata['weights']}; scored on {text}")
     lines = []
     timed: list[Timed] = []
-    for name, one, (forward, size), of in zip(names, opened, passes, budgets):
+    for name, one, text, (forward, size), by_share in zip(names, opened, data, passes, budgets):
         first = attention_layers(one.model)[0]
         line = dict(
             run=name,
             weights=one.metadata["weights"],
             model=one.metadata["architecture"],
-            data=one.scored_on.format(c=one.config),
+            data=text,
             batch_size=size,
             scope=first.scope,
             executor=first.executor,
             share=head_budget(one.model)["share"],
-            shares=list(of),
-            layers=[[[b.shared, b.routed] for b in chosen] for chosen in of.values()],
+            shares=list(by_share),
+            layers=[[[b.shared, b.routed] for b in chosen] for chosen in by_share.values()],
             scores=[],
-            milliseconds=[[] for _ in of],
+            milliseconds=[[] for _ in by_share],
         )
-        for (share, chosen), times in zip(of.items(), line["milliseconds"]):
+        for (share, chosen), times in zip(by_share.items(), line["milliseconds"]):
             with running(one.model, chosen):
                 scores = one.scores()
-            line["scores"].append(
-                {
-                    key: value
-                    for key, value in scores.items()
-                    if isinstance(value, (int, float, str))
-                }
-            )
-            shown = ", ".join(
-                f"{COLUMNS[key].title} {scores[key]:.4g}"
-                for key in DRAWN
-                if scores.get(key) is not None
-            )
-            say(f"{name}: {100 * share:5.1f} % of the heads, {shown}")
+            line["scores"].append(plain_values(scores))
+            texts = []
+            for key in DRAWN:
+                if scores.get(key) is not None:
+                    texts.append(f"{COLUMNS[key].title} {scores[key]:.4g}")
+            say(f"{name}: {100 * share:5.1f} % of the heads, {', '.join(texts)}")
             timed.append(Timed(times, one.model, chosen, forward))
         lines.append(line)
     take_turns(timed)
@@ -154,6 +143,11 @@ def measure(
                 f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch"
             )
     return lines
+
+
+def plain_values(scores: dict) -> dict:
+    """Keep the numbers and texts of scores; lists are long, and nothing draws them."""
+    return {key: value for key, value in scores.items() if isinstance(value, (int, float, str))}
 
 
 def take_turns(timed: Sequence[Timed]) -> None:
@@ -180,17 +174,19 @@ def draw(lines: Sequence[dict]):
         2, 1, figsize=(6.4, 6.4), sharex=True, layout="constrained"
     )
     for number, line in enumerate(lines):
-        x, y = [100 * share for share in line["shares"]], [scores[key] for scores in line["scores"]]
+        percents = [100 * share for share in line["shares"]]
+        values = [scores[key] for scores in line["scores"]]
         low, middle, high = zip(*line["milliseconds"])
-        own, colour = line["shares"].index(line["share"]), f"C{number}"
-        which = "all heads" if line["shares"] == [1.0] else f"{line['scope']} scope"
-        above.plot(
-            x, y, color=colour, marker="o", markersize=4, label=f"{Path(line['run']).name}, {which}"
-        )
-        quartiles = np.subtract(middle, low), np.subtract(high, middle)
-        below.errorbar(x, middle, quartiles, color=colour, marker="o", markersize=4, capsize=3)
-        for axes, value in ((above, y[own]), (below, middle[own])):
-            axes.plot(x[own], value, color=colour, marker="o", markersize=10, fillstyle="none")
+        look = dict(color=f"C{number}", marker="o")
+        label = f"{Path(line['run']).name}, {line['scope']} scope"
+        if line["shares"] == [1.0]:
+            label = f"{Path(line['run']).name}, all heads"
+        above.plot(percents, values, markersize=4, label=label, **look)
+        quartiles = (np.subtract(middle, low), np.subtract(high, middle))
+        below.errorbar(percents, middle, quartiles, markersize=4, capsize=3, **look)
+        saved = line["shares"].index(line["share"])
+        for axes, value in ((above, values[saved]), (below, middle[saved])):
+            axes.plot(percents[saved], value, markersize=10, fillstyle="none", **look)
     above.set_ylabel(COLUMNS[key].title)
     above.legend(fontsize=8)
     below.set_ylabel(f"forward pass, ms per batch of {lines[0]['batch_size']}")
@@ -215,24 +211,27 @@ def options(add) -> None:
 def figure(options) -> Drawn:
     for share in options.shares or ():
         try:
-            understood = parse_share(share).shared is None  # the share of shared heads, which stay
+            # parse_share also reads a share of shared heads: those stay as they are.
+            understood = parse_share(share).shared is None
         except ValueError:
             understood = False
         if not understood:
             raise ValueError(
                 f"--shares {share}: expected above 0 and up to 1, or uniform:S or ramp:S"
             )
-    kinds = [kind_of(run, options.rest) for run in options.runs]
-    if len(set(kinds)) > 1:
+    wings = [kind_of(run, options.rest) for run in options.runs]
+    if len(set(wings)) > 1:
         raise ValueError(
-            f"{', '.join(options.runs)} are runs of {', '.join(kinds)}: one figure has one kind"
+            f"{', '.join(options.runs)} are runs of {', '.join(wings)}: one figure has one kind"
         )
     opened: list[Opened] = []
     for run in options.runs:
         given = options.rest
-        if opened and kinds[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
-            c = opened[0].config  # a folder that is no run has neither data nor a precision
-            given = ["--data.root", c.data.root, "--mixed_precision", c.mixed_precision, *given]
+        if opened and wings[0] == "classification" and not (run_of(run) / "config.yaml").is_file():
+            # A folder that is no run has neither data nor a precision: take the first run's.
+            first = opened[0].config
+            root = ["--data.root", first.data.root]
+            given = [*root, "--mixed_precision", first.mixed_precision, *given]
         opened.append(
             open_run(run, options=given, split="val", scores=True, command="budget-curve")
         )

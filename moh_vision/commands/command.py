@@ -4,9 +4,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from moh_vision.engine.cli import Parser, refuse_output
-from moh_vision.engine.errors import exit_code, user_errors
-from moh_vision.engine.progress import say
+from moh_vision.common.cli import Parser, refuse_output
+from moh_vision.common.errors import exit_code, user_errors
+from moh_vision.common.progress import say
 
 
 class Drawn(NamedTuple):
@@ -31,7 +31,9 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
     parser = Parser(f"python -m moh_vision {name}", command.__doc__)
     command.options(parser.add_argument)
     draws = hasattr(command, "figure")
+    endings = getattr(command, "ENDINGS", ())
     if draws:
+        endings = (".png", ".svg")
         text = "the figure, .png or .svg; its numbers go to a .json beside it"
         parser.add_argument("--output", type=Path, required=True, metavar="FILE", help=text)
 
@@ -44,21 +46,22 @@ def run_command(name: str, command: ModuleType, argv: list[str]) -> int:
                 options = parser.parse(argv)
         output = str(getattr(options, "output", None) or "")
         refuse_output("--output", output)
-        endings = (".png", ".svg") if draws else getattr(command, "ENDINGS", ())
         if output and endings and not output.endswith(endings):
             raise ValueError(
                 f"--output {output}: expected a name that ends in {' or '.join(endings)}"
             )
         if not draws:
-            return command.work(options)
-        from moh_vision.commands.figures import (
-            numbers_path,
-            write_figure,
-        )  # matplotlib takes a second
+            command.work(options)
+            return
+        # Imported here because matplotlib takes a second.
+        from moh_vision.commands.figures import numbers_path, write_figure
 
         refuse_output("--output", str(numbers_path(options.output)))
         drawn = command.figure(options)
         files = write_figure(drawn.figure, options.output, drawn.numbers)
-        say(drawn.text if drawn.alone else f"{files}{drawn.text}")
+        if drawn.alone:
+            say(drawn.text)
+        else:
+            say(f"{files}{drawn.text}")
 
     return exit_code(name, work, getattr(command, "KEPT", ""))

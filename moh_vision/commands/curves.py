@@ -29,8 +29,8 @@ from moh_vision.commands.runs import (
     read_lines,
     read_runs,
 )
+from moh_vision.common.errors import closest
 from moh_vision.engine.command_line import SHIPPED
-from moh_vision.engine.errors import closest
 
 Points = list[tuple[float, float]]  # (steps done, loss)
 
@@ -69,11 +69,8 @@ def figure(options) -> Drawn:
         runs = [find_run(folder) for folder in options.runs]
         groups = grouped(runs, names=options.names)
         logs = [(name, [run.folder / "metrics.jsonl" for run in group]) for name, group in groups]
-        logs += (
-            [(f"{options.beside} as shipped", [shipped_log(options.beside)])]
-            if options.beside
-            else []
-        )
+        if options.beside:
+            logs.append((f"{options.beside} as shipped", [shipped_log(options.beside)]))
         lines, x = learning_curves(logs, options.window)
         y = loss_label(runs)
     runs = [str(folder) for folder in options.runs]
@@ -93,18 +90,20 @@ def shipped_log(name: str) -> Path:
 def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
     """Read the losses in a log, and the steps per epoch once a second has begun."""
     losses: dict[str, Points] = dict(training=[], validation=[])
-    began, before = {0.0: 0.0}, 0.0  # epoch -> steps before it; the last step logged
+    began = {0.0: 0.0}  # epoch -> steps before it
+    before = 0.0  # the last step logged
     for entry in read_lines(file):
-        step, epoch = (number_at(entry, (key,), file) for key in ("step", "epoch"))
+        step = number_at(entry, ("step",), file)
+        epoch = number_at(entry, ("epoch",), file)
         if step is None:
             raise ValueError(f"{file}: a line without step")
-        trained = (
-            "nll" if "nll" in entry else "loss",
-        )  # without smoothed labels, where the log has it so
-        for kind, place in (("training", trained), ("validation", ("validation", "loss"))):
-            loss = number_at(entry, place, file)
-            if loss is not None:  # a skipped step has null
-                losses[kind].append((step, loss))
+        # "nll" is the loss without smoothed labels; only text has it.
+        training_loss = number_at(entry, ("nll" if "nll" in entry else "loss",), file)
+        validation_loss = number_at(entry, ("validation", "loss"), file)
+        if training_loss is not None:  # a skipped step has null
+            losses["training"].append((step, training_loss))
+        if validation_loss is not None:
+            losses["validation"].append((step, validation_loss))
         if epoch is not None:
             # An epoch began between the last logged step and this one: take the middle.
             began.setdefault(epoch, (before + step - 1) / 2)
@@ -112,7 +111,9 @@ def read_curves(file: Path) -> tuple[dict[str, Points], float | None]:
     if not losses["training"]:
         raise ValueError(f"{file}: no line has a loss")
     last = max(began)
-    return losses, began[last] / last if last else None
+    if last == 0:
+        return losses, None
+    return losses, began[last] / last
 
 
 def running_mean(points: Points, window: int) -> Points:
@@ -128,26 +129,34 @@ def learning_curves(files: Sequence[tuple[str, list[Path]]], window: int) -> tup
     """Return lines of losses in named groups of logs, and the label of x."""
     logs = [(name, [read_curves(file) for file in group]) for name, group in files]
     over_epochs = all(steps for _, group in logs for _, steps in group)
+    label = "epochs" if over_epochs else "steps"
     lines = []
     for number, (name, group) in enumerate(logs):
-        # Seeds differ a little in steps per epoch: one length keeps their steps together.
-        unit = statistics.mean(steps for _, steps in group) if over_epochs else 1
-        for kind, length in dict(training=window, validation=1).items():
-            losses = [point for curves, _ in group for point in running_mean(curves[kind], length)]
-            points = [(f"{name}, {kind}", step / unit, loss) for step, loss in losses]
-            lines += lines_of(points, colour=f"C{number % 10}", dotted=kind == "training")
-    return lines, "epochs" if over_epochs else "steps"
+        unit = 1  # steps
+        if over_epochs:
+            # Seeds differ a little in steps per epoch: one length keeps their steps together.
+            unit = statistics.mean(steps for _, steps in group)
+        for split, length in dict(training=window, validation=1).items():
+            losses = [point for curves, _ in group for point in running_mean(curves[split], length)]
+            points = [(f"{name}, {split}", step / unit, loss) for step, loss in losses]
+            lines += lines_of(points, colour=f"C{number % 10}", dotted=split == "training")
+    return lines, label
 
 
 def loss_label(runs: Sequence[ScoredRun]) -> str:
     """Return the label of y; it names losses of several kinds in one axis."""
-    kinds = {}
+    losses = []
     for run in runs:
-        own = dict(classification="classification", diffusion=run.config.get("objective", "noise"))
-        kinds[own.get(run.wing, "text")] = True
-    if len(kinds) > 1:
-        return f"losses of {' and '.join(kinds)} (no common scale)"
-    return "loss, nats per token" if "text" in kinds else "loss"
+        if run.wing == "diffusion":
+            losses.append(run.config.get("objective", "noise"))
+        else:
+            losses.append(run.wing)
+    losses = list(dict.fromkeys(losses))
+    if len(losses) > 1:
+        return f"losses of {' and '.join(losses)} (no common scale)"
+    if losses == ["text"]:
+        return "loss, nats per token"
+    return "loss"
 
 
 def scores_over(

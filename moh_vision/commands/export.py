@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from moh_vision.attention import attention_layers, head_budget
 from moh_vision.commands.predict import class_names
-from moh_vision.engine.cli import refuse_output
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import fsync, give_name
+from moh_vision.common.cli import refuse_output
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import fsync, give_name
+from moh_vision.common.progress import say
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import say
 from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
@@ -51,7 +51,8 @@ class Classifier(nn.Module):
 
     def __init__(self, model: nn.Module, size: list[int]):
         super().__init__()
-        self.model, self.size = model, size
+        self.model = model
+        self.size = size
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model(images)
@@ -93,34 +94,75 @@ def export(
     batch: int | None = None,
     metadata: dict | None = None,
 ) -> Run:
-    """Write a module on the CPU, for any batch or one size; return a runner of the file.
+    """Write a module on the CPU; return a function that runs the file.
 
-    `metadata` becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
+    Args:
+        module: a `Classifier` or `Denoiser`.
+        file: the new file.
+        form: "onnx" or "torch-export".
+        batch: the only batch size of the file; None: any.
+        metadata: becomes JSON in an ONNX file's metadata_props or a .pt2's metadata.json; strings stay.
     """
     inputs = module.draw(batch or 2, torch.Generator().manual_seed(0))
-    metadata = {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in (metadata or {}).items()
-    }
+    texts = {}
+    for key, value in (metadata or {}).items():
+        texts[key] = value if isinstance(value, str) else json.dumps(value)
     if form == "torch-export":
-        dims = {name: None if batch else {0: torch.export.Dim("batch", min=1)} for name in inputs}
-        program = torch.export.export(module, (), inputs, dynamic_shapes=dims)
-        torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
-        again = torch.export.load(file).module()
-        return lambda inputs: again(**inputs)
+        return _export_program(module, inputs, file, batch is None, texts)
+    return _export_onnx(module, inputs, file, batch is None, texts)
+
+
+def _export_program(
+    module: nn.Module,
+    inputs: dict[str, Tensor],
+    file: Path,
+    any_batch: bool,
+    metadata: dict[str, str],
+) -> Run:
+    """Write a .pt2 file, see `export`; return a function that runs it.
+
+    Args:
+        module: as of `export`.
+        inputs: its arguments, as an example.
+        file: the new file.
+        any_batch: whether the file takes batches of any size, or only that of the inputs.
+        metadata: texts for metadata.json.
+    """
+    dims = dict.fromkeys(inputs)
+    if any_batch:
+        dims = {name: {0: torch.export.Dim("batch", min=1)} for name in inputs}
+    program = torch.export.export(module, (), inputs, dynamic_shapes=dims)
+    torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata)})
+    loaded = torch.export.load(file).module()
+    return lambda inputs: loaded(**inputs)
+
+
+def _export_onnx(
+    module: nn.Module,
+    inputs: dict[str, Tensor],
+    file: Path,
+    any_batch: bool,
+    metadata: dict[str, str],
+) -> Run:
+    """Write an ONNX file, see `_export_program`; metadata go into its metadata_props."""
     import onnxruntime
 
-    dims = {name: None if batch else {0: "batch"} for name in inputs}
+    dims = dict.fromkeys(inputs)
+    if any_batch:
+        dims = {name: {0: "batch"} for name in inputs}
     names = dict(input_names=list(inputs), output_names=[module.output])
-    written = torch.onnx.export(module, kwargs=inputs, dynamic_shapes=dims, **names, verbose=False)
-    written.model.metadata_props.update(metadata)
-    for node in written.model.graph.all_nodes():
+    program = torch.onnx.export(module, kwargs=inputs, dynamic_shapes=dims, **names, verbose=False)
+    program.model.metadata_props.update(metadata)
+    for node in program.model.graph.all_nodes():
         node.metadata_props.clear()  # paths of this machine
-    written.save(file)
+    program.save(file)
     session = onnxruntime.InferenceSession(file, providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(
-        session.run(None, {n: x.numpy() for n, x in inputs.items()})[0]
-    )
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        arrays = {name: tensor.numpy() for name, tensor in inputs.items()}
+        return torch.from_numpy(session.run(None, arrays)[0])
+
+    return run
 
 
 @torch.no_grad()
@@ -129,13 +171,15 @@ def cases_of(
 ) -> list[tuple[dict[str, Tensor], Tensor]]:
     """Draw inputs in batches of 1 and 3, or the only batch, and compute the outputs."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = [module.draw(size, generator) for size in ([batch] if batch else [1, 3])]
+    sizes = [batch] if batch else [1, 3]
+    drawn = [module.draw(size, generator) for size in sizes]
     return [(inputs, module(**inputs)) for inputs in drawn]
 
 
 def open_source(source: str, checkpoint: str | None) -> Opened:
     """Open RUN or NAME."""
-    path, name = Path(source), None
+    path = Path(source)
+    name = None
     if not path.exists():
         name = source
         problem = name_problem(name, None)
@@ -175,14 +219,16 @@ def fix_heads(model: nn.Module, file: str) -> None:
 
 def heads_text(model: nn.Module, heads: int, computed: int) -> str:
     """Say in one line how many of the model's `heads` an export computes."""
-    here = sum(layer.num_heads for layer in attention_layers(model))
-    if here < heads:
-        return f"heads: {here} of {heads} are in the graph, the others left it with their weights"
+    kept = sum(layer.num_heads for layer in attention_layers(model))
+    if kept < heads:
+        return f"heads: {kept} of {heads} are in the graph, the others left it with their weights"
     if computed < heads:
         return f"heads: the graph computes {computed} of {heads}, which each image chooses, and has the weights of all"
+    text = f"heads: the graph computes all {heads} and skips none"
     active = head_budget(model)["active"]
-    each = f": each token chooses its own {active}" if active < heads else ""
-    return f"heads: the graph computes all {heads} and skips none{each}"
+    if active < heads:
+        text += f": each token chooses its own {active}"
+    return text
 
 
 @torch.no_grad()
@@ -194,7 +240,16 @@ def write(
     metadata: dict,
     cases: list[list],
 ) -> None:
-    """Write a module to `output` if the file gives the outputs of one list in `cases`."""
+    """Write a module to `output` if the file gives the outputs of one list in `cases`.
+
+    Args:
+        module: as of `export`.
+        output: the new file.
+        form: as of `export`.
+        batch: as of `export`.
+        metadata: as of `export`.
+        cases: lists of (inputs, expected output). The next list is tried if the file differs on one.
+    """
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}-") as folder:
         file = Path(folder) / output.name
         with contextlib.ExitStack() as quiet:  # hides torch's messages for developers
@@ -209,9 +264,10 @@ def write(
                 ) from None
         errors = []
         for some in cases:
-            errors_and_sizes = [
-                ((run(inputs) - want).abs().max(), want.abs().max()) for inputs, want in some
-            ]
+            errors_and_sizes = []
+            for inputs, expected in some:
+                difference = (run(inputs) - expected).abs().max()
+                errors_and_sizes.append((difference, expected.abs().max()))
             error, largest = torch.tensor(errors_and_sizes).amax(0).tolist()  # NaN stays NaN
             errors.append(f"{error:.1e}")
             if error <= TOLERANCE * largest:
@@ -221,19 +277,16 @@ def write(
                 f"{output} is not written: it differs from PyTorch by {error:.1e} where the largest output is {largest:.3g}; "
                 f"allowed is {TOLERANCE:g} of it"
             )
-        for written in sorted(
-            Path(folder).iterdir(), key=lambda written: written == file
-        ):  # its weights come first
-            fsync(written)
-            give_name(written, output.with_name(written.name))
-    runtime = (
-        f"onnxruntime {version('onnxruntime')}" if form == "onnx" else f"torch {torch.__version__}"
-    )
-    tie = (
-        f"; another input differed by {errors[0]}, as where two heads are at a tie"
-        if len(errors) > 1
-        else ""
-    )
+        weights = [path for path in Path(folder).iterdir() if path != file]
+        for path in (*weights, file):  # the file is there only after its weights
+            fsync(path)
+            give_name(path, output.with_name(path.name))
+    runtime = f"torch {torch.__version__}"
+    if form == "onnx":
+        runtime = f"onnxruntime {version('onnxruntime')}"
+    tie = ""
+    if len(errors) > 1:
+        tie = f"; another input differed by {errors[0]}, as where two heads are at a tie"
     say(
         f"{runtime} differs from PyTorch by at most {errors[-1]} (largest output {largest:.3g}, float32){tie}"
     )
@@ -266,21 +319,21 @@ def options(add) -> None:
 
 
 def work(options) -> None:
-    form, output = options.format, Path(options.output)
+    form = options.format
+    output = Path(options.output)
     if output.suffix != SUFFIXES[form]:
         raise ValueError(
             f"--output {output}: expected a name that ends in {SUFFIXES[form]} for --format {form}"
         )
     refuse_output("--output", f"{output}.data")
-    for name in PACKAGES if form == "onnx" else ():
-        import_module(name)  # one that is missing is said before the work
+    if form == "onnx":
+        for name in PACKAGES:
+            import_module(name)  # a missing one is said before the work
     if options.batch is not None and options.batch < 1:
         raise ValueError(f"--batch {options.batch}: expected 1 or more")
     opened = open_source(options.source, options.checkpoint)
-    model, metadata = (
-        opened.model,
-        {key: opened.metadata[key] for key in ("architecture", "classes")},
-    )
+    model = opened.model
+    metadata = {key: opened.metadata[key] for key in ("architecture", "classes")}
     if options.head_budget is not None:
         set_head_budget(model, options.head_budget)
     heads = sum(layer.num_heads for layer in attention_layers(model))
@@ -293,15 +346,15 @@ def work(options) -> None:
         metadata.update({key: prepared[key] for key in PREPARED})
         module = Classifier(model, prepared["input_size"])
     else:
-        config, objective = model.config, opened.metadata["objective"]
         metadata.update(
-            objective=objective, learn_sigma=config.learn_sigma, null_label=config.num_classes
+            objective=opened.metadata["objective"],
+            learn_sigma=model.config.learn_sigma,
+            null_label=model.config.num_classes,
         )
         module = Denoiser(model)
     cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
     say(f"{opened.metadata['weights']} ({metadata['architecture']})")
     say(heads_text(model, heads, gather_heads(model)))
     write(module, output, form, options.batch, metadata, cases)
-    say(
-        f"{output}: {sum(p.numel() for p in model.parameters()):,} parameters, {output.stat().st_size:,} bytes"
-    )
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    say(f"{output}: {parameters:,} parameters, {output.stat().st_size:,} bytes")

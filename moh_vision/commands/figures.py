@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 
-from moh_vision.engine.io import write_whole
+from moh_vision.common.io import write_whole
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
@@ -26,13 +26,14 @@ class Line(NamedTuple):
     def numbers(self) -> dict:
         """Return the line for JSON; std is None for a single value."""
         values_of_runs = list(self.values.values())
+        deviations = [
+            statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs
+        ]
         return dict(
             name=self.name,
             x=list(self.values),
             mean=[statistics.mean(values) for values in values_of_runs],
-            std=[
-                statistics.stdev(values) if len(values) > 1 else None for values in values_of_runs
-            ],
+            std=deviations,
             runs=[len(values) for values in values_of_runs],
         )
 
@@ -50,19 +51,18 @@ def draw_lines(lines: Sequence[Line], x: str, y: str):
     figure, axes = plt.subplots(figsize=(7.0, 4.4), layout="constrained")
     for line in lines:
         numbers = line.numbers()
-        look = (
-            dict(linewidth=1, linestyle=":")
-            if line.dotted
-            else dict(linewidth=1.6, marker="o", markersize=3)
-        )
+        look = dict(linewidth=1.6, marker="o", markersize=3)
+        if line.dotted:
+            look = dict(linewidth=1, linestyle=":")
         (drawn,) = axes.plot(
             numbers["x"], numbers["mean"], color=line.colour, label=line.name, **look
         )
         if any(numbers["std"]) and not line.dotted:  # bands of training losses hide the rest
-            ends = [(m - (s or 0), m + (s or 0)) for m, s in zip(numbers["mean"], numbers["std"])]
-            axes.fill_between(
-                numbers["x"], *zip(*ends), color=drawn.get_color(), alpha=0.15, linewidth=0
-            )
+            deviations = [deviation or 0 for deviation in numbers["std"]]
+            low = [mean - deviation for mean, deviation in zip(numbers["mean"], deviations)]
+            high = [mean + deviation for mean, deviation in zip(numbers["mean"], deviations)]
+            band = dict(color=drawn.get_color(), alpha=0.15, linewidth=0)
+            axes.fill_between(numbers["x"], low, high, **band)
     axes.set_xlabel(x)
     if axes.get_xlim()[1] >= 10_000:  # steps, tokens
         axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
@@ -90,13 +90,15 @@ def add_legend(figure, axes) -> None:
 def numbers_path(path: Path) -> Path:
     """Return NAME.json for NAME.png, or NAME.png.json if NAME.json exists."""
     plain = path.with_suffix(".json")
-    return Path(f"{path}.json") if plain.exists() else plain
+    if plain.exists():
+        return Path(f"{path}.json")
+    return plain
 
 
 def write_figure(figure, path: Path, numbers: dict) -> str:
     """Write a figure and its numbers; return both names, to be printed."""
     figure.savefig(path, dpi=130)
     plt.close(figure)
-    beside = numbers_path(path)
-    write_whole(beside, json.dumps(numbers, indent=1) + "\n")
-    return f"{path}, {beside}"
+    numbers_file = numbers_path(path)
+    write_whole(numbers_file, json.dumps(numbers, indent=1) + "\n")
+    return f"{path}, {numbers_file}"

@@ -39,10 +39,12 @@ def figure(options) -> Drawn:
         if options.split == "test" and run.config.get("data.test") is None:
             raise ValueError(f"--split test: {run.folder} has no data.test")
     groups = grouped(runs)
-    records, texts = {}, []
+    records = {}
+    texts = []
     for name, group in groups:
         for run in group:
-            gates, seed = read_split(run, options.split), run.config.get("seed")
+            gates = read_split(run, options.split)
+            seed = run.config.get("seed")
             if gates["layers"]:
                 texts.append(gate_text(gates, f"## {name}, seed {seed}"))
             del gates["columns"]
@@ -65,7 +67,8 @@ def read_split(run: ScoredRun, split: str) -> dict:
     """Read the gates of the weights that a run's scores are of, see `read_gates`."""
     given = ["--mixed_precision", "no"]
     opened = open_run(run.folder, options=given, command="gates", saved=run.saved)
-    text, accelerator = opened.text(), opened.accelerator
+    text = opened.text()
+    accelerator = opened.accelerator
     batches = text.eval_batches(
         getattr(text, split), accelerator.process_index, accelerator.num_processes
     )
@@ -90,29 +93,29 @@ def entropy_table(
         "BLEU",
     ]
     for name, group in groups:
-        notes.append(f"{name}: {', '.join(str(run.folder) for run in group)}; {group[0].how}.")
-        own = [records[run.folder] for run in group]
+        notes.append(
+            f"{name}: {', '.join(str(run.folder) for run in group)}; {group[0].scored_on}."
+        )
+        of_group = [records[run.folder] for run in group]
         row = dict(model=name, runs=str(len(group)))
-        for stack in own[0]["mean_entropy"]:
-            row[f"entropy, {stack}"] = mean_and_spread(
-                [one["mean_entropy"][stack] for one in own], 2
-            )
-        experts = {layer["experts"] for one in own for layer in one["layers"]}
+        for stack in of_group[0]["mean_entropy"]:
+            entropies = [record["mean_entropy"][stack] for record in of_group]
+            row[f"entropy, {stack}"] = mean_and_spread(entropies, 2)
+        experts = {layer["experts"] for record in of_group for layer in record["layers"]}
         if experts:
-            row["uniform"] = " to ".join(
-                f"{math.log(E):.2f}" for E in sorted({min(experts), max(experts)})
-            )
-        row["BLEU"] = mean_and_spread([one.get("bleu") for one in own], 2)
+            ends = sorted({min(experts), max(experts)})
+            row["uniform"] = " to ".join(f"{math.log(number):.2f}" for number in ends)
+        row["BLEU"] = mean_and_spread([record.get("bleu") for record in of_group], 2)
         for key, title in (
             ("bleu_argmax", "most probable expert"),
             ("bleu_random", "random expert"),
         ):
-            scored = [one for one in own if key in one]
-            row[title] = mean_and_spread([one[key] for one in scored], 2)
-            row[f"{title}, change"] = mean_and_spread([one[key] - one["bleu"] for one in scored], 2)
-        row["random expert, std of draws"] = mean_and_spread(
-            [one.get("bleu_random_std") for one in own], 2
-        )
+            scored = [record for record in of_group if key in record]
+            row[title] = mean_and_spread([record[key] for record in scored], 2)
+            changes = [record[key] - record["bleu"] for record in scored]
+            row[f"{title}, change"] = mean_and_spread(changes, 2)
+        deviations = [record.get("bleu_random_std") for record in of_group]
+        row["random expert, std of draws"] = mean_and_spread(deviations, 2)
         rows.append(row)
     titles = [
         title

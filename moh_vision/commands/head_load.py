@@ -20,7 +20,7 @@ from torch import Tensor
 
 from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import Line, draw_lines, plt
-from moh_vision.engine.errors import closest, nearest
+from moh_vision.common.errors import closest, nearest
 from moh_vision.models.head_load import FILE, HeadLoad
 
 SHOWN = 3  # groups of bars, unless they are named
@@ -56,7 +56,9 @@ def options(add) -> None:
 
 
 def figure(options) -> Drawn:
-    file = options.load / FILE if options.load.is_dir() else options.load
+    file = options.load
+    if file.is_dir():
+        file = file / FILE
     if not file.is_file():
         raise ValueError(
             f"{file}: no such file; a run whose tokens choose heads (not MAE's: see gates) writes it at its end, and "
@@ -65,7 +67,10 @@ def figure(options) -> Drawn:
     load = HeadLoad.read(file)
     if not load.choosing():
         raise ValueError(f"{file}: every token ran every head, so there is nothing to draw")
-    load.of["run"] = file.resolve().parent.name if file.name == FILE else file.stem
+    if file.name == FILE:
+        load.of["run"] = file.resolve().parent.name
+    else:
+        load.of["run"] = file.stem
     drawn = draw(load, options.kind, options.by, options.groups, options.layer)
     numbers = dict(file=str(file), of=load.of, **drawn.numbers)
     return Drawn(drawn.figure, numbers, f": {options.kind} by {numbers['by']}")
@@ -73,12 +78,20 @@ def figure(options) -> Drawn:
 
 def draw(
     load: HeadLoad,
-    kind: str,
-    by=None,
+    form: str,
+    by: str | None = None,
     names: Sequence[str] | None = None,
     layer: int | None = None,
 ) -> Drawn:
-    """Draw a kind of figure; for None, --help names the default."""
+    """Draw a figure of head load.
+
+    Args:
+        load: the counts.
+        form: "map", "bars" or "curves".
+        by: what tells the groups apart, such as "class"; None: the first of the file.
+        names: the groups that are drawn; None: all, for bars the most different ones.
+        layer: the only layer that is drawn; None: all, for bars the last that leaves heads out.
+    """
     by = by or next(iter(load.groups))
     if by not in load.groups:
         raise ValueError(f"--by {by}: {closest(by, load.groups)}")
@@ -91,14 +104,21 @@ def draw(
             raise ValueError(
                 f"--groups {name}: no {by} has this name; there are {len(every)}, such as {such}"
             )
-    groups = [every.index(name) for name in names] if names else list(range(len(every)))
-    if kind == "bars":
-        layer = [len(load.layers) - 1, *load.choosing()][-1] if layer is None else layer
+    groups = list(range(len(every)))
+    if names:
+        groups = [every.index(name) for name in names]
+    if form == "bars":
+        if layer is None:
+            layer = [len(load.layers) - 1, *load.choosing()][-1]
         if not names:
             groups = most_different(load.share(by)[layer], load.runs(by)[layer][:, -1])
         return draw_bars(load, by, groups, layer)
-    layers = range(len(load.layers)) if layer is None else [layer]
-    return (draw_map if kind == "map" else draw_curves)(load, by, groups, layers)
+    layers = range(len(load.layers))
+    if layer is not None:
+        layers = [layer]
+    if form == "map":
+        return draw_map(load, by, groups, layers)
+    return draw_curves(load, by, groups, layers)
 
 
 def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
@@ -109,8 +129,10 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     """
     choosing = [layer for layer in layers if layer in load.choosing()]
     numbered = NAME * (sum(load.widths[layer] for layer in layers) - 1) <= 20 - 2.2
-    layers = layers if numbered or not choosing else choosing
-    first = [0 if numbered or not choosing else load.layers[layer]["shared"] for layer in layers]
+    first = [0] * len(layers)  # the first head that is drawn of each layer
+    if choosing and not numbered:
+        layers = choosing
+        first = [load.layers[layer]["shared"] for layer in layers]
     every = load.share(by)
     shares = [every[layer][groups, start:] for layer, start in zip(layers, first)]
     height = min(max(2.8, 1.5 + 0.24 * len(groups)), 16.0)  # inches
@@ -122,24 +144,25 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
         groups = [groups[row] for row in order]
         label = f"{by} (similar ones side by side, 1 of {nth} is named)"
 
-    cells, heads, shown = [], [], []
+    cells = []
+    heads = []  # labels, if they fit
+    shown = []
     for layer, start, share in zip(layers, first, shares):
         budget = load.layers[layer]
         shown.append(dict(name=budget["name"], first_head=start, share_of_tokens=rounded(share, 3)))
-        heads += ["s"] * budget["shared"] + [
-            str(head) for head in range(budget["shared"], budget["heads"])
-        ]
-        always = budget["shared" if layer in choosing else "heads"] - start
-        cell = np.pad(
-            share.numpy(), [(0, 0), (0, 1)], constant_values=np.nan
-        )  # a gap behind each layer
-        cell[:, :always] = -1  # below the scale
+        heads += ["s"] * budget["shared"]
+        heads += [str(head) for head in range(budget["shared"], budget["heads"])]
+        always = budget["shared"] if layer in choosing else budget["heads"]
+        gap = [(0, 0), (0, 1)]  # an empty column behind each layer
+        cell = np.pad(share.numpy(), gap, constant_values=np.nan)
+        cell[:, : always - start] = -1  # below the scale
         cells.append(cell)
     grid = np.hstack(cells)[:, :-1]
     titles = short_names([budget["name"] for budget in shown], layers)
     wordy = max(map(len, titles)) > 3
     width = min(max(6.0, 2.2 + 0.2 * grid.shape[1]), 20.0)
     figure, axes = plt.subplots(figsize=(width, min(height + wordy, 16.0)), layout="constrained")
+    # White are the gaps, grey the heads that every token runs.
     colours = plt.get_cmap("viridis").with_extremes(bad="white", under=ALWAYS)
     image = axes.imshow(grid, cmap=colours, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     figure.colorbar(image, ax=axes, label="share of tokens", shrink=0.9)
@@ -147,9 +170,8 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     axes.set_frame_on(False)
     axes.set_ylabel(label)
     names = [load.groups[by][group] for group in groups]
-    axes.set_yticks(
-        range(0, len(names), nth), [shortened(name) for name in names[::nth]], fontsize=8
-    )
+    shown_names = [shortened(name) for name in names[::nth]]
+    axes.set_yticks(range(0, len(names), nth), shown_names, fontsize=8)
     axes.set_xticks([])
     axes.set_xlabel("routed heads of each layer; those that are always on are left out")
     if numbered:
@@ -159,15 +181,20 @@ def draw_map(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[in
     above = axes.secondary_xaxis("top")
     above.set_frame_on(False)
     above.set_xlabel("layer")
-    look = dict(rotation=45, ha="left") if wordy else {}
-    above.set_xticks(widths.cumsum() - widths / 2 - 1, titles, fontsize=8, **look)
+    middles = widths.cumsum() - widths / 2 - 1
+    if wordy:
+        above.set_xticks(middles, titles, fontsize=8, rotation=45, ha="left")
+    else:
+        above.set_xticks(middles, titles, fontsize=8)
     return Drawn(figure, dict(by=by, groups=names, layers=shown))
 
 
 def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Drawn:
     """Draw a panel per group: who ran each head of a layer (Jin 2024, figures 3, A and B)."""
-    budget, share = load.layers[layer], 100 * load.share(by)[layer]  # [groups, H]
-    heads, shared = budget["heads"], budget["shared"]
+    budget = load.layers[layer]
+    heads = budget["heads"]
+    shared = budget["shared"]
+    share = 100 * load.share(by)[layer]  # [groups, H]
     width = min(max(5.0, 1.5 + 0.22 * heads), 16.0)
     size = (width, 0.9 + 1.5 * len(groups))
     figure, panels = plt.subplots(
@@ -175,36 +202,31 @@ def draw_bars(load: HeadLoad, by: str, groups: Sequence[int], layer: int) -> Dra
     )
     percents = {}
     for axes, group in zip(panels.flat, groups):
-        name, percent = load.groups[by][group], share[group].numpy()
+        name = load.groups[by][group]
+        percent = share[group].numpy()
         percents[name] = rounded(share[group], 2)
         axes.bar(range(heads), percent, color=[ALWAYS] * shared + ["C0"] * (heads - shared))
-        axes.axhline(
-            percent[shared:].sum() / max(heads - shared, 1),
-            color="black",
-            linestyle="--",
-            linewidth=0.8,
-        )
+        equal = percent[shared:].sum() / max(heads - shared, 1)
+        axes.axhline(equal, color="black", linestyle="--", linewidth=0.8)
         axes.set_title(shortened(f"{by} {name}", 60), fontsize=9, loc="left")
         axes.set_ylim(0, 105)
         axes.set_ylabel("% of tokens", fontsize=8)
         axes.tick_params(labelsize=8)
-    axes.set_xticks(
-        range(0, heads, math.ceil(0.25 * heads / (width - 1.5)))
-    )  # a number needs 0.25 inches
-    axes.set_xlabel(
-        "head" + (" (grey: shared, always on)" if shared else "") + ", dashed: equal loads"
-    )
+    nth = math.ceil(0.25 * heads / (width - 1.5))  # a number needs 0.25 inches
+    axes.set_xticks(range(0, heads, nth))
+    grey = " (grey: shared, always on)" if shared else ""
+    axes.set_xlabel(f"head{grey}, dashed: equal loads")
     figure.suptitle(title_of(load, width, f"layer {layer} ({budget['name']})"), fontsize=10)
     return Drawn(figure, dict(by=by, layer=budget, percent_of_tokens=percents))
 
 
 def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence[int]) -> Drawn:
     """Draw a line per layer: its routed heads sorted by load (Zhang 2022, figures 3 and 4)."""
-    runs, curves = load.runs(by), {}
+    runs = load.runs(by)
+    curves = {}
     for layer in layers:
-        counts = runs[layer][groups, load.layers[layer]["shared"] : -1].sum(
-            0
-        )  # [routed candidates]
+        shared = load.layers[layer]["shared"]
+        counts = runs[layer][groups, shared:-1].sum(0)  # [routed candidates]
         if layer in load.choosing() and counts.sum() > 0:
             curves[layer] = (100 * counts / counts.sum()).sort(descending=True)
     if not curves:
@@ -213,10 +235,11 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
         )
     names = short_names([load.layers[layer]["name"] for layer in curves], list(curves))
     colours = plt.get_cmap("viridis")(np.linspace(0, 0.92, len(curves)))
-    lines, loads = [], {}
+    lines = []
+    loads = {}
     for colour, name, (layer, (percent, order)) in zip(colours, names, curves.items()):
         budget = load.layers[layer]
-        values = {place: [value] for place, value in enumerate(percent.tolist(), 1)}
+        values = {rank: [value] for rank, value in enumerate(percent.tolist(), 1)}
         lines.append(Line(f"layer {name}", values, colour))
         loads[budget["name"]] = dict(
             percent=rounded(percent, 3), heads=(budget["shared"] + order).tolist()
@@ -231,22 +254,22 @@ def draw_curves(load: HeadLoad, by: str, groups: Sequence[int], layers: Sequence
     axes.set_ylim(bottom=0)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_title(title_of(load, 7.0), fontsize=10)
-    return Drawn(
-        figure, dict(by=by, groups=[load.groups[by][group] for group in groups], layers=loads)
-    )
+    group_names = [load.groups[by][group] for group in groups]
+    return Drawn(figure, dict(by=by, groups=group_names, layers=loads))
 
 
 def most_different(share: Tensor, tokens: Tensor, count: int = SHOWN) -> list[int]:
     """Choose groups that differ most: farthest from the mean, then from all chosen."""
-    there = tokens.nonzero().flatten()
-    share, chosen = share[there], []
+    counted = tokens.nonzero().flatten()  # groups without a token have no share
+    share = share[counted]
+    chosen = []
     centres = share.mean(0, keepdim=True)
-    for _ in range(min(count, len(there))):
+    for _ in range(min(count, len(counted))):
         far = torch.cdist(share, centres, p=1).amin(1)
         far[chosen] = -1
         chosen.append(int(far.argmax()))
         centres = share[chosen]
-    return sorted(there[chosen].tolist())
+    return sorted(counted[chosen].tolist())
 
 
 def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
@@ -262,7 +285,9 @@ def short_names(names: Sequence[str], numbers: Sequence[int]) -> list[str]:
 
 
 def shortened(name: str, most: int = 24) -> str:
-    return name if len(name) <= most else name[: most - 3] + "..."
+    if len(name) <= most:
+        return name
+    return name[: most - 3] + "..."
 
 
 def title_of(load: HeadLoad, width: float, more: str = "") -> str:
@@ -270,10 +295,10 @@ def title_of(load: HeadLoad, width: float, more: str = "") -> str:
     active = sum(layer["shared"] + layer["routed"] for layer in load.layers)
     share = 100 * active / sum(layer["heads"] for layer in load.layers)
     texts = [load.of.get("run"), f"{share:.3g} % of the heads"]
-    texts += [*(load.of.get(key) for key in ("model", "data", "split")), more]
-    title = textwrap.fill(
-        ", ".join(str(text) for text in texts if text), int(11 * width), break_on_hyphens=False
-    )
+    texts += [load.of.get(key) for key in ("model", "data", "split")]
+    texts.append(more)
+    title = ", ".join(str(text) for text in texts if text)
+    title = textwrap.fill(title, int(11 * width), break_on_hyphens=False)
     return title.replace("$", r"\$")  # no formulas
 
 

@@ -20,9 +20,9 @@ from moh_vision.commands.command import Drawn
 from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import shortened
 from moh_vision.commands.predict import class_names
+from moh_vision.common.io import composed, run_of
 from moh_vision.data.decode import decode_image
 from moh_vision.data.imagenet import validation_transform
-from moh_vision.engine.io import composed, run_of
 from moh_vision.engine.opened import Opened
 from moh_vision.models.transnext import TransNeXt, stage_sizes
 from moh_vision.opening import kind_of, open_run
@@ -41,24 +41,30 @@ def as_seen(image: Tensor, cfg: dict) -> np.ndarray:
 
 def classified(opened: Opened, image: Tensor, file: str) -> tuple[dict, str]:
     """Return what a classifier takes an image for, and a title; the folder's name may be the true class."""
-    model, of = opened.model, opened.metadata
-    names = class_names(of["classes"], model.num_classes)
+    model = opened.model
+    metadata = opened.metadata
+    names = class_names(metadata["classes"], model.num_classes)
     folder = composed(Path(file).absolute().parent.name)
+    run = Path(metadata["weights"])
+    if metadata["of_run"]:
+        run = run_of(metadata["weights"]).resolve()
     with torch.no_grad():
         probability, predicted = model(image[None])[0].softmax(-1).max(-1)
     numbers = dict(
-        run=(run_of(of["weights"]).resolve() if of["of_run"] else Path(of["weights"])).name,
-        weights=of["weights"],
-        model=of["architecture"],
+        run=run.name,
+        weights=metadata["weights"],
+        model=metadata["architecture"],
         image=file,
-        img_size=of["img_size"],
+        img_size=metadata["img_size"],
         predicted=names[predicted],
         probability=probability.item(),
-        true=dict(zip(of["classes"] or (), names)).get(folder),
+        true=dict(zip(metadata["classes"] or (), names)).get(folder),
     )
-    title = f"{numbers['run']}, {100 * head_budget(model)['share']:.3g} % of the heads: {Path(file).name}\n"
+    share = head_budget(model)["share"]
+    title = f"{run.name}, {100 * share:.3g} % of the heads: {Path(file).name}\n"
     title += f"predicted class {shortened(numbers['predicted'])} ({100 * probability:.1f} %)"
-    title += f", true class {shortened(numbers['true'])}" if numbers["true"] is not None else ""
+    if numbers["true"] is not None:
+        title += f", true class {shortened(numbers['true'])}"
     return numbers, title.replace("$", r"\$")  # no formulas
 
 
@@ -81,41 +87,39 @@ def patch_grid(model: nn.Module, layer: str, size: tuple[int, int]) -> tuple[int
 def patch_heads(model: nn.Module, image: Tensor) -> list[PatchHeads]:
     """Find the heads and gates of each patch of an image [C, h, w] in every layer."""
     layers = []
-    for layer, routing in zip(
-        head_budget(model)["layers"], token_heads(model, image[None]), strict=True
-    ):
+    budgets = head_budget(model)["layers"]
+    for layer, routing in zip(budgets, token_heads(model, image[None]), strict=True):
         prefix, *grid = patch_grid(model, layer["name"], image.shape[-2:])
-        active, gates = (
-            t[0, prefix:].T.unflatten(1, grid) for t in (routing.active, routing.weights)
-        )
+        active = routing.active[0, prefix:].T.unflatten(1, grid)  # [H, rows, columns]
+        gates = routing.weights[0, prefix:].T.unflatten(1, grid)
         layers.append(PatchHeads(layer["name"], layer["shared"], active, gates.float()))
     return layers
 
 
 def draw_patch_heads(layers: Sequence[tuple[int, PatchHeads]], seen: np.ndarray, title: str):
     """Draw the image and one map per head for each (number, heads) of a layer."""
-    rows = [math.ceil((len(heads.active) + 1) / MOST_COLUMNS) for _, heads in layers]
-    columns = [
-        math.ceil((len(heads.active) + 1) / count) for (_, heads), count in zip(layers, rows)
-    ]
-    heights = [0.45 + (CELL + 0.2) * count for count in rows]
-    figure = plt.figure(
-        figsize=(max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45), layout="constrained"
-    )
+    cells = [len(heads.active) + 1 for _, heads in layers]  # the image is one
+    rows = [math.ceil(count / MOST_COLUMNS) for count in cells]
+    columns = [math.ceil(count / lines) for count, lines in zip(cells, rows)]
+    heights = [0.45 + (CELL + 0.2) * lines for lines in rows]
+    size = (max(max(columns) * CELL + 0.9, 5.0), sum(heights) + 0.45)
+    figure = plt.figure(figsize=size, layout="constrained")
     figure.suptitle(title, fontsize=9)
     colours = plt.get_cmap("viridis").with_extremes(bad=(0, 0, 0, 0.75))
     panels = figure.subfigures(len(layers), 1, height_ratios=heights, squeeze=False)[:, 0]
     for panel, (number, heads), *grid in zip(panels, layers, rows, columns):
         run = f"{heads.active.sum(0).float().mean():g} of {len(heads.active)} heads run for each patch"
         panel.suptitle(f"layer {number}: {run}, {heads.shared} of them shared", fontsize=8)
-        first, *others = panel.subplots(*grid, squeeze=False).flat
-        for cell in (first, *others):
+        first, *maps = panel.subplots(*grid, squeeze=False).flat
+        for cell in (first, *maps):
             cell.set_axis_off()
         first.imshow(seen, extent=UNIT)
         first.set_title("image", fontsize=7)
         top = heads.gates.max()
-        for head, (cell, active, gates) in enumerate(zip(others, heads.active, heads.gates)):
-            share = "shared" if head < heads.shared else f"{100 * active.float().mean():.0f} %"
+        for head, (cell, active, gates) in enumerate(zip(maps, heads.active, heads.gates)):
+            share = f"{100 * active.float().mean():.0f} %"
+            if head < heads.shared:
+                share = "shared"
             cell.set_title(f"head {head}: {share}", fontsize=7)
             cell.imshow(seen.mean(-1), cmap="gray", vmin=0, vmax=1, extent=UNIT)
             values = np.ma.masked_where(~active.numpy(), gates.numpy())
@@ -132,10 +136,12 @@ def chosen_layers(layers: Sequence[int] | None, every: Sequence[PatchHeads]) -> 
     for number in layers or ():
         if not 0 <= number < len(every):
             raise ValueError(f"--layer {number}: expected 0 to {len(every) - 1}")
-    telling = [number for number, heads in enumerate(every) if not heads.active.all()] or range(
-        len(every)
-    )
-    return list(layers or sorted({telling[(len(telling) - 1) // 2], telling[-1]}))
+    if layers:
+        return list(layers)
+    choosing = [number for number, heads in enumerate(every) if not heads.active.all()]
+    choosing = choosing or range(len(every))
+    middle = choosing[(len(choosing) - 1) // 2]
+    return sorted({middle, choosing[-1]})
 
 
 def options(add) -> None:
@@ -155,10 +161,10 @@ def options(add) -> None:
 
 
 def figure(options) -> Drawn:
-    kind = kind_of(options.run, options.rest)
-    if kind != "classification":
+    wing = kind_of(options.run, options.rest)
+    if wing != "classification":
         raise ValueError(
-            f"{options.run} is a {kind} model; expected a classifier, whose tokens are patches of an image"
+            f"{options.run} is a {wing} model; expected a classifier, whose tokens are patches of an image"
         )
     picture = decode_image(Path(options.image).read_bytes(), options.image)
     opened = open_run(options.run, options=options.rest, command="patches")

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from timm.data import ImageNetInfo
 
+from moh_vision.common.progress import say
 from moh_vision.data import folder
 from moh_vision.data.batches import BadSamples, LabelledImages, evaluation_loader
 from moh_vision.data.folder import IMAGES, ImageFolder, left_out_line
 from moh_vision.data.imagenet import unnamed_classes, validation_transform
 from moh_vision.data.order import rank_slice
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.progress import say
 from moh_vision.opening import kind_of, open_run
 
 REST = "RUN"
@@ -34,7 +34,8 @@ class Files(ImageFolder):
     """Images of any folders; the label of a sample is its number."""
 
     def __init__(self, files: Sequence[str]):
-        self.files, self.labels = files, range(len(files))
+        self.files = files
+        self.labels = range(len(files))
 
     def where(self, index: int) -> str:
         return self.files[index]
@@ -62,10 +63,10 @@ def image_files(paths: Sequence[str]) -> list[str]:
             files += [os.path.join(path, name) for name in images]
         elif os.path.isfile(path):
             files.append(path)
+        elif os.path.exists(path):
+            raise FileNotFoundError(f"{path}: not a file or folder")
         else:
-            raise FileNotFoundError(
-                f"{path}: {'not a file or folder' if os.path.exists(path) else 'no such file'}"
-            )
+            raise FileNotFoundError(f"{path}: no such file")
     return files
 
 
@@ -89,7 +90,8 @@ def predict(
             logits = model(batch["images"].to(accelerator.device))  # [B, classes]
         likeliest = logits.float().softmax(-1).topk(min(most, logits.shape[-1]))
         rows = zip(batch["labels"].tolist(), likeliest.indices.tolist(), likeliest.values.tolist())
-        yield from ((number, list(zip(classes, values))) for number, classes, values in rows)
+        for number, classes, values in rows:
+            yield number, list(zip(classes, values))
 
 
 def options(add) -> None:
@@ -107,53 +109,47 @@ def work(options) -> None:
     if options.top < 1:
         raise ValueError(f"--top {options.top}: expected 1 or more")
     files = image_files(options.images)
-    kind = kind_of(options.run, options.rest)
-    if kind != "classification":
-        raise ValueError(f"{options.run} is a {kind} model; expected a classifier")
+    wing = kind_of(options.run, options.rest)
+    if wing != "classification":
+        raise ValueError(f"{options.run} is a {wing} model; expected a classifier")
     opened = open_run(options.run, options=options.rest, command="predict")
     for key in sorted(opened.config.given.intersection(IDLE)):
         raise ValueError(f"{key} has no effect: only the images that are named are read")
-    model, metadata, accelerator, data = (
-        opened.model,
-        opened.metadata,
-        opened.accelerator,
-        opened.config.data,
-    )
+    accelerator = opened.accelerator
+    metadata = opened.metadata
+    model = opened.model.to(accelerator.device)
     names = class_names(metadata["classes"], model.num_classes)
     if metadata["classes"] is None:
-        meant = (
-            "ImageNet's, in order of their synsets"
-            if len(names) == 1000
-            else "called by their numbers"
-        )
+        meant = "called by their numbers"
+        if len(names) == 1000:
+            meant = "ImageNet's, in order of their synsets"
         unnamed = f"{options.run} does not name its {len(names)} classes, which are {meant}"
         print(unnamed, file=sys.stderr, flush=True)
-    print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)  # beside the rows
+    # On stderr, so that stdout has nothing but the rows.
+    print(f"weights of {metadata['weights']}", file=sys.stderr, flush=True)
     unreadable = NamedBadSamples(len(files), max_fraction=1.0)
-    slices = rank_slice(len(files), 0, 1, data.eval_batch_size)
-    images = LabelledImages(
-        Files(files), validation_transform(model.pretrained_cfg), seed=0, replace=False
-    )
-    batches = evaluation_loader(images, slices, data.workers if len(slices) > 1 else 0, unreadable)
+    slices = rank_slice(len(files), 0, 1, opened.config.data.eval_batch_size)
+    transform = validation_transform(model.pretrained_cfg)
+    images = LabelledImages(Files(files), transform, seed=0, replace=False)
+    workers = 0  # none is worth its start for one batch
+    if len(slices) > 1:
+        workers = opened.config.data.workers
+    batches = evaluation_loader(images, slices, workers, unreadable)
     predictions = []
-    for number, likeliest in predict(
-        model.to(accelerator.device), batches, accelerator, options.top
-    ):
-        predictions.append(
-            (files[number], [(names[c], probability) for c, probability in likeliest])
-        )
-        read = say(
-            f"{files[number]}: {' | '.join(f'{100 * p:.2f} % {name}' for name, p in predictions[-1][1])}"
-        )
-        if not (read or options.output):
+    for number, likeliest in predict(model, batches, accelerator, options.top):
+        classes = [(names[index], probability) for index, probability in likeliest]
+        predictions.append(dict(image=files[number], classes=classes))
+        shown = " | ".join(f"{100 * probability:.2f} % {name}" for name, probability in classes)
+        is_read = say(f"{files[number]}: {shown}")
+        if not is_read and not options.output:
             return
     if options.output:
-        pairs = [dict(image=file, classes=classes) for file, classes in predictions]
-        of = dict(
+        record = dict(
             weights=metadata["weights"],
             model=metadata["architecture"],
             img_size=metadata["img_size"],
+            images=predictions,
         )
-        write_json(Path(options.output), dict(of, images=pairs))
+        write_json(Path(options.output), record)
     if unreadable.seen:
         raise ValueError(f"{len(unreadable.seen)} of {len(files)} images could not be read")

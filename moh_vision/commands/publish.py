@@ -33,12 +33,12 @@ from moh_vision.commands.runs import (
     starts_of,
     with_scores,
 )
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import give_name, run_of, sha256_of, step_of
+from moh_vision.common.progress import say
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import RECORD
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import give_name, run_of, sha256_of, step_of
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import say
 from moh_vision.models.describe import describe, full_name
 from moh_vision.models.weight_files import scored_weights, weights_file
 from moh_vision.opening import open_run
@@ -77,59 +77,60 @@ def scores_of(run: ScoredRun, metadata: dict) -> ScoredRun | None:
     """Read the scores of the weights with this metadata; None without scores."""
     file = Path(metadata["weights"])
     if "best_top1" in metadata:
-        how = f"the highest of the validations on {run.config.get('data.root')}, after {metadata.get('step')} steps"
-        return run._replace(scores={"top1": number_at(metadata, ("best_top1",), file)}, how=how)
+        scores = {"top1": number_at(metadata, ("best_top1",), file)}
+        scored_on = f"the highest of the validations on {run.config.get('data.root')}, after {metadata.get('step')} steps"
+        return run._replace(scores=scores, scored_on=scored_on)
     try:
         scored = with_scores(run)
     except NoScores:
         return None
     in_run = file.parent.resolve() == run.folder.resolve()
-    if run.wing == "diffusion" and (results := run.json("scores.json")):
+    drawn = run.json("scores.json") if run.wing == "diffusion" else {}
+    results = {} if drawn else run.json("results.json")
+    same_weights = False  # whether the scores are of these weights, and not of others of the run
+    signatures = ""
+    if drawn:
         from moh_vision.diffusion.scores import record_text
 
-        own = scored.sampling.get("weights_sha256") == sha256_of(file)
-        more = record_text({key: results.get(key) for key in ("protocol", "versions")})
-    elif results := run.json("results.json"):
-        own = in_run and Path(str(results.get("weights"))).stem == file.stem
-        step = results.get(
-            "best_step" if file.stem == "best" else "step"
-        )  # with patience it ends later
-        own = own and metadata.get("step", step) == step
-        more = "\n".join(
-            form["signature"] for form in results.get("bleu", {}).get("soft", {}).values()
-        )
-    else:
-        own = (
-            in_run
-            and file.name == weights_file(str(run.folder)).name
-            and metadata.get("step") == scored.steps
-        )
-        more = ""
-    of_suites = in_run and file.stem == "model"  # which the suites' command reads
-    kept = {
-        k: v
-        for k, v in scored.scores.items()
-        if (own if k in COLUMNS else of_suites) and v is not None
-    }
-    return (
-        scored._replace(scores=kept, how="; ".join([scored.how, *more.splitlines()]))
-        if kept
-        else None
+        same_weights = scored.sampling.get("weights_sha256") == sha256_of(file)
+        signatures = record_text({key: drawn.get(key) for key in ("protocol", "versions")})
+    elif results:
+        step = results.get("step")
+        if file.stem == "best":  # with patience the run ends later
+            step = results.get("best_step")
+        same_name = Path(str(results.get("weights"))).stem == file.stem
+        same_weights = in_run and same_name and metadata.get("step", step) == step
+        translations = results.get("bleu", {}).get("soft", {})
+        signatures = "\n".join(form["signature"] for form in translations.values())
+    elif in_run:
+        same_name = file.name == weights_file(str(run.folder)).name
+        same_weights = same_name and metadata.get("step") == scored.steps
+    of_suites = in_run and file.stem == "model"  # the command for suites reads this file
+    kept = {}
+    for key, value in scored.scores.items():
+        applies = same_weights if key in COLUMNS else of_suites
+        if applies and value is not None:
+            kept[key] = value
+    if not kept:
+        return None
+    return scored._replace(
+        scores=kept, scored_on="; ".join([scored.scored_on, *signatures.splitlines()])
     )
 
 
-# Each saves a folder and returns for the card: the library, the hub's task, the example.
+# Each `save_` function saves a folder, and returns for the card the library, the hub's task, the model's name and
+# what the example needs.
 
 
 def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | None) -> dict:
     """Save timm's folder, with the preprocessing of the run's validation."""
-    model, arguments = opened.model, dict(opened.metadata["arguments"])
+    model = opened.model
+    arguments = dict(opened.metadata["arguments"])
     cfg = {**model.pretrained_cfg, **dict.fromkeys(OF_SOURCE), "license": license_of_weights(run)}
     names = cfg.pop("label_names")
     words = ImageNetInfo().label_descriptions(as_dict=True)
-    labels = dict(
-        label_names=names, label_descriptions={name: words[name] for name in names if name in words}
-    )
+    descriptions = {name: words[name] for name in names if name in words}
+    labels = dict(label_names=names, label_descriptions=descriptions)
     # The tag after the point names weights; for a local folder timm records a wrong one.
     if not str(run.config.get("model.pretrained")).endswith(arguments.get("base") or ""):
         arguments["base"] = arguments["base"].partition(".")[0]
@@ -139,15 +140,22 @@ def save_classifier(run: ScoredRun, opened: Opened, folder: Path, scored: Scored
     if plain is not None:
         title = cfg["architecture"] = title.removeprefix("moh_")
         model, arguments = plain
-    converted = arguments.get("base") and router not in (None, "dense")
-    shown = full_name(f"{title} converted to {router}" if converted else title, arguments)
+    shown = title
+    if arguments.get("base") and router not in (None, "dense"):
+        shown = f"{title} converted to {router}"
+    shown = full_name(shown, arguments)
     model.pretrained_cfg = model.default_cfg = cfg
     timm.models.save_for_hf(
         model, str(folder), model_config=labels, model_args=arguments, safe_serialization=True
     )
-    colours = "L" if model.in_chans == 1 else "RGB"
-    example = dict(ours=plain is None, colours=colours, classes=model.num_classes)
-    return dict(library="timm", task="image-classification", model=shown, **example)
+    return dict(
+        library="timm",
+        task="image-classification",
+        model=shown,
+        ours=plain is None,
+        colours="L" if model.in_chans == 1 else "RGB",
+        classes=model.num_classes,
+    )
 
 
 def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, dict] | None:
@@ -165,10 +173,8 @@ def as_timm(model: nn.Module, name: str, arguments: dict) -> tuple[nn.Module, di
 
 def license_of_weights(run: ScoredRun) -> str | None:
     """Look up the license in timm's registry of the weights that a run started from."""
-    source = str(run.config.get("model.pretrained") or run.config.get("init_from")).removeprefix(
-        "hf-hub:timm/"
-    )
-    cfg = get_pretrained_cfg(source, allow_unregistered=True)
+    source = str(run.config.get("model.pretrained") or run.config.get("init_from"))
+    cfg = get_pretrained_cfg(source.removeprefix("hf-hub:timm/"), allow_unregistered=True)
     return cfg and cfg.license
 
 
@@ -177,17 +183,17 @@ def save_pipeline(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRu
     from moh_vision.diffusion.config import SampleConfig
     from moh_vision.diffusion.loading import make_pipeline
 
-    drawn = scored.sampling if scored is not None else {}
-    draws = {
-        key: drawn[key] for key in ("sampler", "steps", "cfg_scale") if drawn.get(key) is not None
-    }
+    sampling = {}
+    if scored is not None:
+        for key in ("sampler", "steps", "cfg_scale"):
+            if scored.sampling.get(key) is not None:
+                sampling[key] = scored.sampling[key]
     weights = opened.metadata["weights"]
-    config = SampleConfig(checkpoint=weights, num_images=0, save_pipeline=str(folder), **draws)
+    config = SampleConfig(checkpoint=weights, num_images=0, save_pipeline=str(folder), **sampling)
     pipe = make_pipeline(config, opened.model, opened.metadata)
     if pipe.vae is not None:
-        pipe.vae.register_to_config(
-            _name_or_path=without_paths(pipe.vae.config.get("_name_or_path") or "")
-        )
+        path = pipe.vae.config.get("_name_or_path") or ""
+        pipe.vae.register_to_config(_name_or_path=without_paths(path))
     pipe.save_pretrained(folder)
     return dict(
         library="diffusers",
@@ -209,15 +215,17 @@ def save_text(run: ScoredRun, opened: Opened, folder: Path, scored: ScoredRun | 
         opened.model.generation_config = GenerationConfig.from_pretrained(run.folder)
     with quiet():
         opened.model.save_pretrained(folder)
-    # A causal model goes on behind the last token, which padding on the right would part from what comes.
-    options = dict(padding_side="left" if run.task == TEXT["clm"] else "right")
+    options = dict(padding_side="right")
+    if run.task == TEXT["clm"]:  # generation continues after the last token: no padding there
+        options = dict(padding_side="left")
     longest = getattr(opened.model.config, "max_position_embeddings", None)
     if longest is not None:
         options["model_max_length"] = longest
     source = save_tokenizer(run.folder / "tokenizer.json", folder, template, **options)
-    target = source and save_tokenizer(
-        run.folder / "target_tokenizer.json", folder / "target", template, **options
-    )
+    target = False
+    if source:
+        file = run.folder / "target_tokenizer.json"
+        target = save_tokenizer(file, folder / "target", template, **options)
     example = dict(auto=auto, source=source, target=target, beam=run.config.get("generate.beam"))
     return dict(library="transformers", task=task, model=named(opened), **example)
 
@@ -262,6 +270,9 @@ def save_tokenizer(file: Path, folder: Path, template: str, **options) -> bool:
     return True
 
 
+SAVE = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)
+
+
 def make_card(
     run: ScoredRun,
     opened: Opened,
@@ -270,11 +281,22 @@ def make_card(
     name: str,
     license: str | None,
 ) -> ModelCard:
-    """Make the README.md of a repository, without absolute paths."""
-    model, metadata = opened.model, opened.metadata
+    """Make the README.md of a repository, without absolute paths.
+
+    Args:
+        run: the run as it was found.
+        opened: its model.
+        saved: what a `save_` function returned.
+        scored: the run with the scores of these weights, if there are any.
+        name: of the repository, or of the folder.
+        license: of the weights; None: that of the weights that the run started from.
+    """
+    model = opened.model
+    metadata = opened.metadata
     inputs, forward = opened.example()
-    scores = scored.scores if scored else {}
-    shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scores.items()]
+    shown = []
+    if scored:
+        shown = [(COLUMNS.get(key, Column(key)), value, "") for key, value in scored.scores.items()]
     if scored and Path(metadata["weights"]) == scored_weights(run.folder):
         by_share = at_shares([scored])
         for share in list(by_share)[:-1]:  # the last one has the scores above
@@ -296,8 +318,11 @@ def make_card(
         size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),
         trained_at=elastic_range(run),
-        scores=[(f"{c.title}{at}", f"{value:.{c.digits}f}") for c, value, at in shown],
-        how=scored and scored.how,
+        scores=[
+            (f"{column.title}{at_share}", f"{value:.{column.digits}f}")
+            for column, value, at_share in shown
+        ],
+        scored_on=scored and scored.scored_on,
         starts=starts_of({run.folder.name: run})[0],
         config=run.saved.text.rstrip(),
         **saved,
@@ -308,15 +333,15 @@ def make_card(
 
 def elastic_range(run: ScoredRun) -> str:
     """Say at which shares of heads a run with an elastic budget was trained; "" for another run."""
-    ends = run.config.get("budget_range")
-    return " to ".join(map(str, ends)) if ends else ""
+    ends = run.config.get("budget_range") or ()
+    return " to ".join(map(str, ends))
 
 
 def datasets_of(run: ScoredRun) -> list[str] | None:
     """Name the hub's data sets for the card; a local folder of that name is another set."""
-    roots = [source["root"] for source in run.config.get("data.mixture") or ()] or [
-        run.config.get("data.root")
-    ]
+    roots = [source["root"] for source in run.config.get("data.mixture") or ()]
+    if not roots:
+        roots = [run.config.get("data.root")]
     named = [
         root.removeprefix(PREFIX).partition(":")[0]
         for root in map(str, roots)
@@ -329,25 +354,27 @@ def data_of(run: ScoredRun) -> str:
     """Say in a sentence what the training data was."""
     text = f"`{run.config.get('data.root')}`"
     if run.wing == "text":
-        mixture = run.config.get("data.mixture") or ()
-        text = (
-            ", ".join(f"`{source['root']}` (weight {source['weight']:g})" for source in mixture)
-            or text
-        )
-        pair = (
-            f", {run.config.get('data.source')} to {run.config.get('data.target')}"
-            if run.task == TEXT["mt"]
-            else ""
-        )
-        return f"{text}, split {run.config.get('data.train')}{pair}."
+        mixture = run.config.get("data.mixture")
+        if mixture:
+            text = ", ".join(
+                f"`{source['root']}` (weight {source['weight']:g})" for source in mixture
+            )
+        text += f", split {run.config.get('data.train')}"
+        if run.task == TEXT["mt"]:
+            text += f", {run.config.get('data.source')} to {run.config.get('data.target')}"
+        return f"{text}."
     try:
         counts = {split: outline["samples"] for split, outline in run.json(RECORD).items()}
     except (TypeError, KeyError):
         raise ValueError(f"{run.folder / RECORD}: not the record of a run's data") from None
     classes = max(map(len, counts.values()), default=0)
-    parts = [f"{classes} classes"] * (classes > 1)
+    parts = []
+    if classes > 1:
+        parts.append(f"{classes} classes")
     parts += [f"{sum(count):,} images in {split}" for split, count in counts.items() if sum(count)]
-    return f"{text}: {', '.join(parts)}." if parts else f"{text}."
+    if not parts:
+        return f"{text}."
+    return f"{text}: {', '.join(parts)}."
 
 
 def without_paths(text: str) -> str:
@@ -375,7 +402,9 @@ def options(add) -> None:
 
 
 def work(options) -> None:
-    path, folder, repo = options.run, options.output, options.repo
+    path = options.run
+    folder = options.output
+    repo = options.repo
     if repo:
         check_repo(repo)
     if not path.exists():
@@ -384,16 +413,14 @@ def work(options) -> None:
     opened = open_run(weights_of(run, path), command="publish", saved=run.saved)
     with as_written(f"{run.folder}: its scores are"):
         scored = scores_of(run, opened.metadata)
-    save = dict(classification=save_classifier, diffusion=save_pipeline, text=save_text)[
-        opened.kind
-    ]
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as place:
-        hidden = Path(place, folder.name)  # nothing is at its own place before all of it is
+    save = SAVE[opened.kind]
+    # The folder gets its name when all of it is written.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as temporary:
+        hidden = Path(temporary, folder.name)
         hidden.mkdir()
         saved = save(run, opened, hidden, scored)
-        make_card(run, opened, saved, scored, repo or folder.name, options.license).save(
-            hidden / "README.md"
-        )
+        card = make_card(run, opened, saved, scored, repo or folder.name, options.license)
+        card.save(hidden / "README.md")
         for weights in hidden.rglob("*.safetensors"):
             weights.chmod(0o644)  # safetensors makes them private
         give_name(hidden, folder)

@@ -35,9 +35,9 @@ from moh_vision.commands.runs import (
     with_scores,
 )
 from moh_vision.commands.table import Table, make_table
-from moh_vision.engine.errors import message_of
-from moh_vision.engine.io import __version__, write_whole
-from moh_vision.engine.progress import say
+from moh_vision.common.errors import message_of
+from moh_vision.common.io import __version__, write_whole
+from moh_vision.common.progress import say
 from moh_vision.language.data.sources import find_pairs
 from moh_vision.models.describe import describe, full_name
 from moh_vision.models.head_load import FILE, HeadLoad
@@ -80,8 +80,12 @@ def make_report(folders: Sequence[Path]) -> str:
     page = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
     )
+    title = f"Report of {len(runs)} runs"
+    if len(runs) == 1:
+        (name,) = runs
+        title = f"Report of {name}"
     return page.from_string(text_of(Path(__file__).with_name("report.html"))).render(
-        title=f"Report of {len(runs)} runs" if len(runs) > 1 else f"Report of {next(iter(runs))}",
+        title=title,
         about=f"moh_vision {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         parts=parts,
     )
@@ -120,7 +124,8 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
     alike: dict[str, Named] = {}
     for name, run in runs.items():
         alike.setdefault(run.identity(), {})[name] = run
-    models, missing = [], []
+    models = []
+    missing = []
     for group in alike.values():
         for run in group.values():
             try:
@@ -135,40 +140,52 @@ def describe_models(runs: Named) -> tuple[list[tuple], list[str]]:
 
 
 def scores(runs: Named) -> Section:
-    scored, unscored = [], []
+    """Print the runs as the command table does."""
+    scored = []
+    unscored = []
     for run in runs.values():
         try:
             scored.append(with_scores(run))
         except NoScores as error:
             unscored.append(str(error))
-    return Section("", [("table", "", make_table(scored) if scored else None)], unscored)
+    table = None
+    if scored:
+        table = make_table(scored)
+    return Section("", [("table", "", table)], unscored)
 
 
 def training(runs: Named) -> Section:
+    """Draw what metrics.jsonl has over steps, a figure for each of PANELS."""
     palette = matplotlib.colormaps["tab10" if len(runs) <= 10 else "tab20"].colors
-    colours = {name: matplotlib.colors.to_hex(c) for name, c in zip(runs, itertools.cycle(palette))}
+    colours = {
+        name: matplotlib.colors.to_hex(colour)
+        for name, colour in zip(runs, itertools.cycle(palette))
+    }
     panels: dict[str, dict] = {title: {} for title in PANELS}
     for name, run in runs.items():
         file = run.folder / "metrics.jsonl"
         for entry in read_lines(file):
-            for title, place in PANELS.items():
-                value = number_at(entry, place, file)
+            for title, keys in PANELS.items():
+                value = number_at(entry, keys, file)
                 if value is not None:  # not there, or not finite
                     steps, values = panels[title].setdefault(name, ([], []))
                     steps.append(number_at(entry, ("step",), file) or 0)
                     values.append(value)
-    drawn = [
-        figures.draw_curves(title, curves, colours, log=title == "training loss")
-        for title, curves in panels.items()
-        if any(
-            value for _, values in curves.values() for value in values
-        )  # dense models balance nothing
-    ]
+    drawn = []
+    for title, curves in panels.items():
+        # The balance loss of dense models is 0 at every step.
+        if any(value for _, values in curves.values() for value in values):
+            log = title == "training loss"
+            drawn.append(figures.draw_curves(title, curves, colours, log=log))
     return Section("Training", [("legend", "", drawn and colours), ("pictures", "", drawn)])
 
 
 def heads(runs: Named, models: list[tuple]) -> Section:
-    budgets, loads, dense, missing = [], [], [], []
+    """Draw the budgets of `describe_models`, and the head loads that runs have counted."""
+    budgets = []
+    loads = []
+    dense = []
+    missing = []
     for names, layers, _ in models:
         if any(layer["active"] < layer["heads"] for layer in layers):
             budgets.append(figures.draw_budget(layers, f"{', '.join(names)}: heads of each layer"))
@@ -176,31 +193,39 @@ def heads(runs: Named, models: list[tuple]) -> Section:
             dense += names
     for name, run in runs.items():
         file = run.folder / FILE
+        every_head_runs = name in dense or (run.folder / "gates.json").is_file()  # dense, or MAE
         if file.is_file():
             load = HeadLoad.read(file)
-            for by in load.groups if load.choosing() else ():
-                caption = f"{name}: share of tokens that run each head, by {by}"
-                loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
-        elif (
-            name not in dense and not (run.folder / "gates.json").is_file()
-        ):  # of MAE, where every head runs
+            if load.choosing():
+                for by in load.groups:
+                    caption = f"{name}: share of tokens that run each head, by {by}"
+                    loads.append(figures.inline_svg(draw(load, "map", by).figure, caption))
+        elif not every_head_runs:
             maker = "training of classifiers and text writes it at its end, for diffusion python sample.py ... --head-load"
             missing.append(f"{name} has no {FILE}: {maker} RUN/{FILE}")
     return Section("Heads", [("pictures", "", budgets), ("pictures", "", loads)], missing)
 
 
 def samples(runs: Named) -> Section:
-    blocks, missing = [], []
+    """Show the first, a middle and the last preview of each run, and its newest grid of samples."""
+    blocks = []
+    missing = []
     for name, run in runs.items():
-        previews = {f.stem[5:]: f for f in run.folder.glob("previews/step_*.png")}
-        steps = sorted((int(step), file) for step, file in previews.items() if step.isdecimal())
-        few = dict(steps[i] for i in (0, len(steps) // 2, -1) if steps)
-        shown = {f"after {step:,} steps": file for step, file in few.items()}
+        previews = []  # of (step, file)
+        for file in run.folder.glob("previews/step_*.png"):
+            step = file.stem.removeprefix("step_")
+            if step.isdecimal():
+                previews.append((int(step), file))
+        previews.sort()
+        shown = {}
+        if previews:
+            for step, file in (previews[0], previews[len(previews) // 2], previews[-1]):
+                shown[f"after {step:,} steps"] = file
         grids = sorted(run.folder.glob("*grid*.png"), key=lambda file: file.stat().st_mtime)
-        shown |= {grid.name: grid for grid in grids[-1:]}
-        blocks.append(
-            ("pictures", name, [figures.embed(file, SAMPLES, text) for text, file in shown.items()])
-        )
+        for grid in grids[-1:]:
+            shown[grid.name] = grid
+        pictures = [figures.embed(file, SAMPLES, text) for text, file in shown.items()]
+        blocks.append(("pictures", name, pictures))
         if not shown:
             missing.append(
                 f"{name} has no samples: --preview.every N draws some of the same noise while it trains"
@@ -209,10 +234,11 @@ def samples(runs: Named) -> Section:
 
 
 def confusions(runs: Named) -> Section:
-    files, missing = having(
-        runs, "confusion.json", "a run writes it at its end; its command, given again, does too"
-    )
-    drawn, blocks = [], []
+    """Draw confusion matrices, or list the most confused pairs of many classes."""
+    maker = "a run writes it at its end; its command, given again, does too"
+    files, missing = having(runs, "confusion.json", maker)
+    drawn = []
+    blocks = []
     for name, file in files.items():
         classes, counts = read_confusion(file)
         if len(classes) <= figures.MOST_CLASSES:
@@ -224,9 +250,10 @@ def confusions(runs: Named) -> Section:
         images = np.bincount(counts[:, 0], counts[:, 2], len(classes))
         confused = counts[counts[:, 0] != counts[:, 1]]
         worst = confused[np.argsort(-confused[:, 2], kind="stable")[:PAIRS]]
-        rows = [
-            (classes[a], classes[b], n, f"{100 * n / images[a]:.1f}") for a, b, n in worst.tolist()
-        ]
+        rows = []
+        for label, taken_for, count in worst.tolist():
+            percent = f"{100 * count / images[label]:.1f}"
+            rows.append((classes[label], classes[taken_for], count, percent))
         table = Table(["class", "taken for", "images", "% of the class"], rows, [])
         blocks.append(("table", f"{name}: the most confused pairs of classes", table))
     return Section("Confusion", [("pictures", "", drawn), *blocks], missing)
@@ -238,9 +265,8 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
     classes = tree.get("classes")
     try:
         counts = np.array(tree.get("counts"), dtype=np.int64).reshape(-1, 3)
-        fits = (
-            isinstance(classes, list) and counts[:, :2].max() < len(classes) and counts.min() >= 0
-        )
+        fits = isinstance(classes, list)
+        fits = fits and counts[:, :2].max() < len(classes) and counts.min() >= 0
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
@@ -251,25 +277,31 @@ def read_confusion(file: Path) -> tuple[list[str], np.ndarray]:
 
 
 def translations(runs: Named) -> Section:
+    """Show a few sentences, each with its reference and the translations of all runs."""
     files, missing = having(runs, "translations.txt", "a run writes it at its end")
     alike: dict[tuple, dict[str, list[str]]] = {}  # of the same text
     for name, file in files.items():
+        config = runs[name].config
         results = runs[name].json("results.json")
-        whole = not any(
-            (results.get("left_out") or {"": 1}).values()
-        )  # else lines differ from the files
-        place = [runs[name].config.get(f"data.{key}") for key in ("root", "source", "target")]
-        alike.setdefault((*place, results.get("bleu_split"), whole), {})[name] = text_of(
-            file
-        ).split("\n")[:-1]
+        left_out = results.get("left_out")
+        # Lines are those of the files only if it is known that none was left out.
+        whole = bool(left_out) and not any(left_out.values())
+        text = [config.get(f"data.{key}") for key in ("root", "source", "target")]
+        lines = text_of(file).split("\n")[:-1]
+        alike.setdefault((*text, results.get("bleu_split"), whole), {})[name] = lines
     blocks = []
-    for (root, source, target, split, whole), lines in alike.items():
-        count = min(map(len, lines.values()))
-        pairs = read_pairs(root, split, source, target) if whole and split else []
-        for number in sorted({i * count // SENTENCES for i in range(SENTENCES if count else 0)}):
-            rows = [(name, text[number]) for name, text in lines.items()]
+    for (root, source, target, split, whole), translated in alike.items():
+        count = min(map(len, translated.values()))
+        pairs = []
+        if whole and split:
+            pairs = read_pairs(root, split, source, target)
+        numbers = {i * count // SENTENCES for i in range(SENTENCES)} if count else ()
+        for number in sorted(numbers):
+            rows = [(name, lines[number]) for name, lines in translated.items()]
             if len(pairs) == count:  # else the text has changed since
-                rows = [*zip((f"{source} (source)", f"{target} (reference)"), pairs[number]), *rows]
+                original, reference = pairs[number]
+                rows.insert(0, (f"{source} (source)", original))
+                rows.insert(1, (f"{target} (reference)", reference))
             blocks.append(("rows", "", rows))
     return Section("Translations", blocks, missing)
 
@@ -277,17 +309,20 @@ def translations(runs: Named) -> Section:
 def read_pairs(root: str, split: str, source: str, target: str) -> list[tuple[str, str]]:
     """Read the sentence pairs of a split; empty if they are no longer on this machine."""
     try:
-        return list(zip(*find_pairs(root, split, source, target))) if Path(root).is_dir() else []
+        if not Path(root).is_dir():
+            return []
+        return list(zip(*find_pairs(root, split, source, target)))
     except (ValueError, OSError):
         return []
 
 
 def environment(runs: Named) -> Section:
+    """Say how runs were started, and show their configurations."""
     starts, missing = starts_of(runs)
-    configs = {f"configuration of {name}": run.saved.text for name, run in runs.items()}
-    return Section(
-        "", [("starts", "", starts), *(("text", *config) for config in configs.items())], missing
-    )
+    blocks = [("starts", "", starts)]
+    for name, run in runs.items():
+        blocks.append(("text", f"configuration of {name}", run.saved.text))
+    return Section("", blocks, missing)
 
 
 def options(add) -> None:

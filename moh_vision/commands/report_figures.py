@@ -16,7 +16,7 @@ from PIL import Image
 
 from moh_vision.commands.figures import plt
 from moh_vision.commands.head_load import short_names, shortened
-from moh_vision.engine.errors import reason_of
+from moh_vision.common.errors import reason_of
 
 Curve = tuple[Sequence[int], Sequence[float]]  # steps, values
 POINTS = 400  # of a curve
@@ -44,18 +44,10 @@ def draw_curves(
     every = [value for _, values in curves.values() for value in values]
     for name, (steps, values) in curves.items():
         parts = np.array_split(np.arange(len(steps)), min(POINTS, len(steps)))
-        x, y = (
-            [steps[places[-1]] for places in parts],
-            [np.mean([values[i] for i in places]) for places in parts],
-        )
-        axes.plot(
-            x,
-            y,
-            color=colours[name],
-            linewidth=1.3,
-            marker="o" if len(x) <= 20 else "",
-            markersize=3,
-        )
+        ends = [steps[indices[-1]] for indices in parts]
+        means = [np.mean([values[index] for index in indices]) for indices in parts]
+        marker = "o" if len(parts) <= 20 else ""
+        axes.plot(ends, means, color=colours[name], linewidth=1.3, marker=marker, markersize=3)
     if log and min(every) > 0 and max(every) > 10 * min(every):
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
@@ -73,24 +65,21 @@ def draw_budget(layers: Sequence[dict], caption: str) -> Picture:
     """Draw each layer's heads in a `head_budget`: shared, routed and not run."""
     names = short_names([layer["name"] for layer in layers], range(len(layers)))
     wordy = max(map(len, names)) > 3
+    width = min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5)
     height = 2.8 if wordy else 2.2
-    figure, axes = plt.subplots(
-        figsize=(min(max(3.6, 1.0 + 0.3 * len(layers)), 10.5), height), layout="constrained"
+    figure, axes = plt.subplots(figsize=(width, height), layout="constrained")
+    bars = (
+        ("shared", "#08519c", [layer["shared"] for layer in layers]),
+        ("routed", "#6baed6", [layer["routed"] for layer in layers]),
+        ("not run", "#e3e6ea", [layer["heads"] - layer["active"] for layer in layers]),
     )
     below = np.zeros(len(layers))
-    rest = [layer["heads"] - layer["active"] for layer in layers]
-    counts = {
-        "shared": [b["shared"] for b in layers],
-        "routed": [b["routed"] for b in layers],
-        "not run": rest,
-    }
-    for (kind, heads), colour in zip(counts.items(), ("#08519c", "#6baed6", "#e3e6ea")):
-        axes.bar(range(len(layers)), heads, bottom=below, color=colour, width=0.8, label=kind)
+    for label, colour, heads in bars:
+        axes.bar(range(len(layers)), heads, bottom=below, color=colour, width=0.8, label=label)
         below += heads
     nth = math.ceil(len(layers) / 40)
-    axes.set_xticks(
-        range(0, len(layers), nth), names[::nth], fontsize=8, rotation=45 if wordy else 0
-    )
+    rotation = 45 if wordy else 0
+    axes.set_xticks(range(0, len(layers), nth), names[::nth], fontsize=8, rotation=rotation)
     if wordy:
         plt.setp(axes.get_xticklabels(), ha="right", rotation_mode="anchor")
     axes.set_xlabel("layer", fontsize=9)
@@ -118,11 +107,13 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
     if len(classes) <= 20:
         for (row, column), images in np.ndenumerate(counts):
             if images:
-                colour = "white" if share[row, column] > 0.5 else "black"
+                colour = "black"
+                if share[row, column] > 0.5:
+                    colour = "white"
                 axes.text(column, row, images, ha="center", va="center", fontsize=7, color=colour)
     names = [shortened(name) for name in classes]
-    short = max(map(len, names)) <= 2
-    axes.set_xticks(range(len(names)), names, fontsize=8, rotation=0 if short else 90)
+    rotation = 0 if max(map(len, names)) <= 2 else 90
+    axes.set_xticks(range(len(names)), names, fontsize=8, rotation=rotation)
     axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.set_xlabel("taken for", fontsize=9)
     axes.set_ylabel("class", fontsize=9)
@@ -132,18 +123,17 @@ def draw_confusion(counts: np.ndarray, classes: Sequence[str], caption: str) -> 
 def inline_svg(figure, caption: str = "") -> Picture:
     """Turn a figure drawn within `svg_settings` into a page element; close it."""
     text = io.StringIO()
-    figure.savefig(
-        text, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    )
+    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(text, format="svg", metadata=none)
     width = round(96 * figure.get_figwidth())
     plt.close(figure)
     number = next(_numbers)
 
-    def own(tag: re.Match) -> str:
+    def with_number(tag: re.Match) -> str:
         """Number an id: other figures of the page have the same names."""
         return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>f{number}-", tag[0])
 
-    svg = re.sub("<[^<>]+>", own, text.getvalue())
+    svg = re.sub("<[^<>]+>", with_number, text.getvalue())
     return Picture(Markup(svg[svg.index("<svg") :]), width, caption)
 
 
@@ -157,14 +147,16 @@ def embed(file: Path, most: int, caption: str = "") -> Picture:
     try:
         data = file.read_bytes()
         with Image.open(io.BytesIO(data)) as image:
-            kind, large = image.format.lower(), max(image.size) > most
+            file_format = image.format.lower()
+            large = max(image.size) > most
             image.thumbnail((most, most))
             width = image.width
-            if large or len(data) > MOST_BYTES or kind not in ("png", "jpeg"):
-                kind, made = "jpeg", io.BytesIO()
-                image.convert("RGB").save(made, "JPEG", quality=88)
-                data = made.getvalue()
+            if large or len(data) > MOST_BYTES or file_format not in ("png", "jpeg"):
+                compressed = io.BytesIO()
+                image.convert("RGB").save(compressed, "JPEG", quality=88)
+                data = compressed.getvalue()
+                file_format = "jpeg"
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError(f"{file} is no picture that can be read ({reason_of(error)})") from None
-    source = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    source = f"data:image/{file_format};base64,{base64.b64encode(data).decode()}"
     return Picture(Markup('<img src="{}" alt="{}">').format(source, caption), width, caption)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from moh_vision.common.errors import reason_of
 from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
-from moh_vision.engine.errors import reason_of
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
 from moh_vision.models.head_budgets import set_head_budget
@@ -24,7 +24,7 @@ class Column(NamedTuple):
 
     title: str
     digits: int = 2
-    place: tuple[str, ...] = ()  # in a file of scores; left out: the column's key
+    keys: tuple[str, ...] = ()  # of the value in a file of scores; left out: the column's key
 
 
 COLUMNS = {  # in their order in a table
@@ -57,6 +57,7 @@ COLUMNS = {  # in their order in a table
 TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal language models"}
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
 FEW = 10  # classes: with so few top-5 says little
+STARTED = ("device", "cores", "processes", "versions", "commit", "command")  # of environment.jsonl
 # Keys, or sections, that change neither weights nor scores. Scores say how samples were scored.
 WITHOUT_EFFECT = (
     "output",
@@ -84,7 +85,7 @@ class ScoredRun(NamedTuple):
     config: dict[str, Any]  # config.yaml with dotted keys
     steps: int  # that were done
     scores: dict[str, float | None]  # by key of COLUMNS, or title of a suite's task
-    how: str  # what the scores are of
+    scored_on: str  # what the scores are of
     sampling: dict[str, Any] = {}  # how images were drawn; head_budget if not the run's own
     error: str = ""  # of this run's scores alone, for a note
     saved: SavedConfig | None = None  # config.yaml as it was read
@@ -97,29 +98,34 @@ class ScoredRun(NamedTuple):
         """Return the configuration without the seed, what has no effect, and the key `over`."""
         left_out = (*WITHOUT_EFFECT, over)
         return {
-            k: v
-            for k, v in self.config.items()
-            if k not in left_out and k.split(".")[0] not in left_out
+            key: value
+            for key, value in self.config.items()
+            if key not in left_out and key.split(".")[0] not in left_out
         }
 
     def identity(self, over: str | None = None) -> str:
         """Return a text, equal for runs that differ only in the seed, or also in `over` and steps."""
-        ended = self.wing == "text"  # with patience the seed decides after how many steps
-        rest = [self.how] if over or ended else [self.steps, self.how]
-        return json.dumps([self.settings(over), *rest], sort_keys=True, default=str)
+        compared = [self.settings(over), self.scored_on]
+        # Where patience ends a text run, the number of steps depends on the seed.
+        if not over and self.wing != "text":
+            compared.append(self.steps)
+        return json.dumps(compared, sort_keys=True, default=str)
 
     def arguments(self) -> dict[str, Any]:
         """Return what the configuration says of the model's arguments."""
-        own = {
+        arguments = {
             key.removeprefix("model."): value
             for key, value in self.config.items()
             if key.startswith("model.")
         }
-        return {**own, **(own.get("kwargs") or {})}
+        return {**arguments, **(arguments.get("kwargs") or {})}
 
     def json(self, name: str) -> dict:
         """Read a JSON file in the folder; empty if it is not there."""
-        return read_json(self.folder / name) if (self.folder / name).is_file() else {}
+        file = self.folder / name
+        if not file.is_file():
+            return {}
+        return read_json(file)
 
     def forward(self) -> tuple[nn.Module, list[torch.Tensor], dict[str, torch.Tensor]]:
         """Open the model on the meta device, with arguments of one forward.
@@ -142,7 +148,9 @@ def text_of(file: Path) -> str:
 
 def read_json(file: Path, text: str | None = None) -> dict:
     """Read keys and values of a JSON or YAML file, or a line of it."""
-    return mapping(file, load_as(file, text_of(file) if text is None else text))
+    if text is None:
+        text = text_of(file)
+    return mapping(file, load_as(file, text))
 
 
 def mapping(file: Path, tree: Any) -> dict:
@@ -154,17 +162,24 @@ def mapping(file: Path, tree: Any) -> dict:
 
 def read_lines(file: Path) -> list[dict]:
     """Read the lines of a .jsonl file, if it exists, without an unfinished last one."""
-    lines = text_of(file).splitlines(keepends=True) if file.is_file() else []
+    if not file.is_file():
+        return []
+    lines = text_of(file).splitlines(keepends=True)
     return [read_json(file, line) for line in lines if line.endswith("\n")]
 
 
-def number_at(tree: Any, place: Sequence[str], file: Path) -> float | None:
+def number_at(tree: Any, keys: Sequence[str], file: Path) -> float | None:
     """Return the number at nested keys, or None if there is none."""
-    for key in place:
-        tree = tree.get(key) if isinstance(tree, dict) else None
-    if tree is not None and (isinstance(tree, bool) or not isinstance(tree, (int, float))):
-        raise ValueError(f"{file}: {'.'.join(place)} {tree!r}; expected a number")
-    return tree
+    value = tree
+    for key in keys:
+        if not isinstance(value, dict):
+            return None
+        value = value.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{file}: {'.'.join(keys)} {value!r}; expected a number")
+    return value
 
 
 @contextlib.contextmanager
@@ -177,12 +192,16 @@ def as_written(these: str) -> Iterator[None]:
 
 
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
-    """Return the file of each run that has it, and lines that tell how the others get it."""
-    files = {name: run.folder / file for name, run in runs.items()}
-    missing = [
-        f"{name} has no {file}: {maker}" for name, path in files.items() if not path.is_file()
-    ]
-    return {name: path for name, path in files.items() if path.is_file()}, missing
+    """Return the file of each run that has it, and a line on `maker` for each run that lacks it."""
+    found = {}
+    missing = []
+    for name, run in runs.items():
+        path = run.folder / file
+        if path.is_file():
+            found[name] = path
+        else:
+            missing.append(f"{name} has no {file}: {maker}")
+    return found, missing
 
 
 def find_run(folder: Path) -> ScoredRun:
@@ -196,7 +215,7 @@ def find_run(folder: Path) -> ScoredRun:
     config = {}
     for key, value in mapping(file, saved.values).items():
         if isinstance(value, dict):  # a section
-            config.update({f"{key}.{inner}": v for inner, v in value.items()})
+            config.update({f"{key}.{name}": inner for name, inner in value.items()})
         else:
             config[key] = value
     wing = wing_said(saved)
@@ -211,7 +230,7 @@ def find_run(folder: Path) -> ScoredRun:
         raise ValueError(
             f"{file}: model.name {name!r}; expected a text model's, which begins with {beginnings}"
         )
-    return ScoredRun(folder, wing, task, config, steps=0, scores={}, how="", saved=saved)
+    return ScoredRun(folder, wing, task, config, steps=0, scores={}, scored_on="", saved=saved)
 
 
 def read_run(folder: Path) -> ScoredRun:
@@ -222,21 +241,29 @@ def read_run(folder: Path) -> ScoredRun:
 def with_scores(run: ScoredRun) -> ScoredRun:
     """Read the scores of a run that was found; raise NoScores without scores."""
     folder = run.folder
-    described = dict(classification=_of_images, diffusion=_of_samples).get(run.wing, _of_text)
     with as_written(f"{folder}: its scores are"):
         scores, suites = _suites(folder)
-        results = _scored_samples(run) if run.wing == "diffusion" else run.json("results.json")
+        if run.wing == "diffusion":
+            results = _scored_samples(run)
+        else:
+            results = run.json("results.json")
         if not results and not suites:
             raise NoScores(
                 f"{folder} has no results.json: the run has not ended yet; its command goes on with it"
             )
         scores |= {
-            key: number_at(results, column.place or (key,), folder)
+            key: number_at(results, column.keys or (key,), folder)
             for key, column in COLUMNS.items()
         }
         steps = number_at(results, ("step",), folder) or 0
-        run = described(run._replace(steps=steps, scores=scores), results)
-    return run._replace(how="; ".join([run.how, *suites]))
+        run = run._replace(steps=steps, scores=scores)
+        if run.wing == "classification":
+            run = _of_images(run, results)
+        elif run.wing == "diffusion":
+            run = _of_samples(run, results)
+        else:
+            run = _of_text(run, results)
+    return run._replace(scored_on="; ".join([run.scored_on, *suites]))
 
 
 def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
@@ -244,13 +271,15 @@ def read_runs(folders: Sequence[Path]) -> list[ScoredRun]:
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         if run.task != runs[0].task:
-            kinds = " and ".join(f"{other.folder} ({other.task})" for other in (runs[0], run))
-            raise ValueError(f"{kinds} are of different kinds; a table has runs of one")
+            tasks = " and ".join(f"{one.folder} ({one.task})" for one in (runs[0], run))
+            raise ValueError(f"{tasks} are of different kinds; a table has runs of one")
     return runs
 
 
 def _scored_samples(run: ScoredRun) -> dict:
-    if scores := run.json("scores.json"):
+    """Read the scores of sample.py, or else the last ones of the training."""
+    scores = run.json("scores.json")
+    if scores:
         return scores
     entries = read_lines(run.folder / "metrics.jsonl")
     scored = [entry for entry in entries if "error" not in entry.get("scores", ["error"])]
@@ -262,40 +291,48 @@ def _scored_samples(run: ScoredRun) -> dict:
 
 
 def _of_images(run: ScoredRun, results: dict) -> ScoredRun:
+    """Say what a classifier's scores are of, and how exact they are."""
     if 0 < len(results.get("top1_by_class", ())) <= FEW:
         run.scores["top5"] = None
-    top1, images, error = run.scores["top1"] or 0, results.get("images"), ""
+    top1 = run.scores["top1"] or 0
+    images = results.get("images")
+    error = ""
     if images and 0 < top1 < 100:
         deviation = (top1 * (100 - top1) / images) ** 0.5
         error = f"; one standard error of top-1 over these images is {deviation:.2g} points"
-    return run._replace(
-        how=f"{images} validation images of {run.config.get('data.root')}", error=error
-    )
+    scored_on = f"{images} validation images of {run.config.get('data.root')}"
+    return run._replace(scored_on=scored_on, error=error)
 
 
 def _of_samples(run: ScoredRun, results: dict) -> ScoredRun:
-    sampling, by = results.get("sampling", {}), results.get("label") or results.get("feature_space")
+    """Say what a diffusion model's scores are of."""
+    sampling = results.get("sampling", {})
+    scorer = results.get("label") or results.get("feature_space")
     if run.scores["recognised"] is not None:
         run.scores["recognised"] *= 100
     if results.get("extractor"):
-        by = f"{by} by {results['extractor']}"
+        scorer = f"{scorer} by {results['extractor']}"
     drawn = [
-        f"{k} {v}"
-        for k, v in sampling.items()
-        if k != "seed" and not k.endswith("_sha256") and v is not None
+        f"{key} {value}"
+        for key, value in sampling.items()
+        if key != "seed" and not key.endswith("_sha256") and value is not None
     ]
     images = f"{results.get('num_generated')} images against {results.get('num_reference')} of {results.get('reference')}"
-    return run._replace(how=f"{images}; {by}; {', '.join(drawn)}", sampling=sampling)
+    scored_on = f"{images}; {scorer}; {', '.join(drawn)}"
+    return run._replace(scored_on=scored_on, sampling=sampling)
 
 
 def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
+    """Say what a language model's scores are of."""
     splits = [run.config[f"data.{key}"] for key in ("val", "test") if run.config.get(f"data.{key}")]
-    how = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
+    scored_on = f"{run.config.get('data.root')}, splits {' and '.join(splits)}"
     if "bleu_split" in results:
-        case = ", lower-cased data" if results.get("bleu_lowercase") else ""
-        case += ", pieces of words joined" if results.get("bleu_joined") else ""
-        how += f"; BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}{case}"
-    return run._replace(how=how)
+        scored_on += f"; BLEU of {results['bleu_pairs']} pairs of {results['bleu_split']}"
+        if results.get("bleu_lowercase"):
+            scored_on += ", lower-cased data"
+        if results.get("bleu_joined"):
+            scored_on += ", pieces of words joined"
+    return run._replace(scored_on=scored_on)
 
 
 def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
@@ -308,13 +345,13 @@ def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
         shares = [share for share in found[0] if all(share in scores for scores in found)]
         split = {}
         for share in shares:
-            split[share] = [
-                run._replace(
-                    scores=run.scores if share == shares[-1] else _at_share(run, scores[share]),
-                    sampling=dict(run.sampling, head_budget=share),
-                )
-                for run, scores in zip(group, found)
-            ]
+            split[share] = []
+            for run, scores in zip(group, found):
+                sampling = dict(run.sampling, head_budget=share)
+                at_share = run._replace(sampling=sampling)
+                if share != shares[-1]:
+                    at_share = at_share._replace(scores=_at_share(run, scores[share]))
+                split[share].append(at_share)
     return split
 
 
@@ -323,7 +360,7 @@ def _at_share(run: ScoredRun, scores: dict) -> dict[str, float | None]:
     tree = {**scores, "validation": scores}
     file = run.folder / "results.json"
     return {
-        key: number_at(tree, column.place or (key,), file)
+        key: number_at(tree, column.keys or (key,), file)
         for key, column in COLUMNS.items()
         if run.scores.get(key) is not None
     }
@@ -336,17 +373,17 @@ def suite_titles(name: str) -> list[str]:
 
 def _suites(folder: Path) -> tuple[dict[str, float | None], list[str]]:
     """Read the scores of suites by title, and a text about each suite."""
-    scores, suites, files = {}, [], {}
+    scores = {}
+    suites = []
+    files = {}
     for file in sorted(folder.glob("scores*.json")):
         record = read_json(file)
         limit = record.get("limit")
         for name, result in record.get("suites", {}).items():
             if name not in SUITES or name in files:
-                reason = (
-                    f"and {files[name]} both have scores of {name}"
-                    if name in files
-                    else f"has a suite {name!r}"
-                )
+                reason = f"has a suite {name!r}"
+                if name in files:
+                    reason = f"and {files[name]} both have scores of {name}"
                 raise ValueError(f"{file} {reason}; expected one of {', '.join(SUITES)} once")
             *tasks, average = suite_titles(name)
             values = result["values"]
@@ -381,26 +418,30 @@ def grouped(
         group.append(run)
     named = []
     for model in dict.fromkeys(run.model for run in runs):
-        own = [group for group in groups.values() if group[0].model == model]
-        settings = [group[0].settings(over) for group in own]
+        of_model = [group for group in groups.values() if group[0].model == model]
+        settings = [group[0].settings(over) for group in of_model]
         keys = sorted(set().union(*settings))
         differ = [key for key in keys if len({repr(one.get(key)) for one in settings}) > 1]
-        for group, its in zip(own, settings):
-            differences = "".join(
-                f", {key} {its[key]}" for key in differ if its.get(key) is not None
-            )
-            named.append((given.get(group[0].folder, model + differences), group))
+        for group, config in zip(of_model, settings):
+            name = model
+            for key in differ:
+                if config.get(key) is not None:
+                    name += f", {key} {config[key]}"
+            named.append((given.get(group[0].folder, name), group))
     return named
 
 
 def mean_and_spread(values: Sequence[float | None], digits: int) -> str:
     """Write the mean, standard deviation (n - 1), and the number of values if some are None."""
-    there = [value for value in values if value is not None]
-    if not there:
+    known = [value for value in values if value is not None]
+    if not known:
         return "-"
-    spread = f" ± {statistics.stdev(there):.{digits}f}" if len(there) > 1 else ""
-    count = f" ({len(there)})" if len(there) < len(values) else ""
-    return f"{statistics.mean(there):.{digits}f}{spread}{count}"
+    text = f"{statistics.mean(known):.{digits}f}"
+    if len(known) > 1:
+        text += f" ± {statistics.stdev(known):.{digits}f}"
+    if len(known) < len(values):
+        text += f" ({len(known)})"
+    return text
 
 
 def starts_of(runs: dict[str, ScoredRun]) -> tuple[list[dict], list[str]]:
@@ -409,13 +450,13 @@ def starts_of(runs: dict[str, ScoredRun]) -> tuple[list[dict], list[str]]:
     files, missing = having(runs, "environment.jsonl", "every start of a run adds a line to it")
     for name, file in files.items():
         for line in read_lines(file):
-            start = (
-                dict.fromkeys(("device", "cores", "processes", "versions", "commit", "command"))
-                | line
-            )
-            step, date = start.pop("step", None), start.pop("date", None)
-            versions = start["versions"] if isinstance(start["versions"], dict) else {}
-            shown = ", ".join(f"{package} {version}" for package, version in versions.items())
+            start = dict.fromkeys(STARTED) | line
+            step = start.pop("step", None)
+            date = start.pop("date", None)
+            shown = ""
+            if isinstance(start["versions"], dict):
+                versions = start["versions"].items()
+                shown = ", ".join(f"{package} {version}" for package, version in versions)
             new = dict(start, name=name, versions=shown, steps=[], dates=[])
             same = starts.setdefault(json.dumps([name, start]), new)
             same["steps"].append(step)

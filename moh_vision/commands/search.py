@@ -20,9 +20,9 @@ from torch import nn
 from moh_vision.attention import HeadBudget, attention_layers, layer_budgets, running
 from moh_vision.attention.budget import spread
 from moh_vision.attention.model_heads import head_groups
-from moh_vision.engine.io import write_whole
+from moh_vision.common.io import write_whole
+from moh_vision.common.progress import Progress, say
 from moh_vision.engine.opened import Opened
-from moh_vision.engine.progress import Progress, say
 from moh_vision.models.convert import convert
 from moh_vision.models.pretrained import is_dense
 from moh_vision.opening import open_run
@@ -52,15 +52,17 @@ def search_budget(
     """
     full = all_heads_of(model)
     fixed = any(layer.router.all_heads for layer in attention_layers(model))
-    if fixed or not any(b.candidates for b in full):
+    if fixed or not any(budget.candidates for budget in full):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    allowed = [
-        range(b.shared + g, b.heads + 1, g) if b.candidates else [b.heads]
-        for b, g in zip(full, head_groups(model))
-    ]
-    heads = sum(b.heads for b in full)
+    allowed = []  # numbers of heads, of each layer
+    for budget, group in zip(full, head_groups(model)):
+        if budget.candidates:
+            allowed.append(range(budget.shared + group, budget.heads + 1, group))
+        else:
+            allowed.append([budget.heads])
+    heads = sum(budget.heads for budget in full)
     total = math.floor(share * heads + 0.5)
     least = sum(counts[0] for counts in allowed)
     if total < least:
@@ -78,13 +80,15 @@ def search_budget(
 
     all_heads = measured(full, "all heads")
     losses = []
-    for number, (b, counts) in enumerate(zip(full, allowed)):
+    for number, (budget, counts) in enumerate(zip(full, allowed)):
         by_heads = {}
         for k in counts[:-1]:
-            fewer = [*full[:number], replace(b, routed=k - b.shared), *full[number + 1 :]]
-            by_heads[k] = measured(fewer, f"{k} of {b.heads} heads in layer {number}")
-        losses.append({**by_heads, b.heads: all_heads})
-        progress(number, losses[-1])
+            fewer = list(full)
+            fewer[number] = replace(budget, routed=k - budget.shared)
+            by_heads[k] = measured(fewer, f"{k} of {budget.heads} heads in layer {number}")
+        by_heads[budget.heads] = all_heads
+        losses.append(by_heads)
+        progress(number, by_heads)
     return cheapest(losses, total), losses
 
 
@@ -93,37 +97,42 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
     costs: per layer, any numbers of heads -> cost. The smallest must fit in `total`.
     """
-    best: dict[int, tuple[float, list[int]]] = {
-        0: (0.0, [])
-    }  # heads so far -> (cost, heads per layer)
+    # Over the layers so far: number of heads -> (least cost, heads of each layer).
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for layer in costs:
         longer: dict[int, tuple[float, list[int]]] = {}
-        for heads, (cost, chosen) in best.items():
-            for k, more in layer.items():
-                if heads + k <= total and (
-                    heads + k not in longer or cost + more < longer[heads + k][0]
-                ):
-                    longer[heads + k] = (cost + more, [*chosen, k])
+        for heads_before, (cost_before, chosen) in best.items():
+            for k, cost_of_layer in layer.items():
+                heads = heads_before + k
+                cost = cost_before + cost_of_layer
+                if heads > total:
+                    continue
+                if heads not in longer or cost < longer[heads][0]:
+                    longer[heads] = (cost, [*chosen, k])
         best = longer
-    return best[max(best)][1]
+    _, heads_of_layers = best[max(best)]
+    return heads_of_layers
 
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
-    before = layer_budgets(model)
+    saved = layer_budgets(model)
     groups = head_groups(model)
-    wide = [
-        HeadBudget(b.heads // g, 1, b.shared // g, b.candidates // g)
-        for b, g in zip(before, groups)
+    # Heads that share keys and values are chosen together: spread whole groups.
+    in_groups = [
+        HeadBudget(budget.heads // g, 1, budget.shared // g, budget.candidates // g)
+        for budget, g in zip(saved, groups)
     ]
+    active_groups = sum(k // g for k, g in zip(active, groups))
     counts = {"searched": list(active)}
+    for shape in ("uniform", "ramp"):
+        chosen = spread(shape, active_groups, in_groups)
+        counts[shape] = [k * g for k, g in zip(chosen, groups)]
     compared = {}
-    for name in ("uniform", "ramp"):
-        chosen = spread(name, sum(k // g for k, g in zip(active, groups)), wide)
-        counts[name] = [k * g for k, g in zip(chosen, groups)]
-    for name, of in counts.items():
-        with running(model, [replace(b, routed=k - b.shared) for b, k in zip(before, of)]):
-            compared[name] = dict(active=of, loss=float(loss_of(model)))
+    for name, heads in counts.items():
+        budgets = [replace(budget, routed=k - budget.shared) for budget, k in zip(saved, heads)]
+        with running(model, budgets):
+            compared[name] = dict(active=heads, loss=float(loss_of(model)))
     return compared
 
 
@@ -137,6 +146,18 @@ def refuse_budget(opened: Opened, option: str) -> None:
     for key in ("model.head_budget", "head_budget"):
         if key in getattr(opened.config, "given", ()) and opened.metadata.get("of_run", True):
             raise ValueError(f"{key} has no effect: {option} says how many heads run")
+
+
+def say_table(compared: dict[str, dict], elsewhere: dict[str, dict], heads: int, unit: str) -> None:
+    """Print what `compare` measured on searched and on unseen data, of a model of so many heads."""
+    unseen = f"on other {unit}"
+    say(f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{unseen:>17}  active heads per layer")
+    for name, budget in compared.items():
+        count = sum(budget["active"])
+        percent = 100 * count / heads
+        unseen_loss = elsewhere[name]["loss"]
+        row = f"{name:10}{count:6d}{percent:6.1f} %{budget['loss']:9.4f}{unseen_loss:17.4f}"
+        say(f"{row}  {' '.join(map(str, budget['active']))}")
 
 
 def options(add) -> None:
@@ -163,7 +184,7 @@ def work(options) -> None:
         raise ValueError(f"--share {options.share:g}: expected above 0, up to 1")
     opened = open_run(options.run, options=options.rest, split="train", command="search")
     refuse_budget(opened, "--share")
-    searched, others = opened.halves(options.images)
+    searched, unseen = opened.halves(options.images)
     weights = opened.metadata["weights"]
     unit = opened.unit
     if is_dense(opened.model):
@@ -172,21 +193,20 @@ def work(options) -> None:
         weights += ", converted with its strongest heads shared"
     model = opened.model
     full = all_heads_of(model)
-    runs = 1 + sum(b.candidates - 1 for b in full if b.candidates)
-    say(f"{weights}: {opened.loss_name} of {options.images} {unit}, about {runs} times")
+    measurements = 1 + sum(budget.candidates - 1 for budget in full if budget.candidates)
+    say(f"{weights}: {opened.loss_name} of {options.images} {unit}, about {measurements} times")
     say("layer  loss above that of all heads, by the heads that run")
 
     def show(number: int, losses: Losses) -> None:
         top, *fewer = sorted(losses, reverse=True)
-        rises = {
-            heads: round(losses[heads] - losses[top], 4) + 0.0 for heads in fewer
-        }  # + 0.0: no -0.0000
-        text = "  ".join(f"{heads}: {rise:+.4f}" for heads, rise in rises.items())
-        say(f"{number:5d}  {text or 'no routed heads'}")
+        rises = []
+        for heads in fewer:
+            rise = round(losses[heads] - losses[top], 4) + 0.0  # + 0.0: no -0.0000
+            rises.append(f"{heads}: {rise:+.4f}")
+        say(f"{number:5d}  {'  '.join(rises) or 'no routed heads'}")
 
-    with Progress(
-        "search", runs + 6, "measurement"
-    ) as progress:  # three budgets are compared, on both halves
+    comparisons = 6  # of three budgets, on both halves
+    with Progress("search", measurements + comparisons, "measurement") as progress:
 
         def measured(batches: list[dict], _: nn.Module) -> float:
             loss = opened.mean_loss(batches)
@@ -196,25 +216,17 @@ def work(options) -> None:
         loss_of = partial(measured, searched)
         active, losses = search_budget(model, loss_of, options.share, show)
         compared = compare(model, active, loss_of)
-        elsewhere = compare(model, active, partial(measured, others))
-    say(
-        f"{'budget':10}{'heads':>6}{'share':>8}{'loss':>9}{f'on other {unit}':>17}  active heads per layer"
-    )
-    heads = sum(b.heads for b in full)
-    for name, budget in compared.items():
-        count = sum(budget["active"])
-        there = elsewhere[name]["loss"]
-        row = f"{name:10}{count:6d}{100 * count / heads:6.1f} %{budget['loss']:9.4f}{there:17.4f}"
-        say(f"{row}  {' '.join(map(str, budget['active']))}")
+        elsewhere = compare(model, active, partial(measured, unseen))
+    say_table(compared, elsewhere, sum(budget.heads for budget in full), unit)
     best = min(elsewhere, key=lambda name: elsewhere[name]["loss"])
     if elsewhere[best]["loss"] < elsewhere["searched"]["loss"]:
         say(f"the {best} budget is better on other {unit}: head_budget={best}:{options.share:g}")
     all_heads = losses[0][full[0].heads]
-    on_others = ", ".join(f"{name} {budget['loss']:.6f}" for name, budget in elsewhere.items())
+    unseen_losses = ", ".join(f"{name} {budget['loss']:.6f}" for name, budget in elsewhere.items())
     lines = [
         f"# {sum(active)} heads by python -m moh_vision search: {weights}",
-        f"# {opened.loss_name} of all heads {all_heads:.6f}; on others of {opened.config.data.root}: {on_others}",
-        *(f"- {[b.shared, k - b.shared]}" for b, k in zip(full, active)),
+        f"# {opened.loss_name} of all heads {all_heads:.6f}; on others of {opened.config.data.root}: {unseen_losses}",
+        *(f"- {[budget.shared, k - budget.shared]}" for budget, k in zip(full, active)),
     ]
     write_whole(Path(options.output), "\n".join(lines) + "\n")
     say(f'{options.output}: --model.head_budget "$(cat {options.output})"')

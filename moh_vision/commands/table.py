@@ -31,19 +31,18 @@ from moh_vision.commands.runs import (
     read_runs,
     suite_titles,
 )
-from moh_vision.engine.progress import say
+from moh_vision.common.progress import say
 from moh_vision.language.config import WORDS
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import count_macs, count_parameters
 
 PAPER_ROWS = yaml.safe_load(Path(__file__).with_name("paper_rows.yaml").read_text(encoding="utf-8"))
-TOLERANCE = (
-    0.1  # of the parameters: 39 M and 41 M are one model with other vocabularies, 61 M is another
-)
+# Of the parameters: 39 M and 41 M are one model with other vocabularies, 61 M is another.
+TOLERANCE = 0.1
 IMAGENET_CLASSES = 1000
 SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active heads, %"}
 # Arguments that make another model than the papers'; translation models have one name in two sizes.
-OWN = {
+ANOTHER_MODEL = {
     "attention",
     "head_budget",
     "router",
@@ -81,11 +80,11 @@ class Table(NamedTuple):
 
 def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
     """Return the papers' rows of an unchanged model on like data: values by key or task title."""
-    given = {key for key in OWN if run.config.get(f"model.{key}") is not None}
-    if given or OWN & set(run.config.get("model.kwargs") or ()):
+    given = {key for key in ANOTHER_MODEL if run.config.get(f"model.{key}") is not None}
+    if given or ANOTHER_MODEL.intersection(run.config.get("model.kwargs") or ()):
         return []
     pair = f"{run.config.get('data.source')}-{run.config.get('data.target')}"
-    own = []
+    rows = []
     for row in PAPER_ROWS:
         if row["model"] != run.model or row.get("pair", pair) != pair or not _alike(row, sizes):
             continue
@@ -96,19 +95,22 @@ def paper_rows(run: ScoredRun, sizes: Sizes) -> list[dict[str, str]]:
                 continue  # any pre-trained model has this name
             values = [*SUITES[name].paper[column], SUITES[name].averages[column]]
             row = row | {title: f"{value:.1f}" for title, value in zip([*tasks, average], values)}
-        own.append(row)
-    return own
+        rows.append(row)
+    return rows
 
 
 def _alike(row: dict[str, str], sizes: Sizes) -> bool:
-    """Whether a model may be that of a paper's row: about as many parameters, and ImageNet's classes where it has them.
+    """Return whether a model may be that of a paper's row.
 
-    A text model has one name in every size, and with another vocabulary.
+    On ImageNet it has as many classes; else about as many parameters: a text model has one name in every size, and with
+    another vocabulary.
     """
     if sizes.classes is not None and row["data"].startswith("ImageNet"):
         return sizes.classes == IMAGENET_CLASSES
-    theirs = float(row.get("parameters", "nan").replace(",", ""))
-    return sizes.parameters is None or not abs(sizes.parameters / theirs - 1) > TOLERANCE
+    if sizes.parameters is None or "parameters" not in row:
+        return True
+    theirs = float(row["parameters"].replace(",", ""))
+    return abs(sizes.parameters / theirs - 1) <= TOLERANCE
 
 
 def sizes_of(run: ScoredRun) -> Sizes:
@@ -134,28 +136,28 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
     groups = grouped(runs, names=names)
     columns = COLUMNS | {title: Column(title) for name in SUITES for title in suite_titles(name)}
     shown = [key for key in columns if any(run.scores.get(key) is not None for run in runs)]
-    rows, notes = [], [MACS.format(INPUTS.get(runs[0].task, "a block of text"))]
+    rows = []
+    notes = [MACS.format(INPUTS.get(runs[0].task, "a block of text"))]
     if len(groups) < len(runs):
         notes.insert(0, "Mean ± standard deviation over runs that differ in nothing but the seed.")
     for _, alike in groupby(groups, lambda named: named[1][0].model):
         printed: list[dict[str, str]] = []
         for label, group in alike:
-            done = sorted({min(run.steps for run in group), max(run.steps for run in group)})
-            steps = " to ".join(f"{count:,}" for count in done) if done[-1] else "-"
-            named = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
-            for name, alike_runs in (named or {label: group}).items():
-                sizes = sizes_of(alike_runs[0])
+            by_name = {f"{label}, at a share of {s}": runs for s, runs in at_shares(group).items()}
+            for name, runs_at_share in (by_name or {label: group}).items():
+                sizes = sizes_of(runs_at_share[0])
                 cells = [_shown(getattr(sizes, key)) for key in SIZES]
                 for key in shown:
-                    values = [run.scores.get(key) for run in alike_runs]
+                    values = [run.scores.get(key) for run in runs_at_share]
                     cells.append(mean_and_spread(values, columns[key].digits))
-                rows.append([name, str(len(group)), steps, *cells])
+                rows.append([name, str(len(group)), _steps_done(group), *cells])
             seeds = ", ".join(
                 f"{run.folder} (seed {run.config.get('seed')}{_of_all_steps(run)})" for run in group
             )
-            notes.append(
-                f"{label}: {seeds}; {group[0].how}{group[0].error if len(group) == 1 else ''}."
-            )
+            note = f"{label}: {seeds}; {group[0].scored_on}"
+            if len(group) == 1:
+                note += group[0].error
+            notes.append(f"{note}.")
             theirs = paper_rows(group[0], sizes_of(group[0]))
             comparable = [row for row in theirs if any(key in row for key in shown)]
             printed += [row for row in comparable if row not in printed]
@@ -166,13 +168,31 @@ def make_table(runs: Sequence[ScoredRun], names: Sequence[str] | None = None) ->
     return Table(titles, rows, notes)
 
 
+def _steps_done(group: Sequence[ScoredRun]) -> str:
+    """Write the steps of runs, as one number or from the fewest to the most."""
+    fewest = min(run.steps for run in group)
+    most = max(run.steps for run in group)
+    if most == 0:
+        return "-"
+    if fewest == most:
+        return f"{most:,}"
+    return f"{fewest:,} to {most:,}"
+
+
 def _of_all_steps(run: ScoredRun) -> str:
+    """Say how far a run came that ended early; "" for another run."""
     planned = run.config.get("max_steps")
-    return f", {run.steps:,} of {planned:,} steps" if planned and 0 < run.steps < planned else ""
+    if planned and 0 < run.steps < planned:
+        return f", {run.steps:,} of {planned:,} steps"
+    return ""
 
 
 def _shown(value: float | None) -> str:
-    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    if value is None:
+        return "-"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
 
 
 def markdown(table: Table) -> str:

@@ -18,12 +18,12 @@ from torch.utils.data import (
 )
 from torchvision.transforms import InterpolationMode, v2
 
+from moh_vision.common.seeds import derive_seed
 from moh_vision.data.decode import BadSamples, UnreadableImage, center_crop
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.workers import leave_signals_to_the_parent
-from moh_vision.engine.seeds import derive_seed
 
 MAX_BAD_IN_A_ROW = 100
 
@@ -38,16 +38,24 @@ def image_transform(
 ) -> Callable:
     """Return a transform: PIL image -> normalised float tensor [channels, img_size, img_size].
 
-    `augment` is "none"; "affine": +-10 degrees, +-10 % shift and scale; "crop_flip": crop after padding by an eighth, and
-    mirror; "flip": mirror. `fit` is for images of another shape: "squash" resizes both sides, "crop" is `center_crop`.
+    Args:
+        augment: "none"; "affine": +-10 degrees, +-10 % shift and scale; "crop_flip": crop after padding by an eighth,
+            and mirror; "flip": mirror.
+        img_size: side of the result in pixels.
+        channels: 1 (grey) or 3.
+        mean, std: of each channel, for pixels in 0 .. 1.
+        fit: for images of another shape: "squash" resizes both sides, "crop" is `center_crop`.
     """
-    steps: list[Callable] = [v2.Grayscale(channels) if channels == 1 else v2.RGB()]
+    steps: list[Callable] = []
+    if channels == 1:
+        steps.append(v2.Grayscale(channels))
+    else:
+        steps.append(v2.RGB())
     if fit == "crop":
         steps.append(partial(center_crop, size=img_size))
     else:
-        steps.append(
-            v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC)
-        )  # nothing if it fits
+        # Does nothing to an image of this size.
+        steps.append(v2.Resize((img_size, img_size), interpolation=InterpolationMode.BICUBIC))
     if augment == "affine":
         ranges = dict(degrees=10, translate=(0.1, 0.1), scale=(0.9, 1.1))
         steps.append(v2.RandomAffine(**ranges, interpolation=InterpolationMode.BILINEAR))
@@ -93,7 +101,8 @@ class LabelledImages(Dataset):
     def item(self, position: int, samples: Iterator[Sample | BadSample]) -> dict:
         """Return the item of a position: the first of some samples that can be decoded."""
         bad = []
-        for sample in itertools.islice(samples, MAX_BAD_IN_A_ROW if self.replace else 1):
+        most = MAX_BAD_IN_A_ROW if self.replace else 1
+        for sample in itertools.islice(samples, most):
             if isinstance(sample, BadSample):
                 bad.append(sample)
                 continue
@@ -130,10 +139,13 @@ class StreamDataset(IterableDataset):
     collate: Callable[[list[dict]], dict]
 
     def __iter__(self) -> Iterator[dict]:
-        worker, workers = 0, 1
         info = get_worker_info()
         if info:
-            worker, workers = info.id, info.num_workers
+            worker = info.id
+            workers = info.num_workers
+        else:  # read in the process of the training itself
+            worker = 0
+            workers = 1
         images = self.images
         parts = self.sampler.world * workers
         samples = images.source.samples(images.seed, self.sampler.start, parts)
@@ -180,7 +192,9 @@ class Loader:
                 raise UnreadableImage(f"{problem} (and {MAX_BAD_IN_A_ROW - 1} images before it)")
             if not batch:  # nothing of it could be read
                 continue
-            yield self.prepare(batch) if self.prepare else batch
+            if self.prepare:
+                batch = self.prepare(batch)
+            yield batch
 
 
 def collate(items: list[dict], mixing: Callable | None = None) -> dict:
@@ -232,6 +246,7 @@ def training_loader(
         order = dict(dataset=StreamDataset(images, sampler, joined), batch_size=None)
     else:
         order = dict(dataset=images, batch_sampler=sampler, collate_fn=joined)
+    # torch refuses a prefetch_factor without workers.
     ahead = dict(pin_memory=torch.cuda.is_available(), prefetch_factor=4 if workers else None)
     return Loader(images, bad, workers, prepare, **order, **ahead)
 

@@ -1,4 +1,4 @@
-"""Image files as they are found in the world: one way from bytes to an upright grey or RGB image, and its centre crop."""
+"""Image files as they are found in the world: one path from bytes to an upright grey or RGB image, and its centre crop."""
 
 import io
 import math
@@ -10,14 +10,13 @@ from typing import BinaryIO
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from moh_vision.engine.errors import BadData, message_of
+from moh_vision.common.errors import BadData, message_of
 
 # A short list: some of Pillow's other formats start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "PPM", "TIFF")
 LONGEST = 32  # times the shorter side, before a crop of the centre
-MAX_PIXELS = (
-    89_478_485  # where Pillow begins to warn; a file of a few kilobytes can unpack to any number
-)
+# Where Pillow begins to warn; a file of a few kilobytes can unpack to any number.
+MAX_PIXELS = 89_478_485
 
 
 class UnreadableImage(BadData):
@@ -30,10 +29,11 @@ class BadSamples:
     def __init__(
         self, total: int, max_fraction: float = 0.0, option: str = "data.max_bad_fraction"
     ):
-        self.total, self.max_fraction, self.option = total, max_fraction, option
-        self.allowed = math.floor(
-            Fraction(str(max_fraction)) * total
-        )  # exact, where 0.29 * 100 in floats is below 29
+        self.total = total
+        self.max_fraction = max_fraction
+        self.option = option
+        # Exact, where 0.29 * 100 in floats is below 29.
+        self.allowed = math.floor(Fraction(str(max_fraction)) * total)
         self.seen: dict[int | str, str] = {}  # sample -> message
         self.new = False
 
@@ -45,9 +45,8 @@ class BadSamples:
         self.new = self.new or count > known
         if count > self.allowed:
             *_, last = self.seen.values()
-            digits = max(
-                3, math.ceil(math.log10(self.total / count))
-            )  # 3 decimals, or the first that is not 0
+            # 3 decimals, or the first that is not 0.
+            digits = max(3, math.ceil(math.log10(self.total / count)))
             enough = math.ceil(Fraction(count, self.total) * 10**digits) / 10**digits
             allowed = f"{self.option} {self.max_fraction:g} of {self.total} images; {enough:g} allows these"
             raise UnreadableImage(f"{last} ({count} unreadable so far, allowed are {allowed})")
@@ -79,12 +78,13 @@ def in_8_bits(image: Image.Image) -> Image.Image:
     if image.mode in ("1", "LA", "La"):
         return image.convert("L")
     if image.mode.startswith("I"):  # 16-bit grey; PIL's own conversion would clip it to white
-        return Image.fromarray(
-            (np.asarray(image).astype(np.int64).clip(0, 65535) // 257).astype(np.uint8)
-        )
+        pixels = np.asarray(image).astype(np.int64).clip(0, 65535) // 257
+        return Image.fromarray(pixels.astype(np.uint8))
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
-    return image if image.mode in ("L", "RGB") else image.convert("RGB")
+    if image.mode in ("L", "RGB"):
+        return image
+    return image.convert("RGB")
 
 
 def is_transparent(data: bytes) -> bool:
@@ -109,8 +109,10 @@ def decode_image(data: bytes, where: str = "", convert: Callable = in_8_bits):
 def upright(image: Image.Image) -> Image.Image:
     """Apply the rotation that EXIF data note."""
     try:
-        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1  # else it would be copied
-        return ImageOps.exif_transpose(image) if turned else image
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) != 1
+        if not turned:  # `exif_transpose` would copy it
+            return image
+        return ImageOps.exif_transpose(image)
     except Exception:  # damaged EXIF data do no harm to the pixels
         return image
 

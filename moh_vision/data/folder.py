@@ -13,8 +13,8 @@ from typing import Self
 
 import numpy as np
 
+from moh_vision.common.io import composed
 from moh_vision.data.sources import ImageSource, read_file
-from moh_vision.engine.io import composed
 
 # The extensions that are looked for.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".tif", ".tiff")
@@ -56,7 +56,8 @@ def image_files(folder: Path, prefix: str = "") -> tuple[list[str], list[tuple[s
     This is the rule of every reader of image files: an image has one of the endings IMAGES, and neither it nor a folder
     on the way to it is hidden. Hidden files of other endings are not listed.
     """
-    images, left_out = [], []
+    images = []
+    left_out = []
     for entry, path in walk(folder, prefix):
         name = entry.name.lower()
         if name.startswith("."):
@@ -77,16 +78,19 @@ def left_out_line(folder: Path | str, left_out: Sequence[tuple[str, str]]) -> st
         by_reason.setdefault(why, []).append(path)
     parts = []
     for why, paths in sorted(by_reason.items()):
-        shown = one_line(paths[0]) + (", ..." if paths[1:] else "")
+        shown = one_line(paths[0])
+        if len(paths) > 1:
+            shown += ", ..."
         parts.append(f"{len(paths)} {why} ({shown})")
-    return f"left out of {folder}: {', '.join(parts)}" if parts else ""
+    if not parts:
+        return ""
+    return f"left out of {folder}: {', '.join(parts)}"
 
 
 def one_line(path: str) -> str:
     """Return a file name as one line of UTF-8."""
-    return (
-        path.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n").replace("\t", "\\t")
-    )
+    text = path.encode("utf-8", "backslashreplace").decode()
+    return text.replace("\n", "\\n").replace("\t", "\\t")
 
 
 def refuse_special(path: os.PathLike) -> None:
@@ -98,16 +102,16 @@ def refuse_special(path: os.PathLike) -> None:
 def split_folders(root: str | Path) -> dict[str, Path]:
     """Return the folder of each split, "train" and "val": ROOT/train, and ROOT/val or /validation.
 
-    There are none if the folders in ROOT are classes, one of them called train: others beside it hold images, and it
-    holds no folders.
+    There are none if the folders in ROOT are classes, one of them called train: that one holds no folders, and other
+    folders of ROOT hold images.
     """
     root = Path(root)
     there = [name for name in ("train", *VAL_NAMES) if (root / name).is_dir()]
     if not there:
         return {}
-    others = [name for name in subfolders(root) if name not in there]
+    remaining = [name for name in subfolders(root) if name not in there]
     has_classes = any(subfolders(root / name) for name in there)
-    if not has_classes and any(_holds_images(root / name) for name in others):
+    if not has_classes and any(_holds_images(root / name) for name in remaining):
         return {}
     if set(VAL_NAMES) <= set(there):
         raise ValueError(f"{root}: both val and validation are there; move one away")
@@ -124,11 +128,12 @@ def _holds_images(folder: Path) -> bool:
 class ImageFolder(ImageSource):
     """Images in FOLDER/CLASS/..., at any depth; classes are the sorted names of folders, without any: no classes.
 
-    They come in sorted order, so that the same folder gives the same sample numbers. Of the data set `name`.
+    They come in sorted order, so that the same folder gives the same sample numbers. `name` is that of the data set.
     """
 
     def __init__(self, folder: str | Path, name: str = ""):
-        self.folder, self.name = Path(folder), name
+        self.folder = Path(folder)
+        self.name = name
         folders = subfolders(folder)
         self.classes = [composed(name) for name in folders]
         for one, other in itertools.pairwise(folders):
@@ -137,7 +142,9 @@ class ImageFolder(ImageSource):
                     f"{folder}: two class folders are called {composed(one)}, once with composed characters and once "
                     "without; join them"
                 )
-        paths, labels, self.left_out = [], [], []
+        paths = []
+        labels = []
+        self.left_out = []
         if self.classes:
             self.left_out = sorted(
                 (entry.name, "outside of the class folders")
@@ -166,7 +173,8 @@ class ImageFolder(ImageSource):
     def subset(self, keep: np.ndarray) -> Self:
         """Return these images alone, with the same classes; `keep` is a mask [N]."""
         some = copy.copy(self)
-        some.files, some.labels = self.files[keep], self.labels[keep]
+        some.files = self.files[keep]
+        some.labels = self.labels[keep]
         some.shard_sizes = (len(some),)
         return some
 

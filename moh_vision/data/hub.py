@@ -5,12 +5,12 @@ from urllib.parse import parse_qsl
 
 import numpy as np
 
+from moh_vision.common.io import composed
 from moh_vision.data.sources import MAX_CLASSES, ImageSource, read_file
-from moh_vision.engine.io import composed
 
 PREFIX = "hfds/"
 SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "test")}
-COLUMNS = ("image", "label")  # that hfds/NAME?image=COLUMN&label=COLUMN chooses
+COLUMNS = ("image", "label")  # what hfds/NAME?image=COLUMN&label=COLUMN chooses
 NO_LABEL = "none"
 
 
@@ -44,16 +44,16 @@ class HubDataset(ImageSource):
 
     def __init__(self, root: str, split: str):
         self.root = root
-        place, _, chosen = root.partition("?")
+        table_path, _, chosen = root.partition("?")
         self.chosen = self._chosen(chosen)
-        table, self.table_name = hub_split(place, SPLITS[split])
+        table, self.table_name = hub_split(table_path, SPLITS[split])
         import datasets
 
         # Bytes, not images: decoding is ours, so that every source treats files alike.
         self.column = self._column(table, "image", datasets.Image, "image")
         as_bytes = datasets.Image(decode=False)
         self.rows = table.select_columns([self.column]).cast_column(self.column, as_bytes)
-        self.name = place.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
+        self.name = table_path.removeprefix(PREFIX).rstrip("/").rpartition("/")[2]
         label = self._column(table, "label", datasets.ClassLabel, "class-label")
         if label is None:
             self.classes = []
@@ -72,8 +72,15 @@ class HubDataset(ImageSource):
             raise ValueError(f"data.root {self.root}: ?{text}; expected ?label=COLUMN")
         return dict(pairs)
 
-    def _column(self, table, key: str, kind, title: str) -> str | None:
-        """Return the chosen column of images or labels, or the only one of this kind; None without labels."""
+    def _column(self, table, key: str, feature_class, title: str) -> str | None:
+        """Return the chosen column of images or labels, or the only one of a class; None without labels.
+
+        Args:
+            table: a split, as `datasets` gives it.
+            key: "image" or "label", of COLUMNS.
+            feature_class: of `datasets`, that of the column if none was chosen.
+            title: what messages call such a column.
+        """
         there = ", ".join(table.features)
         column = self.chosen.get(key)
         if key == "label" and column == NO_LABEL:
@@ -82,7 +89,9 @@ class HubDataset(ImageSource):
             if column not in table.features:
                 raise ValueError(f"data.root {self.root}: no column {column}; there are {there}")
             return column
-        names = [name for name, feature in table.features.items() if isinstance(feature, kind)]
+        names = [
+            name for name, feature in table.features.items() if isinstance(feature, feature_class)
+        ]
         if len(names) == 1:
             return names[0]
         sign = "&" if self.chosen else "?"
@@ -98,17 +107,18 @@ class HubDataset(ImageSource):
 
     def _take_labels(self, table, column: str, datasets) -> None:
         """Read class numbers and names of a column of class labels, whole numbers or texts."""
-        feature, values = table.features[column], table[column][:]
-        kind = getattr(feature, "dtype", type(feature).__name__)
+        feature = table.features[column]
+        values = table[column][:]
+        dtype = getattr(feature, "dtype", type(feature).__name__)
         if isinstance(feature, datasets.ClassLabel):
             self.classes = [composed(name) for name in feature.names]
             self.labels = np.array(values, np.int64)
-        elif kind in ("string", "large_string") and None not in values:
+        elif dtype in ("string", "large_string") and None not in values:
             names = [composed(name.strip()) for name in values]
             self.classes = sorted(set(names))
             number = {name: c for c, name in enumerate(self.classes)}
             self.labels = np.array([number[name] for name in names], np.int64)
-        elif str(kind).startswith(("int", "uint")) and None not in values:
+        elif str(dtype).startswith(("int", "uint")) and None not in values:
             self.labels = np.array(values, np.int64)
             most = int(self.labels.max())
             if most >= MAX_CLASSES:  # years or ids
@@ -119,22 +129,23 @@ class HubDataset(ImageSource):
             self.numbered = True
         else:
             raise ValueError(
-                f"data.root {self.root}: column {column} is of {kind}, or has rows without a label; expected class labels, "
+                f"data.root {self.root}: column {column} is of {dtype}, or has rows without a label; expected class labels, "
                 "whole numbers or texts in every row"
             )
         self.check_labels(self.table_name)
 
     def read(self, index: int) -> bytes:
         cell = self.rows[index][self.column]
-        return (
-            read_file(cell["path"], self.where(index)) if cell["bytes"] is None else cell["bytes"]
-        )
+        if cell["bytes"] is None:  # some tables hold paths
+            return read_file(cell["path"], self.where(index))
+        return cell["bytes"]
 
     def where(self, index: int) -> str:
-        cell = self.rows[index][self.column]  # some tables hold paths
-        return f"{self.table_name}, row {index}" + (
-            f" ({cell['path']})" if cell["bytes"] is None else ""
-        )
+        cell = self.rows[index][self.column]
+        row = f"{self.table_name}, row {index}"
+        if cell["bytes"] is None:
+            row += f" ({cell['path']})"
+        return row
 
     def identities(self) -> Iterator[bytes]:
-        yield self.rows._fingerprint.encode()  # that `datasets` gives the table
+        yield self.rows._fingerprint.encode()  # `datasets` gives one to each table

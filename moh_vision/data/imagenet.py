@@ -10,10 +10,10 @@ from timm.data import ImageNetInfo, Mixup, create_transform
 from torch import Tensor
 from torchvision.transforms import Compose, Grayscale
 
+from moh_vision.common.io import composed
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.batches import image_transform
 from moh_vision.data.decode import shorten
-from moh_vision.engine.io import composed
-from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def imagenet_train_transform(
@@ -35,34 +35,31 @@ def imagenet_train_transform(
             "rand-m9-mstd0.5-inc1"
         ) from None
     _let_posterize_reach_zero(augment)
-    grey = [Grayscale()] if channels == 1 else []
+    steps = [_rgb, crop, augment]
+    if channels == 1:
+        steps.append(Grayscale())
     _, _, *erase = last.transforms  # behind timm's two steps of `ToNormalised`
-    return Compose([_rgb, crop, augment, *grey, ToNormalised(mean, std), *erase])
+    return Compose([*steps, ToNormalised(mean, std), *erase])
 
 
 def validation_transform(cfg: dict) -> Callable:
     """Return timm's validation transform of a pretrained_cfg: PIL image -> normalised float tensor of its input_size.
 
     crop_mode "center": the shorter side becomes floor(side / crop_pct), then the centre is cropped. "squash": both sides
-    become that, so that with crop_pct 1 the whole image is seen (the papers' way at 384 pixels). "border": the longer
+    become that, so that with crop_pct 1 the whole image is seen (as the papers do at 384 pixels). "border": the longer
     side becomes that, with a border.
     """
     channels, _, side = cfg["input_size"]
-    kind = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
-    transform = create_transform(
-        side, mean=tuple(cfg["mean"]), **kind
-    )  # mean: the colour of a border
+    cropping = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}
+    # The mean is the colour of a border.
+    transform = create_transform(side, mean=tuple(cfg["mean"]), **cropping)
     *fit, _, _ = transform.transforms  # without timm's two steps of `ToNormalised`
+    steps = []
     # The other modes see the whole image, and make it no larger than they were asked to.
-    first = [shorten] if cfg["crop_mode"] == "center" else []
-    return Compose(
-        [
-            *first,
-            Grayscale() if channels == 1 else _rgb,
-            *fit,
-            ToNormalised(cfg["mean"], cfg["std"]),
-        ]
-    )
+    if cfg["crop_mode"] == "center":
+        steps.append(shorten)
+    steps.append(Grayscale() if channels == 1 else _rgb)
+    return Compose([*steps, *fit, ToNormalised(cfg["mean"], cfg["std"])])
 
 
 def _let_posterize_reach_zero(augment: Compose) -> None:
@@ -75,7 +72,9 @@ def _let_posterize_reach_zero(augment: Compose) -> None:
 
 
 def _posterize(posterize: Callable, image: Image.Image, bits: int, **options) -> Image.Image:
-    return posterize(image, bits, **options) if bits >= 1 else Image.new(image.mode, image.size)
+    if bits < 1:
+        return Image.new(image.mode, image.size)
+    return posterize(image, bits, **options)
 
 
 class ToNormalised:
@@ -85,25 +84,24 @@ class ToNormalised:
         self.mean, self.std = (torch.tensor(values)[:, None, None] for values in (mean, std))
 
     def __call__(self, image: Image.Image) -> Tensor:
-        pixels = (
-            torch.from_numpy(np.array(image)).view(image.height, image.width, -1).permute(2, 0, 1)
-        )
+        pixels = torch.from_numpy(np.array(image)).view(image.height, image.width, -1)  # [h, w, C]
+        pixels = pixels.permute(2, 0, 1)
         floats = pixels.to(torch.float32, memory_format=torch.contiguous_format)
         return floats.div_(255).sub_(self.mean).div_(self.std)
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    return image if image.mode == "RGB" else image.convert("RGB")  # which would copy it
+    if image.mode == "RGB":  # `convert` would copy it
+        return image
+    return image.convert("RGB")
 
 
 def unnamed_classes(count: int) -> list[str]:
     """Name the classes of weights that come without names: 1,000 are ImageNet's synsets, others their numbers."""
     imagenet = ImageNetInfo()
-    return (
-        list(imagenet.label_names())
-        if count == imagenet.num_classes()
-        else [str(c) for c in range(count)]
-    )
+    if count == imagenet.num_classes():
+        return list(imagenet.label_names())
+    return [str(c) for c in range(count)]
 
 
 def numbers_by_name(names: Mapping[int, str]) -> dict[str, list[int]]:
@@ -134,15 +132,22 @@ def classification_transforms(
     else:
         train = image_transform(data.augment, img_size, channels, **normal)
     size = dict(input_size=(channels, img_size, img_size))
-    return train, validation_transform(
-        pretrained_cfg | size | normal | data.eval_options(pretrained_cfg)
-    )
+    eval_options = data.eval_options(pretrained_cfg)
+    return train, validation_transform(pretrained_cfg | size | normal | eval_options)
 
 
 class BatchMixing:
     """timm's mixup and cutmix, whose arguments it takes, drawn from (seed, position of the first sample).
 
     Images are mixed inside a micro-batch, so that another number of processes pairs other images.
+
+    Args:
+        seed: of the run.
+        num_classes: of the targets.
+        mixup, cutmix: alpha of each, 0: never.
+        prob: of mixing a batch at all.
+        switch_prob: of cutmix where both are on.
+        mode: "batch", "pair" or "elem": what shares one draw.
     """
 
     def __init__(

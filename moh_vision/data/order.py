@@ -9,7 +9,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from moh_vision.engine.seeds import derive_seed
+from moh_vision.common.seeds import derive_seed
 
 
 @lru_cache(maxsize=2)
@@ -55,14 +55,15 @@ class PositionSampler:
     repeats: int = 1
 
     def __post_init__(self):
-        self.shard_sizes, self.total = tuple(self.shard_sizes), sum(self.shard_sizes)
+        self.shard_sizes = tuple(self.shard_sizes)
+        self.total = sum(self.shard_sizes)
         if self.total < 1:
             raise ValueError("there are no training samples")
         if self.batch_size % (self.accumulation * self.world):
             divisor = f"accumulation {self.accumulation} x processes {self.world}"
             raise ValueError(f"optim.batch_size {self.batch_size} is not a multiple of {divisor}")
-        # Slot of a step -> place in the order of that step: copy 0 of all its samples, then copy 1, ...
-        self.places = np.concatenate(
+        # Slot of a step -> index in the order of that step: copy 0 of all its samples, then copy 1, ...
+        self.order_in_step = np.concatenate(
             [np.arange(copy, self.batch_size, self.repeats) for copy in range(self.repeats)]
         )
 
@@ -88,13 +89,12 @@ class PositionSampler:
     def sample(self, position: int) -> int:
         """Return the sample number at a position."""
         step, slot = divmod(position, self.batch_size)
-        epoch, place = divmod(step * self.batch_size + int(self.places[slot]), self.total)
-        return int(
-            epoch_order(self.seed, epoch, self.shard_sizes, self.group)[place // self.repeats]
-        )
+        epoch, index = divmod(step * self.batch_size + int(self.order_in_step[slot]), self.total)
+        order = epoch_order(self.seed, epoch, self.shard_sizes, self.group)
+        return int(order[index // self.repeats])
 
 
 def rank_slice(count: int, rank: int, world: int, batch_size: int) -> list[list[int]]:
     """Return batches for evaluation: every number below `count` exactly once over all ranks, nothing padded."""
-    own = list(range(rank, count, world))
-    return [own[i : i + batch_size] for i in range(0, len(own), batch_size)]
+    numbers = list(range(rank, count, world))
+    return [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]

@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import kept_beside, sha256_of, write_whole
-from moh_vision.engine.progress import Progress
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import kept_beside, sha256_of, write_whole
+from moh_vision.common.progress import Progress
 
 FORMAT = 2
-KINDS = dict(shard=str, samples=int, bytes=int, sha256=str, bad=list)  # of a shard's entry
+# The keys of a shard's entry, and the types of their values.
+ENTRY_TYPES = dict(shard=str, samples=int, bytes=int, sha256=str, bad=list)
 
 
 def record_path(folder: Path, split: str) -> Path:
@@ -28,16 +29,15 @@ def read_record(path: Path, unfinished: bool = False) -> dict:
         record = json.loads(path.read_text("utf-8"))
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, this version reads {FORMAT}")
-        record["made_from"], entries = dict(record["made_from"]), record["shards"]
+        record["made_from"] = dict(record["made_from"])
+        entries = record["shards"]
         if entries is None and not unfinished:
             raise ValueError(
                 "some are not written yet; the command that writes them goes on where it stopped"
             )
         if entries is None:
-            entries = [
-                json.loads(file.read_text("utf-8"))
-                for file in sorted(parts_path(path).glob("*.json"))
-            ]
+            files = sorted(parts_path(path).glob("*.json"))
+            entries = [json.loads(file.read_text("utf-8")) for file in files]
         record["shards"] = {entry["shard"]: _checked(entry) for entry in entries}
     except Exception as error:  # what is missing or of another kind fails anywhere
         raise ValueError(
@@ -88,10 +88,13 @@ def _read_sums(kept: Path) -> dict:
 
 
 def _checked(entry: dict) -> dict:
-    """Return the entry of a shard; raise ValueError for a value of another kind."""
-    for key, kind in KINDS.items():
-        if type(entry[key]) is not kind or kind is int and not 0 < entry[key] < 2**48:
-            raise ValueError(f"{key} is {entry[key]!r}")
+    """Return the entry of a shard; raise ValueError for a value of another type, or a number out of range."""
+    for key, expected in ENTRY_TYPES.items():
+        value = entry[key]
+        if type(value) is not expected:  # isinstance would take True for a number
+            raise ValueError(f"{key} is {value!r}")
+        if expected is int and not 0 < value < 2**48:
+            raise ValueError(f"{key} is {value!r}")
     for which, reason in entry["bad"]:
         if not isinstance(which, str | int) or not isinstance(reason, str):
             raise ValueError(f"bad holds {which!r}, {reason!r}")
@@ -101,8 +104,10 @@ def _checked(entry: dict) -> dict:
 def entries_for(path: Path, record: dict, shards: list[Path]) -> dict[str, dict]:
     """Return the entries of a record by the names of the shards; raise ValueError that names one too few or too many."""
     entries = record["shards"]
-    if odd := sorted(entries.keys() ^ {shard.name for shard in shards}):
-        raise ValueError(f"{path}: {odd[0]} {'is gone' if odd[0] in entries else 'is not in it'}")
+    odd = sorted(entries.keys() ^ {shard.name for shard in shards})
+    if odd:
+        problem = "is gone" if odd[0] in entries else "is not in it"
+        raise ValueError(f"{path}: {odd[0]} {problem}")
     return entries
 
 
@@ -113,7 +118,14 @@ def refuse_difference(
     entry: dict,
     record: Path,
 ) -> None:
-    """Raise ValueError, naming a shard, unless it has the bytes and samples that the record says."""
+    """Raise ValueError, naming a shard, unless it has the bytes and samples that the record says.
+
+    Args:
+        shard: path or URL.
+        size, samples: bytes and samples that were found.
+        entry: what the record says of the shard.
+        record: path of the record, for the message.
+    """
     if (size, samples) != (entry["bytes"], entry["samples"]):
         raise ValueError(
             f"{shard}: {size} bytes, {samples} samples; {record.name} says {entry['bytes']} and {entry['samples']}"

@@ -11,11 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
 
+from moh_vision.common.io import sha256_of, write_whole
+from moh_vision.common.progress import say
 from moh_vision.data.folder import one_line
 from moh_vision.data.records import FORMAT, parts_path, read_record
 from moh_vision.data.splits import outline
-from moh_vision.engine.io import sha256_of, write_whole
-from moh_vision.engine.progress import say
 
 INPUT = "sha256 of the input"  # among what a record says that shards were made from
 
@@ -27,7 +27,14 @@ def plan_shards(
     most: int,
     seed: int,
 ) -> dict[str, list[int]]:
-    """Spread shuffled samples, given by name, evenly over shards of at most `most`; return shard -> sample numbers."""
+    """Spread shuffled samples evenly over shards; return file name of each shard -> sample numbers.
+
+    Args:
+        split, ending: of the file names, {split}-{number}.{ending}.
+        names: of the samples, by which they are shuffled.
+        most: samples of a shard, at most.
+        seed: of the shuffle.
+    """
     # Sorted by a hash of the name: a shuffle that no library's next version changes.
     hashes = [hashlib.sha256(os.fsencode(f"{seed}/{name}")).digest() for name in names]
     order = sorted(range(len(hashes)), key=hashes.__getitem__)
@@ -47,7 +54,9 @@ class ShardWriter:
     def __init__(
         self, record: Path, plan: dict[str, list], images, options: dict[str, object], **more
     ):
-        self.out, self.record, self.plan = record.parent, record, plan
+        self.out = record.parent
+        self.record = record
+        self.plan = plan
         self.split = record.name.partition(".")[0]
         listed = outline(images, images.identities())
         counts = {
@@ -61,9 +70,8 @@ class ShardWriter:
         patterns = [f"{self.split}[-.]*", f".{self.split}-*"]
         if record.exists():
             patterns = [f"{self.split}-*{Path(next(iter(plan))).suffix}"]
-        strangers = {
-            path.name for pattern in patterns for path in self.out.glob(pattern)
-        } - self.entries.keys()
+        found = {path.name for pattern in patterns for path in self.out.glob(pattern)}
+        strangers = found - self.entries.keys()
         if strangers:
             raise ValueError(
                 f"--out {self.out} holds {min(strangers)}, which this command did not write; take another folder"
@@ -73,8 +81,9 @@ class ShardWriter:
         """Return entries of an earlier run of the same command; raise ValueError for those of another."""
         if not self.record.exists():
             return {}
-        record, now = read_record(self.record, unfinished=True), self.header["made_from"]
+        record = read_record(self.record, unfinished=True)
         before = record["made_from"]
+        now = self.header["made_from"]
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
         # Before the first shard is finished nothing depends on them.
         if changed and record["shards"]:
@@ -91,8 +100,8 @@ class ShardWriter:
     def begin(self, threads: int) -> list[str]:
         """Check the sums of the shards that are there, and return the names of those to write, damaged ones too."""
         there = {
-            name: e
-            for name, e in self.entries.items()
+            name: entry
+            for name, entry in self.entries.items()
             if name in self.plan and (self.out / name).exists()
         }
         if there:
@@ -137,21 +146,21 @@ class ShardWriter:
         self._write(list(self.entries.values()))
         shutil.rmtree(self.parts, ignore_errors=True)
 
-    def report(self, images: str, how: str) -> None:
-        """Print what is there of the split, and how it came."""
+    def report(self, images: str, origin: str) -> None:
+        """Print what is there of the split, and whether it was written now or before (`origin`)."""
         size = sum(entry["bytes"] for entry in self.entries.values()) / 1e6
-        listed = f"; {len(self.bad)} bad images left out, {self.split}.bad.txt" if self.bad else ""
-        say(f"{self.split}: {images} in {len(self.entries)} shards, {size:.1f} MB, {how}{listed}")
+        line = f"{self.split}: {images} in {len(self.entries)} shards, {size:.1f} MB, {origin}"
+        if self.bad:
+            line += f"; {len(self.bad)} bad images left out, {self.split}.bad.txt"
+        say(line)
 
     def _keep(self, entry: dict) -> dict:
         write_whole(self.parts / f"{entry['shard']}.json", json.dumps(entry))
         return entry
 
     def _write(self, shards: list[dict] | None) -> None:
-        write_whole(
-            self.record,
-            json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False) + "\n",
-        )
+        text = json.dumps(dict(self.header, shards=shards), indent=1, ensure_ascii=False)
+        write_whole(self.record, text + "\n")
 
 
 def end_with(parent: int) -> None:

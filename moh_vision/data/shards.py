@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import class_names, places_beside, sha256_of, whole_file, writable_place
+from moh_vision.common.progress import Progress
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import refuse_special
 from moh_vision.data.records import entries_for, read_record, record_path, refuse_difference
 from moh_vision.data.sources import MAX_CLASSES, ImageSource
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import class_names, places_beside, sha256_of, whole_file, writable_place
-from moh_vision.engine.progress import Progress
 
 MAX_OPEN_SHARDS = 16
 INDEX_FORMAT = 2
@@ -38,26 +38,13 @@ class Shards(ImageSource):
         for path in self.paths:
             refuse_special(path)
         record = record_path(folder, split)
-        self._entries = entries = (
-            entries_for(record, read_record(record), self.paths) if record.exists() else None
-        )
+        self._entries = None
+        if record.exists():
+            self._entries = entries_for(record, read_record(record), self.paths)
         self._stats = [
             (status.st_size, status.st_mtime_ns) for status in map(Path.stat, self.paths)
         ]
-        tables = []
-        found: dict[str, list[Path]] = {"kept": [], "hashed": [], "stale": [], "new": []}
-        for path, size_and_time in Progress.over(
-            list(zip(self.paths, self._stats)), "indexing", "shard"
-        ):
-            entry = entries[path.name] if entries is not None else None
-            table, how = _table_of(path, size_and_time, entry, record)
-            found[how].append(path)
-            if entry is not None:
-                refuse_difference(path, size_and_time[0], len(table), entry, record)
-            if how != "kept":  # only now: what the record refuses is read again
-                _write_index(index_file(path), size_and_time, table)
-            tables.append(table)
-        self.remarks = _on_new_times(folder, found, record)
+        tables, self.remarks = self._tables(folder, record)
         self.shard_sizes = tuple(map(len, tables))
         if not sum(self.shard_sizes):
             raise ValueError(f"{folder}: the shards hold no samples")
@@ -65,22 +52,43 @@ class Shards(ImageSource):
         self.offset, self.bytes, self.labels = (
             np.concatenate([t[:, column] for t in tables]) for column in range(3)
         )
-        file, numbers = folder / "classes.txt", range(int(self.labels.max()) + 1)
-        self.numbered = not file.exists()
-        self.classes = [str(c) for c in numbers] if self.numbered else class_names(file)
-        if self.classes or numbers:
-            self.check_labels(file if file.exists() else folder)
+        names_file = folder / "classes.txt"
+        numbers = range(int(self.labels.max()) + 1)
+        self.numbered = not names_file.exists()
+        if self.numbered:
+            self.classes = [str(c) for c in numbers]
         else:
+            self.classes = class_names(names_file)
+        if self.classes or numbers:
+            self.check_labels(folder if self.numbered else names_file)
+        else:  # all labels are -1, and nobody named classes
             self.labels = np.zeros_like(self.labels)
+
+    def _tables(self, folder: Path, record: Path) -> tuple[list[np.ndarray], list[str]]:
+        """Return offsets, sizes and labels of each shard, and remarks on them; write the indexes that are missing."""
+        tables = []
+        found: dict[str, list[Path]] = {"kept": [], "hashed": [], "stale": [], "new": []}
+        shards = list(zip(self.paths, self._stats))
+        for path, size_and_time in Progress.over(shards, "indexing", "shard"):
+            entry = None
+            if self._entries is not None:
+                entry = self._entries[path.name]
+            table, origin = _table_of(path, size_and_time, entry, record)
+            found[origin].append(path)
+            if entry is not None:
+                refuse_difference(path, size_and_time[0], len(table), entry, record)
+            if origin != "kept":  # only now: what the record refuses is read again
+                _write_index(index_file(path), size_and_time, table)
+            tables.append(table)
+        return tables, _on_new_times(folder, found, record)
 
     def _shard(self, index: int) -> int:
         return int(np.searchsorted(self._ends, index, "right"))
 
     def _pread(self, index: int, size: int, offset: int) -> bytes:
         shard = self._shard(index)
-        file = _opened(
-            self.paths[shard], self._stats[shard]
-        )  # held, or another thread could close it
+        # A variable holds the file, or another thread could close it.
+        file = _opened(self.paths[shard], self._stats[shard])
         return os.pread(file.fileno(), size, offset)
 
     def read(self, index: int) -> bytes:
@@ -130,17 +138,20 @@ def scan(path: Path) -> np.ndarray:
                 continue
             key, extension = sample
             entry = samples.setdefault(key, {})
-            kind = "image" if extension in IMAGE_EXTENSIONS else "label"
-            if kind == "label" and extension != "cls":
-                continue
-            if kind in entry:
-                raise ValueError(
-                    f"{path}: {member.name} is a second {kind} of the same sample; {NAME_RULE}"
-                )
-            if kind == "image":
-                entry[kind] = (member.offset_data, member.size)
+            if extension in IMAGE_EXTENSIONS:
+                part = "image"
+            elif extension == "cls":
+                part = "label"
             else:
-                entry[kind] = _label(tar, member, path)
+                continue
+            if part in entry:
+                raise ValueError(
+                    f"{path}: {member.name} is a second {part} of the same sample; {NAME_RULE}"
+                )
+            if part == "image":
+                entry[part] = (member.offset_data, member.size)
+            else:
+                entry[part] = _label(tar, member, path)
     labelled = any("label" in entry for entry in samples.values())
     for key, entry in samples.items():
         if "image" not in entry or labelled != ("label" in entry):
@@ -178,17 +189,17 @@ def index_file(shard: Path) -> Path:
 def _table_of(
     shard: Path, size_and_time: tuple[int, int], entry: dict | None, record: Path
 ) -> tuple[np.ndarray, str]:
-    """Return offsets, sizes and labels of a shard, int64 [N, 3], and how they were found.
+    """Return offsets, sizes and labels of a shard, int64 [N, 3], and where they come from.
 
-    "kept": in the index. "hashed": in the index of a shard of another time, as of a copy, whose sha256 is that of its
-    `entry` in the record. "stale": such a shard without a record was read. "new": it had no index.
+    "kept": the index. "hashed": the index of a shard of another time, as of a copy, whose sha256 is that of its `entry`
+    in the record. "stale": such a shard without a record was read. "new": the shard had no index, and was read.
     """
     earlier = None
     for file in filter(Path.exists, _index_places(shard)):
         made_of, table = _read_index(file, size_and_time[0])
         if made_of == size_and_time:
             return table, "kept"
-        earlier = file, made_of, table
+        earlier = (file, made_of, table)
     if earlier is None:
         return scan(shard), "new"
     file, made_of, table = earlier
@@ -207,12 +218,12 @@ def _table_of(
 def _on_new_times(folder: Path, found: dict[str, list[Path]], record: Path) -> list[str]:
     """Say which shards have another time than their index."""
     remarks = []
-    for how, then in (
+    for origin, then in (
         ("hashed", f"their sha256 is that of {record.name}"),
         ("stale", f"they are indexed anew, since no {record.name} has their sha256"),
     ):
-        if found[how]:
-            count = f"{len(found[how])} of {sum(map(len, found.values()))} shards"
+        if found[origin]:
+            count = f"{len(found[origin])} of {sum(map(len, found.values()))} shards"
             remarks.append(f"{folder}: {count} have another time than their index; {then}")
     return remarks
 
@@ -230,10 +241,12 @@ def _read_index(file: Path, size: int) -> tuple[tuple[int, int], np.ndarray]:
             table = np.lib.format.read_array(opened, allow_pickle=False)
         if table.dtype != np.int64 or table.shape[1:] != (3,) or table[0, 0] != INDEX_FORMAT:
             raise ValueError("of another version")
-        made_of, table = tuple(table[0, 1:].tolist()), table[1:]
+        made_of = tuple(table[0, 1:].tolist())
+        table = table[1:]
         offset, length, label = table.T
         outside = (np.minimum(offset, length) < 0) | (offset > size - length)
-        if made_of[0] == size and (outside | (label < -1) | (label >= MAX_CLASSES)).any():
+        wrong = outside | (label < -1) | (label >= MAX_CLASSES)
+        if made_of[0] == size and wrong.any():
             raise ValueError(
                 f"samples outside of their shard, or labels outside of -1 to {MAX_CLASSES - 1}"
             )

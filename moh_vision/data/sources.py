@@ -29,7 +29,7 @@ class Sample(NamedTuple):
 
 
 class BadSample(NamedTuple):
-    """What stands in place of a `Sample` that cannot be read: its name, and a message that names it."""
+    """Stands in place of a `Sample` that cannot be read: its name, and a message that names it."""
 
     name: int | str
     problem: str

@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 from accelerate.utils import gather_object
 
+from moh_vision.common.errors import some_of
+from moh_vision.common.io import write_whole
 from moh_vision.data.decode import is_transparent
 from moh_vision.data.folder import IMAGES, ImageFolder, split_folders, subfolders
 from moh_vision.data.hub import PREFIX, HubDataset
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits, ImageSource, Source
-from moh_vision.engine.errors import some_of
-from moh_vision.engine.io import write_whole
 
 RECORD = "data.json"
 LOOKED_AT = 64  # images of a split, evenly spread, that are asked for transparent pixels
@@ -55,17 +55,15 @@ def open_source(root: str, split: str) -> ImageSource:
         raise ValueError(
             f"data.root {root}: latents, which train_dit.py reads; images are needed here"
         )
-    if folder := split_folders(root).get(split):
+    folder = split_folders(root).get(split)
+    if folder:
         return ImageFolder(folder, Path(root).name)
     if has_split(root, split):
         return Shards(root, split)
     classes = subfolders(root)
-    if (
-        split == "train"
-        and not classes
-        and any(p.suffix.lower() in IMAGES for p in Path(root).glob("[!.]*"))
-    ):
-        return ImageFolder(root, Path(root).name)
+    if split == "train" and not classes:
+        if any(path.suffix.lower() in IMAGES for path in Path(root).glob("[!.]*")):
+            return ImageFolder(root, Path(root).name)
     missing = f"neither {split}-*.tar shards nor a folder {split} in it that is a split"
     problem = f"data.root {root}: {missing}"
     if classes:
@@ -76,7 +74,9 @@ def open_source(root: str, split: str) -> ImageSource:
 
 def open_splits(root: str, train: Source | None = None) -> tuple[Source, ImageSource]:
     """Open the training split, unless it is given, and the validation split, which must have the same classes."""
-    train = with_classes(root, open_source(root, "train") if train is None else train)
+    if train is None:
+        train = open_source(root, "train")
+    train = with_classes(root, train)
     val = open_source(root, "val")
     match_classes(train.classes, "train", val, f"data.root {root}")
     return train, val
@@ -85,9 +85,9 @@ def open_splits(root: str, train: Source | None = None) -> tuple[Source, ImageSo
 def with_classes(root: str, source: Source) -> Source:
     """Return the images of a classifier; raise ValueError if they have no classes."""
     if not source.classes:
+        remarks = "".join(f" ({remark})" for remark in source.remarks)
         raise ValueError(
-            f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them"
-            + "".join(f" ({remark})" for remark in source.remarks)
+            f"data.root {root}: images without classes, which train_dit.py takes; classifiers need them{remarks}"
         )
     return source
 
@@ -99,12 +99,8 @@ def match_classes(expected: list[str], owner: str, val: ImageSource, named: str)
     to the largest label, as other `numbered` sources do; there, val may lack the last ones.
     """
     numbers = [str(c) for c in range(len(expected))]
-    if (
-        val.numbered
-        and val.classes
-        and expected == numbers
-        and val.classes == numbers[: len(val.classes)]
-    ):
+    both_numbered = val.numbered and expected == numbers
+    if both_numbered and val.classes and val.classes == numbers[: len(val.classes)]:
         val.classes = list(expected)
     if val.classes == expected:
         return
@@ -118,8 +114,10 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
     """Raise ValueError, naming a class, unless `classes` of val are those of `owner`, in any order that names tell."""
     if expected == classes:
         return
-    if odd := sorted(set(expected) ^ set(classes)):
-        problem = f"class {odd[0]!r} is only in {owner if odd[0] in expected else 'val'}"
+    odd = sorted(set(expected) ^ set(classes))
+    if odd:
+        only_in = owner if odd[0] in expected else "val"
+        problem = f"class {odd[0]!r} is only in {only_in}"
     elif len(set(expected)) == len(expected) == len(classes):
         return
     else:
@@ -133,13 +131,22 @@ def refuse_other_classes(expected: list[str], owner: str, classes: list[str], na
 def in_short(
     root: str, train: Source, steps: int, batch_size: int, val: ImageSource | None = None
 ) -> str:
-    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out."""
-    checked = f", {len(val)} for validation" if val is not None else ""
-    if val is not None and len(val) > len(train):
-        checked += " (more for validation than for training: are train and val exchanged?)"
+    """Describe the images of a run and how often it sees them in a line, and in further ones what was left out.
+
+    Args:
+        root: as data.root.
+        train, val: the splits; without validation None.
+        steps, batch_size: of the run.
+    """
+    images = f"{len(train)} training images {of_classes(train)}"
+    remarks = [*train.remarks]
+    if val is not None:
+        images += f", {len(val)} for validation"
+        if len(val) > len(train):
+            images += " (more for validation than for training: are train and val exchanged?)"
+        remarks += val.remarks
     epochs = f"{steps} steps of {batch_size} are {steps * batch_size / len(train):.3g} epochs"
-    first = f"{root}: {len(train)} training images {of_classes(train)}{checked}; {epochs}"
-    remarks = [*train.remarks, *(val.remarks if val is not None else ())]
+    first = f"{root}: {images}; {epochs}"
     return "\n".join([first, *dict.fromkeys(remarks)])
 
 
@@ -168,7 +175,11 @@ def _is_transparent(source: ImageSource, number: int) -> bool:
 def of_classes(source: Source) -> str:
     """Return how many classes images have, in words."""
     count = len(source.classes)
-    return f"of {count} class{'es' * (count != 1)}" if count else "without classes"
+    if count == 0:
+        return "without classes"
+    if count == 1:
+        return "of 1 class"
+    return f"of {count} classes"
 
 
 class DataRecord:
@@ -179,12 +190,16 @@ class DataRecord:
     """
 
     def __init__(self, root: str, allowed: Collection[str], **splits):
-        self.root, self.allowed = root, allowed
+        self.root = root
+        self.allowed = allowed
         self.splits = {name: outline(source, source.listing()) for name, source in splits.items()}
-        first, *others = gather_object([self.splits])
-        for rank, seen in enumerate(others, 1):
-            for split in [split for split in seen if seen[split] != first[split]]:
-                differs = f"process {rank} sees other data than process 0: {_changes(first[split], seen[split])}"
+        first, *seen_by_ranks = gather_object([self.splits])
+        for rank, seen in enumerate(seen_by_ranks, 1):
+            for split in seen:
+                if seen[split] == first[split]:
+                    continue
+                changes = _changes(first[split], seen[split])
+                differs = f"process {rank} sees other data than process 0: {changes}"
                 raise ValueError(f"data.root {root}, {split}: {differs}")
 
     def check(self, run: Path, say: Callable[[str], None]) -> None:
@@ -213,9 +228,11 @@ class DataRecord:
             if same_classes and "data.root" in self.allowed:
                 say(f"{problem}; accepted")
                 continue
-            new = f"start a run of these classes: --output NEW --init-from {shlex.quote(str(run))}"
-            way = "accept the change: --allow-change data.root" if same_classes else new
-            raise ValueError(f"{problem}. Bring them back, or {way}")
+            if same_classes:
+                remedy = "accept the change: --allow-change data.root"
+            else:
+                remedy = f"start a run of these classes: --output NEW --init-from {shlex.quote(str(run))}"
+            raise ValueError(f"{problem}. Bring them back, or {remedy}")
 
     def save(self, run: Path) -> None:
         """Write the record into a run's folder."""
@@ -224,9 +241,10 @@ class DataRecord:
 
 def outline(source: Source, listing: Iterable[bytes]) -> dict:
     """Summarise the samples of a source: each class with its number of samples, and a sha256 of labels and `listing`."""
-    labels = np.empty(0, np.int64)  # those of a stream come with its samples
     if isinstance(source, ImageSource):
         labels = source.labels
+    else:  # the labels of a stream come with its samples
+        labels = np.empty(0, np.int64)
     digest = hashlib.sha256(labels.tobytes())
     for data in listing:
         digest.update(data)
@@ -237,10 +255,15 @@ def outline(source: Source, listing: Iterable[bytes]) -> dict:
 
 def _changes(old: dict, new: dict) -> str:
     """Name classes, with their samples, that only one of two outlines has."""
-    before, now = (
-        {f"{name} ({n})" for name, n in zip(o["classes"], o["samples"])} for o in (old, new)
-    )
+    before = _counted_classes(old)
+    now = _counted_classes(new)
     if before == now:
         return "other files, or the classes in another order"
-    gone, more = (some_of(sorted(classes), 6) or "none" for classes in (before - now, now - before))
+    gone = some_of(sorted(before - now), 6) or "none"
+    more = some_of(sorted(now - before), 6) or "none"
     return f"classes (samples) gone: {gone}; new: {more}"
+
+
+def _counted_classes(outlined: dict) -> set[str]:
+    """Return the classes of an outline, each as "NAME (SAMPLES)"."""
+    return {f"{name} ({n})" for name, n in zip(outlined["classes"], outlined["samples"])}

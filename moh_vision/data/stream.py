@@ -22,14 +22,14 @@ import webdataset
 from webdataset.gopen import Pipe, gopen, gopen_schemes
 from webdataset.tariterators import group_by_keys
 
+from moh_vision.common.errors import message_of
+from moh_vision.common.io import class_names
+from moh_vision.common.progress import say
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import read_record, record_path, refuse_difference
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.data.tars import IMAGE_EXTENSIONS, members, open_tar, sample_of
-from moh_vision.engine.errors import message_of
-from moh_vision.engine.io import class_names
-from moh_vision.engine.progress import say
-from moh_vision.engine.seeds import Stream, derive_seed
 
 PATIENCE = 300  # seconds that a shard that cannot be read is tried again
 SILENCE = 60  # seconds without a byte after which a server counts as gone
@@ -55,32 +55,16 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
             f"data.root {data.root}: no file classes.txt in it, one class name a line, which data.exact_order false "
             "needs (empty: without classes); URLs of shards go into data.stream"
         )
-    urls = [str(path) for path in sorted(root.glob("train-*.tar"))]
-    try:
-        urls = webdataset.shardlists.expand_urls(data.stream) if data.stream else urls
-    except (AssertionError, ValueError) as error:
-        unset = "${NAME} is the environment variable WDS_NAME, which is not set"
-        problem = unset if isinstance(error, AssertionError) else message_of(error)
-        raise ValueError(f"data.stream {data.stream}: {problem}") from None
-    if not urls:
-        raise FileNotFoundError(
-            f"data.root {data.root}: no train-*.tar shards in it, and data.stream names none"
-        )
-    kinds = {urlparse(url).scheme for url in urls}
-    for kind in sorted(kinds - {"", "file", *gopen_schemes}):
-        raise ValueError(
-            f"data.stream {data.stream}: {kind}: is not read; pipe:COMMAND reads what a command writes"
-        )
-    if "data.stream" not in given and "pipe" in kinds:
-        raise ValueError(
-            f"data.stream {data.stream} runs a command; give it on the command line, it is not taken from a configuration"
-        )
-    record, entries = record_path(root, "train"), {}
+    urls = _shard_urls(data, given)
+    record = record_path(root, "train")
+    entries = {}
     # Who counts the images of a stream himself has shards that are not those of data.root.
     if record.exists() and not (data.stream and data.samples):
         written = read_record(record)["shards"]
-        shards = {url: (re.findall(r"[^/\s]+\.tar", url) or [""])[-1] for url in urls}
-        entries = {url: written[shard] for url, shard in shards.items() if shard in written}
+        for url in urls:
+            tars = re.findall(r"[^/\s]+\.tar", url)
+            if tars and tars[-1] in written:
+                entries[url] = written[tars[-1]]
     if not data.samples and len(entries) < len(set(urls)):
         raise ValueError(
             f"data.samples is needed: how many images an epoch has; no record {record} has all these shards"
@@ -94,6 +78,35 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
         if parts > len(urls):
             say(f"{len(urls)} shards for {parts} processes x workers: some read the same shards")
     return source
+
+
+def _shard_urls(data, given: Collection[str]) -> list[str]:
+    """Return the URLs of data.stream, or the shards in data.root; refuse what is not read, or must not be run."""
+    if data.stream:
+        try:
+            urls = webdataset.shardlists.expand_urls(data.stream)
+        except AssertionError:
+            problem = "${NAME} is the environment variable WDS_NAME, which is not set"
+            raise ValueError(f"data.stream {data.stream}: {problem}") from None
+        except ValueError as error:
+            raise ValueError(f"data.stream {data.stream}: {message_of(error)}") from None
+    else:
+        urls = [str(path) for path in sorted(Path(data.root).glob("train-*.tar"))]
+    if not urls:
+        raise FileNotFoundError(
+            f"data.root {data.root}: no train-*.tar shards in it, and data.stream names none"
+        )
+    schemes = {urlparse(url).scheme for url in urls}
+    unread = sorted(schemes - {"", "file", *gopen_schemes})
+    if unread:
+        raise ValueError(
+            f"data.stream {data.stream}: {unread[0]}: is not read; pipe:COMMAND reads what a command writes"
+        )
+    if "data.stream" not in given and "pipe" in schemes:
+        raise ValueError(
+            f"data.stream {data.stream} runs a command; give it on the command line, it is not taken from a configuration"
+        )
+    return urls
 
 
 @dataclass(eq=False)
@@ -170,9 +183,10 @@ class ShardStream(Source):
                 contextlib.closing(StreamedFile(url, patience)) as file,
                 open_tar(url, file) as tar,
             ):
-                plain = (m for m in members(tar, url) if sample_of(m.name))
+                of_samples = (member for member in members(tar, url) if sample_of(member.name))
                 files = (
-                    dict(fname=m.name, data=tar.extractfile(m).read(), __url__=url) for m in plain
+                    dict(fname=member.name, data=tar.extractfile(member).read(), __url__=url)
+                    for member in of_samples
                 )
                 count = 0
                 for grouped in group_by_keys(files, handler=refuse):
@@ -213,11 +227,15 @@ class StreamedFile:
     """
 
     def __init__(self, url: str, patience: float):
-        self.url, self.patience, self.offset, self._file = url, patience, 0, None
+        self.url = url
+        self.patience = patience
+        self.offset = 0  # bytes that were read
+        self._file = None
 
     def read(self, size: int) -> bytes:
         """Return at most `size` bytes; none at the end."""
-        failed_at, pause = None, 0.5
+        failed_at = None
+        pause = 0.5
         while True:
             try:
                 if self._file is None:
@@ -233,41 +251,42 @@ class StreamedFile:
                 raise UnreadableImage(f"{self.url}: {why}")
             if failed_at is None:
                 failed_at = time.monotonic()
-                print(
-                    f"{self.url}: {why}; tried again for {self.patience:g} s",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                line = f"{self.url}: {why}; tried again for {self.patience:g} s"
+                print(line, file=sys.stderr, flush=True)
             if time.monotonic() - failed_at > self.patience:
                 raise UnreadableImage(f"{self.url}: {why}, and so for {self.patience:g} s")
             time.sleep(min(pause, self.patience))
             pause = min(2 * pause, 10)
 
     def close(self) -> None:
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         with contextlib.suppress(OSError):  # of a command that this ends
             if file:
                 file.close()
 
     def _open(self) -> None:
         # Not by webdataset's curl, which waits for a silent server forever, and starts at byte 0.
+        position = 0  # of the next byte that the opened file gives
         if re.match("https?:", self.url):
-            wanted = {"Range": f"bytes={self.offset}-"} if self.offset else {}
-            self._file = urlopen(Request(self.url, headers=wanted), timeout=SILENCE)
-            there = self.offset if self._file.status == 206 else 0
+            headers = {"Range": f"bytes={self.offset}-"} if self.offset else {}
+            self._file = urlopen(Request(self.url, headers=headers), timeout=SILENCE)
+            if self._file.status == 206:  # the server keeps to the range
+                position = self.offset
         else:
-            self._file, there = gopen(self.url), 0
-        while there < self.offset:
-            data = self._file.read(min(2**20, self.offset - there))
+            self._file = gopen(self.url)
+        while position < self.offset:
+            data = self._file.read(min(2**20, self.offset - position))
             if not data:
-                raise OSError(f"ended at byte {there}, {self.offset} were there before")
-            there += len(data)
+                raise OSError(f"ended at byte {position}, {self.offset} were there before")
+            position += len(data)
 
     def _refuse_early_end(self) -> None:
         """Raise OSError if the end of the file is the end of the connection, or of a command that failed."""
         if isinstance(self._file, Pipe) and self._file.proc.wait():
             raise OSError(f"exit code {self._file.proc.returncode}")
-        if missing := getattr(self._file, "length", None):
+        missing = getattr(self._file, "length", None)
+        if missing:
             raise OSError(f"the connection ended {missing} bytes early")
 
     def _failure(self, error: Exception) -> tuple[str, bool]:
@@ -277,10 +296,8 @@ class StreamedFile:
         self.close()
         if isinstance(error, URLError) and isinstance(error.reason, OSError):
             error = error.reason
-        absent = (
-            isinstance(error, HTTPError)
-            and 400 <= error.code < 500
-            and error.code not in (408, 429)
-        )
-        absent = absent or isinstance(error, FileNotFoundError | PermissionError)
+        if isinstance(error, HTTPError):
+            absent = 400 <= error.code < 500 and error.code not in (408, 429)
+        else:
+            absent = isinstance(error, FileNotFoundError | PermissionError)
         return message_of(error).removeprefix(f"{self.url}: "), absent

@@ -9,12 +9,11 @@ from typing import BinaryIO, Self
 
 from webdataset.tariterators import base_plus_ext
 
+from moh_vision.common.errors import BadData, reason_of
 from moh_vision.data.folder import IMAGES
-from moh_vision.engine.errors import BadData, reason_of
 
-MOST_ZEROS = (
-    tarfile.RECORDSIZE + tarfile.BLOCKSIZE
-)  # two blocks, filled up to a record of 20 (tar's -b)
+# Two blocks, filled up to a record of 20 (tar's -b).
+MOST_ZEROS = tarfile.RECORDSIZE + tarfile.BLOCKSIZE
 META = re.compile("__[^/]*__($|/)")  # members that webdataset passes over, by their names
 IMAGE_EXTENSIONS = tuple(ending.removeprefix(".") for ending in IMAGES)
 
@@ -46,9 +45,10 @@ class _Header(tarfile.TarInfo):
 
 def open_tar(name: Path | str, stream: BinaryIO | None = None) -> tarfile.TarFile:
     """Open a shard: the path `name`, or a stream that errors call so."""
+    # Neither mode reads compressed files: the offsets would not be those of the file.
+    mode = "r|" if stream else "r:"
     try:
-        # Not compressed: the offsets would not be those of the file.
-        return tarfile.open(name, "r|" if stream else "r:", stream, tarinfo=_Header)
+        return tarfile.open(name, mode, stream, tarinfo=_Header)
     except tarfile.TarError as error:
         raise ValueError(f"{name}: not a readable tar file, uncompressed ({error})") from None
 
@@ -74,7 +74,7 @@ def members(
         if member is None:
             break
         count += 1
-        tar.members.clear()  # it would keep them all
+        tar.members.clear()  # or tarfile would keep the headers of the whole shard
         if member.size < 0 or member.issparse():
             raise ValueError(
                 f"{name}: {member.name} is a sparse file, or has a negative size; expected plain files"
@@ -86,17 +86,23 @@ def members(
                 f"{name}: cut off within {member.name}, member {count}; the file has {size} bytes"
             )
         yield member
-    end, place = tar.offset, tar.offset + tarfile.BLOCKSIZE  # of the first block of zeros
+    _refuse_more_than_zeros(tar, name, count)
+
+
+def _refuse_more_than_zeros(tar: tarfile.TarFile, name: Path | str, count: int) -> None:
+    """Read a shard on behind its `count` members; raise ValueError for anything but the zeros that tar writes."""
+    end = tar.offset  # of the members: here begins the first block of zeros, which was read
+    position = tar.offset + tarfile.BLOCKSIZE
     while data := tar.fileobj.read(2**20):
         zeros = len(data) - len(data.lstrip(b"\0"))
         if zeros < len(data):
             raise ValueError(
-                f"{name}: byte {place + zeros} is not zero, but a block of zeros behind member {count}, at byte {end}, "
+                f"{name}: byte {position + zeros} is not zero, but a block of zeros behind member {count}, at byte {end}, "
                 "ends a tar: damaged, or several tars in one file"
             )
-        place += len(data)
-    if place - end > MOST_ZEROS:
+        position += len(data)
+    if position - end > MOST_ZEROS:
         raise ValueError(
-            f"{name}: {place - end} zeros behind member {count}, from byte {end} to the end; tar writes at most "
+            f"{name}: {position - end} zeros behind member {count}, from byte {end} to the end; tar writes at most "
             f"{MOST_ZEROS}: damaged"
         )

@@ -12,20 +12,18 @@ def leave_signals_to_the_parent(worker: int) -> None:
 
 
 def end_workers() -> None:
-    """At exit, when a loop that failed still holds its loader.
+    """Kill the processes of loaders, at exit, when a loop that failed still holds its loader.
 
     multiprocessing would ask them with SIGTERM, which they ignore, and then wait for ever. They only read: nothing is
     lost.
     """
     workers = [process for process in multiprocessing.active_children() if process.daemon]
     if workers:
-        signal.signal(
-            signal.SIGCHLD, signal.SIG_DFL
-        )  # torch's handler would raise for a worker that is killed
+        # torch's handler would raise for a worker that is killed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for worker in workers:
         worker.kill()
 
 
-atexit.register(
-    end_workers
-)  # before multiprocessing's own, which was registered when that was imported
+# It runs before multiprocessing's own, which was registered when that was imported.
+atexit.register(end_workers)

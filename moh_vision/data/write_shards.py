@@ -32,20 +32,20 @@ import numpy as np
 import webdataset
 from PIL import Image
 
+from moh_vision.common.cli import refuse_missing, refuse_unwritable
+from moh_vision.common.errors import some_of
+from moh_vision.common.io import hidden_path, only_one, whole_file, write_whole
+from moh_vision.common.progress import Progress, say
 from moh_vision.data.decode import BadSamples, UnreadableImage, decode_image, in_8_bits
 from moh_vision.data.folder import ImageFolder, one_line, split_folders
 from moh_vision.data.records import record_path
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
 from moh_vision.data.shards import Shards, index_file
 from moh_vision.data.splits import match_classes, of_classes, say_transparent
-from moh_vision.engine.cli import refuse_missing, refuse_unwritable
-from moh_vision.engine.errors import some_of
-from moh_vision.engine.io import hidden_path, only_one, whole_file, write_whole
-from moh_vision.engine.progress import Progress, say
 
 KEPT = "shards"  # what an interrupted command finds again
-# MPO: a JPEG with more pictures behind it.
 # Formats of the files that an image folder may have, and their endings in shards.
+# MPO: a JPEG with more pictures behind it.
 STORED = {
     "JPEG": "jpg",
     "MPO": "jpg",
@@ -91,78 +91,86 @@ def options(add: Callable) -> None:
     )
 
 
-def work(o: Namespace) -> None:
+def work(options: Namespace) -> None:
     """Write an image folder as shards."""
-    _check(o)
-    splits, out = _read_folders(o), Path(o.out)
+    _check(options)
+    splits = _read_folders(options)
+    out = Path(options.out)
     for images in splits.values():
         _refuse_names(images)
-    if o.size is not None:  # else alpha stays in the files
-        say_transparent(f"--in {o.source}", splits, say)
-    match_classes(next(iter(splits.values())).classes, "train", images, f"--in {o.source}")
-    classes = "".join(f"{label}\n" for label in images.classes)
+    if options.size is not None:  # else alpha stays in the files
+        say_transparent(f"--in {options.source}", splits, say)
+    sources = list(splits.values())  # one, or of "train" and "val"
+    match_classes(sources[0].classes, "train", sources[-1], f"--in {options.source}")
+    classes = "".join(f"{label}\n" for label in sources[-1].classes)
     names = out / "classes.txt"
     if names.exists() and names.read_bytes() != classes.encode():
         raise ValueError(
-            f"{names} is there and lists other classes than {o.source}; take another --out"
+            f"{names} is there and lists other classes than {options.source}; take another --out"
         )
     out.mkdir(parents=True, exist_ok=True)
     with only_one(out, "--out", with_children=True), warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", module="PIL"
-        )  # of oddities in files that decode all the same
-        bad = BadSamples(sum(map(len, splits.values())), o.max_bad_fraction, "--max-bad-fraction")
+        # Pillow warns of oddities in files that decode all the same.
+        warnings.filterwarnings("ignore", module="PIL")
+        bad = BadSamples(
+            sum(map(len, splits.values())), options.max_bad_fraction, "--max-bad-fraction"
+        )
         # All are checked before anything is written.
-        writers = [ImageShards(o, name, images, bad) for name, images in splits.items()]
+        writers = [ImageShards(options, name, images, bad) for name, images in splits.items()]
         write_whole(names, classes)
         for writer in writers:
             writer.write()
 
 
-def _check(o: Namespace) -> None:
+def _check(options: Namespace) -> None:
     for name, value in (
-        ("size", o.size),
-        ("samples-per-shard", o.samples_per_shard),
-        ("workers", o.workers),
+        ("size", options.size),
+        ("samples-per-shard", options.samples_per_shard),
+        ("workers", options.workers),
     ):
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: expected 1 or more")
-    if o.quality is not None and o.size is None:
+    if options.quality is not None and options.size is None:
         raise ValueError(
-            f"--quality {o.quality} is of the JPEG that --size stores; give --size too"
+            f"--quality {options.quality} is of the JPEG that --size stores; give --size too"
         )
-    if o.size is not None and o.quality is None:
-        o.quality = 95
-    if o.quality is not None and not 1 <= o.quality <= 100:
-        raise ValueError(f"--quality {o.quality}: expected 1 to 100")
-    if not 0 <= o.max_bad_fraction <= 1:
-        raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 to 1")
-    if o.val_fraction is not None and not 0 < o.val_fraction < 1:
-        raise ValueError(f"--val-fraction {o.val_fraction:g}: expected a share between 0 and 1")
-    refuse_missing("--in", o.source)
-    if Path(o.out).resolve().is_relative_to(Path(o.source).resolve()):
+    if options.size is not None and options.quality is None:
+        options.quality = 95
+    if options.quality is not None and not 1 <= options.quality <= 100:
+        raise ValueError(f"--quality {options.quality}: expected 1 to 100")
+    if not 0 <= options.max_bad_fraction <= 1:
+        raise ValueError(f"--max-bad-fraction {options.max_bad_fraction:g}: expected 0 to 1")
+    if options.val_fraction is not None and not 0 < options.val_fraction < 1:
         raise ValueError(
-            f"--out {o.out} is inside --in {o.source}; the shards would be taken for input"
+            f"--val-fraction {options.val_fraction:g}: expected a share between 0 and 1"
         )
-    refuse_unwritable("--out", record_path(Path(o.out), "train"))
+    refuse_missing("--in", options.source)
+    if Path(options.out).resolve().is_relative_to(Path(options.source).resolve()):
+        raise ValueError(
+            f"--out {options.out} is inside --in {options.source}; the shards would be taken for input"
+        )
+    refuse_unwritable("--out", record_path(Path(options.out), "train"))
 
 
 # ---------------------------------------------------------------- the folder of images
 
 
-def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
+def _read_folders(options: Namespace) -> dict[str, ImageFolder]:
     """Return split name -> images, and say what is there and what is left out."""
-    source, val_fraction = Path(o.source), o.val_fraction
-    places = split_folders(source) or {"train": source}
-    if val_fraction is not None and places != {"train": source}:
+    source = Path(options.source)
+    val_fraction = options.val_fraction
+    folders = split_folders(source) or {"train": source}
+    if val_fraction is not None and folders != {"train": source}:
         raise ValueError(
-            f"--val-fraction has no effect: --in {source} has splits ({', '.join(places)})"
+            f"--val-fraction has no effect: --in {source} has splits ({', '.join(folders)})"
         )
-    splits = {name: ImageFolder(place) for name, place in places.items()}
-    beside = sorted({p.name for p in source.glob("[!.]*")} - {p.name for p in places.values()})
-    if beside and source not in places.values():
-        shown = some_of(map(one_line, beside), 5)
-        say(f"left out of {source}: {len(beside)} in no split ({shown})")
+    splits = {name: ImageFolder(folder) for name, folder in folders.items()}
+    if source not in folders.values():
+        found = {path.name for path in source.glob("[!.]*")}
+        in_no_split = sorted(found - {folder.name for folder in folders.values()})
+        if in_no_split:
+            shown = some_of(map(one_line, in_no_split), 5)
+            say(f"left out of {source}: {len(in_no_split)} in no split ({shown})")
     for images in splits.values():
         for remark in images.remarks:
             say(remark)
@@ -177,12 +185,12 @@ def _read_folders(o: Namespace) -> dict[str, ImageFolder]:
     for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
         for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
-            more = "larger" if name == "val" else "smaller"
-            missing = (
-                f"class {images.classes[label]} without a file" if images.classes else "no file"
-            )
+            missing = "no file"
+            if images.classes:
+                missing = f"class {images.classes[label]} without a file"
+            remedy = "give a larger one" if name == "val" else "give a smaller one"
             raise ValueError(
-                f"--val-fraction {val_fraction:g} leaves {missing} in {name}; give a {more} one"
+                f"--val-fraction {val_fraction:g} leaves {missing} in {name}; {remedy}"
             )
     return splits
 
@@ -202,19 +210,23 @@ def _refuse_names(images: ImageFolder) -> None:
 class ImageShards(ShardWriter):
     """Writes the shards of a split of images, each in one of several processes."""
 
-    def __init__(self, o: Namespace, split: str, images: ImageFolder, limit: BadSamples):
-        self.options, self.images, self.limit = o, images, limit
+    def __init__(self, options: Namespace, split: str, images: ImageFolder, limit: BadSamples):
+        self.options = options
+        self.images = images
+        self.limit = limit
         paths = map(images.path, range(len(images)))
-        plan = plan_shards(split, "tar", paths, o.samples_per_shard, o.seed)
+        plan = plan_shards(split, "tar", paths, options.samples_per_shard, options.seed)
         names = ("size", "quality", "samples_per_shard", "seed")
-        options = {f"--{name.replace('_', '-')}": getattr(o, name) for name in names}
-        super().__init__(record_path(Path(o.out), split), plan, images, options)
+        compared = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
+        super().__init__(record_path(Path(options.out), split), plan, images, compared)
 
     def check(self, bad: list[list]) -> None:
         """Raise UnreadableImage if these [file, reason] and those before, of all splits, are too many."""
-        self.limit.check(
-            (place := f"{self.images.folder}/{path}", f"{place}: {reason}") for path, reason in bad
-        )
+        problems = []
+        for path, reason in bad:
+            file = f"{self.images.folder}/{path}"
+            problems.append((file, f"{file}: {reason}"))
+        self.limit.check(problems)
 
     def write(self) -> None:
         """Write the shards that are missing."""
@@ -235,11 +247,10 @@ class ImageShards(ShardWriter):
         files = (self.images.path(i) for samples in self.plan.values() for i in samples)
         text = "".join(f"{one_line(path)}\n" for path in files if path not in left_out)
         write_whole(self.out / f"{self.split}.files.txt", text)
-        source = Shards(
-            str(self.out), self.split
-        )  # builds the index: reads every header, and counts the samples
-        how = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
-        self.report(f"{len(source)} images {of_classes(source)}", how)
+        # This builds the index: it reads every header, and counts the samples.
+        source = Shards(str(self.out), self.split)
+        origin = f"written at {progress.rate:.0f} img/s" if todo else "all there already"
+        self.report(f"{len(source)} images {of_classes(source)}", origin)
 
     def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
         """Yield the entry of each shard; what is unfinished when it ends is ended and removed."""
@@ -272,13 +283,14 @@ def _start_worker(writer: ImageShards, parent: int) -> None:
 
 def _write_shard(name: str) -> dict:
     """Write a shard, in a worker; return its entry."""
-    writer, images, bad = _writer, _writer.images, []
+    writer = _writer
+    images = writer.images
+    bad = []
     index_file(writer.out / name).unlink(missing_ok=True)  # it would no longer fit
     with whole_file(writer.out / name) as file:
         # Headers without time and owner, or every run would have other sums.
-        with webdataset.TarWriter(
-            file, user="", group="", mtime=0, encoder=False, compress=False
-        ) as tar:
+        plain = dict(user="", group="", mtime=0, encoder=False, compress=False)
+        with webdataset.TarWriter(file, **plain) as tar:
             for number in writer.plan[name]:
                 try:
                     data = Path(images.where(number)).read_bytes()
@@ -289,8 +301,10 @@ def _write_shard(name: str) -> dict:
                     bad.append([images.path(number), str(error)])
                     writer.check(bad)
                 else:
-                    label = {"cls": str(images.labels[number]).encode()} if images.classes else {}
-                    tar.write({"__key__": f"{number:08d}", extension: data, **label})
+                    sample = {"__key__": f"{number:08d}", extension: data}
+                    if images.classes:
+                        sample["cls"] = str(images.labels[number]).encode()
+                    tar.write(sample)
         return writer.finish(name, file, len(writer.plan[name]) - len(bad), bad)
 
 
@@ -315,9 +329,8 @@ def encode_sample(data: bytes, size: int | None, quality: int) -> tuple[str, byt
         image = in_8_bits(image).convert("RGB")
         short = min(image.size)
         if short > size:
-            image = image.resize(
-                [round(side * size / short) for side in image.size], Image.Resampling.BICUBIC
-            )
+            sides = [round(side * size / short) for side in image.size]
+            image = image.resize(sides, Image.Resampling.BICUBIC)
         image.info = {}  # or the comment of the source would be stored again
         out = io.BytesIO()
         image.save(out, "JPEG", quality=quality, subsampling="4:4:4")

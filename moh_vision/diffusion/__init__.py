@@ -9,8 +9,14 @@ if TYPE_CHECKING:
     from moh_vision.diffusion.pipeline import MoHDiTPipeline
 
 __all__ = [
-    "SAMPLERS", "FlowMatchingLoss", "Guidance", "HybridLoss", "MoHDiTPipeline", "make_scheduler", "sample_images"
-]  # fmt: skip
+    "SAMPLERS",
+    "FlowMatchingLoss",
+    "Guidance",
+    "HybridLoss",
+    "MoHDiTPipeline",
+    "make_scheduler",
+    "sample_images",
+]
 
 
 def __getattr__(name: str) -> Any:

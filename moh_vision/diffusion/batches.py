@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.batches import LabelledImages, image_transform
 from moh_vision.data.sources import BadSample, Sample, Source
 from moh_vision.diffusion.latents.vae import sample_posterior
-from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def cropped(augment: str, img_size: int, channels: int) -> Callable:
@@ -21,7 +21,14 @@ def cropped(augment: str, img_size: int, channels: int) -> Callable:
 class NoisedImages(LabelledImages):
     """`LabelledImages` with random timesteps and noise; dropped labels become `num_classes`.
 
-    `draw` must be picklable, `noise_shape` is [C, h, w]. `flip` takes latents of the mirror image every other time.
+    Args:
+        source: of images.
+        transform: PIL image -> tensor.
+        seed: of augmentation, timesteps and noise, with a sample's position.
+        draw: numpy generator -> timestep; picklable, for the processes of a loader.
+        label_drop: share of labels that are dropped.
+        noise_shape: [C, h, w].
+        flip: take latents of the mirror image every other time.
     """
 
     def __init__(
@@ -44,7 +51,7 @@ class NoisedImages(LabelledImages):
         item = super().item(position, samples)
         if "images" not in item:
             return item
-        # An own stream: other draws in the augmentation leave these as they are.
+        # A stream of its own: other draws in the augmentation leave these as they are.
         rng = np.random.Generator(
             np.random.PCG64(derive_seed(self.seed, position, Stream.DIFFUSION))
         )

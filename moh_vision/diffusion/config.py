@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from moh_vision.common.errors import nearest
+from moh_vision.common.io import composed
 from moh_vision.data.imagenet import numbers_by_name
 from moh_vision.diffusion.sampling import sampler_for
 from moh_vision.engine.config import (
@@ -15,8 +17,6 @@ from moh_vision.engine.config import (
     ModelConfig,
     OpenedConfig,
 )
-from moh_vision.engine.errors import nearest
-from moh_vision.engine.io import composed
 from moh_vision.engine.keys import Section, key
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler", "heun", "sde"]
@@ -38,16 +38,20 @@ def class_numbers(
     """Look up classes by name, by a word of ImageNet's names, or by number; names come first."""
     if asked and not names:
         raise ValueError(f"{key} {asked[0]}: the model was trained without classes")
-    by_name, chosen = numbers_by_name(names), []
+    by_name = numbers_by_name(names)
+    chosen = []
     for text in asked:
-        by_number = [int(text)] if text.isdecimal() and int(text) < count else []
-        numbers = by_name.get(composed(text), by_number)
+        numbers = by_name.get(composed(text), [])
+        if not numbers and text.isdecimal() and int(text) < count:
+            numbers = [int(text)]
         if len(numbers) > 1:
             raise ValueError(
                 f"{key} {text}: classes {', '.join(map(str, numbers))} are called so; give a number"
             )
         if not numbers:
-            near = ([] if text.isdecimal() else nearest(text, by_name, 1)) or list(by_name)[:5]
+            near = list(by_name)[:5]
+            if not text.isdecimal():
+                near = nearest(text, by_name, 1) or near
             allowed = f"there are {count}, such as {', '.join(near)}, or 0 to {count - 1}"
             raise ValueError(f"{key} {text}: no such class; {allowed}")
         chosen += numbers
@@ -59,10 +63,10 @@ def chosen_classes(key: str, asked: Sequence[str] | None, names: list[str]) -> l
     if asked is None:
         return list(range(len(names))) or [0]
     numbers = class_numbers(key, asked, dict(enumerate(names)), len(names))
-    for place, number in enumerate(numbers):
-        if number in numbers[:place]:
+    for index, number in enumerate(numbers):
+        if number in numbers[:index]:
             raise ValueError(
-                f"{key} {asked[place]}: class {number} ({names[number]}) is named twice"
+                f"{key} {asked[index]}: class {number} ({names[number]}) is named twice"
             )
     return numbers
 
@@ -81,8 +85,10 @@ class Guided(Section):
     @property
     def guidance(self) -> str:
         """The guidance in words."""
-        weak = f", {self.guide_scale:g} away from {self.guide}" if self.guide else ""
-        return f"guidance {self.cfg_scale:g}{weak}"
+        text = f"guidance {self.cfg_scale:g}"
+        if self.guide:
+            text += f", {self.guide_scale:g} away from {self.guide}"
+        return text
 
 
 @dataclass
@@ -155,9 +161,13 @@ class ScoreConfig(DrawConfig, section="score"):
             "allow_biased",
         )
         return SampleConfig(
-            checkpoint=checkpoint, num_images=self.images, sampler=sampler_for(objective, self, "score.sampler"),
-            score=self.reference or root, score_split=self.split, **{name: getattr(self, name) for name in same},
-        )  # fmt: skip
+            checkpoint=checkpoint,
+            num_images=self.images,
+            sampler=sampler_for(objective, self, "score.sampler"),
+            score=self.reference or root,
+            score_split=self.split,
+            **{name: getattr(self, name) for name in same},
+        )
 
 
 @dataclass
@@ -322,10 +332,12 @@ class SampleConfig(Guided):
     def agree(self) -> None:
         for name, value in PROTOCOLS.get(self.protocol, {}).items():
             if getattr(self, name) not in (None, value):
-                meant = f"protocol {self.protocol} stands for {'all' if value is None else value}"
+                shown = "all" if value is None else value
+                meant = f"protocol {self.protocol} stands for {shown}"
                 raise ValueError(f"{name} {getattr(self, name)}: {meant}")
             setattr(self, name, value)  # where it was left out
-        self.num_images = 100 if self.num_images is None else self.num_images
+        if self.num_images is None:
+            self.num_images = 100
         if not self.num_images and not self.save_pipeline:
             raise ValueError("num_images 0 is out of range: at least 1")
         out = Path(self.out or "")

@@ -28,17 +28,30 @@ class FlowMatchSDEScheduler(FlowMatchEulerDiscreteScheduler):
         generator: torch.Generator | list[torch.Generator] | None = None,
         return_dict: bool = True,
     ) -> FlowMatchEulerDiscreteSchedulerOutput | tuple[Tensor]:
-        """Make a step, as diffusers' schedulers do: `model_output` is the velocity [B, C, h, w] at `sample`."""
+        """Make a step, as diffusers' schedulers do.
+
+        Args:
+            model_output: velocity [B, C, h, w] at `sample`.
+            timestep: where the first step begins; later ones follow from the scheduler's own count.
+            sample: x [B, C, h, w].
+            generator: of z, the noise of the step; a list has one for each image.
+            return_dict: return diffusers' output class; False: a tuple.
+        """
         if self.step_index is None:
             self._init_step_index(timestep)
-        x, v = sample.float(), model_output.float()
-        t, after = self.sigmas[self.step_index].item(), self.sigmas[self.step_index + 1].item()
+        x = sample.float()
+        v = model_output.float()
+        t = self.sigmas[self.step_index].item()
+        after = self.sigmas[self.step_index + 1].item()  # the time to which the step goes
         if after == 0:
             x = x - t * v  # the expected image
         else:
-            eps, h = (1 - t) * v + x, t - after
+            eps = (1 - t) * v + x
+            h = t - after
             z = randn_tensor(x.shape, generator=generator, device=x.device, dtype=x.dtype)
             x = x - h * (v + eps) + (2 * t * h) ** 0.5 * z  # w s / 2 = -eps
         self._step_index += 1
         x = x.to(model_output.dtype)
-        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x) if return_dict else (x,)
+        if not return_dict:
+            return (x,)
+        return FlowMatchEulerDiscreteSchedulerOutput(prev_sample=x)

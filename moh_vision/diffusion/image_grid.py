@@ -17,17 +17,19 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2.functional import to_pil_image
 
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import hidden_path, whole_file, write_whole
 from moh_vision.diffusion.fonts import drawable, font_for
 from moh_vision.diffusion.sampling import to_uint8
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import hidden_path, whole_file, write_whole
 
-CELL, GAP = 48, 2  # pixels of an image and between images
+CELL = 48  # pixels of an image, about
+GAP = 2  # pixels between images
 NAME_WIDTH = 16  # characters that a line of a name beside a row of images has at least
 LINE_GAP = 2  # pixels between the lines of a name
 SHOWN = 8  # images whose denoising is shown
 MOMENTS = {".png": 8, ".gif": 25}  # by the file's ending, at most
-FRAME_MS, LAST_FRAME_MS = 120, 2000
+FRAME_MS = 120  # of an animation
+LAST_FRAME_MS = 2000
 WRITTEN = ".samples.json"  # in a folder of samples: the names of those that we wrote there
 
 
@@ -69,33 +71,41 @@ def write_images(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Pat
 
     Samples that were written there before are replaced; other files stay.
     """
-    if out.suffix == ".npz":  # as numpy.savez, without all images in memory
-        with whole_file(out) as place, zipfile.ZipFile(place, "w", zipfile.ZIP_STORED) as archive:
-            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-                for first, batch in batches:
-                    array = batch.permute(0, 2, 3, 1).numpy()
-                    if first == 0:
-                        header = dict(
-                            descr="|u1", fortran_order=False, shape=(len(labels), *array.shape[1:])
-                        )
-                        np.lib.format.write_array_header_1_0(file, header)
-                    file.write(array.tobytes())
-            with archive.open("arr_1.npy", "w") as file:
-                np.lib.format.write_array(file, labels.numpy())
-        return
+    if out.suffix == ".npz":
+        _write_npz(batches, labels, out)
+    else:
+        _write_pngs(batches, len(labels), out)
+
+
+def _write_npz(batches: Iterable[tuple[int, Tensor]], labels: Tensor, out: Path) -> None:
+    """Write a file as numpy.savez does, without all images in memory."""
+    with whole_file(out) as opened, zipfile.ZipFile(opened, "w", zipfile.ZIP_STORED) as archive:
+        with archive.open("arr_0.npy", "w", force_zip64=True) as file:
+            for first, batch in batches:
+                array = batch.permute(0, 2, 3, 1).numpy()
+                if first == 0:
+                    shape = (len(labels), *array.shape[1:])
+                    header = dict(descr="|u1", fortran_order=False, shape=shape)
+                    np.lib.format.write_array_header_1_0(file, header)
+                file.write(array.tobytes())
+        with archive.open("arr_1.npy", "w") as file:
+            np.lib.format.write_array(file, labels.numpy())
+
+
+def _write_pngs(batches: Iterable[tuple[int, Tensor]], count: int, out: Path) -> None:
+    """Write `count` images into a folder; they get their names in it when all are there."""
     hidden = hidden_path(out)
     shutil.rmtree(hidden, ignore_errors=True)
     hidden.mkdir()
+
+    def save(number: int, image: Tensor) -> None:
+        to_pil_image(image).save(hidden / sample_name(number))
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for first, batch in batches:
-            list(
-                pool.map(
-                    lambda i, x: to_pil_image(x).save(hidden / sample_name(i)),
-                    itertools.count(first),
-                    batch,
-                )
-            )
-    names = [sample_name(number) for number in range(len(labels))]
+            # The list waits for all, and raises what one of them raises.
+            list(pool.map(save, itertools.count(first), batch))
+    names = [sample_name(number) for number in range(count)]
     if not out.exists():
         write_whole(hidden / WRITTEN, json.dumps(names))
         hidden.rename(out)
@@ -120,7 +130,16 @@ def draw_image_grid(images: Tensor, columns: int, path: str, **look) -> None:
 def draw_class_rows(
     images: Callable, labels: Tensor, classes: Sequence[int], columns: int, path: str, names
 ) -> int:
-    """Draw a grid of `images(numbers)`, one class a row; return the number of rows. `labels`: [N]."""
+    """Draw a grid, one class a row; return the number of rows.
+
+    Args:
+        images: numbers of images -> these images, uint8 [len(numbers), C, h, w].
+        labels: class numbers of all images, [N].
+        classes: those that are drawn, if they have images.
+        columns: images a row, at most; fewer where a class has fewer.
+        path: of the PNG.
+        names: of all classes, by number.
+    """
     drawn = {c: torch.nonzero(labels == c).flatten().tolist() for c in classes}
     rows = [c for c in classes if drawn[c]]
     columns = min([columns, *(len(drawn[c]) for c in rows)])
@@ -136,25 +155,22 @@ def image_grid(
     n, channels, height, width = images.shape
     factor = max(1, round(CELL / height))
     rows = -(-n // columns)
-    height, width = height * factor, width * factor
+    height *= factor
+    width *= factor
     names = [str(name) for name in names]
     font = font_for("".join(names), max(12, min(height // 5, 24)))
     names = [drawable(name, font) for name in names]
     texts = _in_lines(names, height // (sum(font.getmetrics()) + LINE_GAP))
-    margin = max(
-        (int(font.getlength(line)) + 4 * GAP for text in texts for line in text.splitlines()),
-        default=0,
-    )
+    lengths = [font.getlength(line) for text in texts for line in text.splitlines()]
+    margin = int(max(lengths)) + 4 * GAP if lengths else 0
     top = sum(font.getmetrics()) + GAP if above else 0
     size = (margin + columns * (width + GAP) + GAP, top + rows * (height + GAP) + GAP)
     canvas = Image.new("RGB" if channels == 3 else "L", size, "white")
     for i, image in enumerate(images):
         enlarged = to_pil_image(image).resize((width, height), Image.Resampling.BICUBIC)
-        place = (
-            margin + GAP + (i % columns) * (width + GAP),
-            top + GAP + (i // columns) * (height + GAP),
-        )
-        canvas.paste(enlarged, place)
+        left = margin + GAP + (i % columns) * (width + GAP)
+        upper = top + GAP + (i // columns) * (height + GAP)
+        canvas.paste(enlarged, (left, upper))
     draw = ImageDraw.Draw(canvas)
     for row, text in enumerate(texts):
         middle = (margin - 2 * GAP, top + GAP + row * (height + GAP) + height // 2)
@@ -162,13 +178,8 @@ def image_grid(
             middle, text, "black", font, anchor="rm", spacing=LINE_GAP, align="right"
         )
     for column, text in enumerate(above):
-        draw.text(
-            (margin + GAP + column * (width + GAP) + width // 2, GAP),
-            text,
-            "black",
-            font,
-            anchor="mt",
-        )
+        middle = (margin + GAP + column * (width + GAP) + width // 2, GAP)
+        draw.text(middle, text, "black", font, anchor="mt")
     return canvas
 
 
@@ -184,11 +195,13 @@ class Denoising:
     """Shows what a sampler holds after some steps: .png, an image a row; .gif, images side by side."""
 
     def __init__(self, path: str, steps: int):
-        self.path, self.frames, self.times = path, [], []
+        self.path = path
+        self.frames = []
+        self.times = []
         count = min(steps, MOMENTS[path[-4:]])
-        self.moments = (
-            torch.linspace(0, steps - 1, count).round().int().tolist() if count > 1 else [steps - 1]
-        )
+        self.moments = [steps - 1]
+        if count > 1:
+            self.moments = torch.linspace(0, steps - 1, count).round().int().tolist()
 
     def add(self, pipe, step: int, latents: Tensor) -> None:
         """Keep the images if `step` is one to show."""

@@ -9,24 +9,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moh_vision.engine.io import whole_file, write_whole
+from moh_vision.common.io import whole_file, write_whole
 
-IMAGES, SUMS = ".npy", ".loads.npz"  # compressed: a batch has few classes
+IMAGES = ".npy"
+SUMS = ".loads.npz"  # compressed: a batch has few classes
 
 
 class ImageParts:
-    """Batches of uint8 images in a hidden folder named after `settings`; if `counted`, with sums as of a `HeadLoad`."""
+    """Batches of uint8 images in a hidden folder.
+
+    Args:
+        parent: of the hidden folder.
+        total: images of all batches.
+        batch_size: images of a batch, but for the last.
+        settings: what the images depend on, as JSON has it; the folder is named after them.
+        counted: keep sums as of a `HeadLoad` with each batch.
+    """
 
     def __init__(
         self, parent: Path, total: int, batch_size: int, settings: dict, counted: bool = False
     ):
         text = json.dumps(dict(settings, total=total, batch_size=batch_size), sort_keys=True)
         self.folder = parent / f".samples-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        self.total, self.batch_size, self.kinds = (
-            total,
-            batch_size,
-            (IMAGES, SUMS) if counted else (IMAGES,),
-        )
+        self.total = total
+        self.batch_size = batch_size
+        self.endings = [IMAGES]
+        if counted:
+            self.endings.append(SUMS)
         self.count = -(-total // batch_size)
         try:
             write_whole(self.folder / "settings.json", text + "\n", shared=True)
@@ -35,8 +44,12 @@ class ImageParts:
 
     def missing(self, accelerator) -> list[int]:
         """Return the numbers of the batches that this process still has to make."""
-        own = range(accelerator.process_index, self.count, accelerator.num_processes)
-        return [k for k in own if not all(self._path(k, kind).exists() for kind in self.kinds)]
+        batches = range(accelerator.process_index, self.count, accelerator.num_processes)
+        return [
+            batch
+            for batch in batches
+            if not all(self._path(batch, ending).exists() for ending in self.endings)
+        ]
 
     def numbers(self, batch: int) -> range:
         """Return the numbers of the images of a batch."""
@@ -44,12 +57,11 @@ class ImageParts:
 
     def add(self, batch: int, images: Tensor, sums: Tensor | None = None) -> None:
         """Write a batch, whole or not at all: images uint8 [B, C, h, w], and their sums if counted."""
-        if SUMS in self.kinds:
+        if SUMS in self.endings:
             with whole_file(self._path(batch, SUMS), shared=True) as file:
                 np.savez_compressed(file, sums.cpu().numpy())
-        with whole_file(
-            self._path(batch, IMAGES), shared=True
-        ) as file:  # processes of a killed run may still write
+        # shared: processes of a killed run may still write.
+        with whole_file(self._path(batch, IMAGES), shared=True) as file:
             np.save(file, images.cpu().numpy())
 
     def batches(self) -> Iterator[tuple[int, Tensor]]:
@@ -59,8 +71,10 @@ class ImageParts:
 
     def images(self, numbers: list[int]) -> Tensor:
         """Return the images of these numbers, [len(numbers), C, h, w]."""
-        places = [divmod(number, self.batch_size) for number in numbers]
-        images = [np.load(self._path(k, IMAGES), mmap_mode="r")[i] for k, i in places]
+        images = []
+        for number in numbers:
+            batch, index = divmod(number, self.batch_size)
+            images.append(np.load(self._path(batch, IMAGES), mmap_mode="r")[index])
         return torch.from_numpy(np.stack(images))
 
     def sums(self) -> Tensor:
@@ -69,5 +83,5 @@ class ImageParts:
             torch.from_numpy(np.load(self._path(k, SUMS))["arr_0"]) for k in range(self.count)
         )
 
-    def _path(self, batch: int, kind: str) -> Path:
-        return self.folder / f"{batch:08d}{kind}"
+    def _path(self, batch: int, ending: str) -> Path:
+        return self.folder / f"{batch:08d}{ending}"

@@ -39,7 +39,13 @@ def open_inputs(
 ):
     """Open a split of `root`, images or latents; a `stream` brings its own images.
 
-    Stored latents only compare the VAE, if it is at hand. `img_size` None: the images' own, or 256 with a VAE.
+    Args:
+        root: as data.root.
+        vae: name or folder; "none": pixels. Stored latents only compare it, if it is at hand.
+        img_size: side of the images in pixels; None: their own, or 256 with a VAE.
+        augment: as data.augment.
+        device: of the VAE.
+        stream: a source that was opened before; None: open `split` of `root`.
     """
     cached = is_latent_cache(root)
     if (cached or vae != "none") and augment not in ("none", "flip"):
@@ -52,8 +58,10 @@ def open_inputs(
     if vae != "none":
         return EncodedInputs(source, vae, img_size or IMG_SIZE_WITH_VAE, augment, device)
     if img_size is None and source.img_size is None:
-        hint = "" if stream else first_size(source)
-        raise ValueError(f"data.img_size is needed for {root}: images are cropped to it{hint}")
+        problem = f"data.img_size is needed for {root}: images are cropped to it"
+        if not stream:
+            problem += first_size(source)
+        raise ValueError(problem)
     return PixelInputs(source, img_size or source.img_size, augment)
 
 
@@ -68,8 +76,10 @@ class PixelInputs:
     vae: nn.Module | None = None
 
     def __init__(self, source: Source, img_size: int, augment: str):
-        self.source, self.channels = source, source.channels
-        self.img_size, self.augment = img_size, augment
+        self.source = source
+        self.channels = source.channels
+        self.img_size = img_size
+        self.augment = augment
         self.colours: int | None = source.channels
         self.transform: Callable = cropped(augment, img_size, source.channels)
 
@@ -99,7 +109,7 @@ class PixelInputs:
         slices = evenly_spread(len(self.source), count)
         for batch in evaluation_loader(self.dataset(0, objective.draw, 0.0), slices, 0, bad):
             batch = self.encoded_on_cpu(batch, accelerator)
-            noisy = objective.add_noise(*(batch[name] for name in ("images", "noise", "timesteps")))
+            noisy = objective.add_noise(batch["images"], batch["noise"], batch["timesteps"])
             yield noisy, batch["timesteps"], batch["labels"]
 
     def decoder(self, device) -> Callable[[Tensor], Tensor] | None:
@@ -108,7 +118,15 @@ class PixelInputs:
 
 
 class CachedInputs(PixelInputs):
-    """Diffusion on stored latents."""
+    """Diffusion on stored latents.
+
+    Args:
+        source: the stored latents.
+        root: their folder, for messages.
+        vae: name or folder of the VAE to compare and to decode with; "none": theirs, and only to decode.
+        img_size: None, or the side of the images that were encoded.
+        augment: "none" or "flip".
+    """
 
     noised = NoisedLatents
 
@@ -116,12 +134,16 @@ class CachedInputs(PixelInputs):
         self, source: LatentCache, root: str, vae: str, img_size: int | None, augment: str
     ):
         super().__init__(source, source.img_size, augment)
-        self.colours, self.space, self.transform = None, source.space, nn.Identity()
+        self.colours = None
+        self.space = source.space
+        self.transform = nn.Identity()
         if img_size not in (None, source.size):
             raise ValueError(
                 f"data.img_size {img_size}: the latents in {root} are of images of {source.size} pixels"
             )
-        self.root, self.named, self.vae = root, vae, None
+        self.root = root
+        self.named = vae
+        self.vae = None
         if vae != "none":
             with contextlib.suppress(NotAtHand):  # only decoding asks the hub
                 self._take_vae(vae, fetch=False)
@@ -130,20 +152,28 @@ class CachedInputs(PixelInputs):
         vae = load_vae(name, fetch)
         space = LatentSpace.of(vae, name)
         if space.sha256 != self.space.sha256:
-            different = space.difference(self.space)
-            raise ValueError(
+            problem = (
                 f"vae {space}: the latents in {self.root} were made with another one, {self.space}"
-                f"{different and f': {different}'}"
             )
-        self.vae, self.space = vae, space
+            different = space.difference(self.space)
+            if different:
+                problem += f": {different}"
+            raise ValueError(problem)
+        self.vae = vae
+        self.space = space
 
     def describe_vae(self) -> str:
-        size = "" if self.vae is None else f"{count_parameters(self.vae):,} parameters, "
+        """Return a line about the VAE for `--dry-run`."""
+        size = ""
+        if self.vae is not None:
+            size = f"{count_parameters(self.vae):,} parameters, "
         return f"VAE:          {self.space}: {size}frozen, no part of the model; latents are stored: it does not count"
 
     def decoder(self, device) -> Callable[[Tensor], Tensor]:
-        names = [(self.space.name, False), (self.named, True)]  # local files before the hub
-        for name, fetch in names[: 1 if self.named == "none" else 2]:
+        names = [(self.space.name, False)]  # local files before the hub
+        if self.named != "none":
+            names.append((self.named, True))
+        for name, fetch in names:
             if self.vae is None:
                 try:
                     self._take_vae(name, fetch)
@@ -158,23 +188,32 @@ class CachedInputs(PixelInputs):
 
 
 class EncodedInputs(PixelInputs):
-    """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model."""
+    """Diffusion on latents that a VAE encodes in every step; the VAE is no part of the model.
+
+    Args:
+        source: of images.
+        vae: name or folder.
+        img_size: side of the images in pixels.
+        augment: "none" or "flip".
+        device: of the VAE.
+    """
 
     noised = ImagesToEncode
 
     def __init__(self, source: Source, vae: str, img_size: int, augment: str, device):
         self.vae = load_vae(vae).to(device)
-        self.space, self.pixels = LatentSpace.of(self.vae, vae), img_size
+        self.space = LatentSpace.of(self.vae, vae)
+        self.pixels = img_size
         super().__init__(source, self.space.side(img_size, "data.img_size"), augment)
-        self.channels, self.colours = self.space.latent_channels, image_channels(self.vae)
+        self.channels = self.space.latent_channels
+        self.colours = image_channels(self.vae)
         self.transform = cropped("none", img_size, self.colours)
 
     def describe_vae(self) -> str:
         """Return lines about the VAE for `--dry-run`."""
         costs = ""
-        if (
-            self.space.img_size is None
-        ):  # transformers' encoders, in an AutoencoderRAE, take more than images
+        # An AutoencoderRAE, which has an img_size, has an encoder of transformers, which takes more than images.
+        if self.space.img_size is None:
             images = torch.zeros(1, self.colours, self.pixels, self.pixels)
             costs = f": {count_macs(self.vae.encoder, images).dense:,} MACs an image"
         return (

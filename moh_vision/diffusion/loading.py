@@ -10,15 +10,15 @@ import torch
 from diffusers.utils import logging
 from torch import Tensor, nn
 
+from moh_vision.common.cli import refuse_missing
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import run_of
 from moh_vision.data.imagenet import unnamed_classes
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.latents.vae import LatentSpace, fit_vae, load_vae, vae_fingerprint
 from moh_vision.diffusion.objectives import make_objective
 from moh_vision.diffusion.sampling import Guidance, sampler_for, weak_predict
-from moh_vision.engine.cli import refuse_missing
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import run_of
 from moh_vision.engine.ranks import say
 from moh_vision.models.class_names import saved_with
 from moh_vision.models.head_budgets import set_head_budget
@@ -56,11 +56,8 @@ def find_checkpoint(config: SampleConfig) -> None:
 def open_pipeline(config: SampleConfig) -> tuple[MoHDiTPipeline, dict]:
     """Open the pipeline of --checkpoint; also return the metadata of `open_model`."""
     path = Path(config.checkpoint)
-    there = {
-        name
-        for name in ("model_index.json", "config.json", "config.yaml")
-        if (path / name).is_file()
-    }
+    names = ("model_index.json", "config.json", "config.yaml")
+    there = {name for name in names if (path / name).is_file()}
     if not config.model and "model_index.json" in there and config.weights != "ema":
         raise ValueError(
             f"--weights {config.weights} has no effect: {path} is a saved pipeline, which holds one kind"
@@ -81,9 +78,8 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
     if config.head_budget is not None:
         set_head_budget(model, config.head_budget)
     config.sampler = sampler_for(metadata["objective"], config, "--sampler")
-    config.guide_channels = Guidance(channels=config.guide_channels).guided(
-        model.config.in_channels
-    )
+    guidance = Guidance(channels=config.guide_channels)
+    config.guide_channels = guidance.guided(model.config.in_channels)
     # A prediction is clipped to the range of pixels; latents have none.
     scheduler = make_scheduler(
         config.sampler, config.steps, model.config.learn_sigma, vae is None, metadata["shift"]
@@ -108,7 +104,9 @@ def open_vae(config: SampleConfig, channels: int, trained):
         if config.model and not config.vae and channels not in (1, 3):
             needed = f"{config.model} works on latents of {channels} channels"
             raise ValueError(f"--vae is needed, such as stabilityai/sd-vae-ft-ema: {needed}")
-        return load_vae(config.vae) if config.vae else None
+        if not config.vae:
+            return None
+        return load_vae(config.vae)
     of_pipeline = isinstance(trained, nn.Module)
     if of_pipeline and not config.vae:
         return trained
@@ -137,55 +135,75 @@ def open_model(path: str, name: str | None = None, weights: str = "ema") -> tupl
         metadata.update(more, architecture=name)
         file = weights_file(path, weights)
     elif (Path(path) / "model_index.json").is_file():
-        logging.disable_progress_bar()  # three parts are there at once
-        try:
-            pipe = MoHDiTPipeline.from_pretrained(path)
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"{path}: not a pipeline that can be read ({reason_of(error)})"
-            ) from None
-        model, file, scheduled = pipe.transformer.eval(), weights_file(path), pipe.scheduler.config
-        names = pipe.config.id2label or {}
-        classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
-        metadata.update(
-            architecture=Path(path).name,
-            classes=classes,
-            vae=pipe.vae,
-            objective=pipe.config.objective,
-        )
-        metadata["label_drop"] = pipe.config.label_drop
-        metadata["shift"] = scheduled.get(
-            "shift", scheduled.get("flow_shift", 1.0)
-        )  # UniPC's and DPM-Solver's name
+        model, more = _saved_pipeline(path)
+        metadata.update(more)
+        file = weights_file(path)
     else:
-        model, own = from_run(path, "diffusion", weights)
-        file, objective = Path(own["weights"]), make_objective(own["config"])
-        metadata.update(
-            own, objective=objective.name, shift=getattr(objective, "shift", 1.0), run=run_of(file)
-        )
-        metadata["label_drop"] = own["config"].get("label_drop")
+        model, more = from_run(path, "diffusion", weights)
+        file = Path(more["weights"])
+        objective = make_objective(more["config"])
+        metadata.update(more, objective=objective.name, shift=getattr(objective, "shift", 1.0))
+        metadata["run"] = run_of(file)
+        metadata["label_drop"] = more["config"].get("label_drop")
     return model, dict(metadata, file=file, weights=weights_said(file, weights))
+
+
+def _saved_pipeline(path: str) -> tuple[nn.Module, dict]:
+    """Open the transformer of a saved pipeline in eval mode; also return its metadata."""
+    logging.disable_progress_bar()  # three parts are there at once
+    try:
+        pipe = MoHDiTPipeline.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path}: not a pipeline that can be read ({reason_of(error)})") from None
+    model = pipe.transformer.eval()
+    names = pipe.config.id2label or {}
+    classes = [str(names.get(str(i), i)) for i in range(model.config.num_classes)]
+    scheduled = pipe.scheduler.config
+    # UniPC and DPM-Solver call it flow_shift.
+    shift = scheduled.get("shift", scheduled.get("flow_shift", 1.0))
+    return model, dict(
+        architecture=Path(path).name,
+        classes=classes,
+        vae=pipe.vae,
+        objective=pipe.config.objective,
+        label_drop=pipe.config.label_drop,
+        shift=shift,
+    )
 
 
 def open_guide(
     key: str, guide: str | None, model: nn.Module, objective: str, vae
 ) -> nn.Module | str | None:
-    """Open the weak model that `key` names, as `weak_predict` takes it; refuse one unlike `model` and its metadata."""
-    opened, others = guide, []
+    """Open the weak model that guides a sampler, as `weak_predict` takes it; refuse one unlike the model.
+
+    Args:
+        key: that names the weak model, for messages.
+        guide: a path; "heads:SHARE" and None are returned as they are.
+        model: the model that is guided.
+        objective: its objective.
+        vae: its VAE, as the metadata of `open_model` have it.
+    """
+    opened = guide
+    must_agree = []
     if guide and not guide.startswith("heads:"):
         refuse_missing(key, guide)
-        opened, own = open_model(guide)
+        opened, metadata = open_model(guide)
         opened.to(next(model.parameters()).device)
-        others = [
-            ("objective", own["objective"], objective),
-            ("VAE", _sha256(own["vae"]), _sha256(vae)),
+        must_agree = [
+            ("objective", metadata["objective"], objective),
+            ("VAE", _sha256(metadata["vae"]), _sha256(vae)),
         ]
-    weak_predict(model, opened, f"{key} {guide}", others)
+    weak_predict(model, opened, f"{key} {guide}", must_agree)
     return opened
 
 
 def _sha256(vae) -> str | None:
-    return vae_fingerprint(vae) if isinstance(vae, nn.Module) else vae and vae["sha256"]
+    """Return the hash of a VAE: a module, the dict of a `LatentSpace`, or None."""
+    if vae is None:
+        return None
+    if isinstance(vae, nn.Module):
+        return vae_fingerprint(vae)
+    return vae["sha256"]
 
 
 def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict]:
@@ -213,10 +231,11 @@ def published_model(path: str, name: str, weights: str) -> tuple[nn.Module, dict
         check_name(name, "diffusion", "--model")
         model = load_tensors(create(name, "diffusion", **sizes).eval(), state, file)
     except ValueError as error:
-        fits = "".join(
-            f"; --model {other} fits" for other in _fitting(name, file, state, sizes)[:1]
-        )
-        raise ValueError(f"{error}{fits}") from None
+        problem = str(error)
+        fitting = _fitting(name, file, state, sizes)
+        if fitting:
+            problem += f"; --model {fitting[0]} fits"
+        raise ValueError(problem) from None
     return model, metadata
 
 
@@ -263,13 +282,15 @@ def _with_no_class(file: Path, state: dict[str, Tensor]) -> tuple[dict[str, Tens
 
 def _fitting(name: str, file: Path, state: dict[str, Tensor], sizes: dict) -> list[str]:
     """Return the other models of the same size that take the weights."""
-    size, fitting = name.rpartition("_")[0], []
-    for other in [
-        n for module in FAMILIES["diffusion"] for n in timm.list_models(f"{size}_*", module=module)
-    ]:
-        with contextlib.suppress(ValueError):
-            if other != name and load_tensors(create(other, "diffusion", **sizes), state, file):
-                fitting.append(other)
+    size = name.rpartition("_")[0]
+    fitting = []
+    for module in FAMILIES["diffusion"]:
+        for candidate in timm.list_models(f"{size}_*", module=module):
+            if candidate == name:
+                continue
+            with contextlib.suppress(ValueError):
+                load_tensors(create(candidate, "diffusion", **sizes), state, file)
+                fitting.append(candidate)
     return fitting
 
 
@@ -278,14 +299,10 @@ def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
     sizes = {}
 
     def shape(ndim: int, *names: str) -> tuple | None:
-        return next(
-            (
-                tuple(t.shape)
-                for name, t in state.items()
-                if name.endswith(names) and t.ndim == ndim
-            ),
-            None,
-        )
+        for name, tensor in state.items():
+            if name.endswith(names) and tensor.ndim == ndim:
+                return tuple(tensor.shape)
+        return None
 
     kernel = shape(4, "x_embedder.proj.weight", "pos_embed.proj.weight")  # [C, in, p, p]
     last = shape(2, "final_layer.linear.weight", "proj_out_2.weight")  # [p * p * out, C]
@@ -296,10 +313,11 @@ def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
         sizes["learn_sigma"] = last[0] == 2 * math.prod(kernel[1:])
     if kernel and positions:
         sizes["img_size"] = math.isqrt(positions[1]) * kernel[-1]
+    read_from = dict.fromkeys(LARGEST, file)
     # diffusers' DiT saves no table of positions, but a config.json.
-    config, beside = file, file.with_name("config.json")
-    if "transformer_blocks.0.attn1.to_q.weight" in state and beside.is_file():
-        config = beside
+    config = file.with_name("config.json")
+    if "transformer_blocks.0.attn1.to_q.weight" in state and config.is_file():
+        read_from["img_size"] = config
         try:
             sizes["img_size"] = json.loads(config.read_text())["sample_size"]
         except (ValueError, KeyError, TypeError) as error:
@@ -307,7 +325,5 @@ def _sizes(file: Path, state: dict[str, Tensor]) -> dict:
     for key, largest in LARGEST.items():
         size = sizes.get(key, 1)
         if not isinstance(size, int) or not 1 <= size <= largest:
-            raise ValueError(
-                f"{config if key == 'img_size' else file}: {key} {size!r} is out of range: 1 to {largest}"
-            )
+            raise ValueError(f"{read_from[key]}: {key} {size!r} is out of range: 1 to {largest}")
     return sizes

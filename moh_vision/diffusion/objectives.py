@@ -18,12 +18,14 @@ from moh_vision.models.velocity import PREDICTS, to_velocity
 NUM_TIMESTEPS = 1000
 TIMESTEPS = ("uniform", "logit-normal")
 FLOW_KEYS = ("predict", "timesteps", "location", "spread", "shift")
-BETA_START, BETA_END = 1e-4, 0.02  # linear in t
+BETA_START = 1e-4  # betas are linear in t
+BETA_END = 0.02
 
 
 def make_objective(config: dict) -> nn.Module:
     """Return the objective of a configuration or of a run's metadata; by default, the noise."""
-    name, flow = config.get("objective", HybridLoss.name), config.get("flow")
+    name = config.get("objective", HybridLoss.name)
+    flow = config.get("flow")
     if name == FlowMatchingLoss.name and isinstance(flow, dict):
         return FlowMatchingLoss(**{key: flow[key] for key in FLOW_KEYS if key in flow})
     if name != HybridLoss.name:
@@ -41,12 +43,17 @@ def draw_step(rng: np.random.Generator) -> int:
 def draw_time(
     rng: np.random.Generator, sampling: str, shift: float, location: float, spread: float
 ) -> np.float32:
-    """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`."""
-    t = (
-        rng.random()
-        if sampling == "uniform"
-        else 1 / (1 + math.exp(-location - spread * rng.standard_normal()))
-    )
+    """Draw a real timestep, 0 .. 1000: 1000 times the t of `FlowMatchingLoss`.
+
+    Args:
+        rng: of the position of the sample.
+        sampling: `timesteps` of `FlowMatchingLoss`.
+        shift, location, spread: see there.
+    """
+    if sampling == "uniform":
+        t = rng.random()
+    else:
+        t = 1 / (1 + math.exp(-location - spread * rng.standard_normal()))
     return np.float32(NUM_TIMESTEPS * (shift * t / (1 + (shift - 1) * t)))  # Esser 2024, eq. 23
 
 
@@ -60,6 +67,7 @@ class FlowMatchingLoss(nn.Module):
         predict: what the network predicts, of `PREDICTS`; the model turns it into a velocity, and the target is the
             true one through the same `to_velocity`, as in JiT (Li and He 2025).
         timesteps: how t is drawn: "uniform", or "logit-normal", a sigmoid of N(location, spread^2) (Esser 2024, 3.1).
+        location, spread: mean and standard deviation of that normal.
         shift: above 1, moves the drawn t towards the noise, t = 1 (Esser 2024, eq. 23, shift = sqrt(m / n)).
     """
 
@@ -87,7 +95,8 @@ class FlowMatchingLoss(nn.Module):
         ):
             if not (isinstance(number, (int, float)) and above < number < math.inf):
                 raise ValueError(f"flow.{key} {number!r} is out of range: above {above}")
-        self.predict, self.shift = predict, shift
+        self.predict = predict
+        self.shift = shift
         self.draw = partial(
             draw_time, sampling=timesteps, shift=shift, location=location, spread=spread
         )
@@ -100,11 +109,16 @@ class FlowMatchingLoss(nn.Module):
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return the loss of a predicted velocity [B, C, h, w]: loss and mse, equal [B] tensors."""
+        """Return the loss of a predicted velocity: loss and mse, equal [B] tensors.
+
+        Args:
+            output: velocity [B, C, h, w].
+            x0, xt, noise: the image, the noisy image and the noise, [B, C, h, w].
+            t: [B], 0 .. 1000.
+        """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
-        target = to_velocity(
-            self.predict, dict(velocity=noise - x0, x=x0, noise=noise)[self.predict], xt, t
-        )
+        exact_prediction = dict(velocity=noise - x0, x=x0, noise=noise)[self.predict]
+        target = to_velocity(self.predict, exact_prediction, xt, t)
         mse = (output - target).square().flatten(1).mean(1)  # [B]
         return dict(loss=mse, mse=mse)
 
@@ -124,9 +138,8 @@ class HybridLoss(nn.Module):
 
     def __init__(self, min_snr_gamma: float | None = None):
         super().__init__()
-        if min_snr_gamma is not None and not (
-            isinstance(min_snr_gamma, (int, float)) and min_snr_gamma > 0
-        ):
+        gamma = math.inf if min_snr_gamma is None else min_snr_gamma
+        if not (isinstance(gamma, (int, float)) and gamma > 0):
             raise ValueError(f"min_snr_gamma {min_snr_gamma!r} is out of range: above 0")
         beta = torch.linspace(BETA_START, BETA_END, NUM_TIMESTEPS, dtype=torch.float64)
         alpha_bar = (1 - beta).cumprod(0)
@@ -141,7 +154,6 @@ class HybridLoss(nn.Module):
             mean_x0=beta * previous.sqrt() / (1 - alpha_bar),  # Ho 2020 eq. 7
             mean_xt=(1 - previous) * (1 - beta).sqrt() / (1 - alpha_bar),
         )
-        gamma = math.inf if min_snr_gamma is None else min_snr_gamma
         tables["weight"] = (gamma * (1 - alpha_bar) / alpha_bar).clamp(max=1)
         for name, table in tables.items():
             self.register_buffer(name, table.float(), persistent=False)
@@ -157,7 +169,13 @@ class HybridLoss(nn.Module):
     def forward(
         self, output: Tensor, x0: Tensor, xt: Tensor, noise: Tensor, t: Tensor
     ) -> dict[str, Tensor]:
-        """Return loss, mse (not weighted), and vb if the output [B, C or 2C, h, w] has the variance; all [B]."""
+        """Return loss, mse (not weighted), and vb if the output has the variance; all [B].
+
+        Args:
+            output: noise [B, C, h, w], or with the interpolation of the variance [B, 2C, h, w].
+            x0, xt, noise: the image, the noisy image and the noise, [B, C, h, w].
+            t: integers [B], 0 .. 999.
+        """
         output = output.to(torch.promote_types(output.dtype, torch.float32))
         eps = output[:, : x0.shape[1]]  # [B, C, h, w]
         mse = (eps - noise).square().flatten(1).mean(1)  # [B]
@@ -173,6 +191,11 @@ class HybridLoss(nn.Module):
         """Return L_t in bits per dimension, [B]: a KL divergence, for t = 0 a discretised likelihood.
 
         The variance is exp(v log beta + (1 - v) log beta-tilde) with v = (interpolation + 1) / 2.
+
+        Args:
+            eps: predicted noise [B, C, h, w].
+            interpolation: [B, C, h, w].
+            x0, xt, t: as in `forward`.
         """
         v = (interpolation + 1) / 2
         log_var = v * _at(self.log_beta, t, xt) + (1 - v) * _at(self.log_posterior, t, xt)

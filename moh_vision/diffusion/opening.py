@@ -24,6 +24,7 @@ from moh_vision.engine.command_line import SavedConfig, parse_config
 from moh_vision.engine.opened import Opened, refuse_options
 from moh_vision.engine.ranks import say
 
+# Outputs of sample.py.
 KEPT = (
     "out",
     "grid",
@@ -32,13 +33,14 @@ KEPT = (
     "save_pipeline",
     "score_file",
     "overwrite",
-)  # outputs of sample.py
+)
 
 
 class OpenedDiffusion(Opened):
     """A diffusion model without a VAE. `config`: an `OpenedDitConfig`, or for scores a `SampleConfig`."""
 
-    kind, loss_name = "diffusion", "diffusion loss at fixed timesteps and noise"
+    kind = "diffusion"
+    loss_name = "diffusion loss at fixed timesteps and noise"
     scored_on = (
         "{c.num_images} samples, {c.sampler} {c.steps} steps, {c.guidance}; reference {c.score}"
     )
@@ -54,33 +56,38 @@ class OpenedDiffusion(Opened):
         """Open the images or latents of a split; image i has the timestep and noise of (0, i)."""
         if split in self.splits:
             return self.splits[split]
-        config, d, path = self.config, self.config.data, self.config.checkpoint
-        inputs = open_inputs(
-            d.root, config.vae, d.img_size, "none", self.accelerator.device, split=split
-        )
+        data = self.config.data
+        path = self.config.checkpoint
+        device = self.accelerator.device
+        inputs = open_inputs(data.root, self.config.vae, data.img_size, "none", device, split=split)
         sizes = [self.metadata["arguments"][key] for key in ("img_size", "in_chans", "num_classes")]
         given = [inputs.img_size, inputs.channels, len(inputs.source.classes)]
         if sizes != given:
             takes = f"the model of {path} takes {sizes}"
-            raise ValueError(f"data.root {d.root} has side, channels and classes {given}, {takes}")
+            raise ValueError(
+                f"data.root {data.root} has side, channels and classes {given}, {takes}"
+            )
         for remark in inputs.source.remarks:
             say(remark)
-        named = f"data.root {d.root}"
+        named = f"data.root {data.root}"
         match_classes(self.metadata["classes"], f"--checkpoint {path}", inputs.source, named)
-        trained, made = self.metadata["vae"] and LatentSpace(**self.metadata["vae"]), inputs.space
-        if (trained and trained.sha256) != (made and made.sha256):
+        trained = None
+        if self.metadata["vae"]:
+            trained = LatentSpace(**self.metadata["vae"])
+        if (trained and trained.sha256) != (inputs.space and inputs.space.sha256):
             raise ValueError(
-                f"data.root {d.root}: latents of the VAE {made}, {path} was trained on those of {trained}"
+                f"data.root {data.root}: latents of the VAE {inputs.space}, {path} was trained on those of {trained}"
             )
         self.splits[split] = inputs
         return inputs
 
     def data(self, split: str) -> Any:
-        draw = self.objective.draw  # of a run, or there are no data
+        draw = self.objective.draw  # before the data: it refuses weights that are of no run
         return self.opened_inputs(split).dataset(0, draw, 0.0)
 
     def halves(self, count: int) -> tuple[list[dict], list[dict]]:
-        images, inputs = self.data("train"), self.opened_inputs("train")
+        images = self.data("train")
+        inputs = self.opened_inputs("train")
         unreadable = BadSamples(len(inputs.source), self.config.data.max_bad_fraction)
         halves = calibration_halves(images, count, self.config.data.workers, unreadable)
         return tuple(
@@ -100,20 +107,22 @@ class OpenedDiffusion(Opened):
     @cached_property
     def drawing(self) -> Drawing:
         """Samples and scores, as options of sample.py say, else the run's section score."""
-        config, by = self.config, {}
+        config = self.config
+        reads = {}
         if isinstance(config, OpenedDitConfig):
             section = ScoreConfig(**self.metadata["config"]["score"])
             config = section.sampled(config.checkpoint, config.data.root, self.objective.name)
-            by = section.reads
+            reads = section.reads
         pipe = self.splits.get("pipeline") or make_pipeline(config, self.model, self.metadata)
         pipe.register_modules(transformer=self.model)
         drawing = Drawing(config, pipe, self.metadata, self.accelerator)
-        drawing.open_scorer(**by)
+        drawing.open_scorer(**reads)
         return drawing
 
     def scores(self) -> dict[str, Any]:
         """Score samples of the same noise, whatever heads run."""
-        drawing, config = self.drawing, self.drawing.config
+        drawing = self.drawing
+        config = drawing.config
         with tempfile.TemporaryDirectory() as folder:
             parts = ImageParts(Path(folder), config.num_images, config.batch_size, {})
             drawing.draw(parts)
@@ -128,9 +137,10 @@ class OpenedDiffusion(Opened):
         return self.drawing.one_pass(count), count
 
     def example(self) -> tuple[list[Tensor], dict]:
-        m = self.model.config
+        config = self.model.config
+        images = torch.zeros(1, config.in_channels, config.sample_size, config.sample_size)
         zeros = torch.zeros(1, dtype=torch.long)  # timestep and class
-        return [torch.zeros(1, m.in_channels, m.sample_size, m.sample_size), zeros, zeros], {}
+        return [images, zeros, zeros], {}
 
 
 def open_run(
@@ -144,7 +154,18 @@ def open_run(
     command: str,
     saved: SavedConfig | None,
 ) -> OpenedDiffusion:
-    """See `moh_vision.open_run`. Options: of `OpenedDitConfig`, or with `scores` of sample.py."""
+    """Open a diffusion run, see `moh_vision.open_run`.
+
+    Args:
+        path: a run, a checkpoint, a saved pipeline, or a file of weights.
+        weights: "ema" or "model"; None: "ema".
+        device: of the model; None: the CPU.
+        options: of `OpenedDitConfig`, or with `scores` of sample.py.
+        name: of the model, for published weights.
+        scores: open for `OpenedDiffusion.scores` with options of sample.py.
+        command: what messages call the program.
+        saved: the config.yaml of the run, if it was read before.
+    """
     if scores:
         for option, value in (("name", name), ("weights", weights)):
             if value:
@@ -169,11 +190,10 @@ def parse_scored(
     path: str, options: Sequence[str], command: str, saved: SavedConfig | None
 ) -> SampleConfig:
     """Read options of sample.py, for scores of samples that are not kept."""
-    given = {
-        option.partition("=")[0].replace("-", "_").removeprefix("__")
-        for option in options
-        if option[:2] == "--"
-    }
+    given = set()
+    for option in options:
+        if option.startswith("--"):
+            given.add(option.partition("=")[0].removeprefix("--").replace("-", "_"))
     for name in KEPT:
         if name in given:
             raise ValueError(f"{name} has no effect: the samples are scored and not kept")

@@ -13,11 +13,11 @@ from diffusers import DiffusionPipeline, ImagePipelineOutput, ModelMixin, Schedu
 from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
+from moh_vision.common.io import write_whole
 from moh_vision.diffusion import flow_sde, sampling  # noqa: F401  diffusers opens schedulers of imported modules only
 from moh_vision.diffusion.config import class_numbers
 from moh_vision.diffusion.latents.vae import LatentSpace, decode
 from moh_vision.diffusion.sampling import Guidance
-from moh_vision.engine.io import write_whole
 from moh_vision.models.dit_transformer import MoHDiTTransformer2DModel, from_diffusers
 
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -55,32 +55,30 @@ class MoHDiTPipeline(DiffusionPipeline):
         downsampling: int | None = None,
     ):
         super().__init__()
-        if (
-            type(transformer).__name__ == "DiTTransformer2DModel"
-        ):  # importing the class takes a second
+        # By its name: importing the class takes a second.
+        if type(transformer).__name__ == "DiTTransformer2DModel":
             transformer = from_diffusers(transformer)
-        kind = type(transformer).__name__
         if not isinstance(transformer, MoHDiTTransformer2DModel):
             raise ValueError(
-                f"the transformer is a {kind}, expected a DiT of moh_vision or diffusers"
+                f"the transformer is a {type(transformer).__name__}, expected a DiT of moh_vision or diffusers"
             )
         self.register_modules(transformer=transformer, scheduler=scheduler, vae=vae)
-        # JSON has only strings for keys.
-        names = None if id2label is None else {str(k): name for k, name in id2label.items()}
-        self.register_to_config(id2label=names, label_drop=label_drop, downsampling=downsampling)
+        if id2label is not None:  # JSON has only strings for keys
+            id2label = {str(number): name for number, name in id2label.items()}
+        self.register_to_config(id2label=id2label, label_drop=label_drop, downsampling=downsampling)
         self.register_to_config(objective=objective or sampling.objective_of(scheduler))
         self._check_parts()
         self.image_processor = VaeImageProcessor()
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, **kwargs: Any) -> Self:
-        """As diffusers' own, from safetensors only."""
+        """Open a pipeline as diffusers does, from safetensors only."""
         return super().from_pretrained(
             pretrained_model_name_or_path, **{"use_safetensors": True, **kwargs}
         )
 
     def save_pretrained(self, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
-        """As in diffusers, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
+        """Save as diffusers does, with the pipeline.py that `DiffusionPipeline.from_pretrained` needs."""
         code = "from moh_vision.diffusion import MoHDiTPipeline  # noqa: F401\n"
         write_whole(Path(save_directory, "pipeline.py"), code)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -101,7 +99,7 @@ class MoHDiTPipeline(DiffusionPipeline):
         return class_numbers("class_labels", asked, names, self.transformer.config.num_classes)
 
     @torch.no_grad()
-    def __call__(
+    def __call__(  # noqa: PLR0913
         self,
         class_labels: int | str | Sequence[int | str] | Tensor,
         guidance_scale: float = 4.0,
@@ -143,9 +141,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             guidance_scale, guide_channels, tuple(guidance_interval or (0.0, 1.0)), guide_scale
         )
         if (guide is None) != (guide_scale == 1):
-            problem = f"guide_scale {guide_scale:g} {'without' if guide is None else 'with'} guide"
+            given = "without guide" if guide is None else "with guide"
             raise ValueError(
-                f"{problem}: expected a weak model and a scale other than 1, or neither"
+                f"guide_scale {guide_scale:g} {given}: expected a weak model and a scale other than 1, or neither"
             )
         weak = sampling.weak_predict(self.transformer, guide)
         labels = self._checked_labels(class_labels, guidance).to(self._execution_device)
@@ -168,7 +166,9 @@ class MoHDiTPipeline(DiffusionPipeline):
             sampling.refuse_not_finite(x, "after decoding")
             x = self.image_processor.postprocess(x, output_type)
         self.maybe_free_model_hooks()
-        return ImagePipelineOutput(images=x) if return_dict else (x,)
+        if not return_dict:
+            return (x,)
+        return ImagePipelineOutput(images=x)
 
     def _first_noise(self, latents: Tensor | None, generators: list[torch.Generator]) -> Tensor:
         config = self.transformer.config
@@ -200,20 +200,30 @@ class MoHDiTPipeline(DiffusionPipeline):
     def _after_step(
         self, bar, callback: Callable | None, names: Sequence[str], step: int, t: Tensor, x: Tensor
     ):
-        """Count a step; return what the callback puts in the place of x, or None."""
+        """Count a step; return what the callback gives instead of x, or None.
+
+        Args:
+            bar: of tqdm.
+            callback, names: `callback_on_step_end` and its inputs.
+            step, t, x: as `sampling.denoise` tells them after a step.
+        """
         bar.update()
-        return callback and (callback(self, step, t, {name: x for name in names}) or {}).get(
-            "latents"
-        )
+        if callback is None:
+            return None
+        changed = callback(self, step, t, {name: x for name in names}) or {}
+        return changed.get("latents")
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         """Decode latents [B, C, h, w] to images [B, 3, H, W], float32, about -1 .. 1; pixels stay."""
-        return latents if self.vae is None else decode(self.vae, latents)
+        if self.vae is None:
+            return latents
+        return decode(self.vae, latents)
 
     def _check_parts(self) -> None:
         """Refuse a scheduler or a VAE, which users may replace, that does not fit the model."""
-        needed, given = self.config.objective, sampling.objective_of(self.scheduler)
+        needed = self.config.objective
+        given = sampling.objective_of(self.scheduler)
         if given != needed:
             name = f"scheduler {type(self.scheduler).__name__}"
             trained = f"the transformer was trained with objective {needed}"
@@ -227,16 +237,17 @@ class MoHDiTPipeline(DiffusionPipeline):
             space = LatentSpace.of(self.vae)
         except ValueError as error:
             raise ValueError(f"the VAE: {error}") from None
-        has, channels = space.latent_channels, self.transformer.config.in_channels
-        if has != channels:
+        channels = self.transformer.config.in_channels
+        if space.latent_channels != channels:
             raise ValueError(
-                f"the VAE has latents of {has} channels, the transformer works on {channels}"
+                f"the VAE has latents of {space.latent_channels} channels, the transformer works on {channels}"
             )
-        has, side = space.downsampling, self.config.downsampling
-        if has != (side or has):
-            trained = f"the transformer was trained with {side}"
-            raise ValueError(f"the VAE has {has} pixels to the side of a latent, {trained}")
-        self.register_to_config(downsampling=has)
+        trained = self.config.downsampling
+        if trained and trained != space.downsampling:
+            raise ValueError(
+                f"the VAE has {space.downsampling} pixels to the side of a latent, the transformer was trained with {trained}"
+            )
+        self.register_to_config(downsampling=space.downsampling)
 
     def _check_outputs(self, output_type: str, callback_inputs: Sequence[str]) -> None:
         if output_type not in OUTPUT_TYPES:
@@ -253,19 +264,17 @@ class MoHDiTPipeline(DiffusionPipeline):
 
     def _checked_labels(self, class_labels: Any, guidance: Guidance) -> Tensor:
         null = self.transformer.config.num_classes
-        several = [class_labels] if isinstance(class_labels, str) else class_labels
-        if isinstance(several, (list, tuple)):
-            several = [
+        numbers = class_labels
+        if isinstance(class_labels, str):
+            numbers = self.get_label_ids(class_labels)
+        elif isinstance(class_labels, (list, tuple)):
+            numbers = [
                 self.get_label_ids(label)[0] if isinstance(label, str) else label
-                for label in several
+                for label in class_labels
             ]
-        labels = torch.as_tensor(several).reshape(-1)
-        if (
-            labels.numel() == 0
-            or labels.is_floating_point()
-            or labels.is_complex()
-            or labels.dtype == torch.bool
-        ):
+        labels = torch.as_tensor(numbers).reshape(-1)
+        whole = not (labels.is_floating_point() or labels.is_complex())
+        if labels.numel() == 0 or not whole or labels.dtype == torch.bool:
             expected = "whole numbers or names of classes, one per image"
             raise ValueError(f"class_labels {class_labels!r}: expected {expected}")
         scale = f"guidance_scale {guidance.scale:g}"
@@ -288,7 +297,9 @@ def _one_per_image(generator: Any, images: int) -> list[torch.Generator]:
                 f"generator lists {len(generator)} generators for {images} images: one per image, or one"
             )
         return list(generator)
-    device = "cpu" if generator is None else generator.device
+    device = "cpu"
+    if generator is not None:
+        device = generator.device
     # One draw at a time: that of image i then does not depend on how many follow.
     seeds = [
         torch.randint(2**63 - 1, (), generator=generator, device=device).item()

@@ -46,6 +46,7 @@ class Guidance:
             eps(class). None: 3 of 4, as the official DiT's published scores; all of any other number.
         interval: (low, high), fractions of the training timesteps t / 1000, from 0 (clean) to 1 (noise). Outside
             the scales are 1; Kynkaanniemi et al. 2024, there in noise levels.
+        weak_scale: 1: no weak model.
     """
 
     scale: float = 1.0
@@ -57,12 +58,11 @@ class Guidance:
         for name, scale in (("guidance", self.scale), ("guide", self.weak_scale)):
             if not scale >= 0:
                 raise ValueError(f"{name} scale {scale} is out of range: 0 or more")
-        if self.channels not in (None, "all") and not (
-            isinstance(self.channels, int) and self.channels >= 1
-        ):
-            raise ValueError(
-                f'guidance channels {self.channels!r} is out of range: at least 1, or "all"'
-            )
+        if self.channels not in (None, "all"):
+            if not isinstance(self.channels, int) or self.channels < 1:
+                raise ValueError(
+                    f'guidance channels {self.channels!r} is out of range: at least 1, or "all"'
+                )
         if len(self.interval) != 2 or not 0 <= self.interval[0] <= self.interval[1] <= 1:
             raise ValueError(
                 f"guidance interval {self.interval} is out of range: 0 <= low <= high <= 1"
@@ -80,16 +80,17 @@ class Guidance:
 
         def guided(x: Tensor, t: Tensor) -> Tensor:
             applies = (self.scale, self.weak_scale) != (1, 1)
-            applies = applies and self.interval[0] <= t.item() / NUM_TIMESTEPS <= self.interval[1]
-            of_label, of_weak = applies and self.scale != 1, applies and self.weak_scale != 1
-            t = t.to(x.device).reshape(1)  # of all images
-            if of_label:
-                out = predict(torch.cat([x, x]), t, both).float()
+            if applies:
+                low, high = self.interval
+                applies = low <= t.item() / NUM_TIMESTEPS <= high
+            t = t.to(x.device).reshape(1)  # the same for all images
+            if applies and self.scale != 1:
+                cond, uncond = predict(torch.cat([x, x]), t, both).float().chunk(2)
+                out = self.combine(cond, uncond, x.shape[1])
             else:
-                out = predict(x, t, labels).float()
-            cond = out[: len(x)]
-            out = self.combine(*out.chunk(2), x.shape[1]) if of_label else out
-            if of_weak:
+                cond = predict(x, t, labels).float()
+                out = cond
+            if applies and self.weak_scale != 1:
                 n = self.guided(x.shape[1])
                 away = cond[:, :n] - weak(x, t, labels).float()[:, :n]
                 out = torch.cat([out[:, :n] + (self.weak_scale - 1) * away, out[:, n:]], dim=1)
@@ -99,9 +100,11 @@ class Guidance:
 
     def guided(self, channels: int) -> int:
         """Return how many of the channels are guided."""
-        if self.channels is None:
-            return 3 if channels == 4 else channels
-        return channels if self.channels == "all" else min(channels, self.channels)
+        if self.channels is None and channels == 4:
+            return 3
+        if self.channels in (None, "all"):
+            return channels
+        return min(channels, self.channels)
 
     def combine(self, cond: Tensor, uncond: Tensor, noise_channels: int) -> Tensor:
         """Guide predictions [B, C or 2C, h, w]; the first noise_channels predict the noise."""
@@ -114,35 +117,27 @@ def weak_predict(
     model: nn.Module,
     guide: str | nn.Module | None,
     name: str = "guide",
-    others: Iterable[tuple] = (),
+    must_agree: Iterable[tuple] = (),
 ) -> Callable | None:
     """Return the function of (x, t, labels) that predicts as the weak model of `model`; None for None.
 
-    `guide` is another model, or "heads:SHARE", the same one with fewer heads. Messages begin with `name`; of
-    `others`, (name, of the weak model, of `model`), the last two must be equal.
+    `guide` is another model, or "heads:SHARE", the same one with fewer heads. Messages begin with `name`;
+    `must_agree` has (name, value of the weak model, value of `model`) of what else must be equal.
     """
     if guide is None:
         return None
-    weak = model if isinstance(guide, str) else guide
     try:
-        budgets = own = layer_budgets(weak)
         if isinstance(guide, str):
-            kind, _, share = guide.partition(":")
-            if kind != "heads":
-                raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
-            budgets = budgets_at(model, share)
-            few, all_own = (sum(b.active for b in of) for of in (budgets, own))
-            if few >= all_own:
-                raise ValueError(
-                    f"that is {few} heads, and the model runs {all_own}: give a smaller share"
-                )
+            weak = model
+            budgets = _fewer_heads(model, guide)
+        else:
+            weak = guide
+            budgets = layer_budgets(weak)
         sizes = ("in_channels", "sample_size", "num_classes")
-        for key, its, needed in [
-            *((size, weak.config[size], model.config[size]) for size in sizes),
-            *others,
-        ]:
-            if its != needed:
-                raise ValueError(f"its {key} is {its}, that of the model to guide is {needed}")
+        compared = [(size, weak.config[size], model.config[size]) for size in sizes]
+        for key, found, needed in [*compared, *must_agree]:
+            if found != needed:
+                raise ValueError(f"its {key} is {found}, that of the model to guide is {needed}")
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -151,6 +146,21 @@ def weak_predict(
             return weak(x.to(weak.dtype), t, labels).sample
 
     return predict
+
+
+def _fewer_heads(model: nn.Module, guide: str) -> list:
+    """Return the budgets of a model's layers for "heads:SHARE"; refuse a share that is none smaller."""
+    word, _, share = guide.partition(":")
+    if word != "heads":
+        raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
+    budgets = budgets_at(model, share)
+    few = sum(budget.active for budget in budgets)
+    running_now = sum(budget.active for budget in layer_budgets(model))
+    if few >= running_now:
+        raise ValueError(
+            f"that is {few} heads, and the model runs {running_now}: give a smaller share"
+        )
+    return budgets
 
 
 def sampler_for(objective: str, config, key: str) -> str:
@@ -166,10 +176,11 @@ def sampler_for(objective: str, config, key: str) -> str:
 
 def objective_of(scheduler: SchedulerMixin) -> str:
     """Return the objective that a scheduler of diffusers samples from: "noise" or "flow"."""
-    flow = type(scheduler).__name__.startswith("FlowMatch")
-    return (
-        "flow" if flow or scheduler.config.get("prediction_type") == "flow_prediction" else "noise"
-    )
+    if type(scheduler).__name__.startswith("FlowMatch"):
+        return "flow"
+    if scheduler.config.get("prediction_type") == "flow_prediction":
+        return "flow"
+    return "noise"
 
 
 def make_scheduler(
@@ -197,7 +208,7 @@ def make_scheduler(
     dpm = dict(
         algorithm_type="dpmsolver++", solver_order=2, use_lu_lambdas=True, final_sigmas_type="zero"
     )
-    kind, own = {
+    scheduler_class, options = {
         "ddpm": (
             diffusers.DDPMScheduler,
             dict(clip_sample=clip, variance_type=variance, timestep_spacing="linspace"),
@@ -210,8 +221,8 @@ def make_scheduler(
         "sde": (FlowMatchSDEScheduler, dict(shift=shift)),
     }[sampler]
     if SAMPLERS[sampler] == "noise":
-        own.update(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
-    scheduler = kind(num_train_timesteps=NUM_TIMESTEPS, **own)
+        options.update(beta_schedule="linear", beta_start=BETA_START, beta_end=BETA_END)
+    scheduler = scheduler_class(num_train_timesteps=NUM_TIMESTEPS, **options)
     set_steps(scheduler, num_steps)
     return scheduler
 
@@ -240,32 +251,26 @@ def fit_scheduler(scheduler: SchedulerMixin, learned_variance: bool) -> Schedule
     """Return the scheduler without settings of another class that break it, taken over by `from_config`."""
     from diffusers import DDIMScheduler, DDPMScheduler
 
-    config, own = scheduler.config, inspect.signature(type(scheduler).__init__).parameters
-    if (
-        isinstance(scheduler, DDPMScheduler)
-        and config.variance_type in LEARNED
-        and not learned_variance
-    ):
+    config = scheduler.config
+    parameters = inspect.signature(type(scheduler).__init__).parameters
+    learned = "variance_type" in parameters and config.variance_type in LEARNED
+    is_ddpm = isinstance(scheduler, DDPMScheduler)  # the only one that uses a learned variance
+    if is_ddpm and learned and not learned_variance:
         raise ValueError(
             f"the scheduler's variance_type {config.variance_type} needs a model with a learned variance"
         )
     change: dict = {}
     if isinstance(scheduler, DDIMScheduler) and config.timestep_spacing == "linspace":
-        change = dict(timestep_spacing="leading")  # which fits its strides
-    if (
-        not isinstance(scheduler, DDPMScheduler)
-        and "variance_type" in own
-        and config.variance_type in LEARNED
-    ):
-        change.update(variance_type=None)  # or diffusers cuts the prediction to three channels
-    if (
-        "thresholding" in own
-        and "clip_sample" not in own
-        and config.get("clip_sample")
-        and not config.thresholding
-    ):
-        change.update(thresholding=True, sample_max_value=config.get("clip_sample_range", 1.0))
-    return type(scheduler).from_config(config, **change) if change else scheduler
+        change["timestep_spacing"] = "leading"  # which fits its strides
+    if learned and not is_ddpm:
+        change["variance_type"] = None  # or diffusers cuts the prediction to three channels
+    clipped = config.get("clip_sample") and "clip_sample" not in parameters
+    if clipped and "thresholding" in parameters and not config.thresholding:
+        change["thresholding"] = True
+        change["sample_max_value"] = config.get("clip_sample_range", 1.0)
+    if not change:
+        return scheduler
+    return type(scheduler).from_config(config, **change)
 
 
 def initial_noise(shape: Sequence[int], generators: Sequence[torch.Generator], device) -> Tensor:
@@ -283,36 +288,47 @@ def denoise(
     generators: list[torch.Generator],
     on_step: OnStep = None,
 ) -> Tensor:
-    """Denoise x [B, C, h, w], float32, with `predict(x, timestep)` and one generator per image."""
+    """Denoise x [B, C, h, w], float32.
+
+    Args:
+        predict: (x, timestep) -> noise or velocity [B, C or, with variance, 2C, h, w].
+        scheduler: of diffusers, with its number of steps set.
+        x: first noise.
+        generators: one per image.
+        on_step: (step, t, x) after every step; returns None, or a replacement of x.
+    """
     from diffusers import DDPMScheduler
 
     set_steps(scheduler, scheduler.num_inference_steps)  # multistep solvers have state
     uses_variance = (
         isinstance(scheduler, DDPMScheduler) and scheduler.config.variance_type in LEARNED
     )
-    # Deterministic solvers such as UniPC's and Heun's take no generator. DDIM's noise must be that of the clipped image,
-    # as in the official DiT: that of the unclipped one turns pixels grey.
-    options = dict(
-        generator=generators, use_clipped_model_output=bool(scheduler.config.get("clip_sample"))
-    )
-    options = {
-        name: options[name]
-        for name in options.keys() & inspect.signature(scheduler.step).parameters
-    }
+    options: dict = {}
+    parameters = inspect.signature(scheduler.step).parameters
+    # Deterministic solvers such as UniPC's and Heun's take no generator.
+    if "generator" in parameters:
+        options["generator"] = generators
+    # DDIM's noise must be that of the clipped image, as in the official DiT: that of the unclipped one turns pixels grey.
+    if "use_clipped_model_output" in parameters:
+        options["use_clipped_model_output"] = bool(scheduler.config.get("clip_sample"))
     channels = x.shape[1]
-    x = x * getattr(scheduler, "init_noise_sigma", 1.0)  # flow's lack this and the next
+    # Schedulers of flows have neither of the two.
+    x = x * getattr(scheduler, "init_noise_sigma", 1.0)
     scale = getattr(scheduler, "scale_model_input", lambda x, t: x)
     for step, t in enumerate(scheduler.timesteps):
         out = predict(scale(x, t), t)
-        x = scheduler.step(out if uses_variance else out[:, :channels], t, x, **options).prev_sample
+        if not uses_variance:
+            out = out[:, :channels]
+        x = scheduler.step(out, t, x, **options).prev_sample
         if on_step is not None:
             changed = on_step(step, t, x)
-            x = x if changed is None else changed
+            if changed is not None:
+                x = changed
         refuse_not_finite(x, f"step {step + 1} of {len(scheduler.timesteps)}")
     return x
 
 
-def sample_images(
+def sample_images(  # noqa: PLR0913
     predict: Callable[[Tensor, Tensor, Tensor], Tensor],
     scheduler: SchedulerMixin,
     labels: Tensor,
@@ -330,15 +346,17 @@ def sample_images(
     Args:
         predict: (x [n, C, h, w], t [n], labels [n]) -> noise or velocity [n, C or, with variance, 2C, h, w].
         scheduler: of diffusers, with its steps set; see `fit_scheduler`.
+        labels: class numbers [B].
+        shape: of an image, [C, h, w].
+        seeds: one for each image.
         null_label: the label that means "no class".
         on_step: (step, t, x) after every step; returns None, or a replacement of x.
         weak: as `predict`, of the weak model that `guidance` guides away from.
     """
-    generators = [torch.Generator().manual_seed(s) for s in seeds]
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     x = initial_noise(shape, generators, labels.device)
-    return denoise(
-        guidance.around(predict, labels, null_label, weak), scheduler, x, generators, on_step
-    )
+    guided = guidance.around(predict, labels, null_label, weak)
+    return denoise(guided, scheduler, x, generators, on_step)
 
 
 def refuse_not_finite(images: Tensor, when: str) -> None:

@@ -1,6 +1,6 @@
 """Scores of samples: by a classifier of the same classes, or FID and its kin."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -25,7 +25,8 @@ class ClassifierScores:
     """Share of samples recognised as their class, and Frechet distance of a classifier's features."""
 
     def __init__(self, reference: SourceImages, extractor: str, classes: list):
-        self.source, self.reference = reference.source, reference.name
+        self.source = reference.source
+        self.reference = reference.name
         self.classifier, self.metadata = from_run(extractor, "classification")
         self.numbers = places(classes, self.metadata["classes"])
         if self.numbers is None or {*self.source.classes} != {*classes}:
@@ -35,29 +36,31 @@ class ClassifierScores:
 
     def __call__(self, parts: ImageParts, labels: Tensor, device) -> tuple[dict, str]:
         """Score samples with their labels [N]; return (scores, text)."""
-        source, metadata, cfg = self.source, self.metadata, self.classifier.pretrained_cfg
+        metadata = self.metadata
+        cfg = self.classifier.pretrained_cfg
         labels = torch.tensor(self.numbers)[labels]  # as the classifier numbers them
         img_size = metadata["arguments"].get("img_size") or cfg["input_size"][-1]
         channels = metadata["arguments"].get("in_chans", 3)
         transform = image_transform(
             "none", img_size, channels, cfg["mean"][:channels], cfg["std"][:channels]
         )
-        slices = rank_slice(len(source), 0, 1, parts.batch_size)
-        real = evaluation_loader(LabelledImages(source, transform, 0), slices, 0)
-        as_read = (
-            [transform(v2.functional.to_pil_image(x)) for x in batch]
-            for _, batch in parts.batches()
-        )
-        fake = (
-            dict(images=torch.stack(x), labels=y)
-            for x, y in zip(as_read, labels.split(parts.batch_size))
-        )
+        slices = rank_slice(len(self.source), 0, 1, parts.batch_size)
+        real = evaluation_loader(LabelledImages(self.source, transform, 0), slices, 0)
+
+        def samples() -> Iterator[dict]:
+            for (_, batch), y in zip(parts.batches(), labels.split(parts.batch_size)):
+                images = [transform(v2.functional.to_pil_image(x)) for x in batch]
+                yield dict(images=torch.stack(images), labels=y)
+
+        fake = samples()
         scores = score_with_classifier(self.classifier.to(device), fake, real, device)
         space = f"penultimate layer of {metadata['weights']} ({metadata['architecture']}); not Inception, not FID"
         scores.update(feature_space=space, reference=self.reference)
-        recognised, on_real = (100 * scores[k] for k in ("recognised", "recognised_real"))
-        distance = scores["frechet_distance"]
-        shown = "needs more images than features" if distance is None else f"{distance:.2f}"
+        recognised = 100 * scores["recognised"]
+        on_real = 100 * scores["recognised_real"]
+        shown = "needs more images than features"
+        if scores["frechet_distance"] is not None:
+            shown = f"{scores['frechet_distance']:.2f}"
         text = f"recognised as the class asked for: {recognised:.1f} % (real images: {on_real:.1f} %)\n"
         text += f"Frechet distance: {shown}; {scores['num_features']} features, {space}"
         if on_real < 50:
@@ -75,13 +78,18 @@ def make_scorer(
     """Return a function of (parts, labels, device) for all ranks, with all that it needs opened.
 
     It is a `ClassifierScores` for a run as extractor, a data set and `classes`, if any, else it is `fidelity.score`.
+
+    Args:
+        config: the keys of sample.py.
+        channels: of the samples.
+        classes: names of the samples' classes.
+        key: that names the reference, for messages.
+        default_split: of a data set as reference.
     """
     source = open_set(key, config.score, config.score_split, default_split)
-    extractor, weights, biased = (
-        config.extractor or "inception",
-        config.inception_weights,
-        config.allow_biased,
-    )
+    extractor = config.extractor or "inception"
+    weights = config.inception_weights
+    biased = config.allow_biased
     if classes and isinstance(source, SourceImages) and Path(extractor).exists():
         for name, value in (("inception_weights", weights), ("allow_biased", biased)):
             if value:
@@ -89,7 +97,8 @@ def make_scorer(
                     f"{name} {value} has no effect with a run as extractor and a data set as reference"
                 )
         return ClassifierScores(source, extractor, classes)
-    reference, name = Reference(source), getattr(source, "name", source)
+    reference = Reference(source)
+    name = getattr(source, "name", source)  # a path has none
     network = make_extractor(extractor, weights)  # may be fetched, so the last to fail
     reference.check(network, num_features(network), config.num_images, biased, channels)
 
@@ -97,8 +106,15 @@ def make_scorer(
         if isinstance(source, SourceImages):
             source.size = next(parts.batches())[1].shape[-1]
         images = (batch.expand(-1, 3, -1, -1) for _, batch in parts.batches())
-        how = dict(batch_size=parts.batch_size, device=device, allow_biased=biased)
-        scores = dict(score(images, reference, extractor=network, **how), reference=name)
+        scores = score(
+            images,
+            reference,
+            extractor=network,
+            batch_size=parts.batch_size,
+            device=device,
+            allow_biased=biased,
+        )
+        scores = dict(scores, reference=name)
         return scores, table(scores, "these samples", name)
 
     return scorer
@@ -109,10 +125,14 @@ def record_text(record: dict) -> str:
     lines = []
     for name, value in record.items():
         if isinstance(value, dict):
-            shown = {
-                k: v[:12] if k.endswith("_sha256") else v for k, v in value.items() if v is not None
-            }
-            value = ", ".join(f"{k} {v}" for k, v in shown.items())
+            parts = []
+            for key, entry in value.items():
+                if entry is None:
+                    continue
+                if key.endswith("_sha256"):
+                    entry = entry[:12]
+                parts.append(f"{key} {entry}")
+            value = ", ".join(parts)
         if value:
             lines.append(f"{name}: {value}")
     return "\n".join(lines)

@@ -13,7 +13,9 @@ class Alignment(nn.Module):
 
     def __init__(self, block: int, weight: float, width: int, teacher_width: int):
         super().__init__()
-        self.block, self.weight, hidden = block, weight, min(4 * width, WIDEST)
+        self.block = block
+        self.weight = weight
+        hidden = min(4 * width, WIDEST)
         self.projector = nn.Sequential(
             nn.Linear(width, hidden),
             nn.SiLU(),
@@ -30,7 +32,15 @@ class Alignment(nn.Module):
 
 
 class DiffusionTask(RoutedTask):
-    """A model and its objective. `alignment` is for batches with a teacher's tokens."""
+    """A model and its objective.
+
+    Args:
+        model: the diffusion transformer.
+        balance_weight: of the balance loss.
+        diffusion: the objective, see `moh_vision.diffusion.objectives`.
+        alignment: for batches with a teacher's tokens.
+        moa_weights: of MoA's losses.
+    """
 
     def __init__(
         self,
@@ -41,7 +51,8 @@ class DiffusionTask(RoutedTask):
         **moa_weights: float,
     ):
         super().__init__(model, balance_weight, **moa_weights)
-        self.diffusion, self.alignment = diffusion, alignment
+        self.diffusion = diffusion
+        self.alignment = alignment
 
     def forward(
         self,
@@ -51,20 +62,23 @@ class DiffusionTask(RoutedTask):
         noise: Tensor,
         teacher_tokens: Tensor | None = None,
     ) -> dict:
-        """Return the losses, mean mse and vb; with teacher_tokens [B, N, width] also repa_loss."""
+        """Return the losses, mean mse and vb; with teacher_tokens [B, N, width] also repa_loss.
+
+        Args:
+            images, noise: [B, C, h, w].
+            labels, timesteps: [B].
+        """
         xt = self.diffusion.add_noise(images, noise, timesteps)  # [B, C, h, w]
-        taken = {} if teacher_tokens is None else dict(tokens=[])
-        output, stats = self.model.forward_routed(
-            xt, timesteps, labels, **taken
-        )  # [B, C or 2C, ...]
-        terms = {
-            name: value.mean()
-            for name, value in self.diffusion(output, images, xt, noise, timesteps).items()
-        }
+        taken = {}
+        if teacher_tokens is not None:
+            taken["tokens"] = []  # the model appends those after each block
+        # output: [B, C or 2C, h, w]
+        output, stats = self.model.forward_routed(xt, timesteps, labels, **taken)
+        losses = self.diffusion(output, images, xt, noise, timesteps)
+        terms = {name: loss.mean() for name, loss in losses.items()}
         task_loss = terms.pop("loss")
         if teacher_tokens is not None:
             terms["repa_loss"] = self.alignment(taken["tokens"], teacher_tokens)
             task_loss = task_loss + self.alignment.weight * terms["repa_loss"]
-        return dict(
-            self.losses(task_loss, stats), **{name: value.detach() for name, value in terms.items()}
-        )
+        detached = {name: term.detach() for name, term in terms.items()}
+        return dict(self.losses(task_loss, stats), **detached)

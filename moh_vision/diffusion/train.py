@@ -10,6 +10,7 @@ from pathlib import Path
 from accelerate.utils import send_to_device
 from torch import nn
 
+from moh_vision.common.wings import DIFFUSION
 from moh_vision.data import splits
 from moh_vision.data.batches import BadSamples, check_images_fit, training_loader
 from moh_vision.data.order import PositionSampler
@@ -25,7 +26,6 @@ from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, set_up_run
-from moh_vision.engine.wings import DIFFUSION
 from moh_vision.models.convert import share_strongest_heads
 from moh_vision.models.frozen import FrozenRecord
 from moh_vision.models.mae import mae_routers
@@ -35,22 +35,28 @@ from moh_vision.models.teachers import Teacher
 from moh_vision.models.weight_files import read_safetensors, weights_file
 
 
-def train(setup: RunSetup) -> None:
+def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     config = setup.config
     accelerator = setup.accelerator
-    d, o = config.data, config.optim
+    data_config = config.data
+    batch_size = config.optim.batch_size
 
     # ---------------------------------------------------------------- data: pixels, latents, or images for a VAE
     name, arguments = described(config, "diffusion", config.fresh)
-    if not d.exact_order and is_latent_cache(d.root):
-        raise ValueError(f"data.root {d.root}: latents, which data.exact_order false does not read")
+    root = data_config.root
+    img_size = data_config.img_size
+    if not data_config.exact_order and is_latent_cache(root):
+        raise ValueError(f"data.root {root}: latents, which data.exact_order false does not read")
     with accelerator.main_process_first():
-        stream = open_stream(d, config.given, accelerator)
-        inputs = open_inputs(d.root, config.vae, d.img_size, d.augment, accelerator.device, stream)
-    source, classes = inputs.source, inputs.source.classes
-    check_images_fit("data.img_size", d.img_size, inputs.colours or 1, setup.micro_batch)
-    say(splits.in_short(d.root, source, config.max_steps, o.batch_size))
-    splits.say_transparent(f"data.root {d.root}", dict(train=source), say)
+        stream = open_stream(data_config, config.given, accelerator)
+        inputs = open_inputs(
+            root, config.vae, img_size, data_config.augment, accelerator.device, stream
+        )
+    source = inputs.source
+    classes = source.classes
+    check_images_fit("data.img_size", img_size, inputs.colours or 1, setup.micro_batch)
+    say(splits.in_short(root, source, config.max_steps, batch_size))
+    splits.say_transparent(f"data.root {root}", dict(train=source), say)
 
     # ---------------------------------------------------------------- lock the folder; objective and model
     span = setup.find_checkpoint(config.max_steps)
@@ -62,17 +68,17 @@ def train(setup: RunSetup) -> None:
     model_setup = set_up_model(config, "diffusion", name, arguments, classes, span.checkpoint, say)
     check_memory(config, model_setup, accelerator.device, setup.micro_batch, say)
     model = model_setup.model
-    origin = config.model.pretrained or config.init_from
-    now = objective_said(config.tree())
-    before = trained_objective(origin) if origin and not span.checkpoint else now
-    if before != now:
-        say(f"{origin} was trained with objective {before}, this run with {now}")
-    teacher, alignment = None, None
+    if not span.checkpoint:
+        say_other_objective(config)
+    teacher = None
+    alignment = None
     if config.repa.teacher:
         with accelerator.main_process_first():
             teacher, alignment = open_teacher(config, model, inputs)
     # The projector of REPA is trained, too; it is auxiliary: checkpoints keep it, exported weights do not.
-    trained = nn.ModuleList([model, alignment]) if alignment else model
+    trained = model
+    if alignment:
+        trained = nn.ModuleList([model, alignment])
     descent = BlockDescent(
         accelerator, trained, mae_routers(model), config.compile, config.block_descent
     )
@@ -80,9 +86,12 @@ def train(setup: RunSetup) -> None:
     # ---------------------------------------------------------------- previews, order, calibration
     drawings = open_drawings(setup, inputs, model, objective)
     sampler = PositionSampler(
-        source.shard_sizes, group=d.shuffle_shards, seed=config.seed, **setup.portion(span)
+        source.shard_sizes,
+        group=data_config.shuffle_shards,
+        seed=config.seed,
+        **setup.portion(span),
     )
-    unreadable = BadSamples(len(source), d.max_bad_fraction)
+    unreadable = BadSamples(len(source), data_config.max_bad_fraction)
     if config.calibrate_images and not span.checkpoint and not config.dry_run:
         seen = inputs.calibration_batches(
             objective, config.calibrate_images, unreadable, accelerator
@@ -93,10 +102,10 @@ def train(setup: RunSetup) -> None:
         frozen["repa.teacher"] = (config.repa.teacher, teacher.sha256)
     if inputs.space:
         frozen["vae"] = (inputs.space.name, inputs.space.sha256)
-    data = DataRecord(d.root, config.allow_change, train=source)
+    data_record = DataRecord(root, config.allow_change, train=source)
 
     # ---------------------------------------------------------------- from here on the folder is the run's
-    records = [data, FrozenRecord(config.allow_change, frozen)]
+    records = [data_record, FrozenRecord(config.allow_change, frozen)]
     folder = setup.open_folder(span, records, model_setup.description)
     if config.dry_run:
         if inputs.space:
@@ -105,8 +114,9 @@ def train(setup: RunSetup) -> None:
 
     # ---------------------------------------------------------------- task and optimiser
     task = DiffusionTask(model, config.balance_weight, objective, alignment, **config.moa_weights())
-    optimizer = make_optimizer(trained, o)
-    teacher = teacher and teacher.to(accelerator.device)
+    optimizer = make_optimizer(trained, config.optim)
+    if teacher:
+        teacher = teacher.to(accelerator.device)
     metadata = dict(
         architecture=name,
         arguments=model_setup.arguments,
@@ -137,14 +147,17 @@ def train(setup: RunSetup) -> None:
         elastic=model_setup.elastic,
         unreadable=unreadable,
     ) as loop:
-        loader = training_loader(images, sampler, d.workers, unreadable, prepare=on_device)
+        loader = training_loader(
+            images, sampler, data_config.workers, unreadable, prepare=on_device
+        )
         batches = iter(loader)
         for step in loop.steps():
-            loop.step(batches, epoch=step * o.batch_size // len(source), count=o.batch_size)
+            loop.step(batches, epoch=step * batch_size // len(source), count=batch_size)
             if loop.logs():
-                v = loop.averages()
+                values = loop.averages()
+                line = f"loss {values['loss']:.4f}, mse {values['mse']:.4f}"
                 failed = {f"failed_{drawn.config.section}s": drawn.failed for drawn in drawings}
-                loop.metrics(v, f"loss {v['loss']:.4f}, mse {v['mse']:.4f}", **failed)
+                loop.metrics(values, line, **failed)
             loop.save()
             for drawn in drawings:
                 if loop.due(drawn.config.every, at_end=True):
@@ -153,37 +166,53 @@ def train(setup: RunSetup) -> None:
 
 def open_teacher(config: DitConfig, model: nn.Module, inputs) -> tuple[Teacher, Alignment]:
     """Open the teacher of `repa.teacher`, with a patch for each token of `model`, and the `Alignment`."""
-    r, depth, m = config.repa, len(model.blocks), model.config
+    repa = config.repa
+    depth = len(model.blocks)
     if inputs.colours is None:
         stored = f"data.root {config.data.root} holds stored latents; give the images, and vae"
-        raise ValueError(f"repa.teacher {r.teacher} needs images: {stored}")
-    if r.block > depth:
+        raise ValueError(f"repa.teacher {repa.teacher} needs images: {stored}")
+    if repa.block > depth:
         raise ValueError(
-            f"repa.block {r.block} is out of range: 1 to {depth}, the blocks of the model"
+            f"repa.block {repa.block} is out of range: 1 to {depth}, the blocks of the model"
         )
     half = [0.5] * inputs.colours  # images are in -1 .. 1
-    teacher = Teacher("repa.teacher", r.teacher, half, half)
-    teacher_width = teacher.match_grid(m.sample_size // m.patch_size)
-    return teacher, Alignment(r.block, r.weight, m.hidden_size, teacher_width)
+    teacher = Teacher("repa.teacher", repa.teacher, half, half)
+    teacher_width = teacher.match_grid(model.config.sample_size // model.config.patch_size)
+    return teacher, Alignment(repa.block, repa.weight, model.config.hidden_size, teacher_width)
+
+
+def say_other_objective(config: DitConfig) -> None:
+    """Say where a run begins from weights that were trained with another objective."""
+    origin = config.model.pretrained or config.init_from
+    if not origin:
+        return
+    before = trained_objective(origin)
+    now = objective_said(config.tree())
+    if before != now:
+        say(f"{origin} was trained with objective {before}, this run with {now}")
 
 
 def trained_objective(source: str) -> str:
     """Return the objective of weights for `init_from`; "noise" if they do not say."""
-    index, config = Path(source) / "model_index.json", None
+    config = None
+    index = Path(source) / "model_index.json"
     if index.is_file():  # a pipeline
         config = json.loads(index.read_text())
     elif Path(source).exists() and weights_file(source).suffix == ".safetensors":
-        config = read_safetensors(weights_file(source), lambda name: False)[1].get("config")
-    return objective_said(config) if isinstance(config, dict) else "noise"
+        _, metadata = read_safetensors(weights_file(source), lambda name: False)  # no tensors
+        config = metadata.get("config")
+    if not isinstance(config, dict):
+        return "noise"
+    return objective_said(config)
 
 
 def objective_said(config: dict) -> str:
     """Return the objective of a configuration, with what a flow predicts if that is no velocity."""
-    name, predict = (
-        config.get("objective", "noise"),
-        (config.get("flow") or {}).get("predict", "velocity"),
-    )
-    return name if name == "noise" or predict == "velocity" else f"{name} (predict {predict})"
+    name = config.get("objective", "noise")
+    predict = (config.get("flow") or {}).get("predict", "velocity")
+    if name == "noise" or predict == "velocity":
+        return name
+    return f"{name} (predict {predict})"
 
 
 def main(argv: list[str] | None = None) -> None:

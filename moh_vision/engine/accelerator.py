@@ -22,9 +22,8 @@ def make_accelerator(
             f"accelerate was launched with {launched}, but mixed_precision is {mixed_precision}: set both"
         )
     if "WORLD_SIZE" in os.environ and not torch.accelerator.is_available():
-        os.environ["ACCELERATE_USE_CPU"] = (
-            "true"  # else each of torchrun's processes is its own run
-        )
+        # Otherwise each of torchrun's processes would be a run of its own.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     torch.backends.cuda.matmul.allow_tf32 = tf32
     torch.backends.cudnn.allow_tf32 = tf32
     # A plugin: ACCELERATE_GRADIENT_ACCUMULATION_STEPS would override the plain argument.

@@ -10,9 +10,9 @@ from accelerate.utils import gather_object
 
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as operators
+from moh_vision.common.errors import BUILD, MISTAKES
+from moh_vision.common.io import write_whole
 from moh_vision.engine.config import KEPT_KEYS
-from moh_vision.engine.errors import BUILD, MISTAKES
-from moh_vision.engine.io import write_whole
 from moh_vision.engine.ranks import attempt, by_main, from_first, say
 
 RECORD = "attention.json"
@@ -32,8 +32,14 @@ def keep_settings(folder: Path | None, accelerator, held: ExitStack, allowed: Co
 class AttentionRecord:
     """The path of the attention operators and the table of `auto`, kept in FOLDER/attention.json.
 
-    Both decide the last bits of results: all processes use the main one's, and resumed work its first ones, but for
-    `allowed`, keys of --allow-change. `table` is None until `measure`; `refused` names unusable ones, `line` what runs.
+    Both decide the last bits of results: all processes use those of the main process, and resumed work uses those that
+    it began with, but for `allowed`, keys of --allow-change.
+
+    Attributes:
+        path: "cpp", "triton" or "torch".
+        table: the measurement table; None until `measure`.
+        line: what runs, for the user.
+        refused: settings of the record that cannot be used here, one text each.
     """
 
     def __init__(self, folder: Path | None, allowed: Collection[str] = (), device: str = "cpu"):
@@ -49,43 +55,50 @@ class AttentionRecord:
         operators.use(None)
 
         def kept(key: str):
-            return (
-                None if key in self.allowed else here["stored"].get(key.removeprefix("attention."))
-            )
+            if key in self.allowed:
+                return None
+            return here["stored"].get(key.removeprefix("attention."))
 
         def look():
-            file = self.folder and self.folder / RECORD
-            here["stored"] = _read(file) if file and file.exists() else {}
-            if os.environ.setdefault(BUILD, "later") == "later" and build and kept(PATH) != "torch":
+            here["stored"] = {}
+            if self.folder and (self.folder / RECORD).exists():
+                here["stored"] = _read(self.folder / RECORD)
+            os.environ.setdefault(BUILD, "later")
+            if build and os.environ[BUILD] == "later" and kept(PATH) != "torch":
                 os.environ[BUILD] = "auto"
-            here.update(
-                path=operators.path(device),
-                line=operators.about(device),
-                off=measurement_table.measuring_is_off(),
-            )
+            here["path"] = operators.path(device)
+            here["line"] = operators.about(device)
+            here["off"] = measurement_table.measuring_is_off()
 
         problem = attempt(look, MISTAKES)
         if problem:
             raise ValueError(problem)
         ranks = gather_object([here])
-        here, self.line, self.refused = ranks[0], ranks[0]["line"], []
-        # Operators of another kind of device are ignored: the bits differ anyway.
-        kept_path = kept(PATH) if kept(PATH) in operators.PATHS[device] else None
-        self.path, self.table = kept_path or here["path"], kept(TABLE)
+        here = ranks[0]
+        self.line = here["line"]
+        self.refused = []
+        kept_path = kept(PATH)
+        if kept_path not in operators.PATHS[device]:  # of another device: the bits differ anyway
+            kept_path = None
+        self.path = kept_path or here["path"]
+        self.table = kept(TABLE)
         if self.table is None and here["off"]:
             self.table = {}
 
         lacking = [rank for rank, seen in enumerate(ranks) if seen["path"] != self.path]
         plain = "attention runs in plain PyTorch"
         if self.path != "torch" and lacking:
-            why = f"process {lacking[0]}: " * (lacking[0] > 0) + ranks[lacking[0]]["line"]
+            first = lacking[0]
+            why = ranks[first]["line"]
+            if first > 0:
+                why = f"process {first}: {why}"
             if kept_path:
                 self.refused.append(f"{PATH}: {self.path!r} -> 'torch' ({why})")
-            self.path, self.line = "torch", f"{plain} on all processes ({why})"
+            self.path = "torch"
+            self.line = f"{plain} on all processes ({why})"
         elif self.path != here["path"]:
-            self.line = (
-                f"{plain}, as {self.folder} began; --allow-change {PATH} takes the operators"
-            )
+            take = f"--allow-change {PATH} takes the operators"
+            self.line = f"{plain}, as {self.folder} began; {take}"
         if not self.refused:
             operators.use(self.path)
             try:
@@ -95,7 +108,7 @@ class AttentionRecord:
         return self.refused
 
     def measure(self, make: Callable[[], tuple[dict, str]], folder: Path, accelerator) -> None:
-        """Take the main process's table, with a line for the user or "", and write it into a folder."""
+        """Call `make` on the main process for a table and a line for the user or "", and write the record."""
         self.table, line = from_first(make)
         measurement_table.use_table(self.table)
         by_main(lambda: self.save(folder), accelerator)
@@ -104,17 +117,15 @@ class AttentionRecord:
 
     def save(self, folder: Path) -> None:
         """Write the record into a folder."""
-        write_whole(
-            folder / RECORD, json.dumps(dict(path=self.path, table=self.table), indent=1) + "\n"
-        )
+        text = json.dumps(dict(path=self.path, table=self.table), indent=1)
+        write_whole(folder / RECORD, text + "\n")
 
 
 def _read(file: Path) -> dict:
     try:
         record = json.loads(file.read_text("utf-8"))
-        if record["path"] not in ("cpp", "triton", "torch") or not isinstance(
-            record["table"], (dict, type(None))
-        ):
+        known_path = record["path"] in ("cpp", "triton", "torch")
+        if not known_path or not isinstance(record["table"], (dict, type(None))):
             raise ValueError("path is cpp, triton or torch, table is a mapping or null")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         problem = f"not a record of attention that can be read ({error!r})"

@@ -4,8 +4,8 @@ import math
 from pathlib import Path
 from typing import Self
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import TensorFiles
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import TensorFiles
 from moh_vision.engine.logging import logged
 
 BEST = "best.safetensors"
@@ -25,12 +25,18 @@ class Best:
         self.patience = patience
         self.write = write
         self.value: float | None = None
-        self.step, self.waited = 0, 0
+        self.step = 0  # of the best validation
+        self.waited = 0  # validations since then
 
     def better(self, value: float) -> bool:
         """Return whether a score is better than all until now."""
-        sign = -1 if self.key == "loss" else 1
-        return not math.isnan(value) and (self.value is None or sign * value > sign * self.value)
+        if math.isnan(value):
+            return False
+        if self.value is None:
+            return True
+        if self.key == "loss":
+            return value < self.value
+        return value > self.value
 
     def take(self, step: int, value: float, better: bool) -> None:
         """Note the score after `step` steps; `better`: it is the best so far.
@@ -38,7 +44,9 @@ class Best:
         A run that goes on from a checkpoint before its best validation has that one still ahead, and waits for none.
         """
         if better:
-            self.value, self.step, self.waited = value, step, 0
+            self.value = value
+            self.step = step
+            self.waited = 0
         elif step > self.step:
             self.waited += 1
 
@@ -48,11 +56,11 @@ class Best:
         if self.write and file.exists():
             try:
                 metadata = TensorFiles(file).metadata
-                self.value, self.step = metadata[f"best_{self.key}"], metadata["step"]
-            except Exception as error:  # damaged headers make many kinds
-                raise ValueError(
-                    f"{file}: not a readable .safetensors file of a run ({reason_of(error)})"
-                ) from None
+                self.value = metadata[f"best_{self.key}"]
+                self.step = metadata["step"]
+            except Exception as error:  # a damaged header makes one of many classes
+                problem = f"not a readable .safetensors file of a run ({reason_of(error)})"
+                raise ValueError(f"{file}: {problem}") from None
         for step, value in earlier_scores(run / "metrics.jsonl", self.key, start):
             self.take(step, value, not self.write and self.better(value))
         return self
@@ -64,9 +72,9 @@ class Best:
 
     def results(self) -> dict[str, float]:
         """Return the best score and its step for results.json, if there was a validation."""
-        return (
-            {} if self.value is None else {f"best_{self.key}": self.value, "best_step": self.step}
-        )
+        if self.value is None:
+            return {}
+        return {f"best_{self.key}": self.value, "best_step": self.step}
 
 
 def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float]]:
@@ -76,8 +84,10 @@ def earlier_scores(metrics: Path, key: str, start: int) -> list[tuple[int, float
         if "validation" not in entry or entry["step"] > start:
             continue
         validation = entry["validation"]
-        value = validation.get(key, "missing") if isinstance(validation, dict) else "missing"
-        if value is None:  # JSON has no other word for it
+        value = "missing"
+        if isinstance(validation, dict):
+            value = validation.get(key, "missing")
+        if value is None:  # a log has null for NaN
             value = math.nan
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{metrics}: the validation after step {entry['step']} has no {key}")

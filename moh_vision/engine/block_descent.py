@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from moh_vision.engine.ranks import average_over_processes
 
-GATES, WEIGHTS = "G", "F"  # names of phases
+# Names of phases.
+GATES = "G"
+WEIGHTS = "F"
 
 
 @dataclass(frozen=True)
@@ -51,23 +53,31 @@ class Phase:
 
 
 class BlockDescent:
-    """Leads a training loop through its phases; `settings` is a `BlockDescentConfig`.
+    """Leads a training loop through its phases.
 
     What does not move in a phase requires no gradient: it costs nothing, and DistributedDataParallel waits for none. In
     mode "joint" gates and experts learn at once (NoBCD), and their gradient is clipped as a whole. In both modes gates
     learn by SGD without momentum: with it, the paper saw one expert win over all others (appendix A).
+
+    Args:
+        accelerator: accelerate's Accelerator.
+        model: the model, before accelerate wraps it. Weights that need no gradient stay as they are.
+        routers: the `MAERouter`s of the model, in any mode.
+        compiled: whether the run compiles the model.
+        settings: a `BlockDescentConfig`.
     """
 
     def __init__(
         self, accelerator, model: nn.Module, routers: list[nn.Module], compiled: bool, settings
     ):
-        if (
-            compiled and routers
-        ):  # torch 2.15's inductor, unlike other backends, gives the loss no gradient
+        # The inductor of torch 2.15, unlike other backends, gives the loss no gradient.
+        if compiled and routers:
             raise ValueError(
                 "compile True: a model with MAE's gates cannot be trained compiled, only without compile"
             )
-        self.accelerator, self.period, self.gate_lr = accelerator, settings.period, settings.gate_lr
+        self.accelerator = accelerator
+        self.period = settings.period
+        self.gate_lr = settings.gate_lr
         self.all_routers = routers
         self.routers = [router for router in routers if router.mode == "soft"]
         for router in routers:
@@ -87,11 +97,14 @@ class BlockDescent:
             self.gate_optimizer = torch.optim.SGD(self.gates, lr=self.gate_lr)
 
     def prepare(self, task: nn.Module, optimizer: torch.optim.Optimizer):
-        """Let accelerate prepare both, and after them the gates' optimiser: `optimizers`, saved and restored in this order."""
+        """Let accelerate prepare both, and after them the optimiser of the gates.
+
+        `optimizers` are saved and restored in this order.
+        """
         if self.gates:  # the optimiser keeps what it moves: not the gates, and nothing frozen
-            own = {id(p) for p in self.weights}
+            weights = {id(p) for p in self.weights}
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in own]
+                group["params"] = [p for p in group["params"] if id(p) in weights]
         if self.gates and not self.in_turns:  # a group for the gradient scaler and FSDP
             optimizer.add_param_group(dict(params=self.gates, weight_decay=0.0))
             optimizer.register_step_pre_hook(self._step_gates)
@@ -109,17 +122,17 @@ class BlockDescent:
 
     def phases(self, epoch: int, batches: Iterable[dict]) -> Iterator[Phase]:
         """Enter the phases of a step one after the other, then leave the model as it is evaluated."""
-        names = [WEIGHTS] if self.weights or not self.in_turns else []
-        if self.in_turns and (
-            epoch % self.period == 0 or not self.weights
-        ):  # Peng 2020, algorithm 3
-            names.insert(0, GATES)
-        for name, own in zip(names, tee(batches, len(names))):  # taken when the first phase asks
-            # Taken anew in each step: a model that moves to another device gets new buffers.
+        names = []
+        if self.in_turns and (epoch % self.period == 0 or not self.weights):  # algorithm 3
+            names.append(GATES)
+        if self.weights or not self.in_turns:
+            names.append(WEIGHTS)
+        # Every phase sees the same batches; they are loaded when the first phase asks.
+        for name, phase_batches in zip(names, tee(batches, len(names))):
+            # Listed anew in each step: a model that moves to another device gets new buffers.
             buffers = [buffer for router in self.all_routers for buffer in router.buffers()]
-            common = dict(
-                name=name, batches=own, statistics=[(buffer, buffer.clone()) for buffer in buffers]
-            )
+            statistics = [(buffer, buffer.clone()) for buffer in buffers]
+            common = dict(name=name, batches=phase_batches, statistics=statistics)
             if name == GATES:
                 self._switch(GATES, "soft")
                 bare = self.accelerator.unwrap_model(self.task)
@@ -142,10 +155,12 @@ class BlockDescent:
 
     def results(self) -> dict[str, int]:
         """Return how many parameters are trained, for results.json; empty for a model without gates."""
-        return dict(trained_parameters=self.trained) if self.gates else {}
+        if not self.gates:
+            return {}
+        return dict(trained_parameters=self.trained)
 
     def announce(self, log, start: int) -> None:
-        """Log that number, at the beginning of a run."""
+        """Log the number of trained parameters, at the beginning of a run."""
         if self.gates and start == 0:
             log.event(0, self.results(), f"training {self.trained:,} of {self.total:,} parameters")
 

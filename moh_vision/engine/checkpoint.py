@@ -16,13 +16,20 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import WRAPPED, TensorFiles, write_tensors
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import WRAPPED, TensorFiles, write_tensors
 from moh_vision.engine.step_folders import RECORD
 from moh_vision.engine.weights import ModelEma, gathered
 
-# Names of files. An auxiliary module, such as REPA's projector, is trained beside the model and exported nowhere.
-WEIGHTS, AUXILIARY, OPTIMIZER, EMA = FILES = "model", "beside", "optimizer", "ema"
+# Names of files.
+WEIGHTS = "model"
+AUXILIARY = (
+    "beside"  # such as REPA's projector, which is trained beside the model and exported nowhere
+)
+OPTIMIZER = "optimizer"
+EMA = "ema"
+FILES = (WEIGHTS, AUXILIARY, OPTIMIZER, EMA)
+
 MODEL = "model."  # prefix of the model's tensors in the task
 
 
@@ -37,7 +44,11 @@ class Snapshot(NamedTuple):
 class TrainingState:
     """State that a run resumes from; every process calls its methods.
 
-    `task` is what accelerate wraps, or its wrapper: its `model`, and what is trained beside it; `scaler` is fp16's.
+    Args:
+        task: what accelerate wraps, or its wrapper: the `model`, and what is trained beside it.
+        optimizers: in the order in which they are saved.
+        ema: the average of the model's weights, or None.
+        scaler: the gradient scaler of fp16, or None.
     """
 
     task: nn.Module
@@ -48,11 +59,12 @@ class TrainingState:
     def snapshot(self) -> Snapshot:
         """Copy the state. The main process has what is not sharded; on a GPU the copies go through pinned memory."""
         weights = {WRAPPED.sub("", name): tensor for name, tensor in _once(self.task).items()}
-        files = {
-            WEIGHTS: {n.removeprefix(MODEL): t for n, t in weights.items() if n.startswith(MODEL)},
-            AUXILIARY: {n: t for n, t in weights.items() if not n.startswith(MODEL)},
-            OPTIMIZER: {},
-        }
+        files: dict[str, dict] = {WEIGHTS: {}, AUXILIARY: {}, OPTIMIZER: {}}
+        for name, tensor in weights.items():
+            if name.startswith(MODEL):
+                files[WEIGHTS][name.removeprefix(MODEL)] = tensor
+            else:
+                files[AUXILIARY][name] = tensor
         optimizers = []
         for number, optimizer in enumerate(self.optimizers):
             flat = _flat_state(optimizer, f"{number}/")
@@ -69,29 +81,27 @@ class TrainingState:
             }
         if self.ema:
             files[EMA] = _once(self.ema.module)
-        copies = {
-            file: {name: _own(tensor) for name, tensor in tensors.items()}
-            for file, tensors in files.items()
-        }
-        taken = {
-            file: {n: t for n, t in tensors.items() if t is not None}
-            for file, tensors in copies.items()
-        }
+        taken = {}
+        for file, tensors in files.items():
+            copies = {name: _local_copy(tensor) for name, tensor in tensors.items()}
+            written = {name: copy for name, copy in copies.items() if copy is not None}
+            if written:
+                taken[file] = written
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # copies to pinned memory have only been begun
-        scaler = self.scaler.state_dict() if self.scaler else None
-        return Snapshot(
-            {f: t for f, t in taken.items() if t}, dict(optimizers=optimizers, scaler=scaler)
-        )
+        scaler = None
+        if self.scaler:
+            scaler = self.scaler.state_dict()
+        return Snapshot(taken, dict(optimizers=optimizers, scaler=scaler))
 
     def check_options(self, name: str) -> None:
         """Raise ValueError for an optimiser, called `name`, whose options no checkpoint can hold."""
         for optimizer in self.optimizers:
-            for place, value in _plain_values(_flat_state(optimizer, "")).items():
+            for name_of_value, value in _plain_values(_flat_state(optimizer, "")).items():
                 try:
                     json.dumps(value)
                 except (TypeError, ValueError):
-                    option = place.rpartition("/")[2]
+                    option = name_of_value.rpartition("/")[2]
                     problem = f"its option {option} is {value!r}, a {type(value).__name__}"
                     raise ValueError(f"optim.name {name!r} cannot be saved: {problem}") from None
 
@@ -101,10 +111,8 @@ class TrainingState:
         try:
             files = {name: TensorFiles(folder / f"{name}.safetensors") for name in FILES}
             stored = {MODEL + name: (files[WEIGHTS], name) for name in files[WEIGHTS].shapes}
-            _load(
-                self.task,
-                stored | {name: (files[AUXILIARY], name) for name in files[AUXILIARY].shapes},
-            )
+            stored |= {name: (files[AUXILIARY], name) for name in files[AUXILIARY].shapes}
+            _load(self.task, stored)
             for number, (optimizer, began) in enumerate(
                 zip(self.optimizers, record["optimizers"], strict=True)
             ):
@@ -132,11 +140,9 @@ class TrainingState:
             AttributeError,
             SafetensorError,
         ) as error:
-            version, reason = record.get("version"), reason_of(error)
-            problem = (
-                f"{folder}, of moh_vision {version}, cannot be loaded into this model ({reason})"
-            )
-            raise ValueError(problem) from error
+            checkpoint = f"{folder}, of moh_vision {record.get('version')}"
+            problem = f"cannot be loaded into this model ({reason_of(error)})"
+            raise ValueError(f"{checkpoint}, {problem}") from error
 
     def _parameters(self, optimizer) -> list[str]:
         names = {p: WRAPPED.sub("", name) for name, p in self.task.named_parameters()}
@@ -150,7 +156,8 @@ def export_weights(
 
     With FSDP every process calls it, as shards are gathered tensor by tensor; one of them says `write`.
     """
-    tied, tensors = _tied(module), {}
+    tied = _tied(module)
+    tensors = {}
     for name, value in gathered(module):
         if write and name not in tied:
             tensors[name] = value.detach().contiguous().cpu()
@@ -159,10 +166,15 @@ def export_weights(
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
-    """Name -> first name of a tied parameter: it is stored once, as in transformers' files."""
+    """Return the first name of a tied parameter by its other names: it is stored once, as in transformers' files."""
     first: dict[nn.Parameter, str] = {}
-    named = module.named_parameters(remove_duplicate=False)
-    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
+    tied = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if parameter in first:
+            tied[name] = first[parameter]
+        else:
+            first[parameter] = name
+    return tied
 
 
 def _once(module: nn.Module) -> dict[str, Tensor]:
@@ -173,34 +185,46 @@ def _once(module: nn.Module) -> dict[str, Tensor]:
 
 def _shard(tensor: DTensor) -> tuple[int, int, bool]:
     """Return the number of this process's rows among so many parts, and whether it is the first to hold them."""
-    places = list(
-        zip(tensor.device_mesh.get_coordinate(), tensor.device_mesh.shape, tensor.placements)
-    )
+    mesh = tensor.device_mesh
+    dimensions = list(zip(mesh.get_coordinate(), mesh.shape, tensor.placements))
+    # FSDP2 shards rows, over one dimension of the mesh.
     ((number, count),) = [
-        (own, size) for own, size, place in places if place.is_shard(dim=0)
-    ]  # FSDP2's
-    return number, count, not any(own for own, _, place in places if place.is_replicate())
+        (coordinate, size)
+        for coordinate, size, placement in dimensions
+        if placement.is_shard(dim=0)
+    ]
+    copies = [coordinate for coordinate, _, placement in dimensions if placement.is_replicate()]
+    return number, count, not any(copies)
 
 
-def _own(tensor: Tensor) -> Tensor | None:
+def _local_copy(tensor: Tensor) -> Tensor | None:
     """Copy what this process writes of a tensor to main memory; None: nothing."""
-    if not (_shard(tensor)[2] if isinstance(tensor, DTensor) else PartialState().is_main_process):
+    if isinstance(tensor, DTensor):
+        writes = _shard(tensor)[2]
+        local = tensor.to_local()
+    else:
+        writes = PartialState().is_main_process
+        local = tensor
+    if not writes:
         return None
-    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    copy = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda)
-    return copy.copy_(own.detach(), non_blocking=True)
+    copy = torch.empty(local.shape, dtype=local.dtype, pin_memory=local.is_cuda)
+    return copy.copy_(local.detach(), non_blocking=True)
 
 
 def _load(module: nn.Module, stored: dict[str, tuple[TensorFiles, str]]) -> None:
-    """Load a state dict whose tensors are in files, all of it."""
-    tied, state, names = _tied(module), {}, set()
+    """Load a state dict from tensors in files, by name; a tensor that the module lacks is refused."""
+    tied = _tied(module)
+    state = {}
+    read = set()
     for name, now in module.state_dict().items():
         first = WRAPPED.sub("", tied.get(name, name))
         if first in stored:
-            state[name] = _read(*stored[first], now)
-            names.add(first)
-    strangers = {name: torch.empty(0) for name in stored.keys() - names}
-    module.load_state_dict(state | strangers)
+            file, stored_name = stored[first]
+            state[name] = _read(file, stored_name, now)
+            read.add(first)
+    # torch's message names tensors without a place in the module.
+    unexpected = {name: torch.empty(0) for name in stored.keys() - read}
+    module.load_state_dict(state | unexpected)
 
 
 def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
@@ -210,36 +234,43 @@ def _read(file: TensorFiles, name: str, like: Tensor) -> Tensor:
         return file.read(name)
     number, count, _ = _shard(like)
     each = -(-shape[0] // count)
-    rows = file.rows(name, min(number * each, shape[0]), min((number + 1) * each, shape[0])).to(
-        like.device
+    start = min(number * each, shape[0])
+    stop = min((number + 1) * each, shape[0])
+    rows = file.rows(name, start, stop).to(like.device)
+    return DTensor.from_local(
+        rows,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
     )
-    form = dict(shape=like.shape, stride=like.stride(), run_check=False)
-    return DTensor.from_local(rows, like.device_mesh, like.placements, **form)
 
 
 def _flat_state(optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Any]:
-    """Return the values of an optimiser's state dict: of PREFIX"PARAMETER/KEY" or, for options, "groupN/KEY"."""
+    """Return the values of an optimiser's state dict by name: PREFIX"PARAMETER/KEY" or, for options, PREFIX"groupN/KEY"."""
     state = optimizer.state_dict()
-    items = [
-        *state["state"].items(),
-        *((f"group{i}", group) for i, group in enumerate(state["param_groups"])),
-    ]
+    groups = {f"group{i}": group for i, group in enumerate(state["param_groups"])}
     return {
-        f"{prefix}{index}/{key}": value for index, values in items for key, value in values.items()
+        f"{prefix}{index}/{key}": value
+        for index, values in [*state["state"].items(), *groups.items()]
+        for key, value in values.items()
     }
 
 
 def _plain_values(flat: dict[str, Any]) -> dict[str, Any]:
     """Return what is no tensor of a `_flat_state`, for JSON: of a torch.dtype its name."""
-    plain = {name: value for name, value in flat.items() if not isinstance(value, Tensor)}
-    return {
-        name: str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
-        for name, value in plain.items()
-    }
+    plain = {}
+    for name, value in flat.items():
+        if isinstance(value, torch.dtype):
+            plain[name] = str(value).removeprefix("torch.")
+        elif not isinstance(value, Tensor):
+            plain[name] = value
+    return plain
 
 
 def _from_json(value: Any, like: Any) -> Any:
-    """Return a plain value of a checkpoint in the type of the optimiser's own, `like`."""
+    """Return a plain value of a checkpoint in the type of `like`, the optimiser's present value."""
     if isinstance(like, tuple):  # such as betas
         return tuple(value)
     if isinstance(like, torch.dtype):
@@ -248,18 +279,20 @@ def _from_json(value: Any, like: Any) -> Any:
 
 
 def _optimizer_state(optimizer, file: TensorFiles, prefix: str, plain: dict[str, Any]) -> dict:
-    """Put an optimiser's state dict together, of which `plain` has what is no tensor."""
+    """Put an optimiser's state dict together from tensors, and from `plain` values that are no tensors."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parts: dict[str, dict] = defaultdict(dict)
-    for name in (name for name in file.shapes if name.startswith(prefix)):
+    for name in file.shapes:
+        if not name.startswith(prefix):
+            continue
         _, index, key = name.split("/", 2)
-        parts[index][key] = (
-            file.read(name)
-            if index.startswith("group")
-            else _read(file, name, parameters[int(index)])
-        )
+        if index.startswith("group"):
+            parts[index][key] = file.read(name)
+        else:
+            parts[index][key] = _read(file, name, parameters[int(index)])
     for name, value in plain.items():
         _, index, key = name.split("/", 2)
         parts[index][key] = _from_json(value, optimizer.param_groups[0].get(key))
     groups = [parts.pop(f"group{i}") for i in range(len(optimizer.param_groups))]
-    return dict(state={int(index): values for index, values in parts.items()}, param_groups=groups)
+    state = {int(index): values for index, values in parts.items()}
+    return dict(state=state, param_groups=groups)

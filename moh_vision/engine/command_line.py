@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from moh_vision.engine.errors import message_of, nearest, reason_of
-from moh_vision.engine.io import CONFIG, run_of
+from moh_vision.common.errors import message_of, nearest, reason_of
+from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.progress import say
+from moh_vision.common.wings import WINGS
 from moh_vision.engine.keys import (
     Key,
     Section,
@@ -27,15 +29,11 @@ from moh_vision.engine.keys import (
     needs_of,
     unknown_key,
 )
-from moh_vision.engine.progress import say
-from moh_vision.engine.wings import WINGS
 
 SHIPPED = Path(__file__).parents[1] / "configs"  # the configurations of the package
 MAX_BYTES = 2**20  # of a configuration
 MAX_DEPTH = 20  # of values inside values, and of files upon files
-KEY_WIDTH = (
-    32  # of the column of keys in --help; after a longer key the text begins on the next line
-)
+KEY_WIDTH = 32  # of the column of keys in --help; behind a longer key the text has its own line
 
 
 @dataclass
@@ -76,53 +74,51 @@ def saved_config(run: Path) -> SavedConfig | None:
 
 
 def parse_config(
-    kind: type, argv: list[str] | None, prog: str, saved: SavedConfig | None = None
+    config_class: type, argv: list[str] | None, prog: str, saved: SavedConfig | None = None
 ) -> Any:
     """Read the command line of a script into a configuration: options override files, later files earlier ones.
 
-    With `kind.runs`, the configuration of the run in --checkpoint is read without a --config, and keys in files that
-    `kind` lacks are left out. A key without effect beside the others (see `idle_keys`) is refused. The file `saved` has
-    been read already.
+    With `config_class.runs`, the configuration of the run in --checkpoint is read without a --config, and keys in files
+    that `config_class` lacks are left out. A key that the other keys leave without effect (see `idle_keys`) is refused.
+    The file `saved` has been read already.
     """
-    keys, asked, runs = keys_of(kind), keys_of(_Asked), kind.runs
+    keys = keys_of(config_class)
+    if argv is None:
+        argv = sys.argv[1:]
     files: list[str] = []
     options: dict[str, Any] = {}
-    for name, value in _options(sys.argv[1:] if argv is None else argv, keys | asked):
+    for name, value in _options(argv, keys | keys_of(_Asked)):
         if name == "config":
             files.append(value)
+        elif name in keys and isinstance(options.get(name), list):  # a list may be given in parts
+            options[name] = options[name] + value
         else:
-            options[name] = (
-                options[name] + value
-                if isinstance(options.get(name), list) and name in keys
-                else value
-            )
+            options[name] = value
     if "help" in options:
-        say(help_text(prog, kind, options["help"]))
+        say(help_text(prog, config_class, options["help"]))
         raise SystemExit(0)
+    runs = config_class.runs
     if runs and options.get("checkpoint") and not files:
         of_run = run_of(options["checkpoint"]) / CONFIG
-        files = [str(of_run)] if of_run.is_file() else []
-    known = keys_of(runs) | keys if runs else keys
-    script = "" if runs else prog
-    of_files = []
+        if of_run.is_file():
+            files = [str(of_run)]
+    values: dict[str, Any] = {}  # by dotted name
+    origins: dict[str, str] = {}  # the file of each value, for messages
     for file in files:
-        if saved is not None and Path(file) == saved.file:
-            entries = _entries(saved.values, saved.file, known, script)
-        else:
-            entries = _read(file, known, script)
-        of_files += [entry for entry in entries if entry[0] in keys]
-    values = {name: value for name, value, _ in of_files}
-    places = {name: place for name, _, place in of_files}
+        for name, value, origin in _file_entries(file, config_class, prog, saved):
+            if name in keys:
+                values[name] = value
+                origins[name] = origin
     prints = options.pop("print_config", False)
     given: set[str] = set()
     for name, value in options.items():  # --model.kwargs.NAME is inside a mapping
         whole = next((known for known in keys if name.startswith(f"{known}.")), name)
         values[whole] = _put(values.get(whole), name[len(whole) :].split(".")[1:], value)
         given.add(whole)
-    for name, place in places.items():
+    for name, origin in origins.items():
         if name not in given:
-            keys[name].as_type(values[name], name, f"{place}: ")
-    config = _without_idle(_make(kind, values), values, given, ", ".join(files), prog)
+            keys[name].as_type(values[name], name, f"{origin}: ")
+    config = _without_idle(_make(config_class, values), values, given, ", ".join(files), prog)
     config.given = frozenset(given)
     if prints:
         say(dump(config.tree()))
@@ -130,75 +126,97 @@ def parse_config(
     return config
 
 
-def _make(kind: type, values: dict[str, Any]) -> Any:
-    """A configuration of values by dotted name."""
-    for name, known in keys_of(kind).items():
+def _file_entries(
+    file: str, config_class: type, prog: str, saved: SavedConfig | None
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted key, value, origin) of a file that --config names; `saved` has been read already."""
+    known = keys_of(config_class)
+    script = prog
+    if config_class.runs:  # the file may be that of a run of any script, with keys for training
+        known = keys_of(config_class.runs) | known
+        script = ""
+    if saved is not None and Path(file) == saved.file:
+        return _entries(saved.values, saved.file, known, script)
+    return _read(file, known, script)
+
+
+def _make(config_class: type, values: dict[str, Any]) -> Any:
+    """Make a configuration of values by dotted name."""
+    for name, known in keys_of(config_class).items():
         if known.default is MISSING and values.get(name) is None:
             raise ValueError(f"--{name} is needed: {known.text}")
     arguments = {}
-    for f in fields(kind):
+    for f in fields(config_class):
         start = f"{f.name}."
-        own = {
+        section = {
             name.removeprefix(start): value
             for name, value in values.items()
             if name.startswith(start)
         }
-        if own:  # the defaults are this field's, not its class's
-            arguments[f.name] = replace(f.default_factory(), **own)
+        if section:  # the defaults are this field's, not its class's
+            arguments[f.name] = replace(f.default_factory(), **section)
         elif f.name in values:
             arguments[f.name] = values[f.name]
-    return kind(**arguments)
+    return config_class(**arguments)
 
 
 def _without_idle(
     config: Section, values: dict[str, Any], given: set[str], files: str, prog: str
 ) -> Any:
-    """Refuse keys without effect; leave out, and name, those of files that an option made so."""
+    """Refuse keys without effect; leave out, and name, those of files that an option made so.
+
+    Args:
+        config: made of `values`.
+        values: what files and options say, by dotted name.
+        given: names of keys and mappings that options say.
+        files: the files, for messages.
+        prog: the script, for messages.
+    """
     left_out: dict[str, str] = {}
     for name, needed, decide in idle_keys(config):
         value = attrgetter(name)(config)
-        # Off anyway, or as it always is.
-        if (
-            name not in values
-            or not value
-            or name not in given
-            and value == keys_of(type(config))[name].default
-        ):
+        if name not in values or not value:  # off anyway
+            continue
+        if name not in given and value == keys_of(type(config))[name].default:
             continue
         if name in given or not given & decide:
-            where = f"--config {files}: " if files and name not in given else ""
-            raise ValueError(f"{where}{name} {value!r} needs {needed}, and has no effect otherwise")
+            problem = f"{name} {value!r} needs {needed}, and has no effect otherwise"
+            if files and name not in given:
+                problem = f"--config {files}: {problem}"
+            raise ValueError(problem)
         left_out[name] = f"{name} {value!r} (needs {needed})"
     if not left_out:
         return config
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(
-            f"{prog}: left out of {files}, without effect here: {', '.join(left_out.values())}",
-            file=sys.stderr,
-        )
+        listed = ", ".join(left_out.values())
+        print(f"{prog}: left out of {files}, without effect here: {listed}", file=sys.stderr)
     return _make(type(config), {name: values[name] for name in values if name not in left_out})
 
 
 def _options(argv: list[str], keys: dict[str, Key]) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of every option; a section's value gives one for each key."""
+    mappings = [name for name, known in keys.items() if "mapping" in known.allowed]
     rest = list(argv)
     while rest:
         token = rest.pop(0)
-        token = "--help" if token == "-h" else token
+        if token == "-h":
+            token = "--help"
         if not token.startswith("--"):
             raise ValueError(f"unrecognized argument {token}")
         name, equals, text = token[2:].partition("=")
-        name, texts = name.replace("-", "_"), [text] if equals else []
+        name = name.replace("-", "_")
+        texts = []
+        if equals:
+            texts.append(text)
         while not equals and rest and not rest[0].startswith("--"):
             texts.append(rest.pop(0))
+        option = f"--{name}"
         if name in keys:
             yield name, _value(name, texts, keys[name])
-        elif any(
-            name.startswith(f"{k}.") and "mapping" in known.allowed for k, known in keys.items()
-        ):
-            yield name, load(_single(name, texts), f"--{name}")
+        elif any(name.startswith(f"{mapping}.") for mapping in mappings):
+            yield name, load(_single(name, texts), option)
         elif any(known.startswith(f"{name}.") for known in keys):
-            yield from _known({name: load(_single(name, texts), f"--{name}")}, keys, f"--{name}")
+            yield from _known({name: load(_single(name, texts), option)}, keys, option)
         else:
             raise ValueError(unknown_key(name, keys))
 
@@ -210,15 +228,19 @@ def _value(name: str, texts: list[str], known: Key) -> Any:
     if not texts and known.hint is bool:  # a switch that stands alone
         return True
     values = [load(text, f"--{name}", text) for text in texts]
-    readings = (
-        [values, texts] if len(texts) > 1 else [values[0], texts[0], values, texts] if texts else []
-    )
+    readings: list[Any] = []
+    if len(texts) == 1:
+        readings += [values[0], texts[0]]
+    if texts:
+        readings += [values, texts]
     for reading in readings:
         try:
             return as_type(known.hint, reading)
         except TypeError:
             pass
-    return readings[0] if len(texts) == 1 else _single(name, texts)
+    if len(texts) == 1:
+        return values[0]  # the configuration refuses its type, with the key's name
+    return _single(name, texts)
 
 
 def _single(name: str, texts: list[str]) -> str:
@@ -228,10 +250,12 @@ def _single(name: str, texts: list[str]) -> str:
 
 
 def _put(earlier: Any, path: list[str], value: Any) -> Any:
-    """The value, or the earlier mapping with it put at a path inside."""
+    """Return the value, or the earlier mapping with the value put at a path inside."""
     if not path:
         return value
-    whole = earlier if isinstance(earlier, dict) else {}
+    whole = {}
+    if isinstance(earlier, dict):
+        whole = earlier
     return {**whole, path[0]: _put(whole.get(path[0]), path[1:], value)}
 
 
@@ -239,7 +263,9 @@ class WrittenTwice(ValueError):
     """A key that a text gives two values."""
 
     def __init__(self, name: Any, line: int, first: int):
-        before = "in it twice" if line == first else f"on line {first} already"
+        before = f"on line {first} already"
+        if line == first:
+            before = "in it twice"
         super().__init__(f"line {line}: {name!r} is {before}; keep one of the two")
 
 
@@ -278,12 +304,15 @@ class _Dumper(yaml.SafeDumper):
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
-for _kind, _form in dict(
-    null="~|null|Null|NULL|", bool="true|True|TRUE|false|False|FALSE", int=r"[-+]?(0|[1-9][0-9]*)",
-    float=r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
-).items():  # fmt: skip
-    # YAML 1.2: no, 1:30 and 2001-01-01 are texts
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", re.compile(f"(?:{_form})\\Z"), None)
+_NUMBER = r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
+_PLAIN_FORMS = dict(  # as in YAML 1.2: no, 1:30 and 2001-01-01 are texts
+    null="~|null|Null|NULL|",
+    bool="true|True|TRUE|false|False|FALSE",
+    int=r"[-+]?(0|[1-9][0-9]*)",
+    float=_NUMBER + r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+)
+for _tag, _form in _PLAIN_FORMS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_form})\\Z"), None)
 
 
 def load(text: str, where: str, otherwise: str | None = None) -> Any:
@@ -320,7 +349,7 @@ def load_tree(file: Path, option: str = "") -> dict:
 
 
 def dump(tree: dict) -> str:
-    """The YAML text of plain values, in their order."""
+    """Return the YAML text of plain values, in their order."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False)
 
 
@@ -328,20 +357,29 @@ def _read(
     name: str,
     keys: dict[str, Key],
     prog: str,
-    beside: Path = Path(),
+    folder: Path = Path(),
     option: str = "--config",
     upon: int = 0,
-):
-    """Yield (dotted key, value, file) of a file, beside a folder or shipped, for a script ("": any), its base's first."""
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (dotted key, value, origin) of a file, those of its base first.
+
+    Args:
+        name: path of the file, from `folder`, or the name of a configuration of the package.
+        keys: known keys by name.
+        prog: script that takes the file; "": any.
+        folder: where a path starts.
+        option: what named the file, for messages.
+        upon: number of files that stand upon this one.
+    """
     short = name.removeprefix("configs/").removesuffix(".yaml")
-    path = next((p for p in (beside / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
+    path = next((p for p in (folder / name, SHIPPED / f"{short}.yaml") if p.is_file()), None)
     if path is None:
-        near = nearest(
-            short, [f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml")], 1
-        )
-        raise ValueError(
-            f"{option} {name}: no such file{f', did you mean {near[0]}?' if near else ''}"
-        )
+        problem = f"{option} {name}: no such file"
+        shipped = [f"{file.parent.name}/{file.stem}" for file in SHIPPED.glob("*/*.yaml")]
+        near = nearest(short, shipped, 1)
+        if near:
+            problem += f", did you mean {near[0]}?"
+        raise ValueError(problem)
     _refuse_large(path, f"{option} {path}")
     yield from _entries(load_tree(path, option), path, keys, prog, upon)
 
@@ -355,7 +393,7 @@ def _refuse_large(path: Path, where: str) -> None:
 def _entries(
     tree: dict, path: Path, keys: dict[str, Key], prog: str, upon: int = 0
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield (dotted key, value, file) of the keys and values of a file, its base's first."""
+    """Yield (dotted key, value, origin) of the tree in a file, those of its base first; see `_read`."""
     tree = dict(tree)
     base = tree.pop("base", None)
     if base is not None:
@@ -366,25 +404,29 @@ def _entries(
         yield from _read(base, keys, prog, path.parent, f"{path}: base", upon + 1)
     scripts = {wing.configurations: wing.script for wing in WINGS.values()}
     script = scripts.get(path.parent.name, prog)
-    where = f"{script} takes this file; {path}" if prog and script != prog else str(path)
-    yield from ((*entry, where) for entry in _known(tree, keys, where))
+    origin = str(path)
+    if prog and script != prog:
+        origin = f"{script} takes this file; {path}"
+    for name, value in _known(tree, keys, origin):
+        yield name, value, origin
 
 
 def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; ValueError, naming `where`, for a key that is none."""
+    """Yield dotted keys and values; raise ValueError, naming `where`, for a key that is none."""
     found: set[str] = set()
     for name, value in flat(tree, keys):
         if name in found:  # model.depth beside a section model with depth
             raise ValueError(f"{where}: {name} is there twice; keep one of the two")
         found.add(name)
-        if any(known.startswith(f"{name}.") for known in keys) and name not in keys:
-            raise ValueError(f'{where}: key "{name}" is a section of keys, got {value!r}')
         if name not in keys:
-            expected, kind = keys["kind"].default if "kind" in keys else None, tree.get("kind")
-            other = expected and kind and kind != expected
-            raise ValueError(
-                f"{where}: {f'kind {kind}, not {expected}' if other else unknown_key(name, keys)}"
-            )
+            if any(known.startswith(f"{name}.") for known in keys):
+                raise ValueError(f'{where}: key "{name}" is a section of keys, got {value!r}')
+            if "kind" in keys:
+                wing = tree.get("kind")
+                expected = keys["kind"].default
+                if expected and wing and wing != expected:
+                    raise ValueError(f"{where}: kind {wing}, not {expected}")
+            raise ValueError(f"{where}: {unknown_key(name, keys)}")
         if not keys[name].options["kept"]:
             raise ValueError(
                 f"{where}: {name} is an option of one call, which no file holds: --{name}"
@@ -392,53 +434,64 @@ def _known(tree: dict, keys: dict[str, Key], where: str) -> Iterator[tuple[str, 
         yield name, value
 
 
-def groups_of(kind: type) -> list[tuple[str, dict[str, Key]]]:
+def groups_of(config_class: type) -> list[tuple[str, dict[str, Key]]]:
     """Return (title, keys by name) of every script's keys, keys outside sections, and each section."""
     groups: dict[str, dict[str, Key]] = {"": {}}
-    for name, known in keys_of(kind).items():
+    for name, known in keys_of(config_class).items():
         groups.setdefault(name.rpartition(".")[0], {})[name] = known
-    titles = [next(iter(own.values())).kind.__doc__ for own in groups.values()]
-    titles = [re.split(r"\.(?=\s|$)", title)[0] for title in titles]
-    return [("Options of every script", keys_of(_Asked)), *zip(titles, groups.values())]
+    titled = [("Options of every script", keys_of(_Asked))]
+    for keys in groups.values():
+        first = next(iter(keys.values()))
+        title = re.split(r"\.(?=\s|$)", first.section_class.__doc__)[0]
+        titled.append((title, keys))
+    return titled
 
 
 def default_of(known: Key) -> str:
-    """A key's default as YAML; empty for null, and where there is none."""
+    """Return a key's default as YAML; empty for null, and where there is none."""
     if known.default is None or known.default is MISSING:
         return ""
-    return known.default if isinstance(known.default, str) else json.dumps(known.default)
+    if isinstance(known.default, str):
+        return known.default
+    return json.dumps(known.default)
 
 
-def help_text(prog: str, kind: type, names: list[str]) -> str:
+def help_text(prog: str, config_class: type, names: list[str]) -> str:
     """Write `--help`: at most two lines of text a key, or the whole text of keys and sections in `names`."""
-    groups, every, texts = groups_of(kind), keys_of(_Asked) | keys_of(kind), []
-    for name in (
-        word.removeprefix("--").replace("-", "_") for text in names for word in text.split()
-    ):
-        own = [
-            (k, f)
-            for _, keys in groups
-            for k, f in keys.items()
-            if k == name or k.startswith(f"{name}.")
-        ]
-        if not own:
-            raise ValueError(f"--help {name}: no such key or section")
-        texts += [
-            f"--{k} {default_of(f)}\n  {f.allowed}\n  {f.text} {needs_of(k, every)}".rstrip()
-            for k, f in own
-        ]
-    if texts:
-        return "\n\n".join(texts)
+    words = [word for text in names for word in text.split()]
+    if words:
+        return _whole_texts(config_class, words)
     width = max(80, shutil.get_terminal_size().columns)
     lines = [f"usage: {prog} [--config FILE] [--KEY VALUE ...]", ""]
     lines += ["A key comes with its default here. In names - and _ are the same.", ""]
-    for title, keys in groups:
-        lines += [
-            f"{title}:",
-            *(line for name, f in keys.items() for line in _lines(name, f, width)),
-            "",
-        ]
+    for title, keys in groups_of(config_class):
+        lines.append(f"{title}:")
+        for name, known in keys.items():
+            lines += _lines(name, known, width)
+        lines.append("")
     return "\n".join([*lines, f"The whole text of a key or section: {prog} --help KEY ..."])
+
+
+def _whole_texts(config_class: type, words: list[str]) -> str:
+    """Return the whole text of the keys and sections that `words` name, with or without dashes."""
+    every = keys_of(_Asked) | keys_of(config_class)
+    texts = []
+    for word in words:
+        name = word.removeprefix("--").replace("-", "_")
+        # In the order of the short help: keys outside sections come first.
+        found = [
+            (known_name, known)
+            for _, keys in groups_of(config_class)
+            for known_name, known in keys.items()
+            if known_name == name or known_name.startswith(f"{name}.")
+        ]
+        if not found:
+            raise ValueError(f"--help {name}: no such key or section")
+        for known_name, known in found:
+            head = f"--{known_name} {default_of(known)}"
+            text = f"{known.text} {needs_of(known_name, every)}"
+            texts.append(f"{head}\n  {known.allowed}\n  {text}".rstrip())
+    return "\n\n".join(texts)
 
 
 def _lines(name: str, known: Key, width: int) -> list[str]:
@@ -453,7 +506,5 @@ def _lines(name: str, known: Key, width: int) -> list[str]:
     )
     if len(head) > KEY_WIDTH:
         lines.insert(0, "")
-    return [
-        f"{head if number == 0 else '':{KEY_WIDTH}}  {line}".rstrip()
-        for number, line in enumerate(lines)
-    ]
+    left = [head] + [""] * len(lines)
+    return [f"{cell:{KEY_WIDTH}}  {line}".rstrip() for cell, line in zip(left, lines)]

@@ -63,13 +63,13 @@ class ModelConfig(Section, section="model"):
 
     def arguments(self) -> dict:
         """Return timm.create_model's keyword arguments that are set; of a pre-trained model those that it changes."""
-        other = ("name", "kwargs", "pretrained", "convert")
-        own = {
+        not_arguments = ("name", "kwargs", "pretrained", "convert")
+        arguments = {
             name: value
             for name, value in vars(self).items()
-            if name not in other and value is not None
+            if name not in not_arguments and value is not None
         }
-        return {**own, **(self.kwargs or {}), **(self.convert or {})}
+        return {**arguments, **(self.kwargs or {}), **(self.convert or {})}
 
     def decided(self, **values: Any) -> dict:
         """Return the model's arguments that data and other keys decide; model.kwargs may not differ."""
@@ -265,7 +265,8 @@ class RunConfig(CommonConfig):
         raise NotImplementedError
 
     def idle(self) -> Iterator[Idle]:
-        routers, model = self.routers(), "model.name model.router model.kwargs model.convert"
+        routers = self.routers()
+        model = "model.name model.router model.kwargs model.convert"
         convert = getattr(self.model, "convert", None) or {}
         options = getattr(self.model, "router_kwargs", None) or convert.get("router_kwargs") or {}
         soft = "mae" in routers and options.get("mode", "soft") == "soft"
@@ -280,8 +281,8 @@ class RunConfig(CommonConfig):
         yield Idle(
             "balance_weight", routers - {"moa", "mae", "dense"}, "router moh or query_norm", model
         )
-        others = routers - {"moh", "query_norm", "mae", "dense"}
-        yield Idle("moa_balance_weight z_weight", others, "router moa", model)
+        moa_or_foreign = routers - {"moh", "query_norm", "mae", "dense"}
+        yield Idle("moa_balance_weight z_weight", moa_or_foreign, "router moa", model)
         yield Idle(
             "block_descent.*", soft, "router mae with mode soft", f"{model} model.router_kwargs"
         )
@@ -294,7 +295,7 @@ class RunConfig(CommonConfig):
             )
 
     def moa_weights(self) -> dict:
-        """Keyword arguments of a `RoutedTask`."""
+        """Return keyword arguments of a `RoutedTask`."""
         return dict(moa_balance_weight=self.moa_balance_weight, z_weight=self.z_weight)
 
 
@@ -313,7 +314,11 @@ class ImageRunConfig(RunConfig):
             raise ValueError("init_from and model.pretrained both bring weights: give one")
 
     def routers(self) -> set[str]:
-        m = self.model
-        if m.pretrained:
-            return {(m.convert or {}).get("router") or "moh"}
-        return {m.router or ("dense" if m.name.startswith(("dit_", "transnext_")) else "moh")}
+        model = self.model
+        if model.pretrained:
+            return {(model.convert or {}).get("router") or "moh"}
+        if model.router:
+            return {model.router}
+        if model.name.startswith(("dit_", "transnext_")):
+            return {"dense"}
+        return {"moh"}

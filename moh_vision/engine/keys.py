@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from moh_vision.engine.errors import nearest
+from moh_vision.common.errors import nearest
 
 NUMBERS = dict(
-    gt=("above", operator.gt), ge=("at least", operator.ge), lt=("below", operator.lt), le=("at most", operator.le)
-)  # fmt: skip
+    gt=("above", operator.gt),
+    ge=("at least", operator.ge),
+    lt=("below", operator.lt),
+    le=("at most", operator.le),
+)
 UNIONS = (typing.Union, types.UnionType)  # Literal[...] | None makes the first
 
 
@@ -27,13 +30,13 @@ def key(default: Any = MISSING, **options: Any) -> Any:
     """Return a field of a `Section`. A subclass that repeats a key inherits what it leaves out.
 
     Args:
-        default: what it is where it is left out; without one it must be given.
+        default: value where the key is left out; without one the key must be given.
         gt, ge, lt, le: limits of a number, or of each in a list; or the name of a key of the section.
         rising: of a pair: the first is not above the second.
-        ends: endings of a path, one of which it has.
-        needs: what it has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE
+        ends: endings of a path, one of which the path has.
+        needs: what the key has no effect without: "KEY", "not KEY", "KEY=VALUE" or "KEY!=VALUE", where * in VALUE
             is any text; joined by " or ", or by "; " for and. ".KEY" is of the same section.
-        also: what other projects call it, with or without a section.
+        also: what other projects call the key, with or without a section.
         free: another value does not make a run another run.
         kept: False: an option of one call, which no file holds and no run remembers.
     """
@@ -43,17 +46,19 @@ def key(default: Any = MISSING, **options: Any) -> Any:
     return dataclasses.field(default=default, metadata=options)
 
 
-class Idle(NamedTuple):  # where no `needs` can tell
-    keys: str  # patterns
-    has_effect: Any
+class Idle(NamedTuple):
+    """Keys without effect, where no `needs` of a key can tell."""
+
+    keys: str  # patterns, with spaces between them
+    has_effect: Any  # whether they have one, as a truth value
     needs: str  # in words
-    deciding: str  # the keys that decide
+    deciding: str  # the keys that decide, with spaces between them
 
 
 class Key(NamedTuple):
     """A key as `keys_of` finds it."""
 
-    kind: type  # the section that it is a field of
+    section_class: type  # the section that it is a field of
     field: str  # its name there
     hint: Any  # its type
     default: Any
@@ -64,45 +69,60 @@ class Key(NamedTuple):
         try:
             return as_type(self.hint, value)
         except TypeError:
-            got = "null" if value is None else str(value)[:200]
-            raise ValueError(
-                f'{where}key "{name}": Expected {words_of(self.hint)}. Got value: {got}'
-            ) from None
+            got = str(value)[:200]
+            if value is None:
+                got = "null"
+            problem = f"Expected {words_of(self.hint)}. Got value: {got}"
+            raise ValueError(f'{where}key "{name}": {problem}') from None
 
     def check(self, value: Any, name: str, section: "Section") -> None:
         """Raise ValueError, naming the key, for a value that is out of its range."""
-        numbers = list(_numbers(value))
-        fine = all(math.isfinite(n) for n in numbers if type(n) is float) and (
-            value != [] or self.default == []
-        )
-        for _, holds, bound in self.bounds:
-            bound = getattr(section, bound) if isinstance(bound, str) else bound
-            fine = fine and all(holds(n, bound) for n in numbers)
-        fine = fine and not (self.options.get("rising") and value[0] > value[1])
-        fine = fine and not (
-            value and "ends" in self.options and not value.endswith(self.options["ends"])
-        )
-        if not fine:
-            allowed = "at least one" if value == [] else self.limits or "a finite number"
+        if not self._in_range(value, section):
+            allowed = self.limits or "a finite number"
+            if value == []:
+                allowed = "at least one"
             raise ValueError(f"{name} {value!r} is out of range: {allowed}")
+
+    def _in_range(self, value: Any, section: "Section") -> bool:
+        numbers = list(_numbers(value))
+        if not all(math.isfinite(number) for number in numbers if type(number) is float):
+            return False
+        if value == [] and self.default != []:
+            return False
+        for _, holds, bound in self.bounds:
+            if isinstance(bound, str):  # another key of the section
+                bound = getattr(section, bound)
+            if not all(holds(number, bound) for number in numbers):
+                return False
+        if self.options.get("rising") and value[0] > value[1]:
+            return False
+        if value and "ends" in self.options:
+            return value.endswith(self.options["ends"])
+        return True
 
     @property
     def bounds(self) -> list[tuple[str, Callable, Any]]:
         """Words, comparison and bound of each limit of its numbers."""
         return [
-            (*how, self.options[limit]) for limit, how in NUMBERS.items() if limit in self.options
+            (words, holds, self.options[limit])
+            for limit, (words, holds) in NUMBERS.items()
+            if limit in self.options
         ]
 
     @property
     def limits(self) -> str:
         """Its range in words."""
-        section = f"{self.kind.section}."
-        texts = [
-            f"{words} {section * isinstance(bound, str)}{bound}" for words, _, bound in self.bounds
-        ]
+        texts = []
+        for words, _, bound in self.bounds:
+            if isinstance(bound, str):  # another key of the section
+                bound = f"{self.section_class.section}.{bound}"
+            texts.append(f"{words} {bound}")
         if "ends" in self.options:
             texts.append(f"a path that ends in {' or '.join(self.options['ends'])}")
-        return " and ".join(texts) + ", the smaller one first" * self.options.get("rising", False)
+        text = " and ".join(texts)
+        if self.options.get("rising"):
+            text += ", the smaller one first"
+        return text
 
     @property
     def allowed(self) -> str:
@@ -111,8 +131,8 @@ class Key(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What stands below it."""
-        return texts_of(self.kind).get(self.field, "")
+        """The text below it in the section."""
+        return texts_of(self.section_class).get(self.field, "")
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -125,12 +145,14 @@ def _numbers(value: Any) -> Iterator[int | float]:
 
 @dataclass
 class Section:
-    """Keys that belong together, in their types and ranges however it is made."""
+    """Keys that belong together; however a section is made, they have their types and are in their ranges."""
 
-    section: ClassVar[str] = ""  # its name; a subclass's arguments are these
+    # A subclass sets them: class DataConfig(Section, section="data").
+    section: ClassVar[str] = ""  # its name
     needs: ClassVar[str] = ""  # what all keys need
     free: ClassVar[bool] = False  # whether all keys are
     runs: ClassVar[type | None] = None  # configuration of the runs for its key checkpoint
+
     given: ClassVar[frozenset[str]] = frozenset()  # options on the command line
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -138,8 +160,11 @@ class Section:
             setattr(cls, name, value)
 
     def __post_init__(self):
-        own = [key for key in keys_of(type(self)).values() if key.kind is type(self)]
-        named = {f"{self.section}.{key.field}".strip("."): key for key in own}
+        named = {
+            f"{self.section}.{key.field}".strip("."): key
+            for key in keys_of(type(self)).values()
+            if key.section_class is type(self)
+        }
         for name, key in named.items():
             setattr(self, key.field, key.as_type(getattr(self, key.field), name))
         for name, key in named.items():
@@ -150,60 +175,65 @@ class Section:
         """Raise ValueError for keys that contradict each other."""
 
     def idle(self) -> Iterator[Idle]:
-        """What no `needs` can tell."""
+        """Yield what no `needs` can tell."""
         return iter(())
 
     def tree(self) -> dict:
-        """The configuration as nested plain values, as it is saved."""
-        of_a_call = {name for name, key in keys_of(type(self)).items() if not key.options["kept"]}
-        return plain(
-            {
-                name: value
-                for name, value in dataclasses.asdict(self).items()
-                if name not in of_a_call
-            }
-        )
+        """Return the configuration as nested plain values, as it is saved."""
+        keys = keys_of(type(self))
+        of_a_call = {name for name, key in keys.items() if not key.options["kept"]}
+        values = dataclasses.asdict(self).items()
+        return plain({name: value for name, value in values if name not in of_a_call})
 
 
 def plain(value: Any) -> Any:
-    """The same value with lists for tuples."""
+    """Return the same value with lists for tuples."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items()}
-    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return value
 
 
 @functools.cache
-def keys_of(kind: type) -> dict[str, Key]:
+def keys_of(section_class: type) -> dict[str, Key]:
     """Return every key of a configuration or section by its dotted name."""
-    return dict(_fields(kind, ""))
+    return dict(_fields(section_class, ""))
 
 
-def _fields(kind: type, prefix: str, made: Section | None = None) -> Iterator[tuple[str, Key]]:
-    hints = typing.get_type_hints(kind)
-    for f in dataclasses.fields(kind):
-        hint, name = hints[f.name], prefix + f.name
+def _fields(
+    section_class: type, prefix: str, defaults: Section | None = None
+) -> Iterator[tuple[str, Key]]:
+    """Yield (dotted name, key); the field of a configuration may give its section other `defaults`."""
+    hints = typing.get_type_hints(section_class)
+    for f in dataclasses.fields(section_class):
+        hint = hints[f.name]
+        name = prefix + f.name
         if isinstance(hint, type) and issubclass(hint, Section):
             yield from _fields(hint, f"{name}.", f.default_factory())
             continue
-        options: dict[str, Any] = dict(free=kind.free, kept=True)
-        for base in reversed(kind.__mro__):
+        options: dict[str, Any] = dict(free=section_class.free, kept=True)
+        for base in reversed(section_class.__mro__):
             options.update(getattr(base, "__dataclass_fields__", {}).get(f.name, f).metadata)
-        needs = [*kind.needs.split("; "), *options.get("needs", "").split("; ")]
+        needs = [*section_class.needs.split("; "), *options.get("needs", "").split("; ")]
         # A key does not need itself.
         named = [re.sub(r"(?<!\w)\.(?=\w)", prefix, need) for need in filter(None, needs)]
         options["needs"] = [need for need in named if name not in deciding(need)]
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        yield (
-            name,
-            Key(kind, f.name, hint, default if made is None else getattr(made, f.name), options),
-        )
+        if defaults is not None:
+            default = getattr(defaults, f.name)
+        elif f.default_factory is not MISSING:
+            default = f.default_factory()
+        else:
+            default = f.default
+        yield name, Key(section_class, f.name, hint, default, options)
 
 
 @functools.cache
-def texts_of(kind: type) -> dict[str, str]:
-    """The strings below the keys of a section."""
+def texts_of(section_class: type) -> dict[str, str]:
+    """Return the strings below the keys of a section, by the names of their fields."""
     texts: dict[str, str] = {}
-    for base in reversed([base for base in kind.__mro__ if issubclass(base, Section)]):
+    sections = [base for base in section_class.__mro__ if issubclass(base, Section)]
+    for base in reversed(sections):
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body
         for line, below in zip(body, body[1:]):
             if isinstance(line, ast.AnnAssign) and isinstance(below, ast.Expr):
@@ -213,22 +243,28 @@ def texts_of(kind: type) -> dict[str, str]:
 
 def as_type(hint: Any, value: Any) -> Any:
     """Return the value, lists as tuples and whole numbers as floats if the type says so; or TypeError."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in UNIONS:
-        for kind in sorted(inner, key=lambda kind: kind is not type(value)):
+        # First the alternative that needs no conversion.
+        for alternative in sorted(inner, key=lambda hint: hint is not type(value)):
             try:
-                return as_type(kind, value)
+                return as_type(alternative, value)
             except TypeError:
                 pass
-    elif origin is typing.Literal and any(
-        value == one and type(value) is type(one) for one in inner
-    ):
-        return value
-    elif origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(inner):
-        return tuple(map(as_type, inner, value))
-    elif origin is list and isinstance(value, list):
-        return [as_type(inner[0], one) for one in value]
-    elif hint is Any or origin is dict and isinstance(value, dict) or type(value) is hint:
+    elif origin is typing.Literal:
+        if any(value == one and type(value) is type(one) for one in inner):  # True == 1
+            return value
+    elif origin is tuple:
+        if isinstance(value, (list, tuple)) and len(value) == len(inner):
+            return tuple(map(as_type, inner, value))
+    elif origin is list:
+        if isinstance(value, list):
+            return [as_type(inner[0], one) for one in value]
+    elif origin is dict:
+        if isinstance(value, dict):
+            return value
+    elif hint is Any or type(value) is hint:
         return value
     elif hint is float and type(value) is int and abs(value) < 2**1023:
         return float(value)
@@ -237,20 +273,22 @@ def as_type(hint: Any, value: Any) -> Any:
 
 def words_of(hint: Any) -> str:
     """Return a type for people: a Literal's allowed values, `or null` for an Optional."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    inner = typing.get_args(hint)
     if origin in UNIONS:
         return " or ".join(map(words_of, inner))
     if origin is typing.Literal:
         return ", ".join(map(str, inner))
-    if origin in (list, tuple):
-        return f"[{', '.join(map(words_of, inner))}{', ...' * (origin is list)}]"
-    return {str: "text", type(None): "null", dict: "mapping", Any: "any"}.get(
-        origin or hint
-    ) or hint.__name__
+    if origin is list:
+        return f"[{words_of(inner[0])}, ...]"
+    if origin is tuple:
+        return f"[{', '.join(map(words_of, inner))}]"
+    words = {str: "text", type(None): "null", dict: "mapping", Any: "any"}
+    return words.get(origin or hint) or hint.__name__
 
 
 def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
-    """Yield (key, what it needs, the keys that decide) for keys without effect beside the others."""
+    """Yield (key, what it needs, the keys that decide) for keys that other keys leave without effect."""
     keys = keys_of(type(config))
     values = {name: operator.attrgetter(name)(config) for name in keys}
     for name, key in keys.items():
@@ -258,11 +296,11 @@ def idle_keys(config: Section) -> Iterator[tuple[str, str, set[str]]]:
             if not any(condition.holds(values) for condition in conditions(need)):
                 yield name, _in_words(need, keys), deciding(need)
     for idle in config.idle():
-        for pattern in idle.keys.split() if not idle.has_effect else ():
-            yield from (
-                (name, idle.needs, set(idle.deciding.split()))
-                for name in fnmatch.filter(keys, pattern)
-            )
+        if idle.has_effect:
+            continue
+        for pattern in idle.keys.split():
+            for name in fnmatch.filter(keys, pattern):
+                yield name, idle.needs, set(idle.deciding.split())
 
 
 class Condition(NamedTuple):
@@ -276,31 +314,32 @@ class Condition(NamedTuple):
     def holds(self, values: dict[str, Any]) -> bool:
         """Return whether values by key meet it."""
         value = values.get(self.name)
-        if self.sign:
-            text = (
-                "null"
-                if value is None
-                else f"{value:g}"
-                if isinstance(value, float)
-                else str(value)
-            )
-            return fnmatch.fnmatchcase(text, self.pattern) == (self.sign == "=")
-        return bool(value) != bool(self.negated)
+        if not self.sign:
+            return bool(value) != bool(self.negated)
+        text = str(value)
+        if value is None:
+            text = "null"
+        elif isinstance(value, float):
+            text = f"{value:g}"
+        return fnmatch.fnmatchcase(text, self.pattern) == (self.sign == "=")
 
     def words(self, keys: dict[str, Key]) -> str:
         """Return it in words."""
-        if self.sign:
-            return f"{self.name} {'other than ' * (self.sign == '!=')}{self.pattern}".replace(
-                " null", " left out"
-            )
-        hint = keys[self.name].hint if self.name in keys else None
+        if self.sign == "=":
+            return f"{self.name} {self.pattern}".replace(" null", " left out")
+        if self.sign == "!=":
+            return f"{self.name} other than {self.pattern}".replace(" null", " left out")
+        hint = None
+        if self.name in keys:
+            hint = keys[self.name].hint
         if hint is bool:
-            return f"{self.name} {'false' if self.negated else 'true'}"
-        return (
-            f"{self.name} left out"
-            if self.negated
-            else f"{self.name}{' above 0' * (hint in (int, float))}"
-        )
+            words = {"": "true", "not ": "false"}
+            return f"{self.name} {words[self.negated]}"
+        if self.negated:
+            return f"{self.name} left out"
+        if hint in (int, float):
+            return f"{self.name} above 0"
+        return self.name
 
 
 def conditions(need: str) -> list[Condition]:
@@ -319,7 +358,9 @@ def deciding(need: str) -> set[str]:
 def needs_of(name: str, keys: dict[str, Key]) -> str:
     """Return a sentence that says what a key needs to have an effect; empty if it always has one."""
     needs = "; ".join(_in_words(need, keys) for need in keys[name].options["needs"])
-    return f"Needs {needs}." if needs else ""
+    if not needs:
+        return ""
+    return f"Needs {needs}."
 
 
 def _in_words(need: str, keys: dict[str, Key]) -> str:
@@ -329,7 +370,8 @@ def _in_words(need: str, keys: dict[str, Key]) -> str:
 def changed_keys(old: dict, new: Section, allowed: Iterable[str]) -> list[str]:
     """Return keys, with both values, that differ from a saved configuration's and may not."""
     keys = keys_of(type(new))
-    before, now = dict(flat(old, keys)), dict(flat(new.tree(), keys))
+    before = dict(flat(old, keys))
+    now = dict(flat(new.tree(), keys))
     free = {*allowed, *(name for name, key in keys.items() if key.options["free"])}
     free.update(name for name, *_ in idle_keys(new))
     names = [
@@ -344,29 +386,30 @@ def flat(tree: dict, keys: Iterable[str], prefix: str = "") -> Iterator[tuple[st
     """Yield dotted keys and values of nested sections; mappings are values of keys, or hold keys."""
     for short, value in tree.items():
         name = f"{prefix}{short}"
-        if (
-            name not in keys
-            and isinstance(value, dict)
-            and any(known.startswith(f"{name}.") for known in keys)
-        ):
+        is_section = name not in keys and any(known.startswith(f"{name}.") for known in keys)
+        if is_section and isinstance(value, dict):
             yield from flat(value, keys, f"{name}.")
         else:
             yield name, value
 
 
 def unknown_key(name: str, keys: dict[str, Key]) -> str:
-    """The message for a name that is no key, with the one that it may mean."""
-    known = [
-        *keys,
-        *dict.fromkeys(key.partition(".")[0] for key in keys if "." in key and "." not in name),
-    ]
-    leaf = name.rpartition(".")[2]
+    """Return the message for a name that is no key, with the one that it may mean."""
+    known = list(keys)
+    if "." not in name:
+        known += dict.fromkeys(key.partition(".")[0] for key in keys if "." in key)
+    # What other projects call a key, with or without its section.
     near = [
-        k
-        for k, key in keys.items()
+        known_name
+        for known_name, key in keys.items()
         if {name, name.partition(".")[2]} & set(key.options.get("also", "").split())
     ]
     # Else a right name without its section, or under a wrong one.
-    same = [k for k in known if k.rpartition(".")[2] == leaf]
-    near = near or ("." not in name and same) or nearest(name, known, 1) or same
-    return f"unknown key '{name}'{f', did you mean {near[0]!r}?' if near else '; --help lists the known ones'}"
+    leaf = name.rpartition(".")[2]
+    same = [known_name for known_name in known if known_name.rpartition(".")[2] == leaf]
+    if not near and "." not in name:
+        near = same
+    near = near or nearest(name, known, 1) or same
+    if near:
+        return f"unknown key '{name}', did you mean {near[0]!r}?"
+    return f"unknown key '{name}'; --help lists the known ones"

@@ -23,10 +23,10 @@ import torch
 from accelerate.tracking import TensorBoardTracker, WandBTracker
 from tqdm import tqdm
 
-from moh_vision.engine.io import __version__, write_whole
-from moh_vision.engine.progress import Progress, say
+from moh_vision.common.io import __version__, write_whole
+from moh_vision.common.progress import Progress, say
 
-UNITS = dict(images="img", tokens="tok")  # as shown
+UNITS = dict(images="img", tokens="tok")  # as the log shows them
 PACKAGES = (
     "torch",
     "torchvision",
@@ -68,55 +68,57 @@ class RunLog:
         self.pause()
         self.warm = 0.0  # end of this process's first step, which compiles and fills caches
         if self.enabled:
-            again = self.start == self.total and self.ends_with_validation
-            kept = [
-                e
-                for e in logged(self.path)
-                if e["step"] + (again and "validation" in e) <= self.start
-            ]
+            kept = [entry for entry in logged(self.path) if self._stays(entry)]
             write_whole(self.path, "".join(json.dumps(entry) + "\n" for entry in kept))
-        self.file = open(self.path if self.enabled else os.devnull, "a", buffering=1)
-        form = "{desc} {n}/{total} |{bar:10}| {elapsed}<{remaining}{postfix}"
-        shape = dict(
+            self.file = open(self.path, "a", buffering=1)
+        else:
+            self.file = open(os.devnull, "a", buffering=1)
+        self.bar = tqdm(
             total=self.total,
             initial=self.start,
             desc=self.title,
-            bar_format=form,
+            bar_format="{desc} {n}/{total} |{bar:10}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
+            disable=not (self.enabled and sys.stderr.isatty()),
         )
-        self.bar = tqdm(**shape, disable=not (self.enabled and sys.stderr.isatty()))
+
+    def _stays(self, entry: dict) -> bool:
+        """Whether an entry of the log is of a step that this start of the run does not do again."""
+        finished = self.start == self.total and self.ends_with_validation
+        if finished and "validation" in entry:
+            return entry["step"] < self.start
+        return entry["step"] <= self.start
 
     def step(self, count: int) -> None:
         """Count a step of so many images or tokens."""
-        self.count, self.steps = self.count + count, self.steps + 1
+        self.count += count
+        self.steps += 1
         if not self.warm:
-            self.warm, self.steps = time.monotonic(), 0
+            self.warm = time.monotonic()
+            self.steps = 0
         self.bar.update()
 
     def metrics(self, step: int, values: dict, show: str) -> None:
         """Write a line {"step": step, **values}, and show `show`, the rate and peak memory."""
-        seconds = time.monotonic() - self.since
-        rate, memory = self.count / max(seconds, 1e-9), peak_memory_mib()
-        left = (
-            (self.total - step)
-            * (time.monotonic() - max(self.since, self.warm))
-            / max(self.steps, 1)
-        )
-        remaining = f", {timedelta(seconds=round(left))} left" if self.steps else ""
+        now = time.monotonic()
+        rate = self.count / max(now - self.since, 1e-9)
+        memory = peak_memory_mib()
+        remaining = ""
+        if self.steps:
+            seconds = now - max(self.since, self.warm)
+            left = (self.total - step) * seconds / self.steps
+            remaining = f", {timedelta(seconds=round(left))} left"
         self.pause()
-        self._write(
-            step, {**values, f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)}
-        )
+        measured = {f"{self.unit}_per_s": round(rate, 1), "peak_memory_mib": round(memory)}
+        self._write(step, values | measured)
         speed = f"{rate:.0f} {UNITS[self.unit]}/s"
         if self.bar.disable:
-            self.say(
-                f"{self.title} {step}/{self.total}: {show}, {speed}, peak {memory:.0f} MiB{remaining}"
-            )
-        else:  # what matters most first: a narrow terminal cuts the end
-            loss, _, more = show.partition(", ")
-            self.bar.set_postfix_str(
-                f"{loss}, {speed}, {memory / 1024:.1f} GiB{more and ', '}{more}"
-            )
+            done = f"{self.title} {step}/{self.total}"
+            self.say(f"{done}: {show}, {speed}, peak {memory:.0f} MiB{remaining}")
+            return
+        # What matters most comes first: a narrow terminal cuts the end.
+        loss, comma, more = show.partition(", ")
+        self.bar.set_postfix_str(f"{loss}, {speed}, {memory / 1024:.1f} GiB{comma}{more}")
 
     def event(self, step: int, values: dict, show: str) -> None:
         """Log a validation or the like in metrics.jsonl and on the screen."""
@@ -130,9 +132,12 @@ class RunLog:
 
     def pictures(self, step: int, name: str, images: torch.Tensor) -> None:
         """Hand images [N, C, h, w] uint8 to the tracker."""
-        if self.tracker:
-            layout = dict(dataformats="NHWC") if self.tracker.name == "tensorboard" else {}
-            self.tracker.log_images({name: images.permute(0, 2, 3, 1).numpy()}, step=step, **layout)
+        if not self.tracker:
+            return
+        layout = {}
+        if self.tracker.name == "tensorboard":
+            layout = dict(dataformats="NHWC")
+        self.tracker.log_images({name: images.permute(0, 2, 3, 1).numpy()}, step=step, **layout)
 
     def _write(self, step: int, values: dict) -> None:
         plain, _ = without_nan(values)  # such as the loss of a skipped step
@@ -150,7 +155,9 @@ class RunLog:
 
     def pause(self) -> None:
         """Start counting and timing anew; call it after work that is not training."""
-        self.count, self.steps, self.since = 0, 0, time.monotonic()
+        self.count = 0  # images or tokens since then
+        self.steps = 0
+        self.since = time.monotonic()
 
     def close(self) -> None:
         self.bar.close()
@@ -168,7 +175,16 @@ def check_tracker(name: str | None) -> None:
 
 
 def open_tracker(name: str | None, run: Path, start: int, title: str, config: dict, enabled: bool):
-    """Open accelerate's tracker for a run; None without a name, or if not `enabled`."""
+    """Open accelerate's tracker for a run; None without a name, or if not `enabled`.
+
+    Args:
+        name: "tensorboard" or "wandb"; None: no tracker.
+        run: the run's folder.
+        start: steps that are done; what an interrupted run logged after them is dropped, where the tracker can.
+        title: project of wandb.
+        config: the run's configuration, which wandb shows.
+        enabled: whether this is the main process.
+    """
     if name is None or not enabled:
         return None
     if name == "tensorboard":  # without what an interrupted run wrote after `start` steps
@@ -215,11 +231,13 @@ def logged(metrics: Path) -> Iterator[dict]:
 def record_start(folder: Path, **start) -> None:
     """Append a start of a run to FOLDER/environment.jsonl: `start`, date, and what else decides its numbers."""
     start["date"] = datetime.now(UTC).isoformat(timespec="seconds")
-    start.update(
-        commit=commit(Path(__file__).parents[2]), versions=versions(), cores=os.cpu_count()
-    )
+    start["commit"] = commit(Path(__file__).parents[2])
+    start["versions"] = versions()
+    start["cores"] = os.cpu_count()
     file = folder / "environment.jsonl"
-    earlier = file.read_bytes() if file.exists() else b""
+    earlier = b""
+    if file.exists():
+        earlier = file.read_bytes()
     write_whole(file, earlier + json.dumps(start).encode() + b"\n")
 
 
@@ -236,22 +254,20 @@ def commit(clone: Path) -> str | None:
     """Return the commit of a clone, with "-dirty" if tracked files differ; else None."""
     git = ["git", "-C", str(clone), "--git-dir=.git", "--no-optional-locks"]
     words = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or not our clone
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-    return None
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no git, or not our clone
+        return None
+    return done.stdout.strip()
 
 
 def ending(wing: str, run: Path, objective: str | None = None) -> str:
     """Return a run's last lines: its files, and what to type next; `objective` for diffusion."""
     files = ", ".join(sorted(path.name for path in run.iterdir() if not path.name.startswith(".")))
     names = dict(run=shlex.quote(str(run)), few_steps=FEW_STEPS.get(objective, ""))
-    commands = [
-        *NEXT[wing],
-        *(command for name, command in OF_FILES.items() if (run / name).exists()),
-    ]
-    following = (f"  python -m moh_vision{command.format(**names)}" for command in commands)
+    commands = list(NEXT[wing])
+    commands += [command for name, command in OF_FILES.items() if (run / name).exists()]
+    following = [f"  python -m moh_vision{command.format(**names)}" for command in commands]
     return "\n".join([f"{run} has {files}", "next", *following])
 
 
@@ -261,7 +277,10 @@ def without_nan(values: dict) -> tuple[dict, list[str]]:
 
     def plain(value, name: str):
         if isinstance(value, dict):
-            return {k: plain(v, f"{name}.{k}" if name else str(k)) for k, v in value.items()}
+            prefix = ""
+            if name:
+                prefix = f"{name}."
+            return {k: plain(v, f"{prefix}{k}") for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [plain(v, name) for v in value]
         if isinstance(value, float) and not math.isfinite(value):

@@ -21,7 +21,7 @@ from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import first_weights_left, make_ema, short_enough
 
 
-def start_loop(
+def start_loop(  # noqa: PLR0913
     setup: RunSetup,
     span: Span,
     folder: OpenFolder,
@@ -62,10 +62,10 @@ def start_loop(
     if config.compile:
         task.compile()
     # Before the model may be sharded: the average is whole on every process.
-    decay = ema.decay if ema else 0.0
-    average = make_ema(task.model, decay, bool(ema and ema.warmup), accelerator.device)
-    averaging = ema if average else None
-    say_long_average(averaging, span)
+    average = make_ema(task.model, ema, accelerator.device)
+    if average is None:  # a decay of 0
+        ema = None
+    say_long_average(ema, span)
     rate = make_schedule(config.optim, span, schedule or {})
 
     task, optimizer = descent.prepare(task, optimizer)
@@ -101,7 +101,7 @@ def start_loop(
         log=log,
         saver=saver,
         ema=average,
-        ema_config=averaging,
+        ema_config=ema,
         elastic=elastic,
         best=best,
         unreadable=unreadable,

@@ -36,7 +36,7 @@ class Opened:
     kind: ClassVar[str] = ""
     unit: ClassVar[str] = "images"  # what its data are counted in
     loss_name: ClassVar[str] = ""
-    scored_on: ClassVar[str] = ""  # what is scored; c is the configuration
+    scored_on: ClassVar[str] = ""  # names what is scored; a format string, {c} is the configuration
 
     @cached_property
     def accelerator(self):
@@ -63,9 +63,8 @@ class Opened:
     def mean_loss(self, batches: Sequence[dict]) -> float:
         """Return the mean loss of all samples in some batches."""
         sizes = [len(batch["images"]) for batch in batches]
-        return sum(float(self.loss(batch)) * size for batch, size in zip(batches, sizes)) / sum(
-            sizes
-        )
+        losses = [float(self.loss(batch)) for batch in batches]
+        return sum(loss * size for loss, size in zip(losses, sizes)) / sum(sizes)
 
     def scores(self) -> dict[str, Any]:
         """Return scores of the model as it is, such as top1, fid or perplexity."""

@@ -16,15 +16,17 @@ from timm.optim import (
 )
 from torch import nn
 
-from moh_vision.engine.errors import closest
+from moh_vision.common.errors import closest
 
 # Optimisers of timm that a run cannot use: for GPUs alone (bnb*, fused*); with a second derivative (adahessian); with
 # random numbers outside the state, so that a resumed run differs (kron*); with weights kept from the first step and
 # restored where a gradient is zero, as it is for MAE's gates (madgrad*).
 LEFT_OUT = ("bnb*", "fused*", "adahessian", "kron*", "madgrad*")
 NOT_SHARDED = ("*adafactor*", "*adamuon")  # what torch's sharded tensors cannot do
-OPTIONS = dict(
-    betas="two betas, such as adamw", eps="eps, such as adamw", momentum="momentum, such as sgd"
+OPTIONS = dict(  # options of optim.*, and which optimisers take them, in words
+    betas="two betas, such as adamw",
+    eps="eps, such as adamw",
+    momentum="momentum, such as sgd",
 )
 LAYER = re.compile(r"(^|\.)(blocks|layers)\.\d+\.")  # prefix of a layer's parameters
 
@@ -64,7 +66,9 @@ def own_value(name: str, option: str):
     info = get_optimizer_info(name)
     usual = inspect.signature(info.opt_class).parameters[option].default
     value = (info.defaults or {}).get(option, usual)
-    return value or 0.9 if option == "momentum" else value  # timm's, for a class's 0
+    if option == "momentum" and not value:
+        return 0.9  # timm's, where the class has 0
+    return value
 
 
 def make_optimizer(
@@ -79,12 +83,14 @@ def make_optimizer(
     options = {name: value for name, value in options.items() if value is not None}
     groups = dict(weight_decay=optim.weight_decay)
     if get_optimizer_info(optim.name).opt_class is Muon:
-        aside = [
-            n
-            for n, p in model.named_parameters()
-            if p.ndim != 2 or ".router." in n or not LAYER.search(n)
+        by_adamw = [
+            parameter_name
+            for parameter_name, parameter in model.named_parameters()
+            if parameter.ndim != 2
+            or ".router." in parameter_name
+            or not LAYER.search(parameter_name)
         ]
-        groups.update(fallback_list=aside, fallback_no_weight_decay=True)
+        groups.update(fallback_list=by_adamw, fallback_no_weight_decay=True)
     if undecayed is not None:
         model = param_groups_weight_decay(model, no_weight_decay_list=undecayed, **groups)
         groups = {}

@@ -9,8 +9,8 @@ from accelerate.utils import broadcast_object_list, gather, gather_object, reduc
 from safetensors import SafetensorError
 from torch import Tensor
 
-from moh_vision.engine import progress
-from moh_vision.engine.errors import MISTAKES
+from moh_vision.common import progress
+from moh_vision.common.errors import MISTAKES
 
 T = TypeVar("T")
 
@@ -24,14 +24,14 @@ def say(text: str) -> None:
 def attempt(call: Callable[[], object], kinds=(OSError, SafetensorError), group=None) -> str | None:
     """Call it on every process and wait for the others; return None, or the first failed process's message.
 
-    Exceptions of other `kinds` are raised here. A thread beside others needs a process `group` of its own.
+    Exceptions other than `kinds` are raised here. A thread needs a process `group` of its own.
     """
     problem = None
     try:
         call()
     except kinds as error:
         problem = str(error) or repr(error)
-    return next((p for p in from_all(problem, group) if p), None)
+    return next((text for text in from_all(problem, group) if text), None)
 
 
 def from_all(value: T, group=None) -> list[T]:
@@ -45,7 +45,12 @@ def from_all(value: T, group=None) -> list[T]:
 
 def by_main(call: Callable[[], None], accelerator) -> None:
     """Let the main process do `call`; if it raises one of MISTAKES, all raise ValueError."""
-    problem = attempt(call if accelerator.is_main_process else lambda: None, MISTAKES)
+
+    def work():
+        if accelerator.is_main_process:
+            call()
+
+    problem = attempt(work, MISTAKES)
     if problem:
         raise ValueError(problem)
 
@@ -65,9 +70,11 @@ def from_first(make: Callable[[], T]) -> T:
 
 def first(make: Callable[[], T]) -> T:
     """Call make() on every process, on the main one first; a mistake there ends all."""
-    made: list = []
-    from_first(lambda: made.append(make()))
-    return made[0] if made else make()
+    results: list = []  # stays empty on all but the main process
+    from_first(lambda: results.append(make()))
+    if results:
+        return results[0]
+    return make()
 
 
 def total(tensor: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from moh_vision.common.io import CONFIG, LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.command_line import dump, load_tree
-from moh_vision.engine.io import CONFIG, LOCK, hidden_path, only_one, write_whole
 from moh_vision.engine.logging import logged
 from moh_vision.engine.ranks import by_main, say
 from moh_vision.engine.saver import check_writable
@@ -89,43 +89,49 @@ class RunFolder:
                 that is allowed may not fit the checkpoint.
         """
         folder = self.path
-        there = self.goes_on
+        goes_on = self.goes_on  # before anything is moved or written
         earlier = None
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"--output {self.output} is a file")
-        if there:
+        if goes_on:
             earlier = load_tree(self.saved)
-            differences = changed(earlier)
-            list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
-            differences += self._settle(attention, build=not differences)
-            if differences and only_records(folder):
-                say(
-                    f"{self.output}: no step was done there; it starts over with {'; '.join(differences)}"
-                )
-            elif differences:
-                raise ValueError(
-                    f"--output {self.output} holds a run with another configuration: {'; '.join(differences)}. "
-                    "Take another folder, --allow-change KEY, or --fresh to move that run aside"
-                )
-            else:
-                for record in records:
-                    record.check(folder, say)
+            self._compare(changed(earlier), records, attention)
         elif folder.exists() and not self.fresh and {p.name for p in folder.iterdir()} - IN_NO_RUN:
             raise ValueError(
                 f"--output {self.output} is not empty and holds no run; nothing there is overwritten, take another folder"
             )
         else:
             self._settle(attention, build=True)
-        saved_records = [*records, attention] if attention else [*records]
+        saved_records = list(records)
+        if attention:
+            saved_records.append(attention)
         opened = OpenFolder(Path(self.output), config, saved_records, earlier)
         if self.dry:
             by_main(lambda: check_writable(folder), self.accelerator)
             return opened
         self.accelerator.wait_for_everyone()  # all have looked before one writes
-        by_main(lambda: self._make(there), self.accelerator)
+        by_main(lambda: self._make(locked=goes_on), self.accelerator)
         if not resumes:
             by_main(opened.write_records, self.accelerator)
         return opened
+
+    def _compare(self, differences: list[str], records: Sequence, attention) -> None:
+        """Refuse to go on with a run whose configuration, records or log do not fit; see `open`."""
+        folder = self.path
+        list(logged(folder / "metrics.jsonl"))  # refuses what is no log, before training
+        differences = differences + self._settle(attention, build=not differences)
+        if not differences:
+            for record in records:
+                record.check(folder, say)
+            return
+        listed = "; ".join(differences)
+        if only_records(folder):
+            say(f"{self.output}: no step was done there; it starts over with {listed}")
+            return
+        raise ValueError(
+            f"--output {self.output} holds a run with another configuration: {listed}. "
+            "Take another folder, --allow-change KEY, or --fresh to move that run aside"
+        )
 
     def _settle(self, attention, build: bool) -> list[str]:
         """Settle an `AttentionRecord`, if there is one; return what it refuses."""
@@ -133,8 +139,8 @@ class RunFolder:
             return []
         return attention.settle(build=build and not self.dry)
 
-    def _make(self, there: bool) -> None:
-        """Make the folder and lock it, unless it is `there` and locked; with `fresh` move an earlier one aside."""
+    def _make(self, locked: bool) -> None:
+        """Make the folder and lock it, unless it is `locked` already; with `fresh` move an earlier one aside."""
         folder = self.path
         check_writable(folder)
         if self.fresh and folder.exists():
@@ -144,7 +150,7 @@ class RunFolder:
             aside = folder.rename(folder.with_name(f"{folder.name}.{number}"))
             (aside / LOCK).unlink(missing_ok=True)
         folder.mkdir(parents=True, exist_ok=True)
-        if not there:
+        if not locked:
             self.held.enter_context(only_one(folder, "--output"))
             if self.saved.exists():
                 raise ValueError(
@@ -155,8 +161,12 @@ class RunFolder:
 def only_records(folder: Path) -> bool:
     """Return whether a run left only records of its start: neither weights nor losses."""
     records = {CONFIG, LOCK, "attention.json", "data.json", "frozen.json", "environment.jsonl"}
-    empty = {
-        "metrics.jsonl": lambda p: p.stat().st_size == 0,
-        "checkpoints": lambda p: not any(p.iterdir()),
-    }
-    return all(p.name in records or p.name in empty and empty[p.name](p) for p in folder.iterdir())
+
+    def is_of_a_start(path: Path) -> bool:
+        if path.name == "metrics.jsonl":
+            return path.stat().st_size == 0
+        if path.name == "checkpoints":
+            return not any(path.iterdir())
+        return path.name in records
+
+    return all(is_of_a_start(path) for path in folder.iterdir())

@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 
 from moh_vision.attention.executors.measurement_table import processor
+from moh_vision.common.errors import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
 from moh_vision.engine.command_line import parse_config
 from moh_vision.engine.config import RunConfig
-from moh_vision.engine.errors import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.keys import changed_keys
 from moh_vision.engine.logging import record_start
 from moh_vision.engine.optimizers import check_sharded
@@ -52,10 +52,10 @@ class RunSetup:
         folder = setup.open_folder(span, records)       from here on the folder is the run's
 
     Args:
-        name: the script's, for messages.
+        name: name of the script, for messages.
         command: the command line, script included.
         config: the configuration.
-        accelerator: accelerate's.
+        accelerator: accelerate's Accelerator.
         signals: takes note of SIGTERM and SIGINT.
         run_folder: the folder config.output.
         attention: how the run computes attention; None on a device without operators.
@@ -72,7 +72,7 @@ class RunSetup:
     setting_up: bool = True
 
     def errors(self, kinds: tuple = MISTAKES, **options) -> contextlib.AbstractContextManager:
-        """`user_errors` of this script."""
+        """Return `user_errors` for this script."""
         return user_errors(self.name, kinds, resumes=True, **options)
 
     @property
@@ -93,7 +93,7 @@ class RunSetup:
         return Span(start, steps, checkpoint)
 
     def portion(self, span: Span) -> dict:
-        """Arguments of a sampler that say which samples this process takes."""
+        """Return arguments of a sampler that say which samples this process takes."""
         return dict(
             batch_size=self.config.optim.batch_size,
             accumulation=self.config.optim.accumulation,
@@ -133,7 +133,9 @@ class RunSetup:
             processes=processes,
         )
         by_main(lambda: record_start(folder.path, **start), self.accelerator)
-        noun = "process" if processes == 1 else "processes"
+        noun = "processes"
+        if processes == 1:
+            noun = "process"
         say(f"{processes} {noun} on {device.type}")
         if self.attention:
             say(self.attention.line)
@@ -167,10 +169,12 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
     The block's function must have returned when the block ends: `finish` needs the wrapped task to be gone.
 
     Args:
-        name: the script's.
+        name: name of the script.
         config_class: the class of its configuration, a `RunConfig`.
         argv: the command line without the program; None: that of the process.
     """
+    if argv is None:
+        argv = sys.argv[1:]
     with contextlib.ExitStack() as held:
         signals = held.enter_context(StopSignals())
         with user_errors(name):
@@ -182,13 +186,14 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
             run_folder = RunFolder(
                 config.output, config.fresh, accelerator, lock, dry=config.dry_run
             )
+            earlier = None
+            if run_folder.goes_on:
+                earlier = Path(config.output)
             # Before any model runs.
-            earlier = Path(config.output) if run_folder.goes_on else None
             attention = keep_settings(earlier, accelerator, held, config.allow_change)
             if attention and config.dry_run:
                 say(attention.line)
-        options = sys.argv[1:] if argv is None else argv
-        command = [name, *options]
+        command = [name, *argv]
         setup = RunSetup(name, command, config, accelerator, signals, run_folder, attention)
         with setup.reporting():
             yield setup

@@ -2,16 +2,15 @@
 
 import contextlib
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
 
+from moh_vision.common.cli import refuse_unwritable
+from moh_vision.common.io import fsync, hidden_path, save_tensors, sha256_of
 from moh_vision.engine.checkpoint import Snapshot, TrainingState
-from moh_vision.engine.cli import refuse_unwritable
-from moh_vision.engine.io import fsync, hidden_path, save_tensors, sha256_of
 from moh_vision.engine.ranks import attempt, from_all, say
 from moh_vision.engine.step_folders import export, put_in_place, rotate, seal, tidy
 
@@ -30,6 +29,9 @@ class Saver:
     methods.
 
     Args:
+        accelerator: accelerate's Accelerator.
+        run: the run's folder.
+        state: what is saved.
         keep: how many checkpoints stay, see `rotate`.
         every: steps between saves; the checkpoint of a stop between two of them goes first.
         background: whether threads write; else `save` returns when all is written.
@@ -49,14 +51,21 @@ class Saver:
         every: int = 1,
         background: bool = True,
     ):
-        self.main, self.run, self.state = accelerator.is_main_process, run, state
-        self.keep, self.every, self.background = keep, every, background
-        self.failed = self.in_a_row = 0
+        self.main = accelerator.is_main_process
+        self.run = run
+        self.state = state
+        self.keep = keep
+        self.every = every
+        self.background = background
+        self.failed = 0
+        self.in_a_row = 0
         self.told = False
         self.problem: str | None = None
         self.writing: Future | None = None
-        # The threads' own: what they tell each other does not meet what training sends.
-        self.group = dist.new_group(backend="gloo") if accelerator.num_processes > 1 else None
+        # A group for the threads alone: what they tell each other does not meet what training sends.
+        self.group = None
+        if accelerator.num_processes > 1:
+            self.group = dist.new_group(backend="gloo")
 
     def save(self, step: int, metadata: dict[str, object], last: bool = False) -> None:
         """Begin to save after `step` steps; the `last` save, or without `background` any, also ends here.
@@ -80,19 +89,23 @@ class Saver:
         """Wait for what is being written; raise SaveError as `save` does."""
         self.wait()
         if self.problem and (last or self.in_a_row >= MAX_FAILED_SAVES):
-            count = f", the {self.in_a_row}. failure in a row" if self.in_a_row > 1 else ""
+            problem = self.problem
+            if self.in_a_row > 1:
+                problem += f", the {self.in_a_row}. failure in a row"
             hint = "earlier checkpoints are intact, and the same command resumes from them"
-            raise SaveError(f"{self.problem}{count}; {hint}")
+            raise SaveError(f"{problem}; {hint}")
 
     def wait(self) -> None:
         """Wait for what is being written; raise what its thread raised, if that is a fault of ours."""
-        writing, self.writing = self.writing, None
+        writing = self.writing
+        self.writing = None
         if writing:
             writing.result()
 
     def _work(
         self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool, begun: float
     ) -> None:
+        """Write a snapshot, in a thread, and note whether that failed; `begun` is the time before it was taken."""
         problem = self._write(step, snapshot, metadata, last)
         if problem is None:
             self.problem = None
@@ -103,10 +116,9 @@ class Saver:
         self.failed += 1
         self.in_a_row += 1
         if not last and self.in_a_row < MAX_FAILED_SAVES:
+            patience = f"training goes on, {MAX_FAILED_SAVES} such failures in a row end it"
             with contextlib.suppress(OSError):  # the log may be on the same full disk
-                say(
-                    f"{self.problem}; training goes on, {MAX_FAILED_SAVES} such failures in a row end it"
-                )
+                say(f"{self.problem}; {patience}")
 
     def _tell(self, step: int, seconds: float) -> None:
         """Say once what a save takes, so that save_every and keep_checkpoints can be chosen."""
@@ -122,47 +134,51 @@ class Saver:
         self, step: int, snapshot: Snapshot, metadata: dict[str, object], last: bool
     ) -> str | None:
         """Write a checkpoint, whole or not at all; return what went wrong on any process."""
-        hidden, sums = hidden_path(self.run / "checkpoints" / f"step_{step}"), {}
+        hidden = hidden_path(self.run / "checkpoints" / f"step_{step}")
+        sums: dict[str, str] = {}  # of the files that this process writes
+        all_sums: dict[str, str] = {}
 
         def begin():
-            tidy(self.run)
-            hidden.mkdir(parents=True)
+            if self.main:
+                tidy(self.run)
+                hidden.mkdir(parents=True)
 
         def write():
             sums.update(write_files(hidden, snapshot.files, metadata))
 
         def end():
-            seal(hidden, step, all_sums, snapshot.plain)
-            folder = put_in_place(hidden, step)
-            rotate(self.run, step, self.keep, self.every)
-            export(self.run, folder, join=last)
+            if self.main:
+                seal(hidden, step, all_sums, snapshot.plain)
+                folder = put_in_place(hidden, step)
+                rotate(self.run, step, self.keep, self.every)
+                export(self.run, folder, join=last)
 
-        problem = self._by_main(begin) or attempt(write, group=self.group)
+        # One after the other, on all processes; the first that fails on any ends the save on all.
+        problem = attempt(begin, group=self.group)
         if not problem:
-            all_sums = {
-                name: total for own in from_all(sums, self.group) for name, total in own.items()
-            }
-            problem = self._by_main(end)
+            problem = attempt(write, group=self.group)
+        if not problem:
+            for process_sums in from_all(sums, self.group):
+                all_sums.update(process_sums)
+            problem = attempt(end, group=self.group)
         if problem and self.main:
             with contextlib.suppress(OSError):
                 tidy(self.run)
         return problem
-
-    def _by_main(self, call: Callable[[], object]) -> str | None:
-        return attempt(call if self.main else lambda: None, group=self.group)
 
 
 def write_files(
     folder: Path, files: dict[str, dict[str, Tensor]], metadata: dict[str, object]
 ) -> dict[str, str]:
     """Write tensors, and wait until they are on the disk; return the sum of each file by its name."""
-    sums, flushed = {}, []
+    sums = {}
+    flushed = []
     with ThreadPoolExecutor(8) as pool:  # hashlib and fsync let other threads run
         for name, tensors in files.items():
-            place = folder / f"{name}.safetensors"
-            save_tensors(place, tensors, metadata)
-            flushed.append(pool.submit(fsync, place))
-            sums[place.name] = pool.submit(sha256_of, place)
+            path = folder / f"{name}.safetensors"
+            save_tensors(path, tensors, metadata)
+            flushed.append(pool.submit(fsync, path))
+            sums[path.name] = pool.submit(sha256_of, path)
         for future in flushed:
             future.result()
         return {name: future.result() for name, future in sums.items()}
@@ -170,5 +186,5 @@ def write_files(
 
 def check_writable(folder: Path) -> None:
     """Refuse a run's folder, which need not exist, where nothing can be written."""
-    for place in (folder, folder / "checkpoints"):
-        refuse_unwritable("--output", place)
+    for path in (folder, folder / "checkpoints"):
+        refuse_unwritable("--output", path)

@@ -20,7 +20,8 @@ class StopSignals:
         self.stopped = 0  # what ended the run: a signal that any process received; 0: none
         self.begun = False
         self.done: int | None = None  # steps of a finished run
-        self._since, self._before = 0.0, {}
+        self._since = 0.0  # time of `received`
+        self._before: dict = {}  # handlers by signal, to put back
 
     def __enter__(self) -> Self:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -33,17 +34,18 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
-        name, now = signal.Signals(number).name, time.monotonic()
+        name = signal.Signals(number).name
+        now = time.monotonic()
         if not self.begun:
             if self.done is not None:
                 saved = f"{name}: stopped after all {self.done} steps, which are saved"
                 os.write(2, f"{saved}; the same command goes on with what follows\n".encode())
             raise SystemExit(128 + number)
         if not self.received:
-            self.received, self._since = number, now
-            os.write(
-                2, f"{name}: finishing this step and saving; once more leaves at once\n".encode()
-            )
+            self.received = number
+            self._since = now
+            finishing = f"{name}: finishing this step and saving; once more leaves at once\n"
+            os.write(2, finishing.encode())
         elif now - self._since > SAME_SECONDS:
             os.write(2, f"{name} again: left without saving\n".encode())
             # To clean up might wait for dead processes.

@@ -27,21 +27,32 @@ def learning_rate(
 ) -> float:
     """Return the learning rate of a step, a pure function: resuming needs no scheduler state.
 
-    Linear warm-up from `warmup_lr` over `warmup_steps`, then "constant"; half a "cosine" or a "linear" fall to
-    `floor` at `max_steps`; or "inverse_sqrt": with 1 / sqrt(steps done), at least `floor` (Vaswani 2017, eq. 3).
-    With `as_timm` step 0 has `warmup_lr` itself, and the fall counts from step 0, as in timm.
+    Args:
+        step: from 0.
+        peak: the rate after the warm-up.
+        schedule: what follows the warm-up. "constant"; half a "cosine" or a "linear" fall to `floor` at `max_steps`;
+            or "inverse_sqrt": with 1 / sqrt(steps done), at least `floor` (Vaswani 2017, eq. 3).
+        warmup_steps: steps of the linear warm-up.
+        max_steps: steps of the run.
+        floor: the smallest rate after the warm-up.
+        warmup_lr: where the warm-up starts.
+        as_timm: step 0 has `warmup_lr` itself, and the fall counts from step 0, as in timm.
     """
     if step < warmup_steps and as_timm:
         return warmup_lr + step * ((peak - warmup_lr) / warmup_steps)
     if step < warmup_steps:
         return warmup_lr + (peak - warmup_lr) * (step + 1) / warmup_steps
-    warmup_steps = 0 if as_timm else warmup_steps
+    if as_timm:
+        warmup_steps = 0
     if schedule == "constant":
         return peak
     if schedule == "inverse_sqrt":
         return max(floor, peak * math.sqrt(max(1, warmup_steps) / (step + 1)))
     done = min(1.0, (step - warmup_steps) / max(1, max_steps - warmup_steps))
-    left = 1 - done if schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    if schedule == "linear":
+        left = 1 - done
+    else:
+        left = 0.5 * (1 + math.cos(math.pi * done))
     return floor + (peak - floor) * left
 
 
@@ -59,24 +70,24 @@ def largest_learning_rate(optimizer) -> float:
 def average_over_step(accelerator, losses: list[dict]) -> dict:
     """Average a task's results over micro-batches and processes; every process calls it.
 
-    Added: balance_share, of the auxiliary losses in the loss; head_usage, the share of tokens that ran each head.
+    Adds balance_share, the share of the auxiliary losses in the loss, and head_usage, the share of tokens that ran each
+    head.
     """
     names = [name for name in losses[0] if name != "head_runs"]  # a list of [H + 1] tensors
     layers = [len(runs) for runs in losses[0]["head_runs"]]
-    rows = [
-        torch.cat([torch.stack([r[n].detach().float() for n in names]), *r["head_runs"]])
-        for r in losses
-    ]
+    rows = []  # a micro-batch each: its scalars, then the runs of each layer's heads
+    for results in losses:
+        scalars = torch.stack([results[name].detach().float() for name in names])
+        rows.append(torch.cat([scalars, *results["head_runs"]]))
     mean = accelerator.reduce(torch.stack(rows).mean(0), "mean").cpu().double()
     scalars, *runs = mean.split([len(names), *layers])
     values = dict(zip(names, scalars))
     # Of the means: a mean of the micro-batches' ratios would be another number.
     values["balance_share"] = 1 - values["task_loss"] / values["loss"]
     usage = [(layer[:-1] / layer[-1]).tolist() for layer in runs]
-    return dict(
-        {name: round(value.item(), 6) for name, value in values.items()},
-        head_usage=[[round(share, 3) for share in layer] for layer in usage],
-    )
+    averages = {name: round(value.item(), 6) for name, value in values.items()}
+    averages["head_usage"] = [[round(share, 3) for share in layer] for layer in usage]
+    return averages
 
 
 def clip_gradients(accelerator, parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
@@ -140,10 +151,16 @@ class SkippedSteps:
     def count(
         self, step: int, agreed: Agreement, scaler, norm: Tensor, loss: Tensor, lr: float
     ) -> None:
-        """Count an update of `step`; raise FloatingPointError, with its numbers, after ten bad steps in a row.
+        """Count an update; raise FloatingPointError, with its numbers, after ten bad steps in a row.
 
-        Where fp16's `scaler` still seeks its scale, by gradients that overflow, nothing is counted: above 1 it is not
-        yet the model that is broken.
+        Args:
+            step: the step of the update.
+            agreed: what the processes know of it.
+            scaler: fp16's, or None. Where it still seeks its scale, by gradients that overflow, nothing is counted:
+                above a scale of 1 it is not yet the model that is broken.
+            norm: norm of the gradients.
+            loss: mean loss of this process.
+            lr: learning rate.
         """
         if step == self.last:
             return

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from moh_vision.engine.io import (
+from moh_vision.common.io import (
     TensorFiles,
     __version__,
     by_age,
@@ -38,25 +38,27 @@ def seal(folder: Path, step: int, sums: dict[str, str], plain: dict[str, object]
 
 
 def record_text(body: dict) -> str:
-    """The one text of a record; `own_sha256` is of the rest."""
+    """Return the one text of a record; its entry own_sha256 is the sum of the rest."""
     body = dict(format=FORMAT, version=__version__) | body
-    own = hashlib.sha256(json.dumps(body).encode()).hexdigest()
-    return json.dumps(dict(body, own_sha256=own), indent=1) + "\n"
+    digest = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+    return json.dumps(dict(body, own_sha256=digest), indent=1) + "\n"
 
 
 def damage(folder: Path, step: int) -> str | None:
-    """Why a folder is not the whole checkpoint of `step`, or None if it is."""
+    """Return why a folder is not the whole checkpoint of `step`, or None if it is."""
     try:
         text = (folder / RECORD).read_text()
         record = json.loads(text)
-        form, version, recorded = record["format"], record["version"], record["step"]
-        if form != FORMAT:
-            return f"{RECORD} has format {form} of moh_vision {version}; this is {__version__}, which reads {FORMAT}"
+        written_format = record["format"]
+        version = record["version"]
+        recorded = record["step"]
+        if written_format != FORMAT:
+            written = f"format {written_format} of moh_vision {version}"
+            return f"{RECORD} has {written}; this is {__version__}, which reads {FORMAT}"
         sums = dict(record["sha256"])
         # The same text after reading and writing: nothing is missing, added or changed.
-        if text != record_text(
-            {key: value for key, value in record.items() if key != "own_sha256"}
-        ):
+        body = {key: value for key, value in record.items() if key != "own_sha256"}
+        if text != record_text(body):
             return f"{RECORD} does not have its own sha256"
     except FileNotFoundError:
         return f"{RECORD} is missing"
@@ -74,10 +76,11 @@ def damage(folder: Path, step: int) -> str | None:
             return f"{name} is missing"
         except OSError as error:
             return f"{name} is not readable ({error.strerror})"
-    strangers = sorted(
-        {path.name for path in folder.glob("*.safetensors")} - sums.keys()
-    )  # they would be loaded
-    return f"{strangers[0]} is not in {RECORD}" if strangers else None
+    # Further files would be loaded too.
+    strangers = {path.name for path in folder.glob("*.safetensors")} - sums.keys()
+    if strangers:
+        return f"{min(strangers)} is not in {RECORD}"
+    return None
 
 
 def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[int, Path] | None:
@@ -93,22 +96,22 @@ def latest_checkpoint(run: Path, say: Callable[[str], None] = print) -> tuple[in
         if reason is None:
             return step, folder
         say(f"checkpoint {folder} is skipped: {reason}")
-    if candidates or (run / EXPORTED[0]).exists():
-        alone = f"{run} holds {EXPORTED[0]}, but {parent} no checkpoint"
-        problem = (
-            f"every checkpoint in {parent} is damaged, or of another version"
-            if candidates
-            else alone
-        )
-        raise ValueError(f"{problem}; --fresh moves the run aside and starts over")
-    return None
+    if candidates:
+        problem = f"every checkpoint in {parent} is damaged, or of another version"
+    elif (run / EXPORTED[0]).exists():
+        problem = f"{run} holds {EXPORTED[0]}, but {parent} no checkpoint"
+    else:
+        return None
+    raise ValueError(f"{problem}; --fresh moves the run aside and starts over")
 
 
 def resume_point(
     run: Path, max_steps: int, fresh: bool, say: Callable = print
 ) -> tuple[int, Path] | None:
     """Return where a run of `max_steps` resumes: `latest_checkpoint`, or None for a new run."""
-    latest = None if fresh else latest_checkpoint(run, say)
+    if fresh:
+        return None
+    latest = latest_checkpoint(run, say)
     if latest and latest[0] > max_steps:
         raise ValueError(f"--max-steps {max_steps}: {run} has already done {latest[0]} steps")
     return latest
@@ -116,7 +119,8 @@ def resume_point(
 
 def tidy(run: Path) -> None:
     """Delete leftovers of interrupted saves."""
-    checkpoints, exports = run / "checkpoints", (hidden_path(run / name) for name in EXPORTED)
+    checkpoints = run / "checkpoints"
+    exports = [hidden_path(run / name) for name in EXPORTED]
     for path in (*checkpoints.glob(".step_*.tmp"), *checkpoints.glob(".step_*.gone"), *exports):
         _delete(path)
 
@@ -134,13 +138,19 @@ def put_in_place(hidden: Path, step: int) -> Path:
 
 
 def rotate(run: Path, step: int, keep: int, every: int) -> None:
-    """Delete what the checkpoint of `step` makes superfluous; newer folders are damaged ones that this run passed over.
+    """Delete what the checkpoint of `step` makes superfluous, so that `keep` stay.
 
-    That of a stop between two saves (`every` steps apart) goes first: the run ends with the same ones as without a stop.
+    The checkpoint of a stop between two saves, which are `every` steps apart, goes first: the run ends with the same
+    checkpoints as without a stop. Newer folders are damaged ones that this run passed over.
     """
     folders = [(number, path) for number, path in by_age(run / "checkpoints") if number <= step]
-    for _, old in sorted(folders, key=lambda f: f[0] != step and f[0] % every > 0)[keep:]:
-        _discard(old)
+
+    def is_of_a_stop(folder: tuple[int, Path]) -> bool:
+        return folder[0] != step and folder[0] % every > 0
+
+    # The newest come first, and the sort keeps that order.
+    for _, superfluous in sorted(folders, key=is_of_a_stop)[keep:]:
+        _discard(superfluous)
 
 
 def export(run: Path, folder: Path, join: bool) -> None:
@@ -149,23 +159,28 @@ def export(run: Path, folder: Path, join: bool) -> None:
     Parts of a sharded model are put together in main memory, if `join` says so; until then `io.tensor_files` finds them.
     """
     for name in EXPORTED:
-        source, place, hidden = folder / name, run / name, hidden_path(run / name)
+        saved = folder / name
+        exported = run / name
+        hidden = hidden_path(exported)
         _delete(hidden)
-        if source.exists() and place.exists() and place.samefile(source):
-            continue  # a rename of one name of a file to another one does nothing
-        if source.exists():
+        if saved.exists():
+            if exported.exists() and exported.samefile(saved):
+                continue  # a rename of one name of a file to another one does nothing
             try:
-                os.link(source, hidden)
+                os.link(saved, hidden)
             except OSError:  # not every file system has links
-                shutil.copyfile(source, hidden)
+                shutil.copyfile(saved, hidden)
                 fsync(hidden)
-            give_name(hidden, place)
-        elif name == EXPORTED[1] and place.exists():  # of an earlier setting: it is not the newest
-            place.rename(run / f"old_{name}")
-        elif (parts := TensorFiles(source)).files and join:
-            parts.join(place)
+            give_name(hidden, exported)
+            continue
+        if name == EXPORTED[1] and exported.exists():  # of an earlier setting: it is not the newest
+            exported.rename(run / f"old_{name}")
+            continue
+        parts = TensorFiles(saved)
+        if parts.files and join:
+            parts.join(exported)
         elif parts.files:
-            _delete(place)  # of an earlier end: no longer the newest
+            _delete(exported)  # of an earlier end: no longer the newest
 
 
 def _discard(folder: Path) -> None:

@@ -14,16 +14,16 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from moh_vision.attention.measure import collect, measured_table
+from moh_vision.common.errors import BadData, lost_a_process
+from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.best import BEST, Best
 from moh_vision.engine.block_descent import GATES, BlockDescent
 from moh_vision.engine.checkpoint import export_weights
 from moh_vision.engine.config import EmaConfig, RunConfig
-from moh_vision.engine.errors import BadData, lost_a_process
 from moh_vision.engine.logging import RunLog, ending, write_json
 from moh_vision.engine.ranks import attempt
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import Saver
-from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.step import (
     SkippedSteps,
     agree,
@@ -50,14 +50,14 @@ class TrainingLoop:
     Args:
         setup: the first half of the run.
         span: the steps to do.
-        folder: the run's.
+        folder: the run's folder.
         model: the model, unwrapped.
         task: what accelerate wraps: the model with its losses.
-        optimizer: accelerate's.
+        optimizer: the task's, as accelerate wraps it.
         descent: the phases of a step; one, but for MAE's gates.
         schedule: step -> learning rate.
         metadata: what exported weights say of the model beside the step.
-        log: the run's.
+        log: metrics.jsonl, tracker and screen.
         saver: saves checkpoints.
         ema: the average of the model's weights, or None.
         ema_config: how that is averaged; None without it.
@@ -119,7 +119,7 @@ class TrainingLoop:
 
     @property
     def accelerator(self) -> Accelerator:
-        """Accelerate's."""
+        """accelerate's Accelerator."""
         return self.setup.accelerator
 
     # ------------------------------------------------------------------ one step
@@ -156,8 +156,10 @@ class TrainingLoop:
                     rank = accelerator.process_index
                     torch.manual_seed(derive_seed(config.seed, step, number, rank, *phase.salt))
                     # Processes exchange gradients once a step, in the backward of the last micro-batch.
-                    last = number == accumulation - 1
-                    with contextlib.nullcontext() if last else accelerator.no_sync(phase.task):
+                    exchange = contextlib.nullcontext()
+                    if number < accumulation - 1:
+                        exchange = accelerator.no_sync(phase.task)
+                    with exchange:
                         losses = phase.task(**batch, **more)
                         # Gradients add up: divided, they are those of the micro-batches' mean.
                         accelerator.backward(losses["loss"] / accumulation)
@@ -167,7 +169,9 @@ class TrainingLoop:
                 # All processes have the mean of their gradients: from backward, but for those of MAE's gates.
                 # The norm is that before clipping.
                 phase.average_gates()
-                max_norm = config.optim.clip_norm if phase.clipped else 0.0
+                max_norm = 0.0
+                if phase.clipped:
+                    max_norm = config.optim.clip_norm
                 norm = clip_gradients(accelerator, phase.task.parameters(), max_norm)
                 self.norms[phase.name] = norm.item()
 
@@ -247,7 +251,7 @@ class TrainingLoop:
         return largest_learning_rate(self.optimizer)
 
     def averages(self) -> dict:
-        """`average_over_step` of the step just done; every process calls it."""
+        """Return `average_over_step` of the step just done; every process calls it."""
         return average_over_step(self.accelerator, self.losses)
 
     def metrics(self, values: dict, show: str, **counts) -> None:
@@ -291,14 +295,18 @@ class TrainingLoop:
     def write_results(self, results: dict) -> None:
         """Write OUTPUT/results.json, with the steps that are done."""
         if self.accelerator.is_main_process:
-            trained = self.descent.results() if self.done else {}
-            write_json(self.folder / "results.json", dict(results, step=self.done, **trained))
+            results = dict(results, step=self.done)
+            if self.done:
+                results.update(self.descent.results())
+            write_json(self.folder / "results.json", results)
 
     @property
     def averaged(self) -> str:
         """The EMA in words, with the share of the weights of step 1 that it still has."""
         left = self._first_weights_left()
-        return f"EMA, {left:.1%} of it still the weights of step 1" if left else "EMA"
+        if not left:
+            return "EMA"
+        return f"EMA, {left:.1%} of it still the weights of step 1"
 
     # ------------------------------------------------------------------ details
 

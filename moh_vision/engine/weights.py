@@ -28,9 +28,9 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
     block the others forever. Every process enters and leaves. Without FSDP, or in another such context, nothing is
     done. The `task` is what accelerate wraps, or holds it.
     """
-    units: list[FSDPModule] = (
-        [m for m in task.modules() if isinstance(m, FSDPModule)] if is_sharded(task) else []
-    )
+    units: list[FSDPModule] = []
+    if is_sharded(task):
+        units += [module for module in task.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -97,13 +97,17 @@ def short_enough(ema: EmaConfig, steps: int) -> str:
     return " or ".join(choices)
 
 
-def make_ema(model: nn.Module, decay: float, warmup: bool, device) -> ModelEma | None:
-    """Make the average of a model, not sharded yet, moved to `device`; None for a decay of 0."""
+def make_ema(model: nn.Module, ema: EmaConfig | None, device) -> ModelEma | None:
+    """Move a model, not sharded yet, to `device`; return its average, or None without a decay."""
     model.to(device)
-    return ModelEma(model, decay=decay, use_warmup=warmup) if decay else None
+    if ema is None or not ema.decay:
+        return None
+    return ModelEma(model, decay=ema.decay, use_warmup=ema.warmup)
 
 
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and tensors of a state dict, FSDP's shards whole; for every process together."""
     for name, value in model.state_dict().items():
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        yield name, value

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from moh_vision.engine.progress import Progress
+from moh_vision.common.progress import Progress
 from moh_vision.evaluation.fidelity.metrics import frechet_distance
 from moh_vision.evaluation.fidelity.statistics import Moments
 

@@ -7,10 +7,10 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
+from moh_vision.common.io import CONFIG, run_of
+from moh_vision.common.progress import Progress
 from moh_vision.engine.command_line import SavedConfig, parse_config
-from moh_vision.engine.io import CONFIG, run_of
 from moh_vision.engine.opened import Opened, refuse_options
-from moh_vision.engine.progress import Progress
 from moh_vision.language.config import WORDS, LanguageConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import INPUTS, TextInputs, tokenizer_of
@@ -23,7 +23,9 @@ from moh_vision.models.weight_files import read_safetensors, weights_file
 class OpenedText(Opened):
     """A language model. `config`: `LanguageConfig` of its run; None: a folder without data."""
 
-    kind, unit, loss_name = "text", "blocks", "nats per token"
+    kind = "text"
+    unit = "blocks"
+    loss_name = "nats per token"
     scored_on = "{c.data.root}, {c.data.val}"
 
     def text(self, training: bool = False) -> TextInputs:
@@ -33,10 +35,13 @@ class OpenedText(Opened):
                 f"{self.metadata['weights']}: of no run, whose configuration says where its text is"
             )
         if training not in self.splits:
-            c, folder = self.config, str(run_of(self.metadata["weights"]))
-            inputs, tokenizer = INPUTS[task_for(c.model)], tokenizer_of(c, folder)
-            self.splits[training] = inputs(
-                c.data, cache_beside(folder), c.seed, tokenizer, training
+            config = self.config
+            folder = str(run_of(self.metadata["weights"]))
+            inputs_class = INPUTS[task_for(config.model)]
+            tokenizer = tokenizer_of(config, folder)
+            cache = cache_beside(folder)
+            self.splits[training] = inputs_class(
+                config.data, cache, config.seed, tokenizer, training
             )
         return self.splits[training]
 
@@ -48,20 +53,21 @@ class OpenedText(Opened):
             raise ValueError(
                 f"{run_of(self.metadata['weights'])}: of language models causal ones are searched"
             )
-        train, d = self.data("train"), self.config.data
-        total, size = len(train), d.eval_batch_size
+        train = self.data("train")
+        total = len(train)
         if 2 * count > total:
             raise ValueError(
-                f"--images {count}: these and as many others are needed, {d.train} has {total} blocks"
+                f"--images {count}: these and as many others are needed, {self.config.data.train} has {total} blocks"
             )
-        numbers = [
-            (0, i * total // (2 * count)) for i in range(2 * count)
-        ]  # position, number of the block
-        starts = range(0, count, size)
-        halves = (numbers[::2], numbers[1::2])
-        return tuple(
-            list(load_batches(train, [half[i : i + size] for i in starts])) for half in halves
-        )
+        # (position, number of the block), evenly spread; what a causal model reads does not depend on the position.
+        samples = [(0, i * total // (2 * count)) for i in range(2 * count)]
+        return self._batches(train, samples[::2]), self._batches(train, samples[1::2])
+
+    def _batches(self, blocks, samples: Sequence[tuple[int, int]]) -> list[dict]:
+        """Load samples, as many at a time as in validation."""
+        size = self.config.data.eval_batch_size
+        starts = range(0, len(samples), size)
+        return list(load_batches(blocks, [samples[start : start + size] for start in starts]))
 
     def inputs(self, batch: dict) -> Tensor:
         return batch["input_ids"]
@@ -92,9 +98,13 @@ class OpenedText(Opened):
 
     def example(self) -> tuple[list[Tensor], dict]:
         translates = hasattr(self.model, "encoder")
-        block = WORDS if translates or self.config is None else self.config.data.block
-        ids = torch.zeros(1, block, dtype=torch.long)
-        return [ids], dict(decoder_input_ids=ids) if translates else {}
+        length = WORDS
+        if not translates and self.config is not None:
+            length = self.config.data.block
+        ids = torch.zeros(1, length, dtype=torch.long)
+        if translates:
+            return [ids], dict(decoder_input_ids=ids)
+        return [ids], {}
 
 
 def open_run(
@@ -106,7 +116,7 @@ def open_run(
     command: str = "open_run",
     saved: SavedConfig | None = None,
 ) -> OpenedText:
-    """See `moh_vision.open_run`; options are those of data and precision."""
+    """Open a language model, see `moh_vision.open_run`; options are those of data and precision."""
     file = weights_file(path, weights)
     folder = run_of(file)
     if not (folder / CONFIG).is_file():

@@ -11,17 +11,17 @@ from pathlib import Path
 import torch
 from accelerate.utils import DistributedType, send_to_device
 
+from moh_vision.common.errors import extra_named, user_errors
+from moh_vision.common.wings import TEXT
 from moh_vision.engine.best import BEST, Best, earlier_scores
 from moh_vision.engine.block_descent import BlockDescent
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.errors import extra_named, user_errors
 from moh_vision.engine.loop_start import start_loop
 from moh_vision.engine.optimizers import make_optimizer
 from moh_vision.engine.ranks import say
 from moh_vision.engine.run_setup import RunSetup, Span, set_up_run
 from moh_vision.engine.training_loop import TrainingLoop
 from moh_vision.engine.weights import whole_weights
-from moh_vision.engine.wings import TEXT
 from moh_vision.language.config import LanguageConfig
 from moh_vision.language.task import LanguageTask
 from moh_vision.models.describe import describe, full_name, in_short
@@ -48,10 +48,9 @@ with user_errors(TEXT.script) if __name__ == "__main__" else extra_named():
     from moh_vision.language.models.weights import build_model, configs_of, init_text, task_for
 
 
-def train(setup: RunSetup) -> None:
+def train(setup: RunSetup) -> None:  # noqa: C901, PLR0915
     config = setup.config
     accelerator = setup.accelerator
-    d, o = config.data, config.optim
     if config.average > 1 and accelerator.distributed_type == DistributedType.FSDP:
         raise ValueError(
             f"average {config.average}: weights that are sharded (FSDP) are not averaged, set it to 1"
@@ -64,16 +63,17 @@ def train(setup: RunSetup) -> None:
     span = setup.find_checkpoint(config.max_steps)
     checkpoint = span.checkpoint
     tokenizer = tokenizer_of(config, config.output if checkpoint else None)
+    inputs_class = INPUTS[task_for(config.model)]
     with accelerator.main_process_first():
-        text = INPUTS[task_for(config.model)](
-            d, cache_beside(config.output), config.seed, tokenizer
-        )
+        cache = cache_beside(config.output)
+        text = inputs_class(config.data, cache, config.seed, tokenizer)
 
     notes = notes_on_scores(config, text)
-    if config.max_steps and not checkpoint:  # an earlier run may go on
-        say(text.scored_files())
-    for note in () if checkpoint else notes:
-        say(note)
+    if not checkpoint:  # an earlier run may go on
+        if config.max_steps:
+            say(text.scored_files())
+        for note in notes:
+            say(note)
 
     # ---------------------------------------------------------------- model
     torch.manual_seed(config.seed)
@@ -83,7 +83,7 @@ def train(setup: RunSetup) -> None:
         raise ValueError(
             "max_steps 0 trains nothing: init_from must say which weights are scored, or model.pretrained"
         )
-    micro_batches = o.accumulation * accelerator.num_processes
+    micro_batches = config.optim.accumulation * accelerator.num_processes
     if checkpoint:
         text.check(Path(config.output), micro_batches)
     fingerprints = [vocabulary.fingerprint for vocabulary in text.vocabularies]
@@ -112,8 +112,8 @@ def train(setup: RunSetup) -> None:
         return
     if accelerator.is_main_process and not checkpoint:
         text.save(folder.path, micro_batches)
-        for each in configs_of(model):  # with model.safetensors what from_pretrained reads
-            each.save_pretrained(folder.path)
+        for model_config in configs_of(model):  # with model.safetensors what from_pretrained reads
+            model_config.save_pretrained(folder.path)
 
     # ---------------------------------------------------------------- task and optimiser
     task = LanguageTask(
@@ -124,7 +124,7 @@ def train(setup: RunSetup) -> None:
         for name, _ in model.named_parameters()
         if ".router." in name or name.endswith("head_bias")
     ]
-    optimizer = make_optimizer(model, o, undecayed)
+    optimizer = make_optimizer(model, config.optim, undecayed)
     metadata = dict(arguments=arguments, vocabularies=fingerprints)
     with start_loop(
         setup,
@@ -143,14 +143,14 @@ def train(setup: RunSetup) -> None:
         # ------------------------------------------------------------ the loop
         say_long_average(config, span)
         evaluate = evaluation_of(text, loop.task, accelerator, loop.log)
-        batches = load_batches(text.train, sampler, d.workers)
+        batches = load_batches(text.train, sampler, config.data.workers)
         if not config.max_steps:  # no step saves the weights that are scored
             loop.save()
         for step in loop.steps():
             with setup.errors(every_rank=True, code=1):  # changed text, or invalid ids
                 step_batches = [
                     send_to_device(batch, accelerator.device, non_blocking=True)
-                    for batch in islice(batches, o.accumulation)
+                    for batch in islice(batches, config.optim.accumulation)
                 ]
             # Micro-batches differ in labels: divide by the step's mean number, so that the step's loss is the
             # mean over all its labels.
@@ -160,9 +160,9 @@ def train(setup: RunSetup) -> None:
             mean_labels = labels / micro_batches
             loop.step(step_batches, epoch=epoch, count=int(labels), tokens=mean_labels)
             if loop.logs():
-                v = dict(loop.averages(), epoch=epoch)
+                values = dict(loop.averages(), epoch=epoch)
                 rate = f"lr {loop.learning_rate:.2e}"
-                loop.metrics(v, f"loss {v['loss']:.4f}, nll {v['nll']:.4f}, {rate}")
+                loop.metrics(values, f"loss {values['loss']:.4f}, nll {values['nll']:.4f}, {rate}")
             # Before the save, so that a run that goes on from there knows of it.
             if config.eval_every and loop.done % config.eval_every == 0:
                 with setup.errors(code=1):  # a loss that is not finite
@@ -215,20 +215,16 @@ def final_evaluation(loop: TrainingLoop, text, evaluate) -> None:
             scores = final_scores(loop, text, evaluate)
             if loop.elastic:
                 validate = partial(evaluate, text.val, "validation")
-                scores["by_share"] = shares = loop.elastic.by_share(
-                    loop.model, validate, scores["validation"]
-                )
-                loop.log.say(
-                    "\n".join(
-                        f"with a share of {share}: {summary(shares[share])}" for share in shares
-                    )
-                )
+                shares = loop.elastic.by_share(loop.model, validate, scores["validation"])
+                lines = [f"with a share of {share}: {summary(shares[share])}" for share in shares]
+                loop.log.say("\n".join(lines))
+                scores["by_share"] = shares
     results.update(scores)
     for step, loss in earlier_scores(loop.folder / "metrics.jsonl", "loss", loop.done)[-1:]:
         if step == loop.done and results["weights"] == BEST and loop.config.average == 1:
-            own = f"{scores['validation']['loss']:.4f} with {results['weights']}"
+            scored = f"{scores['validation']['loss']:.4f} with {results['weights']}"
             loop.log.say(
-                f"validation loss: {own}, which the scores are of; {loss:.4f} with the last weights"
+                f"validation loss: {scored}, which the scores are of; {loss:.4f} with the last weights"
             )
     loop.write_results(dict(results, **loop.best.results()))
     loop.log.say(

@@ -7,8 +7,8 @@ from typing import Any
 
 from timm.utils.misc import natural_key
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import class_names, composed
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import class_names, composed
 from moh_vision.models.weight_files import read_safetensors
 
 

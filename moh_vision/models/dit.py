@@ -86,7 +86,7 @@ UNTRAINED = {f"{name}.untrained": _cfg() for name in VARIANTS if name not in NAM
 default_cfgs = generate_default_cfgs({**PUBLISHED, **UNTRAINED})
 
 
-def _create_dit(
+def _create_dit(  # noqa: PLR0913
     variant: str,
     pretrained: bool,
     args: dict,

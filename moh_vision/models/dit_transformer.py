@@ -25,7 +25,7 @@ from moh_vision.attention import (
     init_routers,
     run_block,
 )
-from moh_vision.attention.layer import is_captured
+from moh_vision.attention.linear import is_captured
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
@@ -172,7 +172,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
     _no_split_modules = ["DiTBlock"]
 
     @register_to_config
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         sample_size: int = 32,
         patch_size: int = 2,

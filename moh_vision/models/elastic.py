@@ -12,7 +12,7 @@ from torch import nn
 
 from moh_vision.attention import HeadBudget, budgets_at, running
 from moh_vision.attention.budget import BudgetError, parse_share
-from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.models.head_budgets import set_head_budget
 
 SHARES = 5  # evenly from the smallest to the largest; few, because torch.compile compiles each

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import write_whole
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import write_whole
 
 RECORD = "frozen.json"
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moh_vision.attention import RoutingStats
 from moh_vision.attention.losses import sample_runs
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import write_whole
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import write_whole
 
 FILE = "head_load.json"  # in the folder of a run
 LAYER = ("name", "heads", "shared", "routed")

@@ -15,9 +15,9 @@ from torch import nn
 
 from moh_vision.attention import attention_layers
 from moh_vision.attention.budget import shape_of
-from moh_vision.engine.cli import refuse_missing_source
-from moh_vision.engine.errors import closest, reason_of
-from moh_vision.engine.io import tensor_files
+from moh_vision.common.cli import refuse_missing_source
+from moh_vision.common.errors import closest, reason_of
+from moh_vision.common.io import tensor_files
 from moh_vision.models.convert import convert
 from moh_vision.models.dit_weights import settings_of
 from moh_vision.models.weight_files import read_safetensors, weights_file, weights_said

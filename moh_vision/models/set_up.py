@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from moh_vision.engine.io import memory_limit
+from moh_vision.common.io import memory_limit
 from moh_vision.models.counts import least_activations
 from moh_vision.models.describe import describe, full_name, in_short
 from moh_vision.models.elastic import ElasticBudget, elastic_budget, with_elastic
@@ -68,9 +68,8 @@ def set_up_model(
         arguments = dict(arguments, img_size=side)
     if checkpoint:
         keep_shared_heads(model, checkpoint)
-    elif (
-        config.init_from or not config.dry_run
-    ):  # model.pretrained weights fit, and may need a download
+    elif config.init_from or not config.dry_run:
+        # A dry run skips those of model.pretrained, which fit and may need a download.
         load_source(model, config, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
@@ -82,10 +81,10 @@ def set_up_model(
         description = with_elastic(shown, elastic, "\n")
     train_only(model, config.train_only)
     if config.checkpointing:
-        enable = (
-            getattr(model, "set_grad_checkpointing", None) or model.enable_gradient_checkpointing
-        )
-        enable()
+        if hasattr(model, "set_grad_checkpointing"):  # timm's name
+            model.set_grad_checkpointing()
+        else:  # diffusers' name
+            model.enable_gradient_checkpointing()
     if elastic:
         arguments = arguments | saved_budget(model)
     if not config.dry_run:
@@ -118,7 +117,9 @@ def check_memory(
     if config.checkpointing or config.train_only != "all":  # then much less is kept
         return
     inputs = model_setup.inputs
-    bytes_each = 4 if config.mixed_precision == "no" else 2
+    bytes_each = 2
+    if config.mixed_precision == "no":
+        bytes_each = 4
     needed = micro_batch * least_activations(model_setup.model, *inputs) * bytes_each
     if needed <= limit:
         return

@@ -9,8 +9,8 @@ from timm.task import DistillationTeacher
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from moh_vision.engine.cli import refuse_missing_source
-from moh_vision.engine.errors import reason_of
+from moh_vision.common.cli import refuse_missing_source
+from moh_vision.common.errors import reason_of
 from moh_vision.models.class_names import listed, saved_with
 from moh_vision.models.frozen import digest_of
 from moh_vision.models.weight_files import weights_file

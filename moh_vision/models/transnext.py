@@ -140,7 +140,7 @@ class TransNeXtStage(nn.Module):
         dynamic: build tables for other sizes when needed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         downsample: Downsample,
         blocks: list[TransNeXtBlock],
@@ -260,7 +260,7 @@ class TransNeXt(nn.Module):
     _model_args = RecordedArguments()
     checkpoint_filter = staticmethod(checkpoint_filter_fn)  # used by `load_checkpoint`
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         img_size: int | tuple[int, int] = 224,
         pretrain_size: int = 224,

@@ -150,7 +150,7 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
 
     checkpoint_filter = staticmethod(timm_filter)  # used by `load_checkpoint`
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         img_size=224,
         patch_size=16,

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moh_vision.engine.errors import message_of, reason_of
-from moh_vision.engine.io import WRAPPED, TensorFiles, by_age, tensor_files
+from moh_vision.common.errors import message_of, reason_of
+from moh_vision.common.io import WRAPPED, TensorFiles, by_age, tensor_files
 
 # Keys of state dicts in pickled files, in the order in which they are looked for.
 EMA_KEYS = ("ema", "state_dict_ema", "model_ema")

@@ -13,10 +13,10 @@ import torch
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from moh_vision.engine.cli import near_folder, refuse_missing_source
-from moh_vision.engine.errors import closest, nearest, reason_of
-from moh_vision.engine.io import tensor_files
-from moh_vision.engine.wings import WINGS
+from moh_vision.common.cli import near_folder, refuse_missing_source
+from moh_vision.common.errors import closest, nearest, reason_of
+from moh_vision.common.io import tensor_files
+from moh_vision.common.wings import WINGS
 from moh_vision.models.class_names import assumed_order, listed, places, saved_with
 from moh_vision.models.head_budgets import take_shared_heads
 from moh_vision.models.vit import MoHVisionTransformer, has_routers, zero_missing_routers

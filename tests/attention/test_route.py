@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::RuntimeWarning"
 )  # numpy's, of the interpreter: NaN and infinity
 
-# candidates, shared, routed, kind, whether both groups are balanced
+# candidates, shared, routed, gate_form, whether both groups are balanced
 ROUTERS = {
     "released": (9, 3, 6, "released", True),
     "paper": (9, 3, 6, "paper", True),

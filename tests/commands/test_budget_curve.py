@@ -109,7 +109,7 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
 def curve(run_command, monkeypatch):
     """curve(*argv): the lines of the figure that the command makes, and what it printed."""
     monkeypatch.setattr(budget_curve, "ROUNDS", 1)
-    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
 
     def run(*argv):
         code, out, _ = run_command("budget-curve", *argv)

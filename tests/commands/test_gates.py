@@ -52,7 +52,7 @@ def runs(trained):
 def test_the_command_says_what_the_runs_said_of_themselves(
     runs, tmp_path, run_command, monkeypatch
 ):
-    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     output = tmp_path / "gates.svg"
     folders = [runs[name] for name in ("mae0", "dense", "mae1")]
     code, out, _ = run_command("gates", *folders, "--output", output)

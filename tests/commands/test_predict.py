@@ -125,7 +125,7 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
     shown = f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
     assert shown in run_command("predict", folder / "vit", image).out
-    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     digits = Digits("val")
     right = sum(
         int(as_timm(vit, digits.image(i)).argmax() == digits.labels[i]) for i in range(len(digits))

@@ -229,7 +229,7 @@ def test_data_of_a_language_model():
         "data.mixture": sources,
         "data.source": "en",
     }
-    run = ScoredRun(ROOT, "text", TEXT["clm"], config, steps=0, scores={}, how="")
+    run = ScoredRun(ROOT, "text", TEXT["clm"], config, steps=0, scores={}, scored_on="")
     assert datasets_of(run) == ["anna/books"]
     assert data_of(run) == "`hfds/anna/books:de` (weight 3), `wikitext` (weight 1.5), split train."
 

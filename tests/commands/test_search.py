@@ -180,7 +180,7 @@ def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeyp
 def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
     trained, tmp_path, run_command, monkeypatch
 ):
-    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     ask = [
         "search",
         trained("dit", 2, "--model.router", "dense"),

@@ -162,7 +162,7 @@ def test_a_row_of_a_paper_is_of_a_model_of_the_same_size(runs, run_command, monk
     """A small model of the paper's name, or one of other classes, is another model."""
     assert len(cells(run_command("table", runs["text"]).out)) == 1
     name = "moh_vit_tiny_patch16_224"
-    monkeypatch.setattr(table, "OWN", set())
+    monkeypatch.setattr(table, "ANOTHER_MODEL", set())
     (run,) = cells(run_command("table", runs["cls0"]).out)
     row = dict(model=name, row="ViT", source="A paper", top1="80.0")
     row["parameters"] = run["parameters, M"]

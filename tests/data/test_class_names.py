@@ -4,9 +4,9 @@ import unicodedata
 
 import pytest
 
+from moh_vision.common.io import class_names
 from moh_vision.data.splits import open_source, open_splits
 from moh_vision.diffusion.config import chosen_classes
-from moh_vision.engine.io import class_names
 from tests.support.pictures import convert, write_folder
 from tests.support.refusals import one_line
 from tests.support.shards import write_shards

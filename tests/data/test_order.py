@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.order import PositionSampler, epoch_order, rank_slice
-from moh_vision.engine.seeds import Stream, derive_seed
 
 
 def batches(**kwargs):

@@ -16,13 +16,13 @@ import webdataset
 from PIL import Image, ImageOps
 
 from moh_vision.__main__ import main
+from moh_vision.common import progress
 from moh_vision.data import write_shards
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.folder import IMAGES, ImageFolder
 from moh_vision.data.shards import Shards
 from moh_vision.data.stream import ShardStream
 from moh_vision.data.write_shards import encode_sample
-from moh_vision.engine import progress
 from tests.support.refusals import refuse, told
 
 

@@ -8,11 +8,11 @@ import pytest
 from PIL import Image
 
 from moh_vision.classification import train as cls
+from moh_vision.common.io import hidden_path
 from moh_vision.data import shards
 from moh_vision.data.shards import Shards
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import open_source
-from moh_vision.engine.io import hidden_path
 from tests.support.pictures import convert, write_folder
 from tests.support.refusals import refuse, refused
 from tests.support.shards import append, write_shards

@@ -19,11 +19,11 @@ from PIL import Image
 from tqdm import tqdm
 
 from moh_vision.__main__ import main
+from moh_vision.common import io
 from moh_vision.data import write_shards
 from moh_vision.data.shards import Shards
 from moh_vision.diffusion.latents import write_latents
 from moh_vision.diffusion.latents.stored import LatentCache
-from moh_vision.engine import io
 from tests.support.pictures import contents, write_folder
 from tests.support.refusals import one_line, told
 from tests.support.tiny_vae import save_tiny_vae

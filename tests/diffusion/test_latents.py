@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from moh_vision.__main__ import main
+from moh_vision.common.io import sha256_of
 from moh_vision.data.decode import UnreadableImage, center_crop
 from moh_vision.data.folder import ImageFolder
 from moh_vision.diffusion.latents import write_latents as writing
 from moh_vision.diffusion.latents.stored import LatentCache
 from moh_vision.diffusion.latents.vae import LatentSpace, encode_moments, load_vae
-from moh_vision.engine.io import sha256_of
 from tests.support.pictures import contents, write_folder
 from tests.support.processes import on_two_ranks
 from tests.support.refusals import one_line, told

@@ -17,6 +17,7 @@ from moh_vision import load_run
 from moh_vision.attention import trial
 from moh_vision.attention.executors import measurement_table
 from moh_vision.attention.kernels import build as building
+from moh_vision.common.io import only_one, sha256_of, write_tensors
 from moh_vision.data.sources import Digits
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion import MoHDiTPipeline, sample
@@ -27,7 +28,6 @@ from moh_vision.diffusion.latents.vae import LatentSpace, load_vae
 from moh_vision.diffusion.loading import open_guide
 from moh_vision.diffusion.scores import ClassifierScores
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.io import only_one, sha256_of, write_tensors
 from moh_vision.evaluation.fidelity import (
     Extracted,
     Extractor,
@@ -313,7 +313,7 @@ def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, caps
     interrupted(run, *out)
     (folder,) = tmp_path.glob(".samples-*")
     other = hold(only_one, folder, "another")
-    monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
+    monkeypatch.setattr("moh_vision.common.io.PAUSE", 0)
     try:
         error = refused(capsys, run, *out)
     finally:
@@ -479,7 +479,7 @@ def test_denoising(tmp_path, monkeypatch, capsys):
         assert (last == enlarged(image)).all()
         assert np.abs(first.astype(int) - last).mean() > 10
     latent = run_of(tmp_path / "latent", 4, vae=recorded(vae_in(tmp_path / "vae")))
-    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     call(latent, "--denoising", tmp_path / "b.gif", "--steps", "30")
     out = capsys.readouterr().out
     assert f"loading {latent}\n5 images, ddpm 30 steps" in out

@@ -14,12 +14,12 @@ from PIL import Image
 from safetensors import safe_open
 
 from moh_vision.__main__ import main
+from moh_vision.common.io import sha256_of
 from moh_vision.data import records
 from moh_vision.diffusion import train as train_dit
 from moh_vision.diffusion.inputs import CachedInputs, EncodedInputs, open_inputs
 from moh_vision.diffusion.latents.vae import load_vae
 from moh_vision.diffusion.objectives import draw_step
-from moh_vision.engine.io import sha256_of
 from moh_vision.models.counts import count_macs
 from moh_vision.models.weights import from_run
 from tests.support.pictures import write_folder

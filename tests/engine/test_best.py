@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 
+from moh_vision.common.io import write_tensors
 from moh_vision.engine.best import BEST, Best, earlier_scores
-from moh_vision.engine.io import write_tensors
 
 
 @pytest.mark.parametrize("key, patience, scores, better, ends", [

@@ -12,9 +12,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.seeds import derive_seed
 from moh_vision.engine.block_descent import GATES, WEIGHTS, BlockDescent
 from moh_vision.engine.config import BlockDescentConfig
-from moh_vision.engine.seeds import derive_seed
 from moh_vision.engine.step import SkippedSteps
 from moh_vision.models.mae import mae_routers, train_only
 from tests.support.pictures import write_folder

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from moh_vision.attention import head_budget
 from moh_vision.classification.task import ClassificationTask
+from moh_vision.common.io import by_age
 from moh_vision.engine.checkpoint import TrainingState
-from moh_vision.engine.config import ModelConfig
-from moh_vision.engine.io import by_age
+from moh_vision.engine.config import EmaConfig, ModelConfig
 from moh_vision.engine.optimizers import make_optimizer, own_value
 from moh_vision.engine.saver import Saver
 from moh_vision.engine.step import clip_gradients
@@ -52,7 +52,7 @@ def beginning(kind="plain", optimizer="adamw"):
         task.unused = torch.nn.Parameter(torch.ones(3))
     if "buffers" in kind:
         task.norm = torch.nn.BatchNorm2d(3)
-    ema = make_ema(model, 0.9, False, "cpu")
+    ema = make_ema(model, EmaConfig(decay=0.9), "cpu")
     if "compiled" in kind:
         task.compile(backend="eager")
     mesh = init_device_mesh("cpu", (2,)) if "sharded" in kind else None

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from moh_vision.engine import io
-from moh_vision.engine.io import (
+from moh_vision.common import io
+from moh_vision.common.io import (
     hidden_path,
     only_one,
     run_of,

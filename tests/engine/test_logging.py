@@ -17,6 +17,7 @@ from accelerate import PartialState
 
 from moh_vision import __version__
 from moh_vision.classification.train import main
+from moh_vision.common.progress import Progress
 from moh_vision.diffusion.config import SampleConfig
 from moh_vision.diffusion.sampling import SAMPLERS
 from moh_vision.engine import logging
@@ -29,7 +30,6 @@ from moh_vision.engine.logging import (
     open_tracker,
     write_json,
 )
-from moh_vision.engine.progress import Progress
 from tests.support.refusals import refuse
 from tests.support.small_runs import arguments, entries
 

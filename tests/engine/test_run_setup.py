@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moh_vision.engine.errors import BadData
+from moh_vision.common.errors import BadData
 from moh_vision.engine.run_setup import RunSetup, Span
 from moh_vision.engine.saver import SaveError
 

@@ -114,7 +114,7 @@ def test_open_run_overwrites_nothing(tmp_path):
 
 @pytest.mark.parametrize("fresh", [False, True])
 def test_a_run_that_another_process_writes_is_left_alone(tmp_path, monkeypatch, fresh):
-    monkeypatch.setattr("moh_vision.engine.io.PAUSE", 0)
+    monkeypatch.setattr("moh_vision.common.io.PAUSE", 0)
     run = tmp_path / "run"
     child = hold(opened, run, {})
     refuse(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import moh_vision
 from moh_vision.commands.runs import read_run
-from moh_vision.engine import progress
+from moh_vision.common import progress
 from moh_vision.language import train as train_text
 from moh_vision.language.data.vocabulary import Vocabulary, train_vocabulary
 from moh_vision.language.evaluation.scores import average_checkpoints
@@ -259,7 +259,7 @@ def test_a_stop_while_scoring_is_told_and_translating_shows_how_far_it_is(
     train(*argv)
     said = capfd.readouterr().out
     assert "val, sacreBLEU's default, lower-cased data: BLEU" in said and "case:mixed" in said
-    assert "BLEU of 40 pairs of val, lower-cased data" in read_run(run).how
+    assert "BLEU of 40 pairs of val, lower-cased data" in read_run(run).scored_on
     assert "val: translating 40 sentences\n" in said and "translating: 1 of 1 steps, " in said
     assert results(run)["step"] == 2
     text = moh_vision.open_run(run).text()

@@ -21,7 +21,7 @@ from transformers import (
 
 import moh_vision
 from moh_vision.__main__ import main as command
-from moh_vision.engine.io import sha256_of
+from moh_vision.common.io import sha256_of
 from moh_vision.language import train as train_text
 from moh_vision.models.head_load import HeadLoad
 from tests.support import refusals

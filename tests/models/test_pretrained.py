@@ -15,9 +15,9 @@ from moh_vision.__main__ import main as command
 from moh_vision.attention import attention_layers
 from moh_vision.classification import train as train_cls
 from moh_vision.classification import validate
+from moh_vision.common.io import write_tensors
 from moh_vision.diffusion import MoHDiTPipeline, make_scheduler
 from moh_vision.diffusion import train as train_dit
-from moh_vision.engine.io import write_tensors
 from moh_vision.models.pretrained import is_dense
 from moh_vision.models.weight_files import read_safetensors
 from moh_vision.models.weights import create, init_from

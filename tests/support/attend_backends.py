@@ -101,7 +101,7 @@ def list_for_triton(active, tail=5):
     return token.to(DEVICE), pairs.offsets.to(DEVICE)
 
 
-def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):
+def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=None):  # noqa: PLR0913
     """`attend` of a back end; plain PyTorch has no lse."""
     B, H, N, D = q.shape
     if backend.path == "triton":
@@ -115,10 +115,10 @@ def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=N
         o, lse = OPS.attend(rows, k, v, *pairs, H, N, source, is_causal, mask)
     else:
         o, lse = eager.attend(rows, k, v, *pairs, H, N, source, is_causal, mask), None
-    where = eager.places(*pairs, H)
+    where = eager.rows_of_pairs(*pairs, H)
     if gates is not None:
         o = o * gates.expand(B, N, H).reshape(-1, 1)[where].to(o.dtype)
-    return eager.place(o, where, B * N * H).view(B, N, H, D), lse
+    return eager.scatter(o, where, B * N * H).view(B, N, H, D), lse
 
 
 def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=None):

@@ -2,9 +2,9 @@
 
 import torch
 
+from moh_vision.common.seeds import derive_seed
 from moh_vision.diffusion import sample
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.seeds import derive_seed
 from moh_vision.models.weights import create
 from tests.support import refusals
 from tests.support.tiny_vae import no_longer_zero

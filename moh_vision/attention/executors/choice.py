@@ -68,8 +68,9 @@ def faster(
     if call.cache is None:
         for tokens, keys, batch, active, picked, _ in look_up(key_of(layer, call, executor)):
             if N == tokens and M == keys and B <= batch and K <= active:
-                skips = picked == executor.__name__
-                return executor if skips else layer.all_heads_executor, "measured on this machine"
+                if picked != executor.__name__:
+                    executor = layer.all_heads_executor
+                return executor, "measured on this machine"
     if not executor.skips_in_cpp(layer, call, compiling):
         return layer.all_heads_executor, "not measured on this machine, see moh_vision.measure"
     if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > LARGEST_SHARE:
@@ -78,11 +79,15 @@ def faster(
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:
-    """B, N, M and K of a call without a cache."""
+    """Return B, N, M and K of a call without a cache."""
     B, N, _ = call.x.shape
-    M = N if call.context is None else call.context.shape[1]
+    M = N
+    if call.context is not None:
+        M = call.context.shape[1]
     K = call.routing.count
-    return B, N, M, layer.budget.active if K is None else K
+    if K is None:
+        K = layer.budget.active
+    return B, N, M, K
 
 
 def key_of(

@@ -13,7 +13,7 @@ from typing import Self
 import torch
 
 from moh_vision.attention.kernels.build import path
-from moh_vision.engine.io import cache_folder, write_whole
+from moh_vision.common.io import cache_folder, write_whole
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -34,7 +34,7 @@ class MeasurementTable:
 
     @classmethod
     def from_record(cls, record: dict) -> Self:
-        """The table of `as_record`, or of {}, an empty one.
+        """Return the table of `as_record`; of {} an empty one.
 
         Raises:
             ValueError: for rows that are malformed, and for those of Triton's kernels on another card.
@@ -47,7 +47,7 @@ class MeasurementTable:
 
     @classmethod
     def from_cache(cls) -> Self:
-        """What the user's cache has; an empty table with a warning where that cannot be read."""
+        """Return what the user's cache has; an empty table with a warning where that cannot be read."""
         file = cache_file()
         try:
             if not file.is_file():
@@ -58,7 +58,7 @@ class MeasurementTable:
             return cls()
 
     def as_record(self) -> dict:
-        """The table as JSON, as the cache and attention.json of a run keep it: dict(device, rows)."""
+        """Return the table as JSON, as the cache and attention.json of a run keep it: dict(device, rows)."""
         return dict(device=device_name(), rows=self.rows)
 
     def add(self, rows: Rows) -> None:
@@ -89,22 +89,28 @@ _current: MeasurementTable | None = None  # of this process; None: not yet read
 
 
 def current_table() -> MeasurementTable:
-    """The table of this process: that of `use_table`, else what the user's cache has, unless measuring is off."""
+    """Return the table of this process: that of `use_table`, else what the user's cache has, unless measuring is off."""
     global _current
     if _current is None:
-        _current = MeasurementTable() if measuring_is_off() else MeasurementTable.from_cache()
+        if measuring_is_off():
+            _current = MeasurementTable()
+        else:
+            _current = MeasurementTable.from_cache()
     return _current
 
 
 def use_table(record: dict | None) -> None:
     """Set the table of this process, see `MeasurementTable.from_record`; None: back to the user's cache."""
     global _current
-    _current = None if record is None else MeasurementTable.from_record(record)
+    if record is None:
+        _current = None
+    else:
+        _current = MeasurementTable.from_record(record)
 
 
 @torch.compiler.assume_constant_result  # a compiled model keeps the table that it was compiled with
 def look_up(key: tuple[str, ...]) -> tuple[tuple, ...]:
-    """The rows of calls with a key of `choice.key_of`, of the table of this process."""
+    """Return the rows of calls with a key of `choice.key_of`, of the table of this process."""
     return tuple(map(tuple, current_table().rows.get(" ".join(key), ())))
 
 
@@ -119,27 +125,28 @@ def measuring_is_off() -> bool:
 
 
 def checked(rows: object) -> Rows:
-    """Rows as they were read, or ValueError."""
+    """Return rows as they were read; refuse what are none."""
     try:
         forms = {(len(row), *map(type, row[:5])) for of_calls in rows.values() for row in of_calls}
     except (AttributeError, TypeError, LookupError):
-        forms = {()}
+        forms = {("not rows",)}
     if forms - {(6, int, int, int, int, str)}:
         raise ValueError("rows of the table of auto are four numbers, a name and a ratio")
     return rows
 
 
 def cache_file() -> Path:
-    """CACHE/measured/DEVICE-HASH.json, the hash of all that times depend on beside the call."""
-    gpu = torch.cuda.is_available()
-    if gpu:
+    """Return CACHE/measured/DEVICE-HASH.json; the hash is of all that times depend on beside the call."""
+    if torch.cuda.is_available():
+        device_type = "cuda"
         capability = torch.cuda.get_device_capability()
     else:
+        device_type = "cpu"
         capability = torch.backends.cpu.get_cpu_capability()
     conditions = [
         capability,
         torch.__version__,
-        path("cuda" if gpu else "cpu"),
+        path(device_type),
         torch.get_float32_matmul_precision(),
     ]
     if "triton" in conditions:
@@ -155,14 +162,17 @@ def cache_file() -> Path:
 
 
 def device_name() -> str:
-    """The name of the GPU, else of the processor."""
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    """Return the name of the GPU, or of the processor where there is none."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return processor()
 
 
 def processor() -> str:
-    """The name of the processor's model."""
+    """Return the name of the processor's model."""
     info = Path("/proc/cpuinfo")
-    names = re.findall(
-        r"^model name\s*: (.*)", info.read_text() if info.is_file() else "", re.MULTILINE
-    )
-    return names[0] if names else platform.processor()
+    if info.is_file():
+        name = re.search(r"^model name\s*: (.*)", info.read_text(), re.MULTILINE)
+        if name:
+            return name[1]
+    return platform.processor()

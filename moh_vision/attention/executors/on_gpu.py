@@ -19,15 +19,16 @@ class OnGpu(Executor):
         return reason
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """As `Masked`. Where q, k and v are views of one product, attention reads that."""
+        """Project as `Masked` does. Where q, k and v are views of one product, `attend` reads the product."""
         self.product = readable_product(self.layer, self.call)
         return self.layer.project(self.call._replace(product=self.product))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, N, H*D], weighted."""
-        layer, call = self.layer, self.call
+        """Return the weighted outputs of the heads [B, N, H*D]."""
+        layer = self.layer
+        call = self.call
         if self.product is not None:
-            # It gets one gradient, and nothing is joined afterwards.
+            # The product gets one gradient, and no gradients of q, k and v are joined afterwards.
             return kernels.attend_product_on_gpu(
                 self.product,
                 layer.num_heads,
@@ -43,12 +44,12 @@ class OnGpu(Executor):
         return kernels.attend_on_gpu(q, k, v, call.routing, call.is_causal, call.attn_mask)
 
     def combine(self, o: Tensor) -> Tensor:
-        """o [B, N, H*D] -> [B, N, C]."""
+        """Project o [B, N, H*D] to [B, N, C]."""
         return self.layer.proj(o)
 
 
 def readable_product(layer: nn.Module, call: Call) -> Tensor | None:
-    """Queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
+    """Return queries, keys and values as one product [B, N, (H + 2 * G) * D], where attention may read them as projected.
 
     None where there is no such product, or a norm or rotation follows.
     """
@@ -58,4 +59,6 @@ def readable_product(layer: nn.Module, call: Call) -> Tensor | None:
         return call.product
     if call.q is not None or call.context is not None or call.cache is not None:
         return None
-    return layer.qkv(call.x) if layer.projects_at_once() else None
+    if not layer.projects_at_once():
+        return None
+    return layer.qkv(call.x)

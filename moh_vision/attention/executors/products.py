@@ -1,6 +1,6 @@
-"""Products of tokens with the weights of the heads that each sequence runs, in three ways, for `Sequences`.
+"""Products of tokens with the weights of the heads that each sequence runs, for `Sequences`: three classes.
 
-Each way is made for one call, and has `heads` [B or 1, K], `project` and `combine`.
+An object of each is made for one call, and has `heads` [B or 1, K], `project` and `combine`.
 """
 
 import torch
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import kernels
-from moh_vision.attention.linear import in_float
+from moh_vision.attention.linear import cast_bias, in_float
 from moh_vision.attention.routing import Call
 
 
 def heads_that_run(call: Call) -> Tensor:
-    """The heads of each sequence, those that run first and in rising order: [B or 1, K]."""
+    """Return the heads of each sequence, those that run first and in rising order: [B or 1, K]."""
     active = call.routing.active.squeeze(1)  # [B or 1, H]
     H = active.shape[1]
     K = call.routing.count or int(active.sum(1).max())
@@ -33,7 +33,7 @@ class SlicedProducts:
         self.heads = heads_that_run(call)  # [1, K]
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, N, C] and context [B, M, C], the same or not -> [B, N, K, D] and twice [B, M, K, D]."""
+        """Project x [B, N, C] and context [B, M, C], which may be x, to q [B, N, K, D], k and v [B, M, K, D]."""
         gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [1, K]
         queries, keys, values = self.layer.weights()
         parts = [
@@ -47,7 +47,9 @@ class SlicedProducts:
             ]
         else:
             weights, biases = zip(*parts)
-            bias = None if biases[0] is None else torch.cat(biases)
+            bias = None
+            if biases[0] is not None:
+                bias = torch.cat(biases)
             results = F.linear(x, torch.cat(weights), bias).chunk(3, -1)
         q, k, v = (result.unflatten(-1, (self.heads.shape[1], -1)) for result in results)
         return q, k, v
@@ -59,23 +61,25 @@ class SlicedProducts:
         dtype: torch.dtype,
         gates: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rows of a weight [H*D, C] and a bias that belong to the heads, times their gates [K]: [K*D, C] and [K*D]."""
-        H, heads = self.layer.num_heads, self.heads.flatten()
+        """Return rows of a weight [H*D, C] and a bias, those of the heads, times their gates [K]: [K*D, C] and [K*D]."""
+        H = self.layer.num_heads
+        heads = self.heads.flatten()
         weight = weight.unflatten(0, (H, -1)).index_select(0, heads)  # [K, D, C]
-        bias = None if bias is None else bias.unflatten(0, (H, -1)).index_select(0, heads)
         if gates is not None:
             weight = weight * gates[:, None, None]
-            bias = None if bias is None else bias * gates[:, None]
-        return weight.flatten(0, 1).to(dtype), None if bias is None else bias.flatten().to(dtype)
+        if bias is not None:
+            bias = bias.unflatten(0, (H, -1)).index_select(0, heads)  # [K, D]
+            if gates is not None:
+                bias = bias * gates[:, None]
+            bias = bias.flatten().to(dtype)
+        return weight.flatten(0, 1).to(dtype), bias
 
     def combine(self, o: Tensor) -> Tensor:
         """o [B, N, K, D] -> [B, N, C]."""
-        weight, bias = self.layer.proj.weight, self.layer.proj.bias
-        weight = weight.unflatten(1, (self.layer.num_heads, -1))  # [C, H, D]
+        proj = self.layer.proj
+        weight = proj.weight.unflatten(1, (self.layer.num_heads, -1))  # [C, H, D]
         weight = weight.index_select(1, self.heads.flatten()).flatten(1)
-        return F.linear(
-            o.flatten(2), weight.to(o.dtype), None if bias is None else bias.to(o.dtype)
-        )
+        return F.linear(o.flatten(2), weight.to(o.dtype), cast_bias(proj.bias, o.dtype))
 
 
 class LookedUpProducts:
@@ -91,18 +95,18 @@ class LookedUpProducts:
         self.heads = self.plan[0]  # [B, K]
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight, bias = self.layer.qkv.weight, self.layer.qkv.bias
-        bias = None if bias is None else bias.to(x.dtype)
-        return kernels.project_heads(x, weight.to(x.dtype), bias, self.plan)
+        qkv = self.layer.qkv
+        bias = cast_bias(qkv.bias, x.dtype)
+        return kernels.project_heads(x, qkv.weight.to(x.dtype), bias, self.plan)
 
     def combine(self, o: Tensor) -> Tensor:
-        weight, bias = self.layer.proj.weight, self.layer.proj.bias
-        bias = None if bias is None else bias.to(o.dtype)
-        return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan)
+        proj = self.layer.proj
+        bias = cast_bias(proj.bias, o.dtype)
+        return kernels.combine_heads(o, proj.weight.to(o.dtype), bias, self.plan)
 
 
 def why_not_looked_up(layer: nn.Module, call: Call) -> str:
-    """Why products that look up the heads of a sequence are no use on a GPU; "" where they are."""
+    """Return why products that look up the heads of a sequence are no use on a GPU; "" where they are."""
     if not kernels.looks_up_heads(call.x):
         return "no Triton kernel projects such numbers, or gradients are recorded, which other products do faster"
     if call.context is not None or not layer.projects_at_once():
@@ -122,16 +126,19 @@ class GatheredProducts:
         self.layer = layer
         self.call = call
         self.heads = heads_that_run(call)  # [B, K]
-        is_alike = alike(call.routing.active.squeeze(1))
-        self.rows = self.heads[:1] if is_alike else self.heads  # [S, K], S = 1 or B
+        self.rows = self.heads  # [S, K], S = 1 or B
+        if alike(call.routing.active.squeeze(1)):
+            self.rows = self.heads[:1]
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries, keys, values = self.layer.weights()
         return self.linear(x, *queries), self.linear(context, *keys), self.linear(context, *values)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [B, M, C] -> [B, M, K, D], with weight [H*D, C] and bias [H*D] of all heads."""
-        (B, M, C), (S, K), H = x.shape, self.rows.shape, self.layer.num_heads
+        """Project x [B, M, C] to [B, M, K, D], with weight [H*D, C] and bias [H*D] of all heads."""
+        B, M, C = x.shape
+        S, K = self.rows.shape
+        H = self.layer.num_heads
         weight = weight.to(x.dtype).view(H, -1, C)
         y = GatheredLinear.apply(x.reshape(S, -1, C), weight, self.rows, 0)
         if bias is not None:
@@ -140,13 +147,17 @@ class GatheredProducts:
 
     def combine(self, o: Tensor) -> Tensor:
         """o [B, N, K, D] -> [B, N, C]."""
-        (B, N, K, D), weight, bias = o.shape, self.layer.proj.weight, self.layer.proj.bias
+        proj = self.layer.proj
+        B, N, K, D = o.shape
+        S = self.rows.shape[0]
+        C = proj.weight.shape[0]
         gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [B, K]
         o = o * gates[:, None, :, None].to(o.dtype)
-        C, S = weight.shape[0], self.rows.shape[0]
-        weight = weight.to(o.dtype).view(C, -1, D)
+        weight = proj.weight.to(o.dtype).view(C, -1, D)
         y = GatheredLinear.apply(o.reshape(S, -1, K * D), weight, self.rows, 1).view(B, N, C)
-        return y if bias is None else y + bias.to(y.dtype)
+        if proj.bias is None:
+            return y
+        return y + proj.bias.to(y.dtype)
 
 
 class GatheredLinear(torch.autograd.Function):
@@ -162,37 +173,38 @@ class GatheredLinear(torch.autograd.Function):
         return torch.bmm(x, gather(weight, rows, dim).mT)
 
     @staticmethod
-    def backward(ctx, grad):  # of operations that autograd differentiates again
+    def backward(ctx, grad):  # consists of operations that autograd differentiates again
         x, weight, rows = ctx.saved_tensors
         with torch.autocast(x.device.type, enabled=False):
             dx = torch.bmm(grad, gather(weight, rows, ctx.dim))
             parts = torch.bmm(grad.mT, x)  # [S, O, I]
             # A product with 0 and 1 adds the sequences up: in float32 also in 16 bits, and in the same order every time.
-            H, D = weight.shape[ctx.dim], weight.shape[ctx.dim + 1]
+            H = weight.shape[ctx.dim]
+            D = weight.shape[ctx.dim + 1]
             which = F.one_hot(rows.flatten(), H).to(parts.dtype).t()  # [H, S * K]
             if ctx.dim == 0:
-                return dx, (which @ parts.reshape(rows.numel(), -1)).view_as(weight), None, None
-            parts = (
-                parts.unflatten(2, (-1, D)).transpose(1, 2).reshape(rows.numel(), -1)
-            )  # [S * K, C * D]
-            return dx, (which @ parts).view(H, -1, D).transpose(0, 1), None, None
+                parts = parts.reshape(rows.numel(), -1)  # [S * K, D * C]
+                dweight = (which @ parts).view_as(weight)
+            else:
+                parts = parts.unflatten(2, (-1, D)).transpose(1, 2)  # [S, K, C, D]
+                parts = parts.reshape(rows.numel(), -1)  # [S * K, C * D]
+                dweight = (which @ parts).view(H, -1, D).transpose(0, 1)
+            return dx, dweight, None, None
 
 
 def gather(weight: Tensor, rows: Tensor, dim: int) -> Tensor:
-    """The weights of heads `rows` [S, K], as [S, O, I]: see `GatheredLinear`."""
+    """Return the weights of heads `rows` [S, K], as [S, O, I]: see `GatheredLinear`."""
     S = rows.shape[0]
     chosen = weight.index_select(dim, rows.flatten())  # [S * K, D, C] or [C, S * K, D]
-    return (
-        chosen.view(S, -1, chosen.shape[2])
-        if dim == 0
-        else chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
-    )
+    if dim == 0:
+        return chosen.view(S, -1, chosen.shape[2])
+    return chosen.view(chosen.shape[0], S, -1).transpose(0, 1)
 
 
 def alike(active: Tensor) -> bool:
-    """Whether all sequences chose the same heads, active [B, H]; False where the answer would have to be waited for."""
+    """Return whether all sequences chose the same heads, active [B, H]; False where that takes waiting for a device."""
     if torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return False
-    return active.shape[0] == 1 or (
-        active.device.type == "cpu" and bool((active == active[:1]).all())
-    )
+    if active.shape[0] == 1:
+        return True
+    return active.device.type == "cpu" and bool((active == active[:1]).all())

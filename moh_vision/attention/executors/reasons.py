@@ -10,7 +10,7 @@ from moh_vision.attention.routing import Call
 
 
 def nothing_to_skip(layer: nn.Module, call: Call) -> str:
-    """Why no executor can skip heads of a call."""
+    """Return why no executor can skip heads of a call."""
     if call.routing.active is None:
         return "every head may run"
     if call.x.numel() == 0 or (call.context is not None and call.context.numel() == 0):
@@ -25,7 +25,7 @@ def nothing_to_skip(layer: nn.Module, call: Call) -> str:
 
 
 def not_whole_heads(layer: nn.Module, call: Call) -> str:
-    """Why heads cannot be left out of a sequence altogether, their keys and values too."""
+    """Return why heads cannot be left out of a sequence altogether, their keys and values too."""
     if call.routing.active.shape[1] != 1:
         return "needs heads that are chosen per sequence"
     if call.cache is not None or layer.grouped:
@@ -34,7 +34,7 @@ def not_whole_heads(layer: nn.Module, call: Call) -> str:
 
 
 def hidden_weights(layer: nn.Module) -> str:
-    """Why the weights of a layer's projections cannot be read, and the modules must be called."""
+    """Return why the weights of a layer's projections cannot be read, and the modules must be called."""
     for module in layer.projections:
         if not plain(module):
             return "the projections carry hooks or are not plain linear layers"
@@ -42,11 +42,13 @@ def hidden_weights(layer: nn.Module) -> str:
 
 
 def no_operator(layer: nn.Module, call: Call) -> str:
-    """Why neither C++ nor Triton has an operator for the attention of a call."""
+    """Return why neither C++ nor Triton has an operator for the attention of a call."""
     if path_of(layer, call) != "torch":
         return ""
-    why = "dropout" if call.dropout_p else kernels.about(call.x.device.type)
-    return f"no compiled operator runs the call ({why})"
+    reason = "dropout"
+    if not call.dropout_p:
+        reason = kernels.about(call.x.device.type)
+    return f"no compiled operator runs the call ({reason})"
 
 
 def path_of(layer: nn.Module, call: Call) -> str:

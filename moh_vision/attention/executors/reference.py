@@ -15,11 +15,11 @@ class Reference(Executor):
     """The oracle of the tests: every head by itself, its attention matrix in memory. Slow."""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, H, N, D], k and v [B, G, M, D]: of H query heads, H / G in a row share one of the G key-value heads."""
+        """Return q [B, H, N, D], k and v [B, G, M, D]: H / G query heads in a row share one of the G key-value heads."""
         return self.layer.project(self.call)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """softmax(q_h(x_t) K_h^T / sqrt(D)) V_h of every head h and token t: [B, H, N, D]."""
+        """Return softmax(q_h(x_t) K_h^T / sqrt(D)) V_h of every head h and token t: [B, H, N, D]."""
         call = self.call
         B, H, N, _ = q.shape
         _, G, M, _ = k.shape
@@ -29,14 +29,16 @@ class Reference(Executor):
         outputs = []
         for h in range(H):
             g = h * G // H  # its key-value head
-            mask_h = None if mask is None else mask[:, h]
+            mask_h = None
+            if mask is not None:
+                mask_h = mask[:, h]
             matrix = attention_matrix(q[:, h], k[:, g], mask_h, call.is_causal)  # [B, N, M]
             matrix = F.dropout(matrix, call.dropout_p)
             outputs.append(matrix @ v[:, g])
         return torch.stack(outputs, 1)
 
     def combine(self, o: Tensor) -> Tensor:
-        """sum_h  w_h(x_t) * o_h(x_t)  W_O^h. The sum over heads is one product: W_O is [W_O^1 .. W_O^H]."""
+        """Return sum_h  w_h(x_t) * o_h(x_t)  W_O^h. The sum over heads is one product: W_O is [W_O^1 .. W_O^H]."""
         return self.layer.proj(weighted(o, self.call.routing.weights))
 
 
@@ -47,9 +49,16 @@ def attention_matrix(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """Return the matrix that multiplies v [B, h, M, D]: q [B, h, N, D], k [B, h, M, D] -> [B, h, N, M].
+    """Return the matrix that multiplies v [B, h, M, D].
 
-    Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call. scale: of q k^T; None: 1 / sqrt(D).
+    Args:
+        q: [B, h, N, D].
+        k: [B, h, M, D].
+        attn_mask, is_causal: see `Call`.
+        scale: factor of q k^T; None: 1 / sqrt(D).
+
+    Returns:
+        [B, h, N, M]. Rows sum to 1, or to 0 where the mask hides all keys, as in the fused call.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
@@ -67,7 +76,7 @@ def attention_matrix(
 
 
 def weighted(o: Tensor, weights: Tensor | None) -> Tensor:
-    """Outputs of heads times w_h(x_t), side by side: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D].
+    """Multiply outputs of heads by w_h(x_t), side by side: o [B, H, N, D], weights [B, N or 1, H] -> [B, N, H*D].
 
     weights: None: every head counts as 1.
     """
@@ -80,4 +89,6 @@ def weighted(o: Tensor, weights: Tensor | None) -> Tensor:
     weights = weights.unsqueeze(-1).to(o.dtype)
     # Where no gradient can be asked for the result may overwrite o, which saves a pass over fresh memory.
     in_place = type(o) is Tensor and not torch.is_grad_enabled() and not torch.jit.is_tracing()
-    return (o.mul_(weights) if in_place else o * weights).flatten(2)
+    if in_place:
+        return o.mul_(weights).flatten(2)
+    return (o * weights).flatten(2)

@@ -55,8 +55,9 @@ class Sequences(Executor):
         return not compiling and path_of(layer, call) == "cpp"
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [B, K, N, D], k and v [B, K, M, D]."""
-        layer, call = self.layer, self.call
+        """Return q [B, K, N, D], k and v [B, K, M, D]."""
+        layer = self.layer
+        call = self.call
         context = call.x
         if call.context is not None:
             context = call.context.to(call.x.dtype).expand(call.x.shape[0], -1, -1)
@@ -66,8 +67,9 @@ class Sequences(Executor):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[B, K, N, D]"""
-        call, mask = self.call, self.call.attn_mask
+        """Return the outputs of the heads that run [B, K, N, D]."""
+        call = self.call
+        mask = call.attn_mask
         if mask is not None and mask.shape[1] > 1:  # of every head
             B = q.shape[0]
             heads = self.products.heads.long().expand(B, -1)[:, :, None, None]

@@ -37,7 +37,7 @@ class Tokens(Executor):
         return True
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [P, D], k and v [B, G, M, D]."""
+        """Return q [P, D], k and v [B, G, M, D]."""
         layer = self.layer
         call = self.call
         context = call.x if call.context is None else call.context
@@ -51,23 +51,25 @@ class Tokens(Executor):
         return q.to(v.dtype), k.to(v.dtype).expand(B, -1, -1, -1), v.expand(B, -1, -1, -1)
 
     def queries(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The queries of the pairs [P, D], normalised and rotated."""
-        layer, call, pairs = self.layer, self.call, self.pairs
+        """Return the queries of the pairs [P, D], normalised and rotated."""
+        layer = self.layer
+        call = self.call
         if call.q is None:
-            q = kernels.project(call.x.flatten(0, 1), weight, bias, pairs, layer.num_heads)
+            q = kernels.project(call.x.flatten(0, 1), weight, bias, self.pairs, layer.num_heads)
         else:
-            q = kernels.select(call.q.transpose(1, 2), pairs, layer.num_heads)
-        angles = of_pairs(call.rotary, pairs, call.x)
+            q = kernels.select(call.q.transpose(1, 2), self.pairs, layer.num_heads)
+        angles = of_pairs(call.rotary, self.pairs, call.x)
         return layer.prepare_queries(q.unsqueeze(1), angles).squeeze(1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[P, D]"""
+        """Return the outputs of the pairs [P, D]."""
         call = self.call
-        H, N = self.layer.num_heads, call.x.shape[1]
+        H = self.layer.num_heads
+        N = call.x.shape[1]
         return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask)
 
     def combine(self, o: Tensor) -> Tensor:
-        """o [P, D] -> [B, N, C]."""
+        """Weigh o [P, D], and project and add up the heads of each token: [B, N, C]."""
         layer = self.layer
         B, N, _ = self.call.x.shape
         gates = in_float(self.call.routing.weights).expand(B, N, -1).reshape(B * N, -1)
@@ -80,7 +82,7 @@ class Tokens(Executor):
 def of_pairs(
     rotary: tuple[Tensor, Tensor] | None, pairs: Pairs, x: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines of the pairs' tokens, [P, D] each, of those of x [B, N, C]."""
+    """Pick the cosines and sines of the pairs' tokens out of those of all tokens x [B, N, C]: [P, D] each."""
     if rotary is None:
         return None
     B, N, _ = x.shape

@@ -39,10 +39,13 @@ class WholeSequences(Tokens):
         return ""
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q [P, D], k and v [1, X, M, D] of the X heads of sequences that run."""
-        layer, call = self.layer, self.call
+        """Return q [P, D], k and v [1, X, M, D] of the X heads of sequences that run."""
+        layer = self.layer
+        call = self.call
         B, N, _ = call.x.shape
-        context = call.x if call.context is None else call.context.expand(B, -1, -1)
+        context = call.x
+        if call.context is not None:
+            context = call.context.expand(B, -1, -1)
         M = context.shape[1]
         key_pairs = self.pairs
         if M != N:
@@ -56,9 +59,10 @@ class WholeSequences(Tokens):
         return q, k.view(1, -1, M, layer.head_dim), v.view(1, -1, M, layer.head_dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """[P, D]"""
+        """Return the outputs of the pairs [P, D]."""
         call = self.call
         runs = self.pairs.offsets.diff() > 0  # whether a segment of pairs has any
         source = runs.cumsum(0, dtype=torch.int32) - 1  # the keys and values that it reads
-        H, N = self.layer.num_heads, call.x.shape[1]
+        H = self.layer.num_heads
+        N = call.x.shape[1]
         return kernels.attend(q, k, v, self.pairs, H, N, call.is_causal, call.attn_mask, source)

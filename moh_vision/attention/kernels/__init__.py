@@ -25,10 +25,13 @@ OPS = torch.ops.moh_vision
 
 
 def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
-    """Whether C++ runs `operator` for such tensors; of those in 16 bits only "attend", where the processor has products."""
-    if (
-        device.type != "cpu" or path() != "cpp" or torch.compiler.is_exporting()
-    ):  # exports run where we are not
+    """Return whether C++ runs `operator` for tensors of a dtype on a device.
+
+    In 16 bits only "attend" does, where the processor has such products.
+    """
+    if device.type != "cpu" or path() != "cpp":
+        return False
+    if torch.compiler.is_exporting():  # an exported model runs where the operators may be missing
         return False
     if dtype in (torch.bfloat16, torch.float16):
         return operator == "attend" and _has_products(dtype)
@@ -47,9 +50,14 @@ def attend_path(
     mask: Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> str:
-    """Which operator attends for pairs: "cpp", "triton", or "torch" where none does.
+    """Return which operator attends for pairs: "cpp", "triton", or "torch" where none does.
 
-    Neither has dropout, or a gradient of the mask.
+    Neither operator has dropout, or a gradient of the mask.
+
+    Args:
+        device, dtype: where and in which numbers products are computed.
+        head_dim: D.
+        mask, dropout_p: see `Call`.
     """
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     if dropout_p == 0 and not learned:
@@ -62,7 +70,7 @@ def attend_path(
 
 
 def list_pairs(active: Tensor) -> Pairs:
-    """What runs, active [B, N, H]."""
+    """List the pairs that run, active [B, N, H]."""
     if active.device.type == "cpu" and path() == "cpp" and not torch.compiler.is_compiling():
         return Pairs(*OPS.pairs(active))
     return eager.pairs(active)
@@ -71,9 +79,16 @@ def list_pairs(active: Tensor) -> Pairs:
 def attend_on_gpu(
     q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None
 ) -> Tensor:
-    """Triton's attention of the pairs that run, weighted and put in place.
+    """Attend with the pairs that run, by Triton; weigh the outputs and put them in place.
 
-    q [B, H, N, D], k and v [B, G, M, D] -> [B, N, H*D].
+    Args:
+        q: [B, H, N, D].
+        k, v: [B, G, M, D].
+        routing: weights and active heads.
+        is_causal, mask: see `attend`.
+
+    Returns:
+        [B, N, H*D]
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -90,7 +105,13 @@ def attend_product_on_gpu(
     is_causal: bool,
     mask: Tensor | None,
 ) -> Tensor:
-    """`attend_on_gpu` of queries, keys and values as one product [B, N, (H + 2 * G) * D]; its gradient is one tensor."""
+    """`attend_on_gpu` of queries, keys and values that are one product, whose gradient is one tensor too.
+
+    Args:
+        product: [B, N, (H + 2 * G) * D].
+        heads, kv_heads: H and G.
+        routing, is_causal, mask: see `attend_on_gpu`.
+    """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
     pairs = _list_on_gpu(routing, *product.shape[:2])
@@ -108,13 +129,13 @@ def _list_on_gpu(routing: Routing, batch: int, tokens: int) -> Pairs:
 
 
 def looks_up_heads(x: Tensor) -> bool:
-    """Whether Triton multiplies sequences by the weights of their own heads; it has no gradients."""
+    """Return whether Triton multiplies each sequence by the weights of the heads that it runs; it has no gradients."""
     on_gpu = path(x.device.type) == "triton" and not is_traced(x)
     return on_gpu and product_dtype(x) in DTYPES and not torch.is_grad_enabled()
 
 
 def fills_tiles(tokens: int) -> bool:
-    """Whether the tiles of `project_heads` are nearly full with so many tokens.
+    """Return whether the tiles of `project_heads` are nearly full with so many tokens.
 
     Measured on an H100, half of the heads: with 197 tokens, in tiles for 256, products of all heads are faster.
     """
@@ -124,9 +145,15 @@ def fills_tiles(tokens: int) -> bool:
 def plan_heads(
     active: Tensor, weights: Tensor, count: int, head_dim: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `project_heads` and `combine_heads` read of a choice for sequences; the first is which heads run [B, K].
+    """Prepare a choice of heads for sequences for `project_heads` and `combine_heads`.
 
-    active, weights: [B, 1, H]; count: K; head_dim: D.
+    Args:
+        active, weights: [B, 1, H].
+        count: K.
+        head_dim: D.
+
+    Returns:
+        The heads that run [B, K], and two tensors that only those operators read.
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -141,7 +168,7 @@ def project_heads(
     Args:
         x: [B, N, C].
         weight, bias: [3 * H * D, C], grouped q | k | v and by head, and [3 * H * D] or None.
-        plan: of `plan_heads`.
+        plan: see `plan_heads`.
     """
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
@@ -151,14 +178,14 @@ def project_heads(
 def combine_heads(
     o: Tensor, weight: Tensor, bias: Tensor | None, plan: tuple[Tensor, Tensor, Tensor]
 ) -> Tensor:
-    """The output projection of the heads that each sequence runs: o [B, N, K, D], weight [C, H * D] -> [B, N, C]."""
+    """Project the outputs of the heads that each sequence runs: o [B, N, K, D], weight [C, H * D] -> [B, N, C]."""
     from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
     return gpu.OPS.combine_heads(o, weight, bias, plan[2])
 
 
 def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
-    """Outputs of all heads [B, H, N, D] by weights [B, N or 1, H] -> [B, N, H*D]; None where no operator does it."""
+    """Multiply outputs of all heads [B, H, N, D] by weights [B, N or 1, H] -> [B, N, H*D]; None where no operator does."""
     if is_traced(o) or path(o.device.type) != "triton" or o.dtype not in DTYPES:
         return None
     if not works("weigh", o.device, o.dtype, weights.dtype):
@@ -169,20 +196,38 @@ def weigh(o: Tensor, weights: Tensor) -> Tensor | None:
 
 
 def select(q: Tensor, pairs: Pairs, heads: int) -> Tensor:
-    """The queries of the pairs out of those of all heads: q [B, N, H, D] -> [P, D]."""
-    return q.reshape(-1, q.shape[-1]).index_select(0, eager.places(*pairs, heads))
+    """Pick the queries of the pairs out of those of all heads: q [B, N, H, D] -> [P, D]."""
+    return q.reshape(-1, q.shape[-1]).index_select(0, eager.rows_of_pairs(*pairs, heads))
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None, pairs: Pairs, heads: int) -> Tensor:
-    """Tokens [T, C] to the queries [P, D] of the pairs, with weight [H*D, C] and bias [H*D] of all heads."""
-    run = OPS.project if native(x.device, product_dtype(x)) else eager.project
-    return run(x, weight, bias, *pairs, heads)
+    """Project tokens to the queries of the pairs.
+
+    Args:
+        x: [T, C].
+        weight, bias: [H*D, C], and [H*D] or None, of all heads.
+        pairs: what runs.
+        heads: H.
+
+    Returns:
+        [P, D]
+    """
+    if native(x.device, product_dtype(x)):
+        return OPS.project(x, weight, bias, *pairs, heads)
+    return eager.project(x, weight, bias, *pairs, heads)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, pairs: Pairs, heads: int, tokens: int, is_causal: bool = False,
-    mask: Tensor | None = None, source: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pairs: Pairs,
+    heads: int,
+    tokens: int,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+    source: Tensor | None = None,
+) -> Tensor:
     """Attention of the pairs to all keys of their sequence and head, in C++; scores are divided by sqrt(D).
 
     Args:
@@ -197,24 +242,27 @@ def attend(
         [P, D], not weighted; 0 where a query sees no key.
     """
     if mask is not None:
-        mask = mask if mask.dtype == torch.bool else mask.float()
+        if mask.dtype != torch.bool:
+            mask = mask.float()
         mask = mask.expand(-1, -1, -1, k.shape[2])
-        mask = mask if mask.stride(-1) == 1 else mask.clone(memory_format=torch.contiguous_format)
+        if mask.stride(-1) != 1:
+            mask = mask.clone(memory_format=torch.contiguous_format)
     return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
     """`attend` where every token has a query: q [B, K, N, D], k and v [B, K, M, D] -> [B, K, N, D]."""
     B, K, N, D = q.shape
-    S = B * K  # as that many heads of one sequence
+    S = B * K  # the operator sees one sequence with that many heads
     token = torch.arange(N, dtype=torch.int32).repeat(S)
     offsets = torch.arange(0, S * N + 1, N, dtype=torch.int32)
     if mask is not None and mask.shape[:2] != (1, 1):
         mask = mask.expand(B, K, -1, -1).flatten(0, 1).unsqueeze(0)
-    k, v = (t.reshape(1, S, -1, D) for t in (k, v))
-    return attend(q.reshape(-1, D), k, v, Pairs(token, offsets), S, N, is_causal, mask).view(
-        q.shape
-    )
+    rows = q.reshape(-1, D)
+    k = k.reshape(1, S, -1, D)
+    v = v.reshape(1, S, -1, D)
+    o = attend(rows, k, v, Pairs(token, offsets), S, N, is_causal, mask)
+    return o.view(q.shape)
 
 
 def combine(
@@ -230,5 +278,6 @@ def combine(
     Returns:
         [T, C].
     """
-    run = OPS.combine if native(o.device, product_dtype(o)) else eager.combine
-    return run(o, weights, weight, bias, *pairs, heads)
+    if native(o.device, product_dtype(o)):
+        return OPS.combine(o, weights, weight, bias, *pairs, heads)
+    return eager.combine(o, weights, weight, bias, *pairs, heads)

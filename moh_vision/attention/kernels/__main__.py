@@ -9,31 +9,31 @@ import time
 import torch
 
 from moh_vision.attention.kernels.build import BUILDING, COMMAND, build, library_path, load
-from moh_vision.engine.cli import Parser
-from moh_vision.engine.errors import exit_code
-from moh_vision.engine.progress import say
+from moh_vision.common.cli import Parser
+from moh_vision.common.errors import exit_code
+from moh_vision.common.progress import say
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The command; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
+    """Run the command; returns the exit code: 0, 2 for what the user can mend, 130 when interrupted."""
 
     def work() -> None:
         parser = Parser(COMMAND, __doc__)
         parser.add_argument(
             "--force", action="store_true", help="build again what is built already"
         )
-        force, place = parser.parse(argv).force, library_path()
+        force = parser.parse(argv).force
+        library = library_path()
         if torch.cuda.is_available():
             compare_on_gpu()
-        if place.is_file() and not force:
-            say(f"the C++ operators are built already: {place}")
+        if library.is_file() and not force:
+            say(f"the C++ operators are built already: {library}")
         else:
             say(BUILDING)
             start = time.perf_counter()
             compiler = build()
-            say(
-                f"built the C++ operators with {compiler} in {time.perf_counter() - start:.1f} s: {place}"
-            )
+            elapsed = time.perf_counter() - start
+            say(f"built the C++ operators with {compiler} in {elapsed:.1f} s: {library}")
         if not load():
             raise ValueError(
                 "the library cannot be loaded, see above; attention runs in plain PyTorch"
@@ -43,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def compare_on_gpu() -> None:
+    """Print a line for each of Triton's kernels: does it compute what PyTorch does?"""
     try:
         from moh_vision.attention.kernels.gpu import numerics  # imports Triton
     except ImportError:

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch.nn.attention import SDPBackend
 
-from moh_vision.engine.io import cache_folder, whole_file
+from moh_vision.common.io import cache_folder, whole_file
 
 log = logging.getLogger("moh_vision.attention")
 
@@ -38,10 +38,11 @@ SOURCES = Path(__file__).with_name("csrc")
 ISA = {"AVX512": "avx512", "AVX2": "avx2"}
 ISA_FLAGS = {"avx512": ["-march=x86-64-v4"], "avx2": ["-march=x86-64-v3"], "default": []}
 
+# By type of device, the wanted path first.
 PATHS = {
     "cpu": ("cpp", "torch"),
     "cuda": ("triton", "torch"),
-}  # by kind of device, the wanted one first
+}
 
 _used: str | None = None  # what `use` was given
 _interprets = False  # Triton's interpreter runs, which takes tensors of any device; set by `use`
@@ -49,26 +50,28 @@ _loaded = False
 
 
 def path(device: str = "cpu") -> str:
-    """The path of this process on a kind of device.
+    """Return the path of this process on a type of device.
 
         "cpp"     compiled operators, on a CPU
         "triton"  Triton's kernels, on a GPU; in Triton's interpreter also on a CPU, for tests
         "torch"   the same functions in plain PyTorch
 
-    Without `use` it is the first of them that is there. The choice is made at the first call, which logs it under
+    Without `use` it is the first of these that is there. The choice is made at the first call, which logs it under
     `moh_vision.attention` (a WARNING where operators for the CPU could be built), and stays: a library built meanwhile
     does not change a process that runs.
     """
     if device not in PATHS:
         return "torch"
-    return (
-        _used if _used in PATHS[device] or (_used == "triton" and _interprets) else _found(device)
-    )
+    if _used in PATHS[device]:
+        return _used
+    if _used == "triton" and _interprets:
+        return _used
+    return _found(device)
 
 
 @torch.compiler.assume_constant_result
 def about(device: str = "cpu") -> str:
-    """Which path `path` finds where `use` is not called, and how to get the other: the line that it logs."""
+    """Return the line that `path` logs where `use` is not called: which path it finds, and how to get the other."""
     return _find(device, os.environ.get(BUILD))[1]
 
 
@@ -89,7 +92,8 @@ def use(path: str | None) -> None:
         raise ValueError(
             "Triton's kernels need a GPU that runs them and the package triton, or TRITON_INTERPRET=1"
         )
-    _used, _interprets = path, os.environ.get("TRITON_INTERPRET") == "1"
+    _used = path
+    _interprets = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @contextmanager
@@ -105,27 +109,29 @@ def using(path: str) -> Iterator[None]:
 
 @functools.cache
 def _runs_triton() -> bool:
-    """Whether Triton's kernels can run in this process; then they are registered. On a GPU one is tried."""
+    """Return whether Triton's kernels can run in this process; then they are registered. On a GPU one is tried."""
     on_gpu = torch.cuda.is_available()
     if not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         return False
     try:
-        from moh_vision.attention.kernels.gpu.check import (
-            problem,
-        )  # imports triton, which comes with torch for GPUs
+        # This imports triton, which comes with torch for GPUs.
+        from moh_vision.attention.kernels.gpu.check import problem
     except ImportError:
         return False
-    said = problem() if on_gpu else None
-    if said:
-        log.warning(
-            f"Triton's kernels do not work on this GPU ({said}): attention computes all heads there"
-        )
-    return said is None
+    if not on_gpu:
+        return True
+    found = problem()
+    if found is None:
+        return True
+    log.warning(
+        f"Triton's kernels do not work on this GPU ({found}): attention computes all heads there"
+    )
+    return False
 
 
 @torch.compiler.assume_constant_result  # as the path is
 def works(kernel: str, device: torch.device, *dtypes: torch.dtype) -> bool:
-    """Whether one of Triton's kernels that nobody measures may run, see `gpu.check.works`."""
+    """Return whether one of Triton's kernels that nobody measures may run, see `gpu.check.works`."""
     from moh_vision.attention.kernels.gpu import check  # imports Triton
 
     return check.works(kernel, device, *dtypes)
@@ -138,42 +144,39 @@ def _found(device: str) -> str:
 
 @functools.cache
 def _find(device: str, builds: str | None) -> tuple[str, str]:
-    """Choose once; returns the path and the line that is logged. builds: the value of BUILD."""
+    """Choose the path and log it, once for a device; returns the path and the line. builds: the value of BUILD."""
     wish = os.environ.get(VARIABLE, "") or "auto"
     if wish not in ("auto", "off"):
         raise ValueError(
             f"{VARIABLE}={wish}: only auto (take the operators that are there) and off (skip them)"
         )
+    path = "torch"
+    level = logging.INFO
     if wish == "off":
-        choice = (
-            "torch",
-            f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there",
+        text = (
+            f"in plain PyTorch because of {VARIABLE}=off; without it, on operators that are there"
         )
     elif device == "cuda" and _runs_triton():
-        choice = "triton", f"on Triton's kernels; {VARIABLE}=off skips them"
+        path = "triton"
+        text = f"on Triton's kernels; {VARIABLE}=off skips them"
     elif device == "cuda":
-        choice = (
-            "torch",
-            "in plain PyTorch; the package triton brings kernels for a GPU, where they work",
-        )
+        text = "in plain PyTorch; the package triton brings kernels for a GPU, where they work"
     elif load() or (builds == "auto" and _built() and load()):
-        choice = "cpp", f"on the C++ operators; {VARIABLE}=off skips them"
+        path = "cpp"
+        text = f"on the C++ operators; {VARIABLE}=off skips them"
     else:
-        choice = (
-            "torch",
-            f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU",
-        )
-    path, text = choice
+        text = f"in plain PyTorch; `{COMMAND}` builds C++ operators, which are faster on a CPU"
+        if device == "cpu" and builds is None:  # the user has not said whether to build them
+            level = logging.WARNING
     line = f"attention runs {text}"
     if device == "cuda":
         line += f"; {fused_attention()}"
-    missing = wish == "auto" and device == "cpu" and path == "torch" and builds is None
-    log.log(logging.WARNING if missing else logging.INFO, line)
+    log.log(level, line)
     return path, line
 
 
 def fused_attention() -> str:
-    """Which backend PyTorch's own attention takes on the GPU at hand, for 16 bits without a mask, and the cuDNN found.
+    """Return which backend PyTorch's own attention takes on the GPU at hand, in 16 bits without a mask, and the cuDNN.
 
     A system's CUDA libraries on LD_LIBRARY_PATH can bring another cuDNN, and with it a slower backend.
     """
@@ -188,17 +191,18 @@ def load() -> bool:
     A library that cannot be loaded counts as absent, and a WARNING names the file and the error.
     """
     global _loaded
-    place = library_path()
-    if not _loaded and os.path.isfile(place):
+    library = library_path()
+    if not _loaded and os.path.isfile(library):
         try:
-            torch.ops.load_library(place)
+            torch.ops.load_library(library)
             import moh_vision.attention.kernels.library  # noqa: F401  shapes and gradients of the operators
 
             _loaded = True
-        except (
-            Exception
-        ) as error:  # OSError of the loader, or whatever a library throws while it registers
-            log.warning(f"{place} cannot be loaded ({error}); `{COMMAND} --force` builds it again")
+        # OSError of the loader, or whatever a library throws while it registers.
+        except Exception as error:
+            log.warning(
+                f"{library} cannot be loaded ({error}); `{COMMAND} --force` builds it again"
+            )
     return _loaded
 
 
@@ -215,46 +219,48 @@ def build() -> str:
     Returns:
         The compiler that was used.
     """
-    compiler, place = _compiler(), library_path()
+    compiler = _compiler()
+    library = library_path()
+    report = library.with_name("compiler.log")
     try:
-        with whole_file(place, shared=True) as file, tempfile.TemporaryDirectory() as scratch:
-            file.write(
-                _compile(compiler, Path(scratch), place.with_name("compiler.log")).read_bytes()
-            )
+        with whole_file(library, shared=True) as file, tempfile.TemporaryDirectory() as scratch:
+            compiled = _compile(compiler, Path(scratch), report)
+            file.write(compiled.read_bytes())
     except OSError as error:
         raise ValueError(
-            f"{error.filename or place}: {error.strerror}; set MOH_VISION_CACHE to a folder that can be written"
+            f"{error.filename or library}: {error.strerror}; set MOH_VISION_CACHE to a folder that can be written"
         ) from None
     return shlex.join(compiler)
 
 
 def _built() -> bool:
-    """Build what is missing, where a compiler is found and it has not failed before; another process waits meanwhile."""
-    place = library_path()
-    failed = place.with_name("compiler.log")
+    """Build the library if it is missing, a compiler is found, and no earlier build has failed.
+
+    Another process waits meanwhile.
+    """
+    library = library_path()
+    failure = library.with_name("compiler.log")
     try:
         _compiler()
     except ValueError:
         return False
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with open(place.with_name(".lock"), "w") as lock:
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with open(library.with_name(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed
-            if not (place.is_file() or failed.is_file()):
+            if not (library.is_file() or failure.is_file()):
                 print(f"{BUILDING}, once; {BUILD}=off skips it", flush=True)
                 start = time.perf_counter()
                 build()
-                print(
-                    f"built the C++ operators in {time.perf_counter() - start:.0f} s: {place}",
-                    flush=True,
-                )
+                elapsed = time.perf_counter() - start
+                print(f"built the C++ operators in {elapsed:.0f} s: {library}", flush=True)
     except (ValueError, OSError) as error:
         print(f"the C++ operators are not built: {error}", flush=True)
-    return place.is_file()
+    return library.is_file()
 
 
 def _compiler() -> list[str]:
-    """The command of the C++ compiler: $CXX, else the first of c++, g++ and clang++ that is found."""
+    """Return the command of the C++ compiler: $CXX, else the first of c++, g++ and clang++ that is found."""
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         if not shutil.which(named[0]):
@@ -277,8 +283,8 @@ def _compile(compiler: list[str], scratch: Path, report: Path) -> Path:
     objects = [scratch / f"{source.stem}.o" for source in sources]
     headers = [f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}"]
     commands = [
-        [*compiler, *_flags(), *headers, "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects)
+        [*compiler, *_flags(), *headers, "-c", str(source), "-o", str(target)]
+        for source, target in zip(sources, objects)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda command: _run(command, report), commands))
@@ -298,9 +304,8 @@ def _run(command: list[str], report: Path) -> None:
     if done.returncode:
         report.write_text(f"{shlex.join(command)}\n{done.stdout}")
         lines = done.stdout.splitlines() or [f"exit code {done.returncode}"]
-        first = next(
-            (line for line in lines if "error:" in line or "undefined reference" in line), lines[-1]
-        )
+        errors = [line for line in lines if "error:" in line or "undefined reference" in line]
+        first = errors[0] if errors else lines[-1]
         raise ValueError(
             f"{command[0]} cannot compile the operators: {first.strip()[:300]} (all of it: {report}); "
             "another compiler can be named in CXX. All works without, only slower on a CPU"
@@ -308,19 +313,20 @@ def _run(command: list[str], report: Path) -> None:
 
 
 def isa() -> str:
-    """The instruction set that torch's own kernels use: "avx512", "avx2" or "default"."""
+    """Return the instruction set that torch's own kernels use: "avx512", "avx2" or "default"."""
     return ISA.get(torch.backends.cpu.get_cpu_capability(), "default")
 
 
 def _flags() -> list[str]:
     """Return the compiler's flags: torch's C++ standard and ABI, and the instruction set."""
     # torch names the standard that it was compiled with, which its headers need: 201703 or 202002.
-    standard = re.search(r"C\+\+ Version: 20(\d\d)", torch.__config__.show())
+    found = re.search(r"C\+\+ Version: 20(\d\d)", torch.__config__.show())
+    standard = found[1] if found else 20
     return [
         "-O3",
         "-fPIC",
         "-fopenmp",
-        f"-std=c++{standard[1] if standard else 20}",
+        f"-std=c++{standard}",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
         "-DAT_PER_OPERATOR_HEADERS",  # a third of the time to compile
         "-ffp-contract=fast",
@@ -329,7 +335,7 @@ def _flags() -> list[str]:
 
 
 def key() -> str:
-    """The name of a build: torch, the instruction set, and a hash of all that was compiled and how."""
+    """Return the name of a build: torch, the instruction set, and a hash of the sources and the compiler's flags."""
     digest = hashlib.sha256(" ".join([platform.machine(), *_flags()]).encode())
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(b"\0" + source.name.encode() + b"\0" + source.read_bytes())

@@ -29,66 +29,73 @@ def differentiate(
     """Register the gradient of an operator.
 
     Args:
-        name: with its library's, "moh_vision::attend".
+        name: name with that of its library, "moh_vision::attend".
         oracle: the operator's function in PyTorch, of the same inputs; returns its differentiable outputs.
         backward: gradients of the outputs, inputs, kept outputs -> gradients of the first inputs, by an operator.
-        kept: which outputs `backward` reads.
-        constant: which outputs have no gradient.
-        dropped: which inputs are not kept for backward: it gets None for them, and they have no gradient.
+        kept: numbers of the outputs that `backward` reads.
+        constant: numbers of the outputs that have no gradient.
+        dropped: numbers of the inputs that are not kept for `backward`, which gets None for them: they have no gradient.
         reads_outputs: the oracle gets the list of kept outputs before the inputs.
     """
-    if reads_outputs:
-        oracle_of = functools.partial(functools.partial, oracle)
-    else:
-        oracle_of = lambda outputs: oracle  # noqa: E731
 
     def keep(ctx, inputs, output):
-        outputs = output if isinstance(output, tuple) else (output,)
+        outputs = output
+        if not isinstance(output, tuple):
+            outputs = (output,)
         ctx.mark_non_differentiable(*(outputs[i] for i in constant))
         ctx.set_materialize_grads(False)
         inputs = [None if i in dropped else value for i, value in enumerate(inputs)]
         ctx.is_tensor = [isinstance(value, Tensor) for value in inputs]
-        ctx.others = [value for value in inputs if not isinstance(value, Tensor)]
-        ctx.save_for_backward(
-            *(value for value in inputs if isinstance(value, Tensor)), *(outputs[i] for i in kept)
-        )
+        ctx.values = [value for value in inputs if not isinstance(value, Tensor)]
+        tensors = [value for value in inputs if isinstance(value, Tensor)]
+        ctx.save_for_backward(*tensors, *(outputs[i] for i in kept))
 
     def gradients(ctx, *grads):
         saved = iter(ctx.saved_tensors)
-        others = iter(ctx.others)
-        inputs = [next(saved if tensor else others) for tensor in ctx.is_tensor]
-        outputs = list(saved)
+        values = iter(ctx.values)
+        inputs = [next(saved) if is_tensor else next(values) for is_tensor in ctx.is_tensor]
+        outputs = list(saved)  # those behind the inputs
         if torch.is_grad_enabled():
-            computed = again(oracle_of(outputs), grads, inputs)
+            function = oracle
+            if reads_outputs:
+                function = functools.partial(oracle, outputs)
+            computed = again(function, grads, inputs)
         else:
             computed = backward(grads, inputs, outputs)
-        return *computed, *[None] * (len(inputs) - len(computed))
+        no_gradients = [None] * (len(inputs) - len(computed))
+        return *computed, *no_gradients
 
     torch.library.register_autograd(name, gradients, setup_context=keep)
 
 
 def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> list[Tensor | None]:
-    """Gradients of the oracle at `inputs`, with a graph of their own."""
+    """Compute the gradients of the oracle at `inputs`, with a graph through which they are differentiated again."""
     device = next(value.device for value in inputs if isinstance(value, Tensor))
-    # Views: a tensor that is two inputs at once has two gradients.
-    inputs = [t.view_as(t) if isinstance(t, Tensor) and t.requires_grad else t for t in inputs]
+    inputs = list(inputs)
+    numbers = []  # of the inputs that want a gradient
+    wanted = []
+    for i, value in enumerate(inputs):
+        if isinstance(value, Tensor) and value.requires_grad:
+            # A view: a tensor that is two inputs at once has two gradients.
+            inputs[i] = value.view_as(value)
+            numbers.append(i)
+            wanted.append(inputs[i])
     with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         outputs = oracle(*inputs)
-    wanted = [
-        i for i, value in enumerate(inputs) if isinstance(value, Tensor) and value.requires_grad
-    ]
-    both = [
-        (output, grad)
-        for output, grad in zip(outputs, grads)
-        if grad is not None
-        and output.requires_grad  # the gate of one shared head alone is constant
-    ]
+    differentiable = []
+    their_grads = []
+    for output, grad in zip(outputs, grads):
+        # The gate of one shared head alone is constant.
+        if grad is not None and output.requires_grad:
+            differentiable.append(output)
+            their_grads.append(grad)
     computed = torch.autograd.grad(
-        [output for output, _ in both], [inputs[i] for i in wanted], [grad for _, grad in both],
-        create_graph=True, allow_unused=True,
-    )  # fmt: skip
-    of = dict(zip(wanted, computed))
-    return [of.get(i) for i in range(len(inputs))]
+        differentiable, wanted, their_grads, create_graph=True, allow_unused=True
+    )
+    gradients: list[Tensor | None] = [None] * len(inputs)
+    for i, gradient in zip(numbers, computed):
+        gradients[i] = gradient
+    return gradients
 
 
 def describe_route(library: str, lists_pairs: bool) -> None:
@@ -101,8 +108,9 @@ def describe_route(library: str, lists_pairs: bool) -> None:
     operators = getattr(torch.ops, library)
 
     @torch.library.register_fake(f"{library}::route")
-    def _(x, weight, candidates, shared, routed, kind, padding):
-        B, N, H = x.shape[0], x.shape[1], shared + candidates
+    def _(x, weight, candidates, shared, routed, gate_form, padding):
+        B, N, _ = x.shape
+        H = shared + candidates
         shapes = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
         weights, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
         outputs = weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts
@@ -112,18 +120,20 @@ def describe_route(library: str, lists_pairs: bool) -> None:
         return *outputs, token, x.new_empty(H * B + 1, dtype=torch.int32)
 
     @torch.library.register_fake(f"{library}::route_backward")
-    def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, kind, padding):
+    def _(dweights, dprobs, drows, rows, x, weight, candidates, shared, routed, gate_form, padding):
         return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
-    def oracle(x, weight, candidates, shared, routed, kind, padding):
+    def oracle(x, weight, candidates, shared, routed, gate_form, padding):
         rows = eager.gate_logits(x, weight)
-        balanced = weight.shape[0] > candidates + (shared if shared > 1 else 0)
-        routing = eager.choose(rows, candidates, shared, routed, kind, balanced, padding)
+        balanced = eager.is_balanced(weight, candidates, shared)
+        routing = eager.choose(rows, candidates, shared, routed, gate_form, balanced, padding)
         return routing.weights, routing.active, rows, routing.stats.probs
 
     def backward(grads, inputs, outputs):
         dweights, _, drows, dprobs = grads[:4]
         return operators.route_backward(dweights, dprobs, drows, *outputs, *inputs)
 
-    constant = (1, 4, 5, 6) if lists_pairs else (1, 4)
-    differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=constant)
+    constant = [1, 4]  # active and counts
+    if lists_pairs:
+        constant += [5, 6]
+    differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=tuple(constant))

@@ -1,4 +1,4 @@
-"""The operators in plain PyTorch: what the compiled ones are compared with, and how these are differentiated twice.
+"""The operators in plain PyTorch: the compiled ones are compared with them, and differentiated twice by them.
 
 `project` and `combine` also run beside the C++ `attend` in 16 bits, where the others do not. All compute all heads.
 `choose` of `gate_logits` is what routes where no compiled operator does.
@@ -9,14 +9,14 @@ import torch.fx
 from torch import Tensor
 from torch.nn import functional as F
 
-from moh_vision.attention.linear import in_float
+from moh_vision.attention.linear import cast_bias, in_float
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 torch.fx.wrap("select_top_k")  # a leaf while tracing
 
 
 def pairs(active: Tensor) -> Pairs:
-    """The list of what runs, active [B, N, H]."""
+    """List the pairs that run, active [B, N, H]."""
     B, N, _ = active.shape
     runs = active.permute(2, 0, 1)  # [H, B, N]
     offsets = F.pad(runs.sum(-1).flatten().cumsum(0), (1, 0))
@@ -25,46 +25,56 @@ def pairs(active: Tensor) -> Pairs:
 
 
 def heads_of(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
-    """The head of every pair [P], int64."""
+    """Return the head of every pair [P], int64."""
     per_head = offsets[:: (offsets.shape[0] - 1) // heads].diff()
     return torch.repeat_interleave(
         torch.arange(heads, device=token.device), per_head, output_size=token.shape[0]
     )
 
 
-def places(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
-    """Return the place of each pair in [T, H], as int64: token * H + head."""
+def rows_of_pairs(token: Tensor, offsets: Tensor, heads: int) -> Tensor:
+    """Return the row of each pair in [T * H, D], as int64: token * H + head."""
     return token.long() * heads + heads_of(token, offsets, heads)
 
 
-def place(rows: Tensor, where: Tensor, count: int) -> Tensor:
-    """rows [P, D] at rows `where` of [count, D], 0 elsewhere."""
-    return rows.new_zeros(count, rows.shape[1]).index_copy(0, where, rows)
+def scatter(values: Tensor, rows: Tensor, count: int) -> Tensor:
+    """Put values [P, D] at `rows` of [count, D], 0 elsewhere."""
+    return values.new_zeros(count, values.shape[1]).index_copy(0, rows, values)
 
 
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, token: Tensor, offsets: Tensor, heads: int
 ) -> Tensor:
-    every = F.linear(x, weight, bias).view(x.shape[0] * heads, -1)
-    return every.index_select(0, places(token, offsets, heads))
+    """See `kernels.project`."""
+    queries = F.linear(x, weight, bias).view(x.shape[0] * heads, -1)
+    return queries.index_select(0, rows_of_pairs(token, offsets, heads))
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, token: Tensor, offsets: Tensor, heads: int, tokens: int,
-    source: Tensor | None = None, is_causal: bool = False, mask: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    token: Tensor,
+    offsets: Tensor,
+    heads: int,
+    tokens: int,
+    source: Tensor | None = None,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.attend`."""
     B = (offsets.shape[0] - 1) // heads
     if source is not None:  # [1, X, M, D] to [B, H, M, D]
         k, v = (
             t[0].index_select(0, source.clamp_min(0)).unflatten(0, (heads, B)).transpose(0, 1)
             for t in (k, v)
         )
-    where = places(token, offsets, heads)
-    full = place(q, where, B * tokens * heads).view(B, tokens, heads, -1).transpose(1, 2)
+    rows = rows_of_pairs(token, offsets, heads)
+    full = scatter(q, rows, B * tokens * heads).view(B, tokens, heads, -1).transpose(1, 2)
     o = F.scaled_dot_product_attention(
         full, k, v, mask, 0.0, is_causal, enable_gqa=k.shape[1] < heads
     )
-    return o.transpose(1, 2).reshape(B * tokens * heads, -1).index_select(0, where)
+    return o.transpose(1, 2).reshape(B * tokens * heads, -1).index_select(0, rows)
 
 
 def combine(
@@ -76,9 +86,10 @@ def combine(
     offsets: Tensor,
     heads: int,
 ) -> Tensor:
-    where = places(token, offsets, heads)
-    gates = weights.flatten().index_select(0, where).unsqueeze(1)
-    full = place(o * gates.to(o.dtype), where, weights.numel())
+    """See `kernels.combine`."""
+    rows = rows_of_pairs(token, offsets, heads)
+    gates = weights.flatten().index_select(0, rows).unsqueeze(1)
+    full = scatter(o * gates.to(o.dtype), rows, weights.numel())
     return F.linear(full.view(weights.shape[0], -1), weight, bias)
 
 
@@ -90,11 +101,17 @@ def choose(
     candidates: int,
     shared: int,
     routed: int,
-    kind: str,
+    gate_form: str,
     balanced: bool = False,
     padding_mask: Tensor | None = None,
 ) -> Routing:
-    """`route` from the outputs of the router's linear layer, [B, N, R], in plain PyTorch."""
+    """`route` from the outputs of the router's linear layer, [B, N, R], in plain PyTorch.
+
+    Args:
+        rows: outputs of the layer.
+        candidates, shared, routed, gate_form, balanced: see `kernels.route.LinearRouter`.
+        padding_mask: [B, N], True at padding.
+    """
     rows = heads_first(rows)  # [R, B, N]
     two_groups = shared > 0 and candidates > 0
     logits = rows[:candidates]  # [E, B, N]
@@ -106,14 +123,15 @@ def choose(
     if balanced:
         alpha = rows[-2:].softmax(0)  # [2, B, N], Jin 2024, eq. 6
     else:
-        alpha = torch.full(
-            (2, 1, 1), 0.5 if two_groups else 1.0, dtype=probs.dtype, device=rows.device
-        )
-    if two_groups and kind == "released":
+        half = 0.5 if two_groups else 1.0
+        alpha = torch.full((2, 1, 1), half, dtype=probs.dtype, device=rows.device)
+    if two_groups and gate_form == "released":
         alpha = 2 * alpha
     parts: list[Tensor] = []
     if shared > 0:
-        factor = shared * alpha[:1] if kind == "released" else alpha[:1]
+        factor = alpha[:1]
+        if gate_form == "released":
+            factor = shared * factor
         if shared == 1:
             gate = torch.ones(
                 (1, rows.shape[1], rows.shape[2]), dtype=probs.dtype, device=rows.device
@@ -123,19 +141,26 @@ def choose(
         parts.append(gate * factor)
     if candidates > 0:
         factor = alpha[1:]
-        if kind == "released":
+        if gate_form == "released":
             factor = routed * factor
             if routed < candidates:  # else the sum is 1, and rounding would spoil the identity
                 # The released code also clamps the sum; it is at least 1/E, because the largest p is in it.
                 factor = factor / selected.sum(0, keepdim=True)
-        elif kind == "renormalised":
+        elif gate_form == "renormalised":
             selected = selected / selected.sum(0, keepdim=True).detach()
         parts.append(selected * factor)
 
     stats = top_k_stats(probs, chosen, logits, shared, padding_mask)
-    return Routing(
-        heads_last(torch.cat(parts)), active_heads(shared, chosen), stats, shared + routed
-    )
+    weights = heads_last(torch.cat(parts))
+    return Routing(weights, active_heads(shared, chosen), stats, shared + routed)
+
+
+def is_balanced(weight: Tensor, candidates: int, shared: int) -> bool:
+    """Return whether the router's weight [R, C] has two rows more, which balance shared and routed heads."""
+    rows = candidates
+    if shared > 1:
+        rows += shared
+    return weight.shape[0] > rows
 
 
 class FloatLinear(torch.autograd.Function):
@@ -161,23 +186,19 @@ class FloatLinear(torch.autograd.Function):
 
 
 def gate_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
+    """Return x W^T + b in float32 or better, also under autocast: rounding must not decide which head wins."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if x.is_meta:  # which knows no autocast
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if x.is_meta:  # the meta device knows no autocast
+        return F.linear(x.to(dtype), weight.to(dtype), cast_bias(bias, dtype))
+    captured = torch.compiler.is_compiling() or torch.jit.is_tracing()
     with torch.autocast(x.device.type, enabled=False):
-        if (
-            x.dtype != dtype
-            and bias is None
-            and not torch.compiler.is_compiling()
-            and not torch.jit.is_tracing()
-        ):
+        if x.dtype != dtype and bias is None and not captured:
             return FloatLinear.apply(x, weight)
-        return F.linear(x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+        return F.linear(x.to(dtype), weight.to(dtype), cast_bias(bias, dtype))
 
 
 def heads_first(logits: Tensor) -> Tensor:
-    """[B, N, E] -> [E, B, N], in float32 or better and contiguous.
+    """Move heads to the front, [B, N, E] -> [E, B, N], in float32 or better and contiguous.
 
     A head's numbers lie side by side, so that what follows (a softmax over four heads, say) is vectorised over tokens:
     on a CPU several times faster than with heads last, and routing must not cost what it is there to save.
@@ -186,12 +207,12 @@ def heads_first(logits: Tensor) -> Tensor:
 
 
 def heads_last(x: Tensor) -> Tensor:
-    """[E, B, N] -> [B, N, E], as everything outside the routers has it; a view."""
+    """Move heads to the end, [E, B, N] -> [B, N, E], as everything outside the routers has it; a view."""
     return x.permute(1, 2, 0)
 
 
 def select_top_k(scores: Tensor, k: int) -> Tensor:
-    """Which are the k largest of each token: scores [E, B, N] -> bool [E, B, N], True exactly k times a token.
+    """Mark the k largest scores of each token: scores [E, B, N] -> bool [E, B, N], True exactly k times a token.
 
     Among equal scores the lower index wins, so that a new router (all zeros) chooses the same on every device. NaN counts
     as -inf.
@@ -202,13 +223,14 @@ def select_top_k(scores: Tensor, k: int) -> Tensor:
     scores = torch.nan_to_num(scores.detach(), nan=lowest, posinf=-lowest, neginf=lowest)
     # What topk chooses among equal scores is not defined, but the k-th largest score is.
     kth = scores.topk(k, dim=0)[0][-1:]  # [1, B, N]
-    larger, equal = scores > kth, scores == kth
+    larger = scores > kth
+    equal = scores == kth
     left = k - larger.sum(0, keepdim=True, dtype=torch.int32)  # for the first of the equal ones
     return larger | (equal & (equal.cumsum(0, dtype=torch.int32) <= left))
 
 
 def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
-    """chosen [E, B, N] -> which heads run for which token [B, N, H], the shared ones for all."""
+    """Join shared heads, which run for all tokens, and chosen candidates [E, B, N]: which heads run [B, N, H]."""
     always = torch.ones(
         (num_shared, chosen.shape[1], chosen.shape[2]), dtype=torch.bool, device=chosen.device
     )
@@ -218,15 +240,20 @@ def active_heads(num_shared: int, chosen: Tensor) -> Tensor:
 def top_k_stats(
     probs: Tensor, chosen: Tensor, logits: Tensor, num_shared: int, padding_mask: Tensor | None
 ) -> RoutingStats:
-    """RoutingStats of shared heads followed by candidates, without padding.
+    """Return the RoutingStats of shared heads followed by candidates, without padding.
 
-    probs, logits [E, B, N]; chosen the same, bool; padding_mask [B, N], True at padding.
+    Args:
+        probs, logits: [E, B, N].
+        chosen: [E, B, N], bool.
+        num_shared: number of shared heads.
+        padding_mask: [B, N], True at padding.
     """
     _, B, N = probs.shape
     if padding_mask is None:
         tokens = torch.full((1, B), N, dtype=probs.dtype, device=probs.device)
     else:
         tokens = (~padding_mask).sum(1).unsqueeze(0).to(probs.dtype)  # [1, B]
-        probs, chosen = probs.masked_fill(padding_mask, 0.0), chosen & ~padding_mask
+        probs = probs.masked_fill(padding_mask, 0.0)
+        chosen = chosen & ~padding_mask
     counts = torch.cat([tokens.expand(num_shared, B), chosen.sum(-1).to(probs.dtype)]).t()  # [B, H]
     return RoutingStats(heads_last(probs), counts, heads_last(logits))

@@ -48,15 +48,17 @@ def _(grad, o, weights, weight, token, offsets, heads):
 def _(active):
     B, _, H = active.shape
     count = torch.library.get_ctx().new_dynamic_size()
-    return active.new_empty(count, dtype=torch.int32), active.new_empty(
-        H * B + 1, dtype=torch.int32
-    )
+    token = active.new_empty(count, dtype=torch.int32)
+    offsets = active.new_empty(H * B + 1, dtype=torch.int32)
+    return token, offsets
 
 
 def _project(grads, inputs, _):
     x, weight, bias, token, offsets, heads = inputs
     dx, dweight, dbias = OPS.project_backward(grads[0], x, weight, token, offsets, heads)
-    return dx, dweight, None if bias is None else dbias
+    if bias is None:
+        dbias = None
+    return dx, dweight, dbias
 
 
 def _attend(grads, inputs, outputs):
@@ -66,7 +68,10 @@ def _attend(grads, inputs, outputs):
 def _combine(grads, inputs, _):
     o, weights, weight, bias, token, offsets, heads = inputs
     computed = OPS.combine_backward(grads[0], o, weights, weight, token, offsets, heads)
-    return *computed, None if bias is None else grads[0].sum(0)
+    dbias = None
+    if bias is not None:
+        dbias = grads[0].sum(0)
+    return *computed, dbias
 
 
 describe_route("moh_vision", lists_pairs=True)

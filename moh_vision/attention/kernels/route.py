@@ -15,7 +15,7 @@ from torch import Tensor
 from moh_vision.attention.kernels.build import path, works
 from moh_vision.attention.kernels.contract import DTYPES
 from moh_vision.attention.kernels.eager import choose, gate_logits
-from moh_vision.attention.linear import is_traced, product_dtype
+from moh_vision.attention.linear import cast_bias, is_traced, product_dtype
 from moh_vision.attention.routing import Pairs, Routing, RoutingStats
 
 MOST_ROWS = 256  # of a weight whose logits fit in the registers of a GPU
@@ -24,15 +24,15 @@ torch.fx.wrap("gate_logits")  # a leaf while tracing
 
 
 class LinearRouter(NamedTuple):
-    """All that the router of one linear layer knows: what `route` needs beside tokens.
+    """All that `route` needs beside tokens: a router of one linear layer.
 
     Fields:
-        weight: of the router [R, C]. Its rows are the E candidates, then the shared heads if there are several, then 2
+        weight: weight of the router [R, C]. Its rows are the E candidates, then the shared heads if there are several, then 2
             that balance both groups if they are balanced.
         candidates: E.
         shared: heads that always run; the heads are these and then the candidates.
         routed: how many candidates run.
-        kind: "released" or "paper": Jin 2024, see MoHRouter, which has the equations. "renormalised": Zhang 2022, the
+        gate_form: "released" or "paper": Jin 2024, see MoHRouter, which has the equations. "renormalised": Zhang 2022, the
             probability over the detached sum of the chosen ones; only without shared heads.
         balanced: there are shared heads and candidates, and weights for the balance of both groups.
     """
@@ -41,7 +41,7 @@ class LinearRouter(NamedTuple):
     candidates: int
     shared: int
     routed: int
-    kind: str
+    gate_form: str
     balanced: bool = False
 
 
@@ -55,7 +55,7 @@ def route(x: Tensor, router: LinearRouter, padding_mask: Tensor | None = None) -
 
     Returns:
         The Routing, in float32 or better. The operators write gates below 1e-30 as 0, because products with denormal
-        numbers are slow. That in C++ also lists the pairs; on a GPU the executor that reads the list makes it.
+        numbers are slow. The operator in C++ also lists the pairs; on a GPU the executor that reads the list makes it.
     """
     operator = _operator(x, router.weight)
     if operator is None:
@@ -71,11 +71,11 @@ def project_and_route(
     router: LinearRouter,
     padding_mask: Tensor | None = None,
 ) -> tuple[Routing, Tensor] | None:
-    """The routing of tokens and their product with a weight, as one node of autograd; None where no operator does it.
+    """Route tokens and multiply them by a weight, as one node of autograd; None where no operator does it.
 
     Args:
         x: tokens [B, N, C].
-        weight, bias: of the product [O, C] and [O] or None.
+        weight, bias: [O, C], and [O] or None, of the product.
         router, padding_mask: see `route`.
 
     Returns:
@@ -86,7 +86,7 @@ def project_and_route(
         return None
     if not works("project_and_route", x.device, x.dtype, dtype, router.weight.dtype):
         return None
-    bias = None if bias is None else bias.to(dtype)
+    bias = cast_bias(bias, dtype)
     product, *outputs = torch.ops.moh_vision_triton.project_and_route(
         x.detach(), x.to(dtype), weight.to(dtype), bias, *router[:5], padding_mask
     )
@@ -94,25 +94,31 @@ def project_and_route(
 
 
 def _routing(router: LinearRouter, outputs: Sequence[Tensor]) -> Routing:
-    weights, active, rows, probs, counts, *pairs = outputs
+    """Return the Routing that an operator's outputs are."""
+    weights, active, rows, probs, counts, *listed = outputs
     stats = RoutingStats(probs, counts, rows[..., : router.candidates])
     count = router.shared + router.routed
-    return Routing(weights, active, stats, count, Pairs(*pairs) if pairs else None)
+    pairs = None
+    if listed:
+        pairs = Pairs(*listed)
+    return Routing(weights, active, stats, count, pairs)
 
 
 def _operator(x: Tensor, weight: Tensor):
-    """The operator that routes x, None where there is none."""
-    where = _path(x, weight)
-    if where == "cpp":
+    """Return the operator that routes x, None where there is none."""
+    route_path = _path(x, weight)
+    if route_path == "cpp":
         return torch.ops.moh_vision.route
-    if where == "triton" and works("route", x.device, x.dtype, weight.dtype):
+    if route_path == "triton" and works("route", x.device, x.dtype, weight.dtype):
         return torch.ops.moh_vision_triton.route
     return None
 
 
 def _path(x: Tensor, weight: Tensor) -> str:
-    """Which path has an operator that routes x: "cpp", "triton", or "torch" where none has."""
+    """Return which path has an operator that routes x: "cpp", "triton", or "torch" where none has."""
     if is_traced(x) or x.dtype not in DTYPES or weight.dtype not in DTYPES:
         return "torch"
-    where = path(x.device.type)
-    return "torch" if where == "triton" and weight.shape[0] > MOST_ROWS else where
+    route_path = path(x.device.type)
+    if route_path == "triton" and weight.shape[0] > MOST_ROWS:
+        return "torch"
+    return route_path

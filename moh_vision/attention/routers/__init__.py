@@ -7,11 +7,11 @@ A router knows nothing of attention kernels; it looks at tokens and says which h
 
 A router says five things of itself (`TopKRouter` says all of them where each token chooses its best heads):
     budget        the HeadBudget that it was made with, or that `set_budgets` gave it since
-    needs_query   it looks at queries; the layer then projects them for all heads first
+    needs_query   whether it looks at queries; the layer then projects them for all heads first
     reads         "token": a token is routed by itself alone; "earlier": by itself and the tokens before it, and
                   `resume(x, padding_mask, state) -> (Routing, state)` goes on where an earlier call ended, the state
                   being tensors [B, ..] or, before the first token, None; "sequence": one choice from all tokens
-    all_heads     any head may run for any token, so a budget that leaves heads out makes no sense
+    all_heads     whether any head may run for any token, so that a budget that leaves heads out makes no sense
     aux_loss      whose auxiliary losses it is trained with: "moh", "moa", or "" for none
 and one whose heads may be shared a sixth:
     shared_share  share of shared heads among the active ones where a budget does not say
@@ -47,5 +47,5 @@ def default_budget(router: str | None) -> float | None:
 
 
 def shared_share(router: str | None) -> float:
-    """Share of shared heads among the active ones where a budget does not say, for `resolve_budget`."""
+    """Return the share of shared heads among the active ones where a budget does not say it, for `resolve_budget`."""
     return getattr(ROUTERS.get(router), "shared_share", SHARED_SHARE)

@@ -9,9 +9,8 @@ from moh_vision.attention.kernels.eager import gate_logits
 from moh_vision.attention.kernels.route import LinearRouter
 from moh_vision.attention.linear import in_float
 
-torch.fx.wrap(
-    "gate_logits"
-)  # a leaf while tracing; fx needs to be told in every module that calls it
+# A leaf while tracing; fx needs to be told in every module that calls it.
+torch.fx.wrap("gate_logits")
 
 
 class TopKRouter(nn.Module):
@@ -28,13 +27,16 @@ class TopKRouter(nn.Module):
         self.budget = budget
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
-        """All of the router for tokens x [.., C], or None where it is more than one linear layer, or must be called."""
+        """Return all that the router does with tokens x [.., C].
+
+        None: the router is more than one linear layer, or its modules must be called.
+        """
         return None
 
     @property
     def routes_linearly(self) -> bool:
-        """Whether `forward` is of the class that says `as_linear`: a subclass may route otherwise."""
-        owner = next(kind for kind in type(self).__mro__ if "forward" in vars(kind))
+        """Whether one class defines both `forward` and `as_linear`: a subclass's `forward` may route otherwise."""
+        owner = next(cls for cls in type(self).__mro__ if "forward" in vars(cls))
         return "as_linear" in vars(owner)
 
     @property
@@ -64,19 +66,19 @@ class GateLinear(nn.Linear):
 
 
 def no_logits(x: Tensor) -> Tensor:
-    """[B, N, 0], for a layer that routes nothing."""
+    """Return logits [B, N, 0], for a layer that routes nothing."""
     return in_float(x.new_zeros(x.shape[0], x.shape[1], 0))
 
 
 def real_tokens(x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """1 where a token is real and 0 at padding: x [B, N, C], padding_mask [B, N] -> [B, N, 1] of the dtype of x."""
+    """Return 1 where a token is real and 0 at padding: x [B, N, C], padding_mask [B, N] -> [B, N, 1] of the dtype of x."""
     if padding_mask is None:
         return torch.ones((x.shape[0], x.shape[1], 1), dtype=x.dtype, device=x.device)
     return (~padding_mask).unsqueeze(-1).to(x.dtype)
 
 
 def masked_mean(x: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Mean over the unpadded tokens: x [B, .., N, C], padding_mask [B, N] (True at padding) -> [B, .., 1, C]."""
+    """Average the unpadded tokens: x [B, .., N, C], padding_mask [B, N] (True at padding) -> [B, .., 1, C]."""
     if padding_mask is None:
         return x.mean(-2, keepdim=True)
     real = real_tokens(x, padding_mask)  # [B, N, 1]
@@ -88,26 +90,31 @@ def masked_mean(x: Tensor, padding_mask: Tensor | None) -> Tensor:
 def causal_mean(
     x: Tensor, window: int, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """Mean of every token and those before it, without padding, in float32 or better.
+    """Average every token and those before it, without padding, in float32 or better.
 
     Args:
         x: [B, N, C].
         window: how many positions the mean reaches over, this token's with them; 0: all.
         padding_mask: [B, N], True at padding.
-        state: what an earlier call returned for the tokens before x: vectors [B, T, C] and how many tokens each of
-            them stands for [B, T, 1]. Without a window that is one, their sum; else the last window - 1, 0 at padding.
+        state: what an earlier call returned for the tokens before x: vectors [B, T, C], and the number of tokens that each
+            of them stands for [B, T, 1]. Without a window T is 1, and the vector is the sum of all tokens; with a window
+            the vectors are the last window - 1 tokens, 0 at padding.
 
     Returns:
         the means [B, N, C], and the state after x.
     """
     x = in_float(x)
-    real, past = real_tokens(x, padding_mask), 0
+    real = real_tokens(x, padding_mask)
     if padding_mask is not None:
         x = x * real
+    past = 0
     if state is not None:
-        past = state[0].shape[1]
-        x, real = torch.cat([state[0], x], dim=1), torch.cat([state[1], real], dim=1)
-    total, count = x.cumsum(1), real.cumsum(1)
+        past_vectors, past_counts = state
+        past = past_vectors.shape[1]
+        x = torch.cat([past_vectors, x], dim=1)
+        real = torch.cat([past_counts, real], dim=1)
+    total = x.cumsum(1)
+    count = real.cumsum(1)
     if window == 0:
         state = (total[:, -1:], count[:, -1:])
     else:

@@ -30,7 +30,7 @@ class DenseRouter(nn.Module):
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
+        """Route x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         none = no_logits(x)
         counts = real_tokens(none.float(), padding_mask).sum(1).expand(-1, self.budget.heads)
         return Routing(None, None, RoutingStats(none, counts, none))

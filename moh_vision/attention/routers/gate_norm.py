@@ -30,21 +30,23 @@ class GateNorm(_NormBase):
 
     def __init__(self, dim: int, causal: bool, device=None, dtype=None):
         super().__init__(dim, device=device, dtype=dtype)
-        self.causal, self.of_all = (
-            causal,
-            True,
-        )  # False: statistics of this process, which runs it alone
+        self.causal = causal
+        # False: the statistics of this process, which runs the layer alone.
+        self.over_processes = True
         # What a causal training forward took, for its repetition by activation checkpointing.
         self.register_buffer("taken_mean", torch.zeros_like(self.running_mean), persistent=False)
         self.register_buffer("taken_var", torch.ones_like(self.running_var), persistent=False)
 
     def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """x [B, P, C]; padding_mask [B, P], True at padding. Returns float32 or better."""
+        """Normalise x [B, P, C], in float32 or better; padding_mask [B, P], True at padding."""
         if not self.training:
             return normalise(
                 x, self.running_mean, self.running_var, self.weight, self.bias, self.eps
             )
-        mean, var, n = moments(x.detach() if self.causal else x, padding_mask, self.of_all)
+        if self.causal:
+            mean, var, n = moments(x.detach(), padding_mask, self.over_processes)
+        else:
+            mean, var, n = moments(x, padding_mask, self.over_processes)
         again = recomputing()
         if self.causal:
             if not again:
@@ -61,10 +63,10 @@ class GateNorm(_NormBase):
         if not again:
             step = self.momentum * (n > 1).to(mean.dtype)
             unbiased = var.detach() * n / (n - 1).clamp_min(1)
-            self.running_mean.add_(
-                (step * (mean.detach() - self.running_mean)).to(self.running_mean.dtype)
-            )
-            self.running_var.add_((step * (unbiased - self.running_var)).to(self.running_var.dtype))
+            mean_step = step * (mean.detach() - self.running_mean)
+            var_step = step * (unbiased - self.running_var)
+            self.running_mean.add_(mean_step.to(self.running_mean.dtype))
+            self.running_var.add_(var_step.to(self.running_var.dtype))
             self.num_batches_tracked.add_(1)
         return y
 
@@ -72,30 +74,38 @@ class GateNorm(_NormBase):
 def normalise(
     x: Tensor, mean: Tensor, var: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias, x [B, P, C] and the others [C], in float32 or better."""
+    """Return (x - mean) / sqrt(var + eps) * weight + bias, in float32 or better.
+
+    Args:
+        x: [B, P, C].
+        mean, var, weight, bias: [C].
+        eps: added to the variance.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     scale = weight.to(dtype) * (var.to(dtype) + eps).rsqrt()
     return (x.to(dtype) - mean.to(dtype)) * scale + bias.to(dtype)
 
 
 def moments(
-    x: Tensor, padding_mask: Tensor | None, of_all: bool = True
+    x: Tensor, padding_mask: Tensor | None, over_processes: bool = True
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [C] and biased variance [C] of the unpadded vectors of all processes, x [B, P, C], and their number [].
+    """Return mean [C], biased variance [C] and number [] of the unpadded vectors x [B, P, C] of all processes.
 
     Two passes: a mean square less a squared mean would lose the digits of a small variance.
     """
     x = in_float(x)
     real = real_tokens(x, padding_mask)
-    total = summed(torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))]), of_all)  # [C + 1]
+    sums = torch.cat([(x * real).sum((0, 1)), real.sum((0, 1))])  # [C + 1]
+    total = summed(sums, over_processes)
     n = total[-1].detach()
     mean = total[:-1] / n.clamp_min(1)
-    var = summed(((x - mean).square() * real).sum((0, 1)), of_all) / n.clamp_min(1)
+    squares = ((x - mean).square() * real).sum((0, 1))  # [C]
+    var = summed(squares, over_processes) / n.clamp_min(1)
     return mean, var, n
 
 
 class AllReduce(torch.autograd.Function):
-    """Sum over processes. So is its gradient: the loss of every process depends on the input of each."""
+    """Sum over processes. The gradient is such a sum too: the loss of every process depends on the input of each."""
 
     @staticmethod
     def forward(ctx, x):
@@ -108,12 +118,15 @@ class AllReduce(torch.autograd.Function):
         return AllReduce.apply(grad)
 
 
-def summed(x: Tensor, of_all: bool) -> Tensor:
-    if of_all and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return AllReduce.apply(x)
-    return x
+def summed(x: Tensor, over_processes: bool) -> Tensor:
+    """Return the sum of x over processes, or x itself."""
+    if not over_processes or not dist.is_available() or not dist.is_initialized():
+        return x
+    if dist.get_world_size() == 1:
+        return x
+    return AllReduce.apply(x)
 
 
 def recomputing() -> bool:
-    """Whether this forward runs inside a backward: activation checkpointing repeats it, and must get the same."""
+    """Return whether this forward runs inside a backward: activation checkpointing repeats it, and must get the same."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -57,7 +57,8 @@ class MAERouter(nn.Module):
         leave_out: t, 1 for MAE-7 of 8 heads, 2 for MAE-6.
         pool: what the gate reads: "sequence"; or the tokens so far, "running", or their last 100, "window" (appendix A,
             language models).
-        dropout: of the hidden layer.
+        dropout: dropout of the hidden layer.
+        mode: see above.
     """
 
     needs_query = False
@@ -89,8 +90,11 @@ class MAERouter(nn.Module):
             raise ValueError(f"pool {pool!r} is not one of sequence, running, window")
         causal = pool != "sequence"
         self.pool = pool
-        self.reads = "earlier" if causal else "sequence"
-        self.window = WINDOW if pool == "window" else 0
+        if causal:
+            self.reads = "earlier"
+        self.window = 0
+        if pool == "window":
+            self.window = WINDOW
         self.scale = h / (h - leave_out)
         self.leave_out = leave_out
         experts = math.comb(h, leave_out)
@@ -123,12 +127,11 @@ class MAERouter(nn.Module):
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """x [B, N, C]; padding_mask [B, N], True at padding. Weights are [B, 1, H], or [B, N, H] for causal pools."""
+        """Route x [B, N, C]; padding_mask [B, N], True at padding. Weights are [B, 1, H], or [B, N, H] for causal pools."""
         if self.pool == "sequence":
-            return self._choose(masked_mean(x, padding_mask), None)  # of [B, 1, C]
-        return self._choose(
-            causal_mean(x, self.window, padding_mask, None)[0], padding_mask
-        )  # of [B, N, C]
+            return self._choose(masked_mean(x, padding_mask), None)  # [B, 1, C]
+        means, _ = causal_mean(x, self.window, padding_mask, None)  # [B, N, C]
+        return self._choose(means, padding_mask)
 
     def resume(
         self, x: Tensor, padding_mask: Tensor | None, state: tuple[Tensor, Tensor] | None
@@ -138,40 +141,45 @@ class MAERouter(nn.Module):
         return self._choose(pooled, padding_mask), (state[0].clone(), state[1].clone())
 
     def _choose(self, pooled: Tensor, padding_mask: Tensor | None) -> Routing:
-        """The gate's answer for pooled vectors [B, P, C], P = 1 or N; padding_mask [B, P]."""
+        """Weigh and choose the heads by pooled vectors [B, P, C], P = 1 or N; padding_mask [B, P]."""
         logits = self._gate(pooled, padding_mask)  # [B, P, experts]
         probs = logits.softmax(-1)
         members = self.members.to(probs.dtype)
 
         active: Tensor | None = None
+        count: int | None = None
         if self.mode == "soft" or (self.mode == "uniform" and not self.training):
             g = probs
         else:
-            with torch.no_grad():
-                if self.mode == "argmax":
-                    expert = probs.argmax(-1, keepdim=True)
-                else:
-                    # The training loop skips a loss that is not finite; multinomial would end the process.
-                    odds = torch.nan_to_num(probs, nan=1.0)
-                    expert = torch.multinomial(odds.flatten(0, 1), 1).view(
-                        odds.shape[0], odds.shape[1], 1
-                    )
-                g = torch.zeros_like(probs).scatter(-1, expert, 1.0)
-                active = (g @ members) > 0  # [B, P, H]
-            logits, probs = logits.detach(), probs.detach()
+            g = self._one_expert(probs)
+            active = (g @ members) > 0  # [B, P, H]
+            count = self.budget.heads - self.leave_out
+            logits = logits.detach()
+            probs = probs.detach()
         weights = self.scale * (g @ members)  # [B, P, H]
-        works = (weights.detach() > 0).to(probs.dtype)  # [B, P, H]
+        runs = (weights.detach() > 0).to(probs.dtype)  # [B, P, H]
         if padding_mask is not None:
             real = real_tokens(probs, padding_mask)
-            probs, works = probs * real, works * real
-        counts = works.sum(1)  # [B, H]
-        count = None if active is None else self.budget.heads - self.leave_out
+            probs = probs * real
+            runs = runs * real
+        counts = runs.sum(1)  # [B, H]
         return Routing(weights, active, RoutingStats(probs, counts, logits), count)
 
+    @torch.no_grad()
+    def _one_expert(self, probs: Tensor) -> Tensor:
+        """Return gates of one expert each, the most probable or a drawn one: [B, P, experts] of 0 and 1."""
+        if self.mode == "argmax":
+            expert = probs.argmax(-1, keepdim=True)
+        else:
+            # The training loop skips a loss that is not finite; multinomial would end the process.
+            odds = torch.nan_to_num(probs, nan=1.0)
+            expert = torch.multinomial(odds.flatten(0, 1), 1).view(odds.shape[0], odds.shape[1], 1)
+        return torch.zeros_like(probs).scatter(-1, expert, 1.0)
+
     def _gate(self, pooled: Tensor, padding_mask: Tensor | None) -> Tensor:
-        if self.mode not in UNGATED:
-            normed = self.norm(pooled, padding_mask)
-            return self.out(self.dropout(torch.tanh(self.hidden(normed))))
-        return no_logits(pooled).new_zeros(
-            (pooled.shape[0], pooled.shape[1], self.members.shape[0])
-        )
+        """Return the logits of the experts for pooled vectors [B, P, C]: [B, P, experts], 0 without a gate."""
+        if self.mode in UNGATED:
+            shape = (pooled.shape[0], pooled.shape[1], self.members.shape[0])
+            return no_logits(pooled).new_zeros(shape)
+        normed = self.norm(pooled, padding_mask)
+        return self.out(self.dropout(torch.tanh(self.hidden(normed))))

@@ -42,9 +42,9 @@ class MoARouter(TopKRouter):
             raise ValueError(f"router 'moa' has no shared heads, the budget has {budget.shared}")
         self.renormalise = renormalise
         self.gate = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype)  # W_g
-        self.noise = (
-            GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype) if noisy else None
-        )
+        self.noise = None
+        if noisy:
+            self.noise = GateLinear(dim, budget.heads, bias=False, device=device, dtype=dtype)
         self.init_weights()
 
     def init_weights(self) -> None:
@@ -56,7 +56,7 @@ class MoARouter(TopKRouter):
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """x [B, N, C]; padding_mask [B, N], True at padding."""
+        """Route x [B, N, C]; padding_mask [B, N], True at padding."""
         router = self.as_linear(x)
         if router is not None:
             return route(x, router, padding_mask)
@@ -73,8 +73,8 @@ class MoARouter(TopKRouter):
     @property
     def numbers(self) -> tuple[int, int, int, str]:
         """What a `LinearRouter` knows beside its weight."""
-        kind = "renormalised" if self.renormalise else "paper"
-        return self.num_candidates, 0, self.num_routed, kind
+        gate_form = "renormalised" if self.renormalise else "paper"
+        return self.num_candidates, 0, self.num_routed, gate_form
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
         if self.is_noisy or not plain(self.gate, GateLinear):

@@ -54,14 +54,20 @@ class MoHRouter(TopKRouter):
             nn.init.trunc_normal_(layer.weight, std=0.02)
             return layer
 
-        self.shared = linear(budget.shared) if budget.shared > 1 else None  # W_s
-        self.routed = linear(budget.candidates) if budget.candidates > 0 else None  # W_r
-        self.balance = linear(2) if self.two_groups and two_stage else None  # W_h
+        self.shared = None  # W_s
+        self.routed = None  # W_r
+        self.balance = None  # W_h
+        if budget.shared > 1:
+            self.shared = linear(budget.shared)
+        if budget.candidates > 0:
+            self.routed = linear(budget.candidates)
+        if self.two_groups and two_stage:
+            self.balance = linear(2)
 
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
+        """Route x [B, N, C]; padding_mask [B, N] is True at padding, which is left out of the statistics."""
         router = self.as_linear(x)
         if router is not None:
             return route(x, router, padding_mask)
@@ -77,15 +83,19 @@ class MoHRouter(TopKRouter):
     @property
     def numbers(self) -> tuple[int, int, int, str, bool]:
         """What a `LinearRouter` knows beside its weight."""
-        kind = "released" if self.released else "paper"
+        gate_form = "released" if self.released else "paper"
         balanced = self.balance is not None
-        return self.num_candidates, self.num_shared, self.num_routed, kind, balanced
+        return self.num_candidates, self.num_shared, self.num_routed, gate_form, balanced
 
     def as_linear(self, x: Tensor) -> LinearRouter | None:
         linears = self.linears
         if not all(plain(linear, GateLinear) for linear in linears):
             return None
-        # [E + h_s + 2, C]: one product, as they read the same tokens.
-        weights = [linear.weight for linear in linears] or [x.new_zeros((0, x.shape[-1]))]
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        # [E + h_s + 2, C]: one product, because all read the same tokens.
+        if not linears:
+            weight = x.new_zeros((0, x.shape[-1]))
+        elif len(linears) == 1:
+            weight = linears[0].weight
+        else:
+            weight = torch.cat([linear.weight for linear in linears])
         return LinearRouter(weight, *self.numbers)

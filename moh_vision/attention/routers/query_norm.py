@@ -11,9 +11,8 @@ from moh_vision.attention.linear import in_float
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.attention.routing import Routing, RoutingStats
 
-torch.fx.wrap(
-    "select_top_k"
-)  # a leaf while tracing; fx needs to be told in every module that calls it
+# A leaf while tracing; fx needs to be told in every module that calls it.
+torch.fx.wrap("select_top_k")
 
 
 class QueryNormRouter(TopKRouter):
@@ -53,7 +52,7 @@ class QueryNormRouter(TopKRouter):
     def forward(
         self, x: Tensor, q: Tensor | None = None, padding_mask: Tensor | None = None
     ) -> Routing:
-        """x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
+        """Route x [B, N, C]; q [B, H, N, D]; padding_mask [B, N], True at padding."""
         if q is None:
             raise ValueError("router 'query_norm' needs the queries")
         norms = self.norms(q)  # [E / group, B, N]
@@ -64,35 +63,26 @@ class QueryNormRouter(TopKRouter):
         else:
             logits = norms
         probs = logits.softmax(0)
-        chosen = select_top_k(
-            norms, self.num_routed // self.group
-        )  # as probs, without their rounding
+        # The largest norms are the largest probs, but for the rounding of those.
+        chosen = select_top_k(norms, self.num_routed // self.group)
         selected = chosen.to(dtype)
         gate = selected + (probs - probs.detach())  # forward 0 or 1, backward to p
         if self.group > 1:  # and back to E heads
-            probs, logits = (
-                probs.repeat_interleave(self.group, 0) / self.group,
-                logits.repeat_interleave(self.group, 0),
-            )
+            probs = probs.repeat_interleave(self.group, 0) / self.group
+            logits = logits.repeat_interleave(self.group, 0)
             chosen = chosen.repeat_interleave(self.group, 0)
             gate = gate.repeat_interleave(self.group, 0)
         ones = torch.ones((self.num_shared, x.shape[0], x.shape[1]), dtype=dtype, device=x.device)
         stats = top_k_stats(probs, chosen, logits, self.num_shared, padding_mask)
+        weights = heads_last(torch.cat([ones, gate]))
         # Eq. 10 hands the gradient of the weight on for every head, also where it is 0: to train, all heads must run.
-        active = (
-            None
-            if self.training or torch.is_grad_enabled()
-            else active_heads(self.num_shared, chosen)
-        )
-        return Routing(
-            heads_last(torch.cat([ones, gate])),
-            active,
-            stats,
-            None if active is None else self.budget.active,
-        )
+        if self.training or torch.is_grad_enabled():
+            return Routing(weights, None, stats)
+        active = active_heads(self.num_shared, chosen)
+        return Routing(weights, active, stats, self.budget.active)
 
     def choose(self, q: Tensor) -> Routing:
-        """The choice of `forward` for queries q [B, H, N, D] and nothing else, with a fraction of its operations.
+        """Choose as `forward` does for queries q [B, H, N, D] and nothing else, with a fraction of its operations.
 
         For one token at a time, where the small operations of `forward` are a part of the step that can be measured. No
         gradient, and empty statistics.
@@ -105,12 +95,11 @@ class QueryNormRouter(TopKRouter):
         return Routing(active, active, RoutingStats(none, none, none), self.budget.active)
 
     def norms(self, q: Tensor) -> Tensor:
-        """What candidates are compared by: q [B, H, N, D] -> [E / group, B, N], in float32 or better."""
-        norms = torch.linalg.vector_norm(in_float(q[:, self.num_shared :]), dim=-1).transpose(
-            0, 1
-        )  # [E, B, N]
-        if self.group > 1:  # the norm of what is put together is the norm of the norms
-            norms = torch.linalg.vector_norm(
-                norms.unflatten(0, (self.num_candidates // self.group, self.group)), dim=1
-            )
+        """Return what candidates are compared by: q [B, H, N, D] -> [E / group, B, N], in float32 or better."""
+        candidates = in_float(q[:, self.num_shared :])
+        norms = torch.linalg.vector_norm(candidates, dim=-1).transpose(0, 1)  # [E, B, N]
+        if self.group > 1:
+            # The norm of queries taken together is the norm of their norms.
+            groups = norms.unflatten(0, (self.num_candidates // self.group, self.group))
+            norms = torch.linalg.vector_norm(groups, dim=1)
         return norms

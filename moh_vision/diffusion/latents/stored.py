@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moh_vision.common.errors import reason_of
 from moh_vision.data.decode import UnreadableImage
 from moh_vision.data.records import check_sums, entries_for, read_record, refuse_difference
 from moh_vision.data.sources import ImageSource, Sample
 from moh_vision.data.splits import latents_path
 from moh_vision.diffusion.latents.vae import LatentSpace
-from moh_vision.engine.errors import reason_of
 
 # How latents are stored; numpy has no bfloat16, so that its bits are stored.
 DTYPES = {"float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<f4")}
@@ -42,27 +42,29 @@ class LatentCache(ImageSource):
     """
 
     def __init__(self, root: str, split: str):
-        folder, file = Path(root), latents_path(Path(root), split)
+        folder = Path(root)
+        file = latents_path(folder, split)
         if not file.is_file():
             raise FileNotFoundError(f"data.root {root}: no {file.name} in it, which latents have")
-        self.file, self.record = file, read_record(file)
-        record = self.record
+        record = read_record(file)
+        self.file = file
+        self.record = record
         try:
             self.space = LatentSpace(**record["vae"])
-            self.size, self.classes = record["size"], record["classes"]
-            self.shape, self.dtype = stored_shape(self.space, self.size), record["dtype"]
-            _refuse_other_kinds(record, self.shape)
+            self.size = record["size"]
+            self.classes = record["classes"]
+            self.dtype = record["dtype"]
+            self.shape = stored_shape(self.space, self.size)
+            _refuse_other_types(record, self.shape)
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-        except Exception as error:  # what is missing or of another kind fails anywhere
+        except Exception as error:  # what is missing or of another type fails anywhere
             raise ValueError(
                 f"{file}: not a record of latents ({type(error).__name__}: {error})"
             ) from None
-        self.img_size, self.channels, self.name = (
-            self.shape[-1],
-            self.space.latent_channels,
-            folder.name,
-        )
+        self.img_size = self.shape[-1]
+        self.channels = self.space.latent_channels
+        self.name = folder.name
         self.paths = sorted(folder.glob(f"{split}-*.npy"))
         entries = entries_for(file, record, self.paths)
         self.shard_sizes = tuple(entries[path.name]["samples"] for path in self.paths)
@@ -74,7 +76,8 @@ class LatentCache(ImageSource):
 
     def check_sums(self) -> None:
         """Raise ValueError for a shard with another SHA-256 than its record; see `moh_vision.data.records.check_sums`."""
-        sums = {p.name: ([p], self.record["shards"][p.name]["sha256"]) for p in self.paths}
+        shards = self.record["shards"]
+        sums = {path.name: ([path], shards[path.name]["sha256"]) for path in self.paths}
         check_sums(self.file, sums)
 
     def __len__(self) -> int:
@@ -82,10 +85,10 @@ class LatentCache(ImageSource):
 
     def where(self, index: int) -> str:
         """Name a sample in errors."""
-        shard, row = self._place(index)
+        shard, row = self._shard_and_row(index)
         return f"{self.paths[shard]}, latents {row}"
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _shard_and_row(self, index: int) -> tuple[int, int]:
         """Return the number of a sample's shard, and its row there."""
         shard = int(np.searchsorted(self._ends, index, "right"))
         return shard, index - int(self._ends[shard]) + self.shard_sizes[shard]
@@ -96,21 +99,23 @@ class LatentCache(ImageSource):
 
     def read(self, index: int) -> Tensor:
         """Return moments of an image and of its mirror image: [2, 2C or C, h, w], float32."""
-        shard, row = self._place(index)
-        path, dtype = self.paths[shard], DTYPES[self.dtype]
+        shard, row = self._shard_and_row(index)
+        path = self.paths[shard]
+        dtype = DTYPES[self.dtype]
         size = dtype.itemsize * math.prod(self.shape)
+        shape = (self.shard_sizes[shard], *self.shape)
         try:
-            file, start = _opened(
-                path, self._stats[shard], (self.shard_sizes[shard], *self.shape), dtype
-            )
+            file, start = _opened(path, self._stats[shard], shape, dtype)
             # Not by a map of the file: one that is cut off, or a bad disk, would kill the process.
             data = os.pread(file.fileno(), size, start + row * size)
             if len(data) != size:
                 raise ValueError(f"latents {row}: {len(data)} bytes of {size} are there")
         except Exception as error:  # damaged headers make many kinds
             raise UnreadableImage(f"{path}: {reason_of(error)}") from None
-        bits = torch.from_numpy(np.frombuffer(data, dtype).reshape(self.shape).copy())
-        return (bits.view(torch.bfloat16) if self.dtype == "bfloat16" else bits).float()
+        moments = torch.from_numpy(np.frombuffer(data, dtype).reshape(self.shape).copy())
+        if self.dtype == "bfloat16":
+            moments = moments.view(torch.bfloat16)
+        return moments.float()
 
     def listing(self) -> Iterator[bytes]:
         """Yield what tells these latents from others: the shards with their SHA-256."""
@@ -127,14 +132,12 @@ def _opened(
     if (now.st_size, now.st_mtime_ns) != (status.st_size, status.st_mtime_ns):
         raise ValueError("the shard has changed since the run began")
     version = np.lib.format.read_magic(file)
-    read = (
-        np.lib.format.read_array_header_1_0
-        if version == (1, 0)
-        else np.lib.format.read_array_header_2_0
-    )
-    own_shape, _, own_dtype = read(file)
-    if (own_shape, own_dtype) != (shape, dtype):
-        raise ValueError(f"{own_dtype} of shape {own_shape}, expected {dtype} of {shape}")
+    if version == (1, 0):
+        found_shape, _, found_dtype = np.lib.format.read_array_header_1_0(file)
+    else:
+        found_shape, _, found_dtype = np.lib.format.read_array_header_2_0(file)
+    if (found_shape, found_dtype) != (shape, dtype):
+        raise ValueError(f"{found_dtype} of shape {found_shape}, expected {dtype} of {shape}")
     return file, file.tell()
 
 
@@ -150,15 +153,17 @@ def _read_labels(path: Path, samples: int, classes: int) -> np.ndarray:
         )
     most = max(classes - 1, 0)  # without classes all are 0
     if labels.min() < 0 or labels.max() > most:
-        worst = int(labels.argmax() if labels.max() > most else labels.argmin())
+        worst = labels.argmax() if labels.max() > most else labels.argmin()
         raise ValueError(
             f"{path}: label {labels[worst]} of latents {worst}, but the record names {classes} classes"
         )
     return labels
 
 
-def _refuse_other_kinds(record: dict, shape: tuple) -> None:
-    vae, classes = record["vae"], record["classes"]
+def _refuse_other_types(record: dict, shape: tuple) -> None:
+    """Raise ValueError unless the values of a record are of their types and fit each other."""
+    vae = record["vae"]
+    classes = record["classes"]
     if record["dtype"] not in DTYPES or record["shape"] != list(shape):
         raise ValueError(
             f"dtype {record['dtype']}, shape {record['shape']} are not those of its VAE and size"

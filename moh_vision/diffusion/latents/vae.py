@@ -11,26 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moh_vision.engine.errors import reason_of
+from moh_vision.common.errors import reason_of
 from moh_vision.models.frozen import digest_of
 
 DEFAULT_VAE = "stabilityai/sd-vae-ft-ema"
-VAES = (
-    "AutoencoderKL",
-    "AutoencoderKLFlux2",
-    "AutoencoderDC",
-    "AutoencoderRAE",
-)  # classes of diffusers
-IGNORED = {
-    "sample_size",
-    "force_upcast",
-}  # entries of a configuration that change nothing of what is computed here
+# Classes of diffusers.
+VAES = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "AutoencoderRAE")
+# Entries of a configuration that change nothing of what is computed here.
+IGNORED = {"sample_size", "force_upcast"}
 STATISTICS = ("latents_mean", "latents_std")
 
 
 @dataclass(frozen=True)
 class LatentSpace:
-    """What identifies the latents of a VAE, and scales them for a diffusion model.
+    """Identifies the latents of a VAE, and scales them for a diffusion model.
 
     The scaling is (draw - shift_factor) * scaling_factor, or with C statistics each, as in diffusers' pipelines,
     (draw - latents_mean) * scaling_factor / latents_std. `downsampling` is pixels per side of a latent; a
@@ -56,11 +50,11 @@ class LatentSpace:
         if self.latents_mean is None and self.latents_std is None:
             return
         for key, numbers in zip(STATISTICS, (self.latents_mean, self.latents_std)):
-            if not isinstance(numbers, list) or len(numbers) != self.latent_channels:
-                there = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
-                raise ValueError(
-                    f"{key}: {there}, expected a list with one for each of {self.latent_channels} channels"
-                )
+            expected = f"expected a list with one for each of {self.latent_channels} channels"
+            if not isinstance(numbers, list):
+                raise ValueError(f"{key}: {numbers!r}, {expected}")
+            if len(numbers) != self.latent_channels:
+                raise ValueError(f"{key}: {len(numbers)} numbers, {expected}")
             for number in numbers:
                 _refuse_no_number(key, number, above_zero=key == "latents_std")
         if self.shift_factor:
@@ -72,25 +66,34 @@ class LatentSpace:
     def of(cls, vae, name: str | None = None) -> Self:
         """Return the space of a diffusers VAE. `sha256` reads all weights, and is left out without `name`."""
         config = vae.config
-        known = dict(name=name or "", sha256="" if name is None else vae_fingerprint(vae))
+        known = dict(name="", sha256="")
+        if name is not None:
+            known = dict(name=name, sha256=vae_fingerprint(vae))
         if _is_rae(vae):
-            sizes = dict(downsampling=config.patch_size, latent_channels=config.encoder_hidden_size)
-            scaling = dict(scaling_factor=1.0, shift_factor=None, deterministic=True)
-            return cls(**known, **sizes, **scaling, img_size=vae.decoder_image_size)
+            return cls(
+                **known,
+                scaling_factor=1.0,
+                shift_factor=None,
+                downsampling=config.patch_size,
+                latent_channels=config.encoder_hidden_size,
+                deterministic=True,
+                img_size=vae.decoder_image_size,
+            )
         patch = _patch(vae)
-        mean, std = (config.get(key) for key in STATISTICS)
-        if hasattr(vae, "bn"):
+        widths = config.get("block_out_channels") or config.encoder_block_out_channels
+        if hasattr(vae, "bn"):  # FLUX.2 keeps its statistics in a batch norm
             mean = vae.bn.running_mean.tolist()
             std = torch.sqrt(vae.bn.running_var.double() + config.batch_norm_eps).tolist()
+        else:
+            mean, std = (_as_list(config.get(key)) for key in STATISTICS)
         return cls(
             **known,
             scaling_factor=config.get("scaling_factor", 1.0),
             shift_factor=config.get("shift_factor"),
-            downsampling=patch
-            * 2 ** (len(config.get("block_out_channels") or config.encoder_block_out_channels) - 1),
+            downsampling=patch * 2 ** (len(widths) - 1),
             latent_channels=patch**2 * config.latent_channels,
-            latents_mean=list(mean) if isinstance(mean, tuple) else mean,
-            latents_std=list(std) if isinstance(std, tuple) else std,
+            latents_mean=mean,
+            latents_std=std,
             deterministic=type(vae).__name__ == "AutoencoderDC",
         )
 
@@ -100,24 +103,25 @@ class LatentSpace:
     @property
     def moment_channels(self) -> int:
         """Channels of `encode_moments`: C of the mean and, unless deterministic, C of the log variance."""
-        return self.latent_channels * (1 if self.deterministic else 2)
+        if self.deterministic:
+            return self.latent_channels
+        return 2 * self.latent_channels
 
     def difference(self, other: Self) -> str:
         """Return the first difference in making or scaling latents as words; "" if there is none."""
         for key in ("downsampling", "scaling_factor", "shift_factor", *STATISTICS):
-            mine, theirs = (getattr(space, key) or None for space in (self, other))
-            if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
-                unequal = [c for c, pair in enumerate(zip(mine, theirs)) if pair[0] != pair[1]]
-                if unequal:
-                    return f"{key} of channel {unequal[0]} is {mine[unequal[0]]} here, {theirs[unequal[0]]} there"
-            elif mine != theirs:
-                shown = (f"{len(v)} numbers" if isinstance(v, list) else v for v in (mine, theirs))
-                return "{} is {} here, {} there".format(key, *shown)
+            here, there = (getattr(space, key) or None for space in (self, other))
+            if isinstance(here, list) and isinstance(there, list) and len(here) == len(there):
+                for channel, (one, another) in enumerate(zip(here, there)):
+                    if one != another:
+                        return f"{key} of channel {channel} is {one} here, {another} there"
+            elif here != there:
+                return f"{key} is {_counted(here)} here, {_counted(there)} there"
         return ""
 
     def side(self, img_size: int, key: str = "size") -> int:
         """Return the side of the latents of square images; `key` is for messages."""
-        if img_size != (self.img_size or img_size):
+        if self.img_size and img_size != self.img_size:
             raise ValueError(
                 f"{key} {img_size}: the VAE {self.name} takes images of {self.img_size} pixels"
             )
@@ -147,12 +151,23 @@ class LatentSpace:
         return mean, self.scaling_factor / std
 
 
+def _as_list(numbers):
+    """Return statistics as JSON has them: a tuple as a list."""
+    if isinstance(numbers, tuple):
+        return list(numbers)
+    return numbers
+
+
+def _counted(value) -> str:
+    """Return a value as text, of a list only its length."""
+    if isinstance(value, list):
+        return f"{len(value)} numbers"
+    return str(value)
+
+
 def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
-    if (
-        isinstance(number, bool)
-        or not isinstance(number, (int, float))
-        or not math.isfinite(number)
-    ):
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if not is_number or not math.isfinite(number):
         raise ValueError(f"{key} {number!r}: expected a finite number")
     if above_zero and number <= 0:
         raise ValueError(f"{key} {number:g}: expected a number above 0")
@@ -160,7 +175,9 @@ def _refuse_no_number(key: str, number, above_zero: bool = False) -> None:
 
 def _patch(vae) -> int:
     """Return the side of the patches that become channels: 2 for FLUX.2, else 1."""
-    return vae.config.patch_size[0] if type(vae).__name__ == "AutoencoderKLFlux2" else 1
+    if type(vae).__name__ == "AutoencoderKLFlux2":
+        return vae.config.patch_size[0]
+    return 1
 
 
 def _is_rae(vae) -> bool:
@@ -195,22 +212,28 @@ def _load(name: str, local: bool, decodes: bool):
     from diffusers.utils import logging
 
     subfolder, config = _find(name, local)
-    kind = config.get("_class_name", "AutoencoderKL")
+    class_name = config.get("_class_name", "AutoencoderKL")
     known = [known for known in VAES if hasattr(diffusers, known)]
-    if kind not in known:
+    if class_name not in known:
         raise ValueError(
-            f"vae {name}: holds a {kind}, needed is an {', '.join(known[:-1])} or {known[-1]}"
+            f"vae {name}: holds a {class_name}, needed is an {', '.join(known[:-1])} or {known[-1]}"
         )
     shown = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)  # missing weights are reported below
     try:
-        vae, loading = getattr(diffusers, kind).from_pretrained(
-            name, subfolder=subfolder, torch_dtype=torch.float32, use_safetensors=True, output_loading_info=True,
+        vae, loading = getattr(diffusers, class_name).from_pretrained(
+            name,
+            subfolder=subfolder,
+            torch_dtype=torch.float32,
+            use_safetensors=True,
+            output_loading_info=True,
             local_files_only=local,
-        )  # fmt: skip
+        )
     except Exception as error:  # a damaged configuration or file fails anywhere
-        kind = NotAtHand if local and not Path(name).is_dir() else ValueError
-        raise kind(f"vae {name}: {reason_of(error)}") from None
+        problem = f"vae {name}: {reason_of(error)}"
+        if local and not Path(name).is_dir():  # the hub may have what the cache lacks
+            raise NotAtHand(problem) from None
+        raise ValueError(problem) from None
     finally:
         logging.set_verbosity(shown)
     missing = [*loading["missing_keys"], *(key for key, *_ in loading["mismatched_keys"])]
@@ -235,32 +258,40 @@ def fit_vae(vae, name: str, space: LatentSpace):
     """Set the scaling factor that a diffusion model was trained with, and return the VAE."""
     if "scaling_factor" in vae.config and not _is_rae(vae):
         vae.register_to_config(scaling_factor=space.scaling_factor)
-    if different := LatentSpace.of(vae).difference(space):
+    different = LatentSpace.of(vae).difference(space)
+    if different:
         raise ValueError(f"vae {name}: does not fit the latents of {space}: {different}")
     return vae
 
 
 def _find(name: str, local: bool):
     """Return the subfolder or None, and configuration, of a VAE; `local`: without the hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        return _find_in_folder(name)
+    if folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or folder.exists():
+        raise FileNotFoundError(f"vae {name}: no such folder")
+    return _find_on_hub(name, local)
+
+
+def _find_in_folder(name: str) -> tuple[str | None, dict]:
+    for subfolder in (None, "vae"):
+        file = Path(name, subfolder or "", "config.json")
+        if file.is_file():
+            try:
+                return subfolder, dict(json.loads(file.read_text()))
+            except (ValueError, TypeError, RecursionError) as error:
+                raise ValueError(
+                    f"{file}: not a configuration that can be read ({error})"
+                ) from None
+    raise FileNotFoundError(f"vae {name}: no config.json in the folder, nor in its subfolder vae")
+
+
+def _find_on_hub(name: str, local: bool) -> tuple[str | None, dict]:
+    """Fetch a configuration, or with `local` read it from the cache of the hub alone."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    folder = Path(name)
-    if folder.is_dir():
-        for subfolder in (None, "vae"):
-            file = folder / (subfolder or "") / "config.json"
-            if file.is_file():
-                try:
-                    return subfolder, dict(json.loads(file.read_text()))
-                except (ValueError, TypeError, RecursionError) as error:
-                    raise ValueError(
-                        f"{file}: not a configuration that can be read ({error})"
-                    ) from None
-        raise FileNotFoundError(
-            f"vae {name}: no config.json in the folder, nor in its subfolder vae"
-        )
-    if folder.is_absolute() or name.startswith(".") or name.count("/") > 1 or folder.exists():
-        raise FileNotFoundError(f"vae {name}: no such folder")
     for subfolder in (None, "vae"):
         try:
             file = hf_hub_download(name, "config.json", subfolder=subfolder, local_files_only=local)
@@ -302,7 +333,9 @@ def encode_moments(vae, images: Tensor) -> Tensor:
 
     A VAE without posteriors gives its latents [B, C, h, w].
     """
-    encoded = vae.encode((images + 1) / 2 if _is_rae(vae) else images)
+    if _is_rae(vae):  # it takes images in 0 .. 1
+        images = (images + 1) / 2
+    encoded = vae.encode(images)
     if "latent" in encoded:
         return encoded.latent.float()
     # The channels of a patch follow each other, so mean and log variance stay halves.
@@ -325,4 +358,6 @@ def decode(vae, latents: Tensor) -> Tensor:
     """Decode latents [B, C, h, w] of a diffusion model to images [B, 3, H, W] in -1 .. 1."""
     unscaled = F.pixel_shuffle(LatentSpace.of(vae).unscale(latents), _patch(vae))
     images = vae.decode(unscaled.to(vae.dtype)).sample.float()
-    return (2 * images - 1 if _is_rae(vae) else images).clamp(-1, 1)
+    if _is_rae(vae):  # it gives images in 0 .. 1
+        images = 2 * images - 1
+    return images.clamp(-1, 1)

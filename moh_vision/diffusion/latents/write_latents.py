@@ -32,8 +32,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from moh_vision.common.cli import refuse_unwritable
+from moh_vision.common.io import only_one, whole_file, write_whole
+from moh_vision.common.progress import Progress
 from moh_vision.data.batches import BadSamples, LabelledImages, check_images_fit, evaluation_loader
 from moh_vision.data.shard_writer import ShardWriter, end_with, plan_shards
+from moh_vision.data.sources import ImageSource
 from moh_vision.data.splits import latents_path, open_source, say_transparent
 from moh_vision.diffusion.batches import cropped
 from moh_vision.diffusion.latents.stored import (
@@ -49,9 +53,6 @@ from moh_vision.diffusion.latents.vae import (
     image_channels,
     load_vae,
 )
-from moh_vision.engine.cli import refuse_unwritable
-from moh_vision.engine.io import only_one, whole_file, write_whole
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import first, from_first, say
 
 KEPT = "shards"  # what an interrupted command finds again
@@ -97,126 +98,157 @@ def work(options: Namespace) -> None:
         PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(days=7))
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="PIL")  # of odd files that decode all the same
+            # Pillow warns of odd files that decode all the same.
+            warnings.filterwarnings("ignore", module="PIL")
             write_latents(options)
     finally:
         if several:
             PartialState().destroy_process_group()
 
 
-def write_latents(o: Namespace) -> None:
+def write_latents(options: Namespace) -> None:
     """Encode the images of a split and their mirror images, on all ranks; after a mistake on rank 0 others exit with 2."""
-    from_first(lambda: _check(o))
-    source = first(lambda: open_source(o.root, o.split))
+    from_first(lambda: _check(options))
+    source = first(lambda: open_source(options.root, options.split))
     for remark in source.remarks:
         say(remark)
-    say_transparent(f"--data {o.root}", {o.split: source}, say)
-    model = first(lambda: load_vae(o.vae, decodes=False))
-    space, out = LatentSpace.of(model, o.vae), Path(o.out)
-    shape = from_first(lambda: (space.side(o.size, "--size"), stored_shape(space, o.size))[1])
-    plan = plan_shards(o.split, "npy", map(str, range(len(source))), o.samples_per_shard, o.seed)
-    kept = {
-        f"--{name.replace('_', '-')}": getattr(o, name)
-        for name in ("size", "dtype", "samples_per_shard", "seed")
-    }
+    say_transparent(f"--data {options.root}", {options.split: source}, say)
+    model = first(lambda: load_vae(options.vae, decodes=False))
+    space = LatentSpace.of(model, options.vae)
+    out = Path(options.out)
+
+    def shape_on_disk() -> tuple:
+        space.side(options.size, "--size")  # raises, with the name of the option
+        return stored_shape(space, options.size)
+
+    shape = from_first(shape_on_disk)
+    numbers = map(str, range(len(source)))
+    plan = plan_shards(options.split, "npy", numbers, options.samples_per_shard, options.seed)
+    compared = {"sha256 of --vae": space.sha256}
+    for name in ("size", "dtype", "samples_per_shard", "seed"):
+        compared[f"--{name.replace('_', '-')}"] = getattr(options, name)
+    described = dict(
+        vae=vars(space),
+        source=source.name,
+        classes=source.classes,
+        size=options.size,
+        dtype=options.dtype,
+        shape=shape,
+    )
 
     with contextlib.ExitStack() as stack:
-        said = dict(
-            source=source.name, classes=source.classes, size=o.size, dtype=o.dtype, shape=shape
-        )
-        limit = BadSamples(len(source), o.max_bad_fraction, "--max-bad-fraction")
+        limit = BadSamples(len(source), options.max_bad_fraction, "--max-bad-fraction")
 
         def begin() -> tuple[ShardWriter, list[str]]:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(only_one(out, "--out"))
-            options = {"sha256 of --vae": space.sha256, **kept}
-            writer = ShardWriter(
-                latents_path(out, o.split), plan, source, options, vae=vars(space), **said
-            )
-            todo = writer.begin(max(1, o.workers))
+            record = latents_path(out, options.split)
+            writer = ShardWriter(record, plan, source, compared, **described)
+            todo = writer.begin(max(1, options.workers))
             limit.check(writer.bad)
             return writer, todo
 
         since = time.monotonic()
         writer, todo = from_first(begin)
         state = PartialState()
-        own = todo[state.process_index :: state.num_processes]
-        written = gather_object(Encoder(o, source, model, writer, limit).write(own))
+        encoder = Encoder(options, source, model, writer, limit)
+        written = gather_object(encoder.write(todo[state.process_index :: state.num_processes]))
         if state.is_main_process:
             writer.entries.update({entry["shard"]: entry for entry in written})
             limit.check(writer.bad)
-            left_out = {number for number, _ in writer.bad}
-            numbers = np.array(
-                [n for samples in plan.values() for n in samples if n not in left_out]
-            )
-            for place, values in (
-                (labels_path(out, o.split), source.labels[numbers]),
-                (out / f"{o.split}.numbers.npy", numbers),
-            ):
-                npy = io.BytesIO()
-                np.save(npy, values.astype(np.int64), allow_pickle=False)
-                write_whole(place, npy.getvalue())  # which leaves an equal file alone
+            _write_arrays(writer, source, out, options.split)
             writer.end()
-            cache = LatentCache(o.out, o.split)
-            images, seconds = sum(entry["samples"] for entry in written), time.monotonic() - since
-            how = (
-                f"{images} written at {images / seconds:.1f} img/s"
-                if written
-                else "all there already"
-            )
-            writer.report(f"latents {list(cache.shape)} {o.dtype} of {len(cache)} images", how)
+            cache = LatentCache(options.out, options.split)
+            images = sum(entry["samples"] for entry in written)
+            origin = "all there already"
+            if written:
+                origin = f"{images} written at {images / (time.monotonic() - since):.1f} img/s"
+            shown = f"latents {list(cache.shape)} {options.dtype} of {len(cache)} images"
+            writer.report(shown, origin)
 
 
-def _check(o: Namespace) -> None:
-    least = (
-        ("size", o.size, 1),
-        ("batch-size", o.batch_size, 1),
-        ("samples-per-shard", o.samples_per_shard, 1),
-    )
-    for name, value, lowest in (*least, ("workers", o.workers, 0)):
+def _write_arrays(writer: ShardWriter, source: ImageSource, out: Path, split: str) -> None:
+    """Write the number in the source, and the label, of the image of each latent."""
+    left_out = {number for number, _ in writer.bad}
+    in_order = [number for samples in writer.plan.values() for number in samples]
+    numbers = np.array([number for number in in_order if number not in left_out])
+    for path, values in (
+        (labels_path(out, split), source.labels[numbers]),
+        (out / f"{split}.numbers.npy", numbers),
+    ):
+        npy = io.BytesIO()
+        np.save(npy, values.astype(np.int64), allow_pickle=False)
+        write_whole(path, npy.getvalue())  # leaves an equal file alone
+
+
+def _check(options: Namespace) -> None:
+    for name, value, lowest in (
+        ("size", options.size, 1),
+        ("batch-size", options.batch_size, 1),
+        ("samples-per-shard", options.samples_per_shard, 1),
+        ("workers", options.workers, 0),
+    ):
         if value < lowest:
             raise ValueError(f"--{name} {value}: expected {lowest} or more")
-    check_images_fit("--size", o.size, 1, o.batch_size)
-    if not 0 <= o.max_bad_fraction < 1:
-        raise ValueError(f"--max-bad-fraction {o.max_bad_fraction:g}: expected 0 <= fraction < 1")
-    refuse_unwritable("--out", latents_path(Path(o.out), o.split))
-    if Path(o.root).is_dir() and Path(o.out).resolve().is_relative_to(Path(o.root).resolve()):
-        raise ValueError(f"--out {o.out} is inside --data {o.root}")
+    check_images_fit("--size", options.size, 1, options.batch_size)
+    if not 0 <= options.max_bad_fraction < 1:
+        raise ValueError(
+            f"--max-bad-fraction {options.max_bad_fraction:g}: expected 0 <= fraction < 1"
+        )
+    refuse_unwritable("--out", latents_path(Path(options.out), options.split))
+    root = Path(options.root)
+    if root.is_dir() and Path(options.out).resolve().is_relative_to(root.resolve()):
+        raise ValueError(f"--out {options.out} is inside --data {options.root}")
 
 
 class Encoder:
-    """Encodes images on a rank, shard by shard."""
+    """Encodes images on a rank, shard by shard.
 
-    def __init__(self, o: Namespace, source, model, writer: ShardWriter, limit: BadSamples):
-        self.o, self.source, self.writer, self.limit = o, source, writer, limit
-        gpus, state = torch.cuda.device_count(), PartialState()
-        self.device = (
-            torch.device("cuda", state.local_process_index % gpus) if gpus else torch.device("cpu")
-        )
+    Args:
+        options: of the command.
+        source: of the images.
+        model: the VAE.
+        writer: plans and records the shards.
+        limit: counts unreadable images of this rank.
+    """
+
+    def __init__(self, options: Namespace, source, model, writer: ShardWriter, limit: BadSamples):
+        self.options = options
+        self.source = source
+        self.writer = writer
+        self.limit = limit
+        self.device = torch.device("cpu")
+        gpus = torch.cuda.device_count()
+        if gpus:
+            self.device = torch.device("cuda", PartialState().local_process_index % gpus)
         self.model = model.to(self.device)
 
     def write(self, names: list[str]) -> list[dict]:
         """Write these shards; return their entries. Finished shards survive failures."""
-        o, state, plan = self.o, PartialState(), self.writer.plan
-        batches = {
-            name: [
-                plan[name][i : i + o.batch_size] for i in range(0, len(plan[name]), o.batch_size)
-            ]
-            for name in names
-        }
-        transform = cropped("none", o.size, image_channels(self.model))
+        options = self.options
+        state = PartialState()
+        plan = self.writer.plan
+        batches: dict[str, list[list[int]]] = {}
+        for name in names:
+            starts = range(0, len(plan[name]), options.batch_size)
+            batches[name] = [plan[name][i : i + options.batch_size] for i in starts]
+        transform = cropped("none", options.size, image_channels(self.model))
         images = LabelledImages(self.source, transform, seed=0, replace=False)
         slices = sum(batches.values(), [])
         # Not of the `Loader` itself, which counts bad samples: here each belongs to a shard.
-        loaded = iter(evaluation_loader(images, slices, o.workers).loader)
-        title = f"{o.split}, rank 0 of {state.num_processes}" if state.use_distributed else o.split
-        entries, bad = [], []
+        loaded = iter(evaluation_loader(images, slices, options.workers).loader)
+        title = options.split
+        if state.use_distributed:
+            title += f", rank 0 of {state.num_processes}"
+        entries = []
+        bad = []
         count = sum(len(plan[name]) for name in names)
         with Progress(title, count, "image", enabled=state.is_main_process) as progress:
             for name in names:
-                before, arrays = len(bad), []
+                bad_before = len(bad)
+                arrays = []
                 for numbers in batches[name]:
-                    batch = _next(loaded, o.workers)
+                    batch = _next(loaded, options.workers)
                     bad += batch["bad"]
                     self.limit.check(bad)
                     if "images" in batch:
@@ -226,9 +258,8 @@ class Encoder:
                 with whole_file(self.writer.out / name) as file:
                     if arrays:
                         np.save(file, np.concatenate(arrays), allow_pickle=False)
-                    entries.append(
-                        self.writer.finish(name, file, sum(map(len, arrays)), bad[before:])
-                    )
+                    samples = sum(map(len, arrays))
+                    entries.append(self.writer.finish(name, file, samples, bad[bad_before:]))
         return entries
 
     def encode(self, numbers: list[int], images: Tensor) -> np.ndarray:
@@ -242,16 +273,19 @@ class Encoder:
             raise ValueError(
                 f"--batch-size: {len(images)} images do not fit into the memory of {images.device}"
             ) from None
-        stored = moments.cpu().to(getattr(torch, self.o.dtype))
+        stored = moments.cpu().to(getattr(torch, self.options.dtype))
         for number, finite in zip(numbers, stored.isfinite().flatten(1).all(1).tolist()):
             if not finite:
-                wider = "; take --dtype float32" if self.o.dtype == "float16" else ""
-                raise ValueError(
-                    f"the latents of image {number} of {self.source.name} are not finite in {self.o.dtype}{wider}"
+                dtype = self.options.dtype
+                problem = (
+                    f"the latents of image {number} of {self.source.name} are not finite in {dtype}"
                 )
-        if self.o.dtype == "bfloat16":
+                if dtype == "float16":
+                    problem += "; take --dtype float32"
+                raise ValueError(problem)
+        if self.options.dtype == "bfloat16":
             stored = stored.view(torch.int16)
-        return stored.numpy().view(DTYPES[self.o.dtype])
+        return stored.numpy().view(DTYPES[self.options.dtype])
 
 
 def _next(batches: Iterator[dict], workers: int) -> dict:

@@ -6,13 +6,13 @@ Also by `accelerate launch -m moh_vision.evaluation.fidelity ...`: the processes
 import argparse
 from pathlib import Path
 
+from moh_vision.common.cli import Parser, refuse_output
+from moh_vision.common.errors import exit_code
+from moh_vision.common.progress import say
 from moh_vision.data.batches import check_images_fit
 from moh_vision.data.sources import first_size
 from moh_vision.engine.accelerator import finish, make_accelerator
-from moh_vision.engine.cli import Parser, refuse_output
-from moh_vision.engine.errors import exit_code
 from moh_vision.engine.logging import versions, write_json
-from moh_vision.engine.progress import say
 from moh_vision.evaluation import fidelity
 from moh_vision.evaluation.fidelity.extractors import make_extractor
 from moh_vision.evaluation.fidelity.images import SourceImages, open_images, open_set

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from moh_vision.engine.errors import reason_of
+from moh_vision.common.errors import reason_of
 from moh_vision.models.weights import from_run
 
 # torch-fidelity's file; its name ends in the first digits of its sha256.

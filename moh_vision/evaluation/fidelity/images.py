@@ -14,12 +14,12 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
 
+from moh_vision.common.cli import refuse_missing
+from moh_vision.common.errors import reason_of
 from moh_vision.data.decode import MAX_PIXELS, center_crop, in_8_bits, open_image, upright_size
 from moh_vision.data.folder import IMAGES, image_files, left_out_line, split_folders
 from moh_vision.data.hub import PREFIX
 from moh_vision.data.splits import is_latent_cache, open_source
-from moh_vision.engine.cli import refuse_missing
-from moh_vision.engine.errors import reason_of
 
 GREY = ("1", "L", "LA", "La", "I", "I;16", "I;16B", "I;16L")  # modes that `in_8_bits` makes "L"
 Batch = tuple[int, Tensor]  # number of the first image in the set, images

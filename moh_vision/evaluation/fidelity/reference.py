@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.types import Device
 
-from moh_vision.engine.io import sha256_of
-from moh_vision.engine.progress import Progress
+from moh_vision.common.io import sha256_of
+from moh_vision.common.progress import Progress
 from moh_vision.evaluation.fidelity.extractors import Extractor
 from moh_vision.evaluation.fidelity.images import archive_members, open_images
 from moh_vision.evaluation.fidelity.statistics import SetStatistics, Statistics, load_statistics

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import whole_file
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import whole_file
 from moh_vision.evaluation.fidelity.extractors import Extracted
 from moh_vision.evaluation.fidelity.images import archive_members, open_array
 

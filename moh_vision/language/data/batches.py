@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.order import PositionSampler
 from moh_vision.data.workers import leave_signals_to_the_parent
-from moh_vision.engine.seeds import Stream, derive_seed
 
 IGNORE = -100  # a label that nothing is to be predicted for
 

@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from moh_vision.engine.seeds import Stream, derive_seed
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.language.data.batches import IGNORE, padded
 from moh_vision.language.data.tokens import Tokens
 from moh_vision.language.data.vocabulary import BOS, MASK, PAD, SPECIALS, UNK, Vocabulary

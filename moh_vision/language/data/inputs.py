@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import numpy as np
 from torch import Tensor
 
+from moh_vision.common.cli import refuse_missing_source
+from moh_vision.common.io import run_of, write_whole
 from moh_vision.data.order import PositionSampler, rank_slice
 from moh_vision.data.records import check_sums
-from moh_vision.engine.cli import refuse_missing_source
-from moh_vision.engine.io import run_of, write_whole
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.batches import TokenSampler, length_slices, load_batches
 from moh_vision.language.data.blocks import EVALUATION_SEED, CausalWindows, MaskedBlocks

@@ -13,8 +13,8 @@ from math import lcm
 import numpy as np
 from torch.utils.data import ConcatDataset
 
+from moh_vision.common.seeds import Stream, derive_seed
 from moh_vision.data.order import PositionSampler, epoch_order
-from moh_vision.engine.seeds import Stream, derive_seed
 from moh_vision.language.data.blocks import CausalWindows
 
 LONGEST_ROUND = 1 << 17

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from moh_vision.common.errors import reason_of, some_of
+from moh_vision.common.io import sha256_of
+from moh_vision.common.progress import Progress
 from moh_vision.data.hub import PREFIX, hub_split
-from moh_vision.engine.errors import reason_of, some_of
-from moh_vision.engine.io import sha256_of
-from moh_vision.engine.progress import Progress
 from moh_vision.engine.ranks import say
 
 # What a validation split is called elsewhere; other splits go by their own name.

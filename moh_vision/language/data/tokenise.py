@@ -13,9 +13,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from moh_vision.engine.cli import refuse_unwritable
-from moh_vision.engine.io import sha256_of
-from moh_vision.engine.progress import Progress, say
+from moh_vision.common.cli import refuse_unwritable
+from moh_vision.common.io import sha256_of
+from moh_vision.common.progress import Progress, say
 from moh_vision.language.data.sources import IDS, TextFile, form_of
 from moh_vision.language.data.tokens import META, Tokens, read_meta, write_store
 from moh_vision.language.data.vocabulary import Vocabulary, find_tokenizer

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import whole_file, write_whole
-from moh_vision.engine.progress import Progress
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import whole_file, write_whole
+from moh_vision.common.progress import Progress
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.sources import IDS
 from moh_vision.language.data.vocabulary import FORMAT, Vocabulary, cached

@@ -16,9 +16,9 @@ from typing import Self
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import write_whole
-from moh_vision.engine.progress import Progress
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import write_whole
+from moh_vision.common.progress import Progress
 from moh_vision.engine.ranks import say
 
 PAD, BOS, EOS, UNK, MASK = range(5)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moh_vision.attention import HeadMixtureAttention, RoutingStats
 from moh_vision.attention.kernels.eager import select_top_k
 from moh_vision.attention.routers import MAERouter
-from moh_vision.engine.progress import Progress
+from moh_vision.common.progress import Progress
 from moh_vision.engine.ranks import total
 from moh_vision.language.data.vocabulary import Vocabulary
 

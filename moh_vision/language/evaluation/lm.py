@@ -20,11 +20,11 @@ from pathlib import Path
 from torch import nn
 
 from moh_vision.attention import head_budget
+from moh_vision.common.cli import refuse_output
+from moh_vision.common.errors import nearest, reason_of
+from moh_vision.common.progress import say
 from moh_vision.engine.accelerator import finish, make_accelerator
-from moh_vision.engine.cli import refuse_output
-from moh_vision.engine.errors import nearest, reason_of
 from moh_vision.engine.logging import write_json
-from moh_vision.engine.progress import say
 from moh_vision.engine.ranks import total
 from moh_vision.language.evaluation.lm_suites import SUITES, Row, average, suite_table
 from moh_vision.models.head_load import HeadLoad

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 import moh_vision.language.models.create  # noqa: F401  registers our model types
 from moh_vision.attention import attention_layers
-from moh_vision.engine.errors import reason_of
-from moh_vision.engine.io import sha256_of
+from moh_vision.common.errors import reason_of
+from moh_vision.common.io import sha256_of
 from moh_vision.engine.logging import versions
 from moh_vision.language.models.llama.attention import RoutedAttention
 from moh_vision.language.models.llama.model import load_moh_llama3

@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from moh_vision.attention import RoutingStats, head_budget
+from moh_vision.common.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.best import BEST, earlier_scores
 from moh_vision.engine.checkpoint import export_weights
-from moh_vision.engine.io import TensorFiles, by_age, write_whole
 from moh_vision.engine.logging import write_json
 from moh_vision.engine.ranks import from_first, total
 from moh_vision.engine.step_folders import damage

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from sacrebleu.metrics import BLEU
 from torch import nn
 
-from moh_vision.engine.seeds import derive_seed
+from moh_vision.common.seeds import derive_seed
 from moh_vision.language.data.translation import ParallelTokens
 from moh_vision.language.data.vocabulary import Vocabulary
 from moh_vision.language.evaluation.words import tokenise_by

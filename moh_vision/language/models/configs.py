@@ -7,7 +7,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from moh_vision.attention import BudgetSpec, HeadBudget, default_budget, full_budget, resolve_budget
 from moh_vision.attention.budget import parse_share, shape_of, shaped
-from moh_vision.engine.errors import closest
+from moh_vision.common.errors import closest
 
 # Allowed keys of an attention dict, for router and layer ("bias": of its projections).
 ROUTER_KEYS = {

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 import moh_vision.language.models.llama.model  # noqa: F401  registers its models
-from moh_vision.engine.errors import closest, message_of
+from moh_vision.common.errors import closest, message_of
 from moh_vision.language.models.base import MODELS, register
 from moh_vision.language.models.causal_lm import CausalLMModel
 from moh_vision.language.models.configs import (

@@ -130,7 +130,7 @@ class TranslationModel(CachedGeneration, TextModel, GenerationMixin):
         return inputs
 
     @can_return_tuple
-    def forward(
+    def forward(  # noqa: PLR0913
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,

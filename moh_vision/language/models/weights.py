@@ -12,8 +12,8 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
-from moh_vision.engine.errors import closest, reason_of
-from moh_vision.engine.io import run_of
+from moh_vision.common.errors import closest, reason_of
+from moh_vision.common.io import run_of
 from moh_vision.engine.ranks import say
 from moh_vision.language.data.inputs import CausalInputs, TextInputs
 from moh_vision.language.data.vocabulary import TOKENIZER, Vocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moh_vision.engine.errors import user_errors
+from moh_vision.common.errors import user_errors
 from moh_vision.language.data.sources import find_lines, find_pairs
 from tests.support.paths import ROOT
 from tests.support.refusals import one_line

@@ -196,7 +196,7 @@ def run(*argv):
 
 
 def test_tokenise(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("moh_vision.engine.progress.LINE_EVERY", 0)
+    monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     tokenizer = llama_like(tmp_path / "t")
     (tmp_path / "a.txt").write_text("a b\n\n  c \n")
     lines = [json.dumps(dict(text="d\ne f", meta=1)), "", json.dumps(dict(text=""))]

@@ -23,6 +23,7 @@ from moh_vision.attention.kernels.gpu.blocks import (
     Block,
     card_of,
     cdiv,
+    contiguous_rows,
     next_power_of_2,
     numbers_of,
     row_of,
@@ -56,7 +57,7 @@ def attend_keys(
     sums, q, n, mask, k_tiles, v_tiles, k, v, b, g, k_by, v_by, M, low, high, scale, root,
     EDGE: tl.constexpr, spec: tl.constexpr,
 ):  # fmt: skip
-    """Keys low .. high - 1 into the running sums (the values, the largest score before scaling, the exponentials)."""
+    """Add keys low .. high - 1 to the running sums (the values, the largest score before scaling, the exponentials)."""
     acc, top, total = sums
     BLOCK: tl.constexpr = spec.EDGE_N if EDGE else spec.BLOCK_N
     for start in range(low, high, BLOCK):
@@ -64,7 +65,8 @@ def attend_keys(
         real = key < M
         k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
         scores = product(q, k_block, spec)  # [BLOCK_M, BLOCK_N]
-        scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, spec)  # fmt: skip
+        mask_tile = mask[:, None] + key[None, :]
+        scores = see(scores, mask_tile, n[:, None], key[None, :], M, root, EDGE, spec)
 
         new = tl.maximum(top, tl.max(scores, 1))
         base = new
@@ -95,7 +97,10 @@ def forward_kernel(
     g = h // (H // G)
     pair = first + tl.arange(0, spec.BLOCK_M)
     real = pair < stop
-    n64, b64, h64, g64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+    n64 = n.to(tl.int64)
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    g64 = g.to(tl.int64)
 
     q_head = q + (b64 * q_by[0] + h64 * q_by[1]) * spec.UNIT
     q_rows = load(q_head, n64 * (q_by[2] * spec.UNIT), real, spec)
@@ -142,7 +147,8 @@ def forward(
     mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `moh_vision.attention.kernels.gpu.library.attend`."""
-    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    B, H, N, D = q.shape
+    _, G, M, _ = k.shape
     o = q.new_empty(B, N, H * D)
     lse = q.new_empty(token.shape, dtype=torch.float32)
     q, k, v = (contiguous_rows(x) for x in (q, k, v))
@@ -151,30 +157,27 @@ def forward(
     programs = cdiv(N, spec.BLOCK_M) * B * H
     if programs:
         tiles = given.key_tiles(spec, k, v)
-        unit = spec.UNIT
-        rows_by = [in_units(x, unit) for x in (q, k, v)]
-        forward_kernel[(programs,)](
-            q, k, v, weights, given.mask, token, offsets, o, lse, *tiles,
-            *rows_by, given.gates_by, given.mask_by, B, N, M, H, G, math.sqrt(D), spec=spec, **options,
-        )  # fmt: skip
+        tensors = (q, k, v, weights, given.mask, token, offsets, o, lse)
+        rows_by = [in_units(x, spec.UNIT) for x in (q, k, v)]
+        strides = (*rows_by, given.gates_by, given.mask_by)
+        sizes = (B, N, M, H, G, math.sqrt(D))
+        forward_kernel[(programs,)](*tensors, *tiles, *strides, *sizes, spec=spec, **options)
     return o, lse
 
 
 # ---- What launches share
 
 
-def contiguous_rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def unit_of(*rows: Tensor) -> int:
-    """Of how many numbers the strides of rows are multiples: 8 or 1.
+    """Return of how many numbers the strides of rows are multiples: 8 or 1.
 
     Triton knows that a number is divisible by 16, but a row of 72 numbers is only by 8: unless it is told, it loads
     them one at a time.
     """
     strides = [stride for x in rows for stride in x.stride()[:-1]]
-    return 8 if all(stride % 8 == 0 for stride in strides) else 1
+    if all(stride % 8 == 0 for stride in strides):
+        return 8
+    return 1
 
 
 def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
@@ -183,7 +186,7 @@ def in_units(x: Tensor, unit: int) -> tuple[int, ...]:
 
 
 def fits_descriptor(x: Tensor) -> bool:
-    """Whether a tensor can be read through a descriptor: 16-byte steps, and no dimension that repeats."""
+    """Return whether a tensor can be read through a descriptor: 16-byte steps, and no dimension that repeats."""
     size = x.element_size()
     long = [stride for length, stride in zip(x.shape[:-1], x.stride()[:-1]) if length > 1]
     aligned = all(stride > 0 and stride * size % 16 == 0 for stride in long)
@@ -193,9 +196,10 @@ def fits_descriptor(x: Tensor) -> bool:
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of x [B, G, M, D]: what lies beyond M reads as 0."""
     # The step of a dimension of length 1 is never taken, and may be anything.
-    strides = [
-        stride if length > 1 else 16 for length, stride in zip(x.shape[:-1], x.stride()[:-1])
-    ]
+    strides = list(x.stride()[:-1])
+    for dimension, length in enumerate(x.shape[:-1]):
+        if length == 1:
+            strides[dimension] = 16
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, x.shape[-1]])
 
 
@@ -204,7 +208,7 @@ class Given(NamedTuple):
 
     gated: bool
     mask: Tensor | None  # [B, H, N, M], keys side by side
-    kind: int  # of the mask
+    mask_type: int  # NO_MASK, BOOL_MASK or FLOAT_MASK
     is_causal: bool
     gates_by: tuple[int, int, int]  # strides of b, n, h
     mask_by: tuple[int, int, int]  # strides of b, h, n
@@ -223,24 +227,27 @@ class Given(NamedTuple):
             gates_by = weights.stride()
             if weights.shape[1] == 1:  # one gate of a sequence serves all tokens
                 gates_by = (gates_by[0], 0, gates_by[2])
-        kind = NO_MASK
+        mask_type = NO_MASK
         mask_by = (0, 0, 0)
         if mask is not None:
-            kind = BOOL_MASK if mask.dtype == torch.bool else FLOAT_MASK
+            mask_type = FLOAT_MASK
             mask = contiguous_rows(mask)
-            if kind == BOOL_MASK:
+            if mask.dtype == torch.bool:
+                mask_type = BOOL_MASK
                 mask = mask.view(torch.uint8)
             mask = mask.expand(*q.shape[:3], k.shape[2])
             mask_by = mask.stride()[:3]
-        return cls(weights is not None, mask, kind, is_causal, gates_by, mask_by)
+        return cls(weights is not None, mask, mask_type, is_causal, gates_by, mask_by)
 
-    def spec(self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Spec, dict]:  # fmt: skip
-        """What a kernel is compiled for, and its warps and stages.
+    def spec(
+        self, kernel: str, q: Tensor, k: Tensor, v: Tensor, *gradients: Tensor
+    ) -> tuple[Spec, dict]:
+        """Return what a kernel is compiled for, and its warps and stages.
 
         Args:
             kernel: "forward", "queries" or "keys".
             q, k, v: [B, H, N, D] and [B, G, M, D].
-            *others: further tensors whose strides are given in units.
+            *gradients: further tensors whose strides are given in units.
         """
         D = q.shape[3]
         numbers = numbers_of(q.dtype)
@@ -248,11 +255,19 @@ class Given(NamedTuple):
         block: Block = getattr(row, kernel)
         # A descriptor reads one part, and a tile of D numbers.
         tma = block.tma and widths(D) == (D, 0) and fits_descriptor(k) and fits_descriptor(v)
-        precision = "tf32" if numbers == "tf32" else "ieee"
         spec = Spec(
-            D, *widths(D), unit_of(q, k, v, *others), self.gated, self.kind, self.is_causal, precision,
-            block.queries, block.keys, self.edge(block.keys, k.shape[2]), tma,
-        )  # fmt: skip
+            D,
+            *widths(D),
+            UNIT=unit_of(q, k, v, *gradients),
+            GATED=self.gated,
+            MASK=self.mask_type,
+            CAUSAL=self.is_causal,
+            PRECISION="tf32" if numbers == "tf32" else "ieee",
+            BLOCK_M=block.queries,
+            BLOCK_N=block.keys,
+            EDGE_N=self.edge(block.keys, k.shape[2]),
+            TMA=tma,
+        )
         return spec, dict(num_warps=block.warps, num_stages=block.stages)
 
     def edge(self, block: int, keys: int) -> int:

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from moh_vision.attention.kernels.gpu.attend import (
     Given,
-    contiguous_rows,
     in_units,
     unit_of,
 )
-from moh_vision.attention.kernels.gpu.blocks import cdiv
+from moh_vision.attention.kernels.gpu.blocks import cdiv, contiguous_rows
 from moh_vision.attention.kernels.gpu.rows import (
     LOG2E,
     SIZES,
@@ -55,7 +54,7 @@ PACKED_PAIRS = 32  # of a program that packs
 
 @triton.jit
 def probabilities(scores, scale, lse, spec: tl.constexpr):
-    """lse: to base 2."""
+    """Return the probabilities of scores. lse: to base 2."""
     power = scores * scale - lse
     if spec.MASK == 2:
         # At most 1, also where a bias of -1e9 hides all keys: `lse` has no digits left for its sum then.
@@ -86,7 +85,9 @@ def pack_kernel(
         return
     pair = first + tl.arange(0, spec.BLOCK_M)
     real = pair < stop
-    n64, b64, h64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64)
+    n64 = n.to(tl.int64)
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
 
     q_head = q + (b64 * q_by[0] + h64 * q_by[1]) * spec.UNIT
     q_rows = load(q_head, n64 * (q_by[2] * spec.UNIT), real, spec)
@@ -126,7 +127,8 @@ def queries_keys(
         k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
         v_block = load_keys(v_tiles, v, b, g, start, v_by, real, EDGE, spec)
         scores = product(q, k_block, spec)
-        scores = see(scores, mask[:, None] + key[None, :], n[:, None], key[None, :], M, root, EDGE, spec)  # fmt: skip
+        mask_tile = mask[:, None] + key[None, :]
+        scores = see(scores, mask_tile, n[:, None], key[None, :], M, root, EDGE, spec)
         p = probabilities(scores, scale, lse[:, None], spec)
         dp = product(do, v_block, spec)
         if spec.GATED:
@@ -149,7 +151,10 @@ def queries_kernel(
     g = h // (H // G)
     pair = first + tl.arange(0, spec.BLOCK_M)
     real = pair < stop
-    n64, b64, h64, g64 = n.to(tl.int64), b.to(tl.int64), h.to(tl.int64), g.to(tl.int64)
+    n64 = n.to(tl.int64)
+    b64 = b.to(tl.int64)
+    h64 = h.to(tl.int64)
+    g64 = g.to(tl.int64)
 
     q_rows = load_packed(q_packed, first, real, spec.BLOCK_M, spec)
     do_rows = load_packed(do_packed, first, real, spec.BLOCK_M, spec)
@@ -216,9 +221,8 @@ def keys_pairs(
             mask_rows = n.to(tl.int64)
             if spec.MASK > 0:
                 mask_rows = mask + mask_rows * mask_by
-            scores = see(
-                scores, mask_rows[None, :] + key[:, None], n[None, :], key[:, None], M, root, spec.CAUSAL, spec
-            )  # fmt: skip
+            mask_tile = mask_rows[None, :] + key[:, None]
+            scores = see(scores, mask_tile, n[None, :], key[:, None], M, root, spec.CAUSAL, spec)
         p = probabilities(scores, scale, row_lse[None, :], spec)
         dp = product(v, do_rows, spec)
         if spec.GATED:
@@ -248,7 +252,9 @@ def keys_kernel(
     shift = b * N
     key = start + tl.arange(0, spec.BLOCK_N)
     real = key < M
-    key64, b64, g64 = key.to(tl.int64), b.to(tl.int64), g.to(tl.int64)
+    key64 = key.to(tl.int64)
+    b64 = b.to(tl.int64)
+    g64 = g.to(tl.int64)
 
     k_head = k + (b64 * k_by[0] + g64 * k_by[1]) * spec.UNIT
     v_head = v + (b64 * v_by[0] + g64 * v_by[1]) * spec.UNIT
@@ -300,7 +306,7 @@ class Packed(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What backward computes. Queries', keys' and values' may be views of one buffer."""
+    """What backward computes. The gradients of queries, keys and values may be views of one buffer."""
 
     q: Tensor  # [B, H, N, D]
     k: Tensor  # [B, G, M, D]
@@ -327,18 +333,22 @@ def pack(
     pairs = token.shape[0]
     rows = q.new_empty(2, pairs, sum(widths(D)))
     numbers = lse.new_empty(3, pairs)
-    gates = numbers[2] if given.gated else None
+    gates = None
+    dgates = None
+    if given.gated:
+        gates = numbers[2]
+        dgates = grads.gates
     packed = Packed(rows[0], rows[1], gates, numbers[0], numbers[1])
     unit = unit_of(q, do, grads.q)
     spec = Spec(D, *widths(D), unit, given.gated, 0, False, "ieee", PACKED_PAIRS, 16, 16, False)
     programs = cdiv(N, PACKED_PAIRS) * B * H
     if programs:
+        tensors = (q, do, o, weights, lse, token, offsets)
+        q_by, do_by, dq_by = (in_units(x, unit) for x in (q, do, grads.q))
+        strides = (q_by, do_by, given.gates_by, dq_by)
         pack_kernel[(programs,)](
-            q, do, o, weights, lse, token, offsets, *packed, grads.q,
-            grads.gates if given.gated else None,
-            in_units(q, unit), in_units(do, unit), given.gates_by, in_units(grads.q, unit),
-            B, N, H, spec=spec, num_warps=4,
-        )  # fmt: skip
+            *tensors, *packed, grads.q, dgates, *strides, B, N, H, spec=spec, num_warps=4
+        )
     return packed
 
 
@@ -361,7 +371,8 @@ def backward(
     dq is 0 where a head is off. Gradients of gates have the shape of `weights`, float32; without weights there are none,
     and the tensor is empty.
     """
-    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    B, H, N, D = q.shape
+    _, G, M, _ = k.shape
     q, k, v, do = (contiguous_rows(x) for x in (q, k, v, do))
     given = Given.of(q, k, weights, mask, is_causal)
     packed = pack(do, q, o.contiguous(), lse, weights, token, offsets, given, grads)
@@ -371,21 +382,21 @@ def backward(
     programs = cdiv(N, spec.BLOCK_M) * B * H
     if programs:
         tiles = given.key_tiles(spec, k, v)
-        rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
+        tensors = (k, v, given.mask, token, offsets, grads.q, grads.gates)
+        k_by, v_by, dq_by = (in_units(x, spec.UNIT) for x in (k, v, grads.q))
+        strides = (k_by, v_by, given.mask_by, dq_by)
         queries_kernel[(programs,)](
-            *packed, k, v, given.mask, token, offsets, grads.q, grads.gates, *tiles,
-            *rows_by, given.mask_by, in_units(grads.q, spec.UNIT), *sizes, spec=spec, **options,
-        )  # fmt: skip
+            *packed, *tensors, *tiles, *strides, *sizes, spec=spec, **options
+        )
 
     spec, options = given.spec("keys", q, k, v, grads.k, grads.v)
     programs = cdiv(M, spec.BLOCK_N) * B * G
     if programs:
+        tensors = (k, v, given.mask, token, offsets, grads.k, grads.v)
         rows_by = [in_units(x, spec.UNIT) for x in (k, v)]
         grads_by = [in_units(x, spec.UNIT) for x in (grads.k, grads.v)]
-        keys_kernel[(programs,)](
-            *packed, k, v, given.mask, token, offsets, grads.k, grads.v,
-            *rows_by, given.mask_by, *grads_by, *sizes, spec=spec, **options,
-        )  # fmt: skip
+        strides = (*rows_by, given.mask_by, *grads_by)
+        keys_kernel[(programs,)](*packed, *tensors, *strides, *sizes, spec=spec, **options)
     if given.gated and weights.shape[1] == 1:
         return grads.gates.sum(1, keepdim=True)
     return grads.gates

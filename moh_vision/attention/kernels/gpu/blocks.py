@@ -4,6 +4,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 # Cards, each of which can do what those before it can.
 SMALL = 0  # about 99 KB of shared memory for a program: RTX 4090, L4
@@ -35,8 +36,8 @@ class Row(NamedTuple):
 
 
 # The first row that fits decides. Those for HOPPER are the fastest of 4 to 14 candidates each on an H100
-# (docs/results/speed.md); the others have not been timed. Few tokens: small blocks, because the last tile of a segment is half empty on
-# average. The kernel of keys is limited by registers: few queries with many keys do best.
+# (docs/results/speed.md); the others have not been timed. Few tokens: small blocks, because the last tile of a segment is
+# half empty on average. The kernel of keys is limited by registers: few queries with many keys do best.
 TABLE = (
     Row("16 bits", HOPPER,  64, False,  512, Block(64, 32, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
     Row("16 bits", HOPPER,  64, False, None, Block(64, 64, 4, 3, True),  Block(64, 64, 4, 3, True), Block(32, 128, 4, 3)),
@@ -81,9 +82,16 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def contiguous_rows(x: Tensor) -> Tensor:
+    """Return x, or a copy of x where the numbers of a row do not lie side by side."""
+    if x.stride(-1) == 1:
+        return x
+    return x.contiguous()
+
+
 @functools.cache
 def row_of(numbers: str, card: int, D: int, masked: bool, tokens: int) -> Row:
-    """The row of a call.
+    """Return the row of a call.
 
     Args:
         numbers: see `numbers_of`.
@@ -102,14 +110,14 @@ def row_of(numbers: str, card: int, D: int, masked: bool, tokens: int) -> Row:
 
 
 def numbers_of(dtype: torch.dtype) -> str:
-    """How numbers are multiplied: "16 bits", or float32 by tensor cores in "tf32" or exactly in "float32"."""
+    """Return how numbers are multiplied: "16 bits", or float32 by tensor cores in "tf32" or exactly in "float32"."""
     if dtype != torch.float32:
         return "16 bits"
     return "tf32" if uses_tf32() else "float32"
 
 
 def uses_tf32() -> bool:
-    """Whether PyTorch multiplies float32 in tf32 on a GPU.
+    """Return whether PyTorch multiplies float32 in tf32 on a GPU.
 
     Not torch.get_float32_matmul_precision, which raises where this was set the newer way, by `fp32_precision`.
     """
@@ -118,7 +126,7 @@ def uses_tf32() -> bool:
 
 @functools.cache
 def card_of(device: torch.device) -> int:
-    """SMALL, LARGE or HOPPER; the interpreter has no limits."""
+    """Return SMALL, LARGE or HOPPER; the interpreter has no limits."""
     if device.type != "cuda":
         return HOPPER
     properties = torch.cuda.get_device_properties(device)
@@ -128,4 +136,6 @@ def card_of(device: torch.device) -> int:
     )
     if memory > 200 * 1024 and properties.major >= 9:
         return HOPPER
-    return LARGE if memory >= 160 * 1024 else SMALL
+    if memory >= 160 * 1024:
+        return LARGE
+    return SMALL

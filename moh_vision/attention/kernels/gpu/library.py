@@ -16,7 +16,7 @@ from moh_vision.attention.kernels.gpu import project_route, route, sequences, we
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 from moh_vision.attention.kernels.gpu.attend_backward import Gradients
 from moh_vision.attention.kernels.gpu.attend_backward import backward as attend_backward
-from moh_vision.attention.kernels.gpu.pairs import pairs
+from moh_vision.attention.kernels.gpu.pairs import longest_list, pairs
 
 NAME = "moh_vision_triton"
 LIBRARY = torch.library.Library(NAME, "DEF")
@@ -24,14 +24,15 @@ OPS = torch.ops.moh_vision_triton
 
 
 def define(schema: str, run: Callable, fake: Callable | None = None) -> None:
-    """Add an operator. Triton launches on the current device: `run` gets that of its first tensor.
+    """Add an operator. Triton launches on the current device, so `run` is called with the device of its first tensor.
 
     On a CPU `run` works in Triton's interpreter only (TRITON_INTERPRET=1).
     """
 
     @functools.wraps(run)
     def on_its_device(*args):
-        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+        first_tensor = next(x for x in args if isinstance(x, Tensor))
+        with torch.cuda.device_of(first_tensor):
             return run(*args)
 
     name = schema.partition("(")[0]
@@ -79,7 +80,8 @@ def attend(
 
 
 def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
-    (B, H, N, D), (_, G, M, _) = q.shape, k.shape
+    B, H, N, D = q.shape
+    _, G, M, _ = k.shape
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; not one of {DTYPES}"
@@ -88,12 +90,11 @@ def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
         raise ValueError(
             f"queries {tuple(q.shape)}, keys {tuple(k.shape)}, values {tuple(v.shape)}"
         )
-    if weights is not None and (
-        weights.dtype != torch.float32 or weights.shape not in ((B, N, H), (B, 1, H))
-    ):
-        raise ValueError(
-            f"weights are {weights.dtype} {tuple(weights.shape)}, not float32 {(B, N, H)}"
-        )
+    if weights is not None:
+        if weights.dtype != torch.float32 or weights.shape not in ((B, N, H), (B, 1, H)):
+            raise ValueError(
+                f"weights are {weights.dtype} {tuple(weights.shape)}, not float32 {(B, N, H)}"
+            )
     if offsets.shape != (H * B + 1,) or token.dtype != torch.int32 or offsets.dtype != torch.int32:
         raise ValueError(
             f"token {token.dtype}, offsets {offsets.dtype} {tuple(offsets.shape)}, not int32 {H * B + 1}"
@@ -119,7 +120,7 @@ def attend_product(
     Args:
         product: [B, N, (H + 2 * G) * D], grouped q | k | v and by head inside each.
         heads, kv_heads: H and G.
-        The others: see `attend`.
+        weights, token, offsets, is_causal, mask: see `attend`.
     """
     q, k, v = split_product(product, heads, kv_heads)
     _check_attend(q, k, v, weights, token, offsets, mask)
@@ -127,7 +128,7 @@ def attend_product(
 
 
 def split_product(product: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Views of a product [B, N, (H + 2 * G) * D]: q [B, H, N, D], k and v [B, G, N, D]."""
+    """Return views of a product [B, N, (H + 2 * G) * D]: q [B, H, N, D], k and v [B, G, N, D]."""
     rows = product.unflatten(-1, (heads + 2 * kv_heads, -1))
     return tuple(x.transpose(1, 2) for x in rows.split([heads, kv_heads, kv_heads], 2))
 
@@ -138,9 +139,11 @@ def _run_attend_product(product, heads, kv_heads, weights, token, offsets, is_ca
 
 
 def _new_gates(lse: Tensor, q: Tensor, weights: Tensor | None) -> Tensor:
-    """Memory for the gradients of gates, those of every token."""
+    """Return memory for the gradients of the gates of every token, empty without gates."""
+    if weights is None:
+        return lse.new_empty(0)
     B, H, N, _ = q.shape
-    return lse.new_empty((0,) if weights is None else (B, N, H))
+    return lse.new_empty(B, N, H)
 
 
 def _run_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
@@ -174,41 +177,54 @@ def _fake_attend_product(product, heads, kv_heads, weights, token, offsets, is_c
 
 def _fake_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
     dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    dgates = lse.new_empty((0,) if weights is None else weights.shape)
-    return dq, dk, dv, dgates
+    return dq, dk, dv, _fake_dgates(lse, weights)
 
 
 def _fake_attend_product_backward(
     do, product, o, lse, heads, kv_heads, weights, token, offsets, is_causal, mask
 ):
-    dgates = lse.new_empty((0,) if weights is None else weights.shape)
-    return torch.empty_like(product, memory_format=torch.contiguous_format), dgates
+    dproduct = torch.empty_like(product, memory_format=torch.contiguous_format)
+    return dproduct, _fake_dgates(lse, weights)
+
+
+def _fake_dgates(lse, weights):
+    if weights is None:
+        return lse.new_empty(0)
+    return lse.new_empty(weights.shape)
 
 
 def _attend(grads, inputs, outputs):
-    *computed, dgates = OPS.attend_backward(grads[0], *inputs[:3], *outputs, *inputs[3:])
-    return *computed, None if inputs[3] is None else dgates
+    q, k, v, weights, *remaining = inputs
+    *computed, dgates = OPS.attend_backward(grads[0], q, k, v, *outputs, weights, *remaining)
+    if weights is None:
+        dgates = None
+    return *computed, dgates
 
 
 def _attend_product(grads, inputs, outputs):
-    dproduct, dgates = OPS.attend_product_backward(grads[0], inputs[0], *outputs, *inputs[1:])
-    return dproduct, None, None, None if inputs[3] is None else dgates
+    product, heads, kv_heads, weights, *remaining = inputs
+    dproduct, dgates = OPS.attend_product_backward(
+        grads[0], product, *outputs, heads, kv_heads, weights, *remaining
+    )
+    if weights is None:
+        dgates = None
+    return dproduct, None, None, dgates
 
 
 def _attend_oracle(q, k, v, weights, token, offsets, is_causal, mask):
     B, H, N, D = q.shape
-    pairs = token[: offsets[-1]], offsets
-    where = eager.places(*pairs, H)
-    rows = q.transpose(1, 2).reshape(-1, D).index_select(0, where)
-    o = eager.attend(rows, k, v, *pairs, H, N, None, is_causal, mask)
+    token = token[: offsets[-1]]  # what follows the last pair means nothing
+    rows = eager.rows_of_pairs(token, offsets, H)
+    queries = q.transpose(1, 2).reshape(-1, D).index_select(0, rows)
+    o = eager.attend(queries, k, v, token, offsets, H, N, None, is_causal, mask)
     if weights is not None:
-        gates = weights.expand(B, N, H).flatten().index_select(0, where)
+        gates = weights.expand(B, N, H).flatten().index_select(0, rows)
         o = (o * gates.unsqueeze(1)).to(q.dtype)
-    return (eager.place(o, where, B * N * H).view(B, N, H * D),)
+    return (eager.scatter(o, rows, B * N * H).view(B, N, H * D),)
 
 
-def _attend_product_oracle(product, heads, kv_heads, *others):
-    return _attend_oracle(*split_product(product, heads, kv_heads), *others)
+def _attend_product_oracle(product, heads, kv_heads, *remaining):
+    return _attend_oracle(*split_product(product, heads, kv_heads), *remaining)
 
 
 _LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
@@ -246,11 +262,12 @@ differentiate(
 
 def _fake_pairs(active, count):
     B, N, H = active.shape
-    sizes = B * N * (H if count is None else count), H * B + 1
-    return tuple(active.new_empty(size, dtype=torch.int32) for size in sizes)
+    token = active.new_empty(longest_list(B, N, H, count), dtype=torch.int32)
+    offsets = active.new_empty(H * B + 1, dtype=torch.int32)
+    return token, offsets
 
 
-_ROUTER = "int candidates, int shared, int routed, str kind, Tensor? padding"
+_ROUTER = "int candidates, int shared, int routed, str gate_form, Tensor? padding"
 define(
     f"route(Tensor x, Tensor weight, {_ROUTER}) -> "
     "(Tensor weights, Tensor active, Tensor rows, Tensor probs, Tensor counts)",
@@ -276,7 +293,9 @@ def _fake_project_and_route(exact, x, weight, bias, router_weight, *router):
 def _fake_project_and_route_backward(
     dproduct, dweights, dprobs, drows, rows, x, weight, bias, router_weight, *router
 ):
-    dbias = weight.new_empty(0 if bias is None else bias.shape)
+    dbias = weight.new_empty(0)
+    if bias is not None:
+        dbias = weight.new_empty(bias.shape)
     return (
         torch.empty_like(x, memory_format=torch.contiguous_format),
         torch.empty_like(weight),
@@ -287,19 +306,23 @@ def _fake_project_and_route_backward(
 
 def _project_and_route(grads, inputs, outputs):
     dproduct, dweights, _, drows, dprobs = grads[:5]
+    _exact, *remaining = inputs
     dx, dweight, dbias, drouter = OPS.project_and_route_backward(
-        dproduct, dweights, dprobs, drows, *outputs, *inputs[1:]
+        dproduct, dweights, dprobs, drows, *outputs, *remaining
     )
-    return None, dx, dweight, None if inputs[3] is None else dbias, drouter
+    bias = inputs[3]
+    if bias is None:
+        dbias = None
+    return None, dx, dweight, dbias, drouter
 
 
 def _project_and_route_oracle(outputs, _exact, x, weight, bias, router_weight, *router):
-    """In PyTorch, at the logits that were kept: those of rounded tokens might choose other heads."""
+    """Project and route in PyTorch, at the logits that were kept: logits of rounded tokens might choose other heads."""
     (rows,) = outputs
     rounded = eager.gate_logits(x, router_weight)
     exact = rounded + (rows - rounded).detach()
     candidates, shared, *_ = router
-    balanced = router_weight.shape[0] > candidates + (shared if shared > 1 else 0)
+    balanced = eager.is_balanced(router_weight, candidates, shared)
     *numbers, padding = router
     routing = eager.choose(exact, *numbers, balanced, padding)
     product = F.linear(x, weight, bias)
@@ -366,14 +389,15 @@ differentiate(f"{NAME}::weigh", _weigh_oracle, _weigh)
 
 def _fake_plan(active, weights, count, head_dim):
     S = active.shape[0]
-    heads, index = (
-        active.new_empty(S, width, dtype=torch.int32) for width in (count, count * head_dim)
-    )
+    heads = active.new_empty(S, count, dtype=torch.int32)
+    index = active.new_empty(S, count * head_dim, dtype=torch.int32)
     return heads, weights.new_empty(S, count), index
 
 
 def _fake_project_heads(x, weight, bias, heads, gates, index):
-    shape = *x.shape[:2], heads.shape[1], index.shape[1] // heads.shape[1]
+    S, T, _ = x.shape
+    K = heads.shape[1]
+    shape = (S, T, K, index.shape[1] // K)
     return tuple(x.new_empty(shape) for _ in range(3))
 
 

@@ -49,17 +49,24 @@ def _list_kernel(
     segment = head.to(tl.int64) * B + sequence
     end = tl.load(ends + segment * blocks + block, mask=head < H, other=0)
     begin = end - tl.load(counts + segment * blocks + block, mask=head < H, other=0)
-    place = begin[None, :] + tl.cumsum(runs, 0) - 1
+    position = begin[None, :] + tl.cumsum(runs, 0) - 1
     tokens = tl.broadcast_to(token[:, None].to(tl.int32), [BLOCK_N, COLUMNS])
-    tl.store(token_list + place, tokens, mask=runs != 0)
+    tl.store(token_list + position, tokens, mask=runs != 0)
     if block == 0:
         tl.store(offsets + segment, begin, mask=head < H)
     if tl.program_id(0) == B * blocks - 1:
         tl.store(offsets + segment + 1, end, mask=head == H - 1)
 
 
+def longest_list(B: int, N: int, H: int, count: int | None) -> int:
+    """Return how many pairs there can be: those of `count` heads of every token, or of all H heads."""
+    if count is None:
+        count = H
+    return B * N * count
+
+
 def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
-    """The list of what runs, sorted by head, then sequence, then token.
+    """List the pairs that run, sorted by head, then sequence, then token.
 
     Args:
         active: bool [B, N, H].
@@ -72,7 +79,7 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
     if active.dim() != 3 or active.dtype != torch.bool:
         raise ValueError("pairs: active must be bool [B, N, H]")
     B, N, H = active.shape
-    length = B * N * (H if count is None else count)
+    length = longest_list(B, N, H, count)
     if length >= 2**31:
         raise ValueError(f"pairs: {length} pairs are too many for int32")
     token = torch.empty(length, dtype=torch.int32, device=active.device)
@@ -80,7 +87,9 @@ def pairs(active: Tensor, count: int | None) -> tuple[Tensor, Tensor]:
         return token, token.new_zeros(H * B + 1)
     active = active.contiguous().view(torch.uint8)
     _, columns, _ = tile(H)
-    warps = 4 if columns <= 32 else 8
+    warps = 4
+    if columns > 32:
+        warps = 8
     tokens = max(16, min(TOKENS, 8192 // columns))
     blocks = cdiv(N, tokens)
     counts = torch.empty((H, B, blocks), dtype=torch.int32, device=active.device)

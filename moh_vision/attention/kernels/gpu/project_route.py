@@ -21,7 +21,7 @@ def forward(
     candidates: int,
     shared: int,
     routed: int,
-    kind: str,
+    gate_form: str,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Project and route.
@@ -29,16 +29,17 @@ def forward(
     Args:
         exact: tokens as they came [B, N, C]; the router reads them.
         x: the same in the numbers of the product.
-        weight: of the product [O, C]; bias: [O] or None. Numbers as x.
+        weight, bias: [O, C], and [O] or None, of the product, in the numbers of x.
         router_weight: [R, C].
-        candidates, shared, routed, kind, padding: see `route.forward`.
+        candidates, shared, routed, gate_form, padding: see `route.forward`.
 
     Returns:
         The product [B, N, O], and what `route.forward` returns.
     """
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(x, weight, bias)
-    routed_heads = route.forward(exact, router_weight, candidates, shared, routed, kind, padding)
+    router = (candidates, shared, routed, gate_form, padding)
+    routed_heads = route.forward(exact, router_weight, *router)
     return product, *routed_heads
 
 
@@ -55,18 +56,29 @@ def backward(
     candidates: int,
     shared: int,
     routed: int,
-    kind: str,
+    gate_form: str,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, bias and the router's weight; that of a bias that is None is empty."""
-    router = (candidates, shared, routed, kind, padding)
+    """Compute the gradients of x, weight, bias and the router's weight.
+
+    The gradient of a bias that is None is empty.
+
+    Args:
+        dproduct, dweights, dprobs, drows: gradients of those outputs of `forward`, or None.
+        rows: output of `forward`.
+        x, weight, ..., padding: see `forward`.
+    """
+    router = (candidates, shared, routed, gate_form, padding)
     dx, drouter = route.backward(dweights, dprobs, drows, rows, x, router_weight, *router)
+    dbias = weight.new_empty(0)
     if dproduct is None:
-        dbias = weight.new_zeros(0 if bias is None else bias.shape)
+        if bias is not None:
+            dbias = weight.new_zeros(bias.shape)
         return dx, torch.zeros_like(weight), dbias, drouter
     with torch.autocast(x.device.type, enabled=False):  # backward may be called under it
         grad = dproduct.flatten(0, 1)
         dx.view(-1, dx.shape[-1]).addmm_(grad, weight)
         dweight = grad.t() @ x.flatten(0, 1)
-        dbias = weight.new_empty(0) if bias is None else grad.sum(0)
+        if bias is not None:
+            dbias = grad.sum(0)
     return dx, dweight, dbias, drouter

@@ -17,11 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from moh_vision.attention.kernels.contract import DTYPES
-from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2, uses_tf32
+from moh_vision.attention.kernels.gpu.blocks import (
+    cdiv,
+    contiguous_rows,
+    next_power_of_2,
+    uses_tf32,
+)
 
-KINDS = ("released", "paper", "renormalised")
+GATE_FORMS = ("released", "paper", "renormalised")
 SMALLEST_GATE = tl.constexpr(1e-30)
-WEIGHT_TOKENS = 64  # of a step of the product that is the weight's gradient
+WEIGHT_TOKENS = 64  # in a step of the product that is the weight's gradient
 
 
 class Router(NamedTuple):
@@ -35,33 +40,51 @@ class Router(NamedTuple):
     ROWS: int
 
 
-def router_of(candidates: int, shared: int, routed: int, kind: str, rows: int) -> Router:
-    """Raises ValueError for a router that does not exist."""
-    if kind not in KINDS:
-        raise ValueError(f"route: no kind {kind!r}")
+def router_of(candidates: int, shared: int, routed: int, gate_form: str, rows: int) -> Router:
+    """Return what the kernels must know of a router; refuse a router that does not exist.
+
+    Args:
+        candidates, shared, routed, gate_form: see `kernels.route.LinearRouter`.
+        rows: rows of its weight.
+    """
+    if gate_form not in GATE_FORMS:
+        raise ValueError(f"route: no kind {gate_form!r}")
     exists = (
         0 <= routed <= candidates
         and shared >= 0
         and shared + candidates > 0
         and (routed > 0 or candidates == 0)
     )
-    if not exists or (shared > 0 and kind == "renormalised"):
+    if not exists or (shared > 0 and gate_form == "renormalised"):
         raise ValueError(
-            f"route: {candidates} candidates, {shared} shared and {routed} routed heads, kind {kind!r}"
+            f"route: {candidates} candidates, {shared} shared and {routed} routed heads, kind {gate_form!r}"
         )
-    plain = candidates + (shared if shared > 1 else 0)
+    plain = candidates
+    if shared > 1:  # one shared head has no row
+        plain += shared
     balanced = shared > 0 and candidates > 0 and rows == plain + 2
     if rows != plain and not balanced:
         raise ValueError(
             f"route: a weight of {rows} rows for {candidates} candidates and {shared} shared heads"
         )
-    return Router(candidates, shared, kind == "released", kind == "renormalised", balanced, rows)
+    return Router(
+        candidates,
+        shared,
+        RELEASED=gate_form == "released",
+        RENORMALISED=gate_form == "renormalised",
+        BALANCED=balanced,
+        ROWS=rows,
+    )
 
 
 def tile(width: int) -> tuple[int, int, int]:
-    """Tokens and columns of a tile for so many rows or heads, and the warps that hold it in their registers."""
+    """Return tokens and columns of a tile for so many rows or heads, and the warps that hold it in their registers."""
     columns = max(16, next_power_of_2(width))
-    return (32 if columns <= 64 else 16), columns, (4 if columns <= 32 else 8)
+    if columns <= 32:
+        return 32, columns, 4
+    if columns <= 64:
+        return 32, columns, 8
+    return 16, columns, 8
 
 
 # ---- gates
@@ -118,15 +141,15 @@ def _gates(logits, routed, router: tl.constexpr):
 
     TWO_GROUPS: tl.constexpr = router.SHARED > 0 and router.CANDIDATES > 0
     if router.BALANCED:
-        alpha = _softmax(
-            logits, (column >= router.ROWS - 2) & (column < router.ROWS)
-        )  # Jin 2024, eq. 6
+        balance = (column >= router.ROWS - 2) & (column < router.ROWS)
+        alpha = _softmax(logits, balance)  # Jin 2024, eq. 6
         shared_alpha = tl.sum(tl.where(column == router.ROWS - 2, alpha, 0.0), 1)
         routed_alpha = tl.sum(tl.where(column == router.ROWS - 1, alpha, 0.0), 1)
     else:
         shared_alpha = tl.full([logits.shape[0]], 0.5 if TWO_GROUPS else 1.0, tl.float32)
         routed_alpha = shared_alpha
-    shared_factor, routed_factor = shared_alpha, routed_alpha
+    shared_factor = shared_alpha
+    routed_factor = routed_alpha
     if router.RELEASED:
         GROUPS: tl.constexpr = 2.0 if TWO_GROUPS else 1.0
         shared_factor = router.SHARED * (GROUPS * shared_alpha)
@@ -173,7 +196,8 @@ def _route_kernel(
                 other=0.0,
             )
             if WIDEN:
-                x_tile, w_tile = x_tile.to(tl.float32), w_tile.to(tl.float32)
+                x_tile = x_tile.to(tl.float32)
+                w_tile = w_tile.to(tl.float32)
             # Never tf32: rounding must not decide which head wins. Products of 16-bit numbers are exact.
             logits = tl.dot(x_tile, w_tile, logits, input_precision="ieee")
 
@@ -283,7 +307,8 @@ def _route_backward_kernel(
             dshared = shared_factor[:, None] * probs * (dgate - shared_product[:, None])
             grad += tl.where(shared, dshared, 0.0)
         if router.BALANCED:
-            of_shared, of_routed = shared_factor * shared_product, routed_factor * routed_product
+            of_shared = shared_factor * shared_product
+            of_routed = routed_factor * routed_product
             both = of_shared + of_routed
             grad += tl.where(
                 (column == router.ROWS - 2)[None, :],
@@ -348,6 +373,7 @@ def _weight_gradient_kernel(
 
 
 def check(x: Tensor, weight: Tensor, padding: Tensor | None) -> None:
+    """Refuse tensors that the kernels cannot read."""
     for dtype in (x.dtype, weight.dtype):
         if dtype not in DTYPES:
             raise ValueError(f"route: float32, bfloat16 or float16, not {dtype}")
@@ -358,7 +384,10 @@ def check(x: Tensor, weight: Tensor, padding: Tensor | None) -> None:
 
 
 def as_bytes(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.contiguous().view(torch.uint8)
+    """Return a bool mask as kernels read it; None stays None."""
+    if mask is None:
+        return None
+    return mask.contiguous().view(torch.uint8)
 
 
 def forward(
@@ -367,22 +396,21 @@ def forward(
     candidates: int,
     shared: int,
     routed: int,
-    kind: str,
+    gate_form: str,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Route tokens.
 
     Args:
         x: tokens [B, N, C].
-        weight: of the router [R, C], see `kernels.route.route`.
-        candidates, shared, routed, kind: likewise.
+        weight, candidates, shared, routed, gate_form: of the router, see `kernels.route.LinearRouter`.
         padding: bool [B, N], True at padding, which probs and counts leave out.
 
     Returns:
         weights [B, N, H], active (bool) [B, N, H], rows [B, N, R] (the logits), probs [B, N, E], counts [B, H].
     """
     check(x, weight, padding)
-    router = router_of(candidates, shared, routed, kind, weight.shape[0])
+    router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
     B, N, C = x.shape
     H = shared + candidates
     shapes = (B, N, H), (B, N, router.ROWS), (B, N, candidates)
@@ -392,20 +420,24 @@ def forward(
     if B * N == 0:
         return weights, active, rows, probs, counts
 
-    x = x if x.stride(2) == 1 else x.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    x = contiguous_rows(x)
+    weight = contiguous_rows(weight)
     block, columns, warps = tile(max(router.ROWS, H))
-    short = x.dtype == weight.dtype != torch.float32
-    channels = 64 if short and columns <= 128 else 32
-    if short and columns == 16:  # measured, see docs/results/speed.md
-        channels, warps = 128, 2
+    channels = 32
+    if x.dtype == weight.dtype != torch.float32:  # 16 bits
+        if columns <= 128:
+            channels = 64
+        if columns == 16:  # measured, see docs/results/speed.md
+            channels = 128
+            warps = 2
+    # Triton's interpreter multiplies bfloat16 as integers.
+    widen = x.dtype != weight.dtype or not x.is_cuda
+    outputs = (weights, active.view(torch.uint8), rows, probs, counts)
+    strides = (x.stride()[:2], weight.stride(0))
+    tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, WIDEN=widen, num_warps=warps)
     _route_kernel[(B * cdiv(N, block),)](
-        x, weight, as_bytes(padding), weights, active.view(torch.uint8), rows, probs, counts,
-        B, N, C, x.stride()[:2], weight.stride(0), routed,
-        router=router, BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns,
-        WIDEN=x.dtype != weight.dtype or not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as integers
-        num_warps=warps,
-    )  # fmt: skip
+        x, weight, as_bytes(padding), *outputs, B, N, C, *strides, routed, router=router, **tiles
+    )
     return weights, active, rows, probs, counts
 
 
@@ -419,47 +451,71 @@ def backward(
     candidates: int,
     shared: int,
     routed: int,
-    kind: str,
+    gate_form: str,
     padding: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of tokens and weight, from those of the first, fourth and third output of `forward`."""
+    """Compute the gradients of tokens and weight.
+
+    Args:
+        dweights, dprobs, drows: gradients of those outputs of `forward`, or None.
+        rows: output of `forward`.
+        x, weight, ..., padding: see `forward`.
+    """
     check(x, weight, padding)
-    router = router_of(candidates, shared, routed, kind, weight.shape[0])
+    router = router_of(candidates, shared, routed, gate_form, weight.shape[0])
     C = x.shape[2]
     T = x.shape[0] * x.shape[1]
     if T * router.ROWS == 0:
         return x.new_zeros(x.shape), weight.new_zeros(weight.shape)
-    grads = [
-        None if grad is None else grad.float().contiguous() for grad in (dweights, dprobs, drows)
-    ]
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    grads = []
+    for grad in (dweights, dprobs, drows):
+        if grad is not None:
+            grad = grad.float().contiguous()
+        grads.append(grad)
+    weight = contiguous_rows(weight)
+    precision = "ieee"
     # tf32 loses less than the 16 bits of the tokens' gradients.
-    precision = "tf32" if x.dtype != torch.float32 or uses_tf32() else "ieee"
+    if x.dtype != torch.float32 or uses_tf32():
+        precision = "tf32"
     block, columns, warps = tile(router.ROWS)
+    channels = 64
+    if columns > 128:
+        channels = 32
     dlogits = torch.empty((T, router.ROWS), dtype=torch.float32, device=x.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    inputs = (*grads, rows.contiguous(), as_bytes(padding), weight)
+    tiles = dict(BLOCK_N=block, BLOCK_C=channels, COLUMNS=columns, num_warps=warps)
     _route_backward_kernel[(cdiv(T, block),)](
-        *grads, rows.contiguous(), as_bytes(padding), weight, dlogits, dx, T, C, weight.stride(0), routed,
-        router=router, BLOCK_N=block, BLOCK_C=64 if columns <= 128 else 32, COLUMNS=columns,
-        PRECISION=precision, num_warps=warps,
-    )  # fmt: skip
+        *inputs,
+        dlogits,
+        dx,
+        T,
+        C,
+        weight.stride(0),
+        routed,
+        router=router,
+        PRECISION=precision,
+        **tiles,
+    )
     return dx, weight_gradient(dlogits, x.reshape(T, C), precision).to(weight.dtype)
 
 
 def weight_gradient(dlogits: Tensor, x: Tensor, precision: str) -> Tensor:
-    """dlogits^T x in float32: dlogits [T, R] float32, x [T, C] -> [R, C]. x is read once, as it is."""
+    """Return dlogits^T x in float32: dlogits [T, R] float32, x [T, C] -> [R, C]. x is read once, as it is."""
     T, R = dlogits.shape
     C = x.shape[1]
-    x = x if x.stride(1) == 1 else x.contiguous()
+    x = contiguous_rows(x)
     _, columns, warps = tile(R)
     # What a program holds in registers and in shared memory grows with the rows of the weight.
     columns_of_x = min(128, 8192 // columns)
-    tokens = WEIGHT_TOKENS if columns <= 64 else WEIGHT_TOKENS // 2
+    tokens = WEIGHT_TOKENS
+    if columns > 64:
+        tokens = WEIGHT_TOKENS // 2
     # About four programs for each multiprocessor of a large card; their sums are added up in a fixed order.
     parts = min(cdiv(T, tokens), max(1, 528 // cdiv(C, columns_of_x)))
     sums = x.new_empty((parts, R, C), dtype=torch.float32)
+    tiles = dict(BLOCK_T=tokens, BLOCK_C=columns_of_x, COLUMNS=columns, num_warps=warps)
     _weight_gradient_kernel[(cdiv(C, columns_of_x) * parts,)](
-        dlogits, x, sums, T, R, C, x.stride(0), parts,
-        BLOCK_T=tokens, BLOCK_C=columns_of_x, COLUMNS=columns, PRECISION=precision, num_warps=warps,
-    )  # fmt: skip
+        dlogits, x, sums, T, R, C, x.stride(0), parts, PRECISION=precision, **tiles
+    )
     return sums.sum(0)

@@ -44,8 +44,12 @@ def widths(D: int) -> tuple[int, int]:
     """The parts of a head width: powers of two, 16 at least. 64 -> 64, 0; 72 -> 64, 16; 96 -> 64, 32."""
     whole = max(16, next_power_of_2(D))
     first = whole // 2
-    second = max(16, next_power_of_2(D - first)) if D > first else 0
-    return (first, second) if first >= 16 and first + second < whole else (whole, 0)
+    second = 0
+    if D > first:
+        second = max(16, next_power_of_2(D - first))
+    if first >= 16 and first + second < whole:
+        return first, second
+    return whole, 0
 
 
 # ---- Parts of rows
@@ -239,7 +243,7 @@ def find_tile(token, offsets, B, N, H, spec: tl.constexpr):
 
 @triton.jit
 def key_range(n, first, stop, M, spec: tl.constexpr):
-    """Keys of a tile: all its queries see those before the first number; none sees one from the second on."""
+    """Return two keys: all queries of a tile see the keys before the first, none sees the second or one after it."""
     last = M
     full = M // spec.BLOCK_N * spec.BLOCK_N
     if spec.CAUSAL:
@@ -255,7 +259,7 @@ def key_range(n, first, stop, M, spec: tl.constexpr):
 
 @triton.jit
 def write_zeros(x, x_by, gates, gates_by, n, first, stop, low, high, spec: tl.constexpr):
-    """Zeros for the tokens low .. high - 1 that are not among the tile's, n.
+    """Write zeros for the tokens low .. high - 1 that are not among the tile's, n.
 
     x: pointer to the rows of b and h, `x_by` numbers apart; gates: likewise, or None.
     """
@@ -273,7 +277,7 @@ def write_zeros(x, x_by, gates, gates_by, n, first, stop, low, high, spec: tl.co
 
 @triton.jit
 def count_below(token, begin, end, limit):
-    """How many of the pairs begin .. end - 1, whose tokens rise, have a token below `limit`."""
+    """Count how many of the pairs begin .. end - 1, whose tokens rise, have a token below `limit`."""
     count = 0
     for start in range(begin, end, 1024):
         pair = start + tl.arange(0, 1024)

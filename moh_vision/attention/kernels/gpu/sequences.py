@@ -19,7 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moh_vision.attention.kernels.gpu.blocks import cdiv, next_power_of_2, numbers_of
+from moh_vision.attention.kernels.gpu.blocks import (
+    cdiv,
+    contiguous_rows,
+    next_power_of_2,
+    numbers_of,
+)
 
 SIZES = ["S", "T"]
 
@@ -55,7 +60,7 @@ COLUMNS = {
 def _plan_kernel(
     active, weights, heads, gates, index, H, K, D, COLUMNS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """A program plans one sequence. Its slots are the heads that run, in rising order, then others that fill up."""
+    """A program plans one sequence. Its slots are the heads that run, in rising order, then idle heads that fill up."""
     s = tl.program_id(0).to(tl.int64)
     head = tl.arange(0, COLUMNS)
     runs = (tl.load(active + s * H + head, mask=head < H, other=0) != 0).to(tl.int32)
@@ -72,7 +77,7 @@ def _plan_kernel(
 
 
 def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Tensor, ...]:
-    """What the products read of a choice for sequences.
+    """Prepare a choice of heads for sequences for the products.
 
     Args:
         active: bool [S, 1, H].
@@ -89,10 +94,9 @@ def plan(active: Tensor, weights: Tensor, count: int, head_dim: int) -> tuple[Te
     gates = torch.empty((S, count), dtype=torch.float32, device=active.device)
     index = torch.empty((S, count * head_dim), dtype=torch.int32, device=active.device)
     if S * count:
-        _plan_kernel[(S,)](
-            active.contiguous().view(torch.uint8), weights.contiguous(), heads, gates, index, H, count, head_dim,
-            COLUMNS=next_power_of_2(H), WIDTH=next_power_of_2(head_dim), num_warps=1,
-        )  # fmt: skip
+        tensors = (active.contiguous().view(torch.uint8), weights.contiguous(), heads, gates, index)
+        options = dict(COLUMNS=next_power_of_2(H), WIDTH=next_power_of_2(head_dim), num_warps=1)
+        _plan_kernel[(S,)](*tensors, H, count, head_dim, **options)
     return heads, gates, index
 
 
@@ -173,21 +177,21 @@ def _columns_kernel(
     i = tl.arange(0, BLOCK_K)
     o_tiles = o + (s.to(tl.int64) * T + tl.minimum(t, T - 1))[:, None] * width + i[None, :]
     w_rows = w + c.to(tl.int64)[:, None] * w_row
-    places = index + s * width + i
+    slots = index + s * width + i
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, width, BLOCK_K):
         if EVEN:
-            place = tl.load(places)
+            w_column = tl.load(slots)
             o_tile = tl.load(o_tiles)
         else:
             real = start + i < width
-            place = tl.load(places, mask=real, other=0)
+            w_column = tl.load(slots, mask=real, other=0)
             o_tile = tl.load(o_tiles, mask=real[None, :], other=0.0)
-        place = tl.max_contiguous(tl.multiple_of(place, UNIT), UNIT)
-        w_tile = tl.load(w_rows + place[None, :])
+        w_column = tl.max_contiguous(tl.multiple_of(w_column, UNIT), UNIT)
+        w_tile = tl.load(w_rows + w_column[None, :])
         total = tl.dot(o_tile, tl.trans(w_tile), total, input_precision=PRECISION)
         o_tiles += BLOCK_K
-        places += BLOCK_K
+        slots += BLOCK_K
     if bias is not None:
         total += tl.load(bias + c).to(tl.float32)[None, :]
     to = (s.to(tl.int64) * T + t)[:, None] * C + column[None, :]
@@ -199,14 +203,22 @@ def _columns_kernel(
 
 
 def _unit(number: int) -> int:
-    """8 where a number is a multiple of it, else 1: how many neighbours lie side by side in memory."""
-    return 8 if number % 8 == 0 else 1
+    """Return 8 where a number is a multiple of 8, else 1: how many neighbours lie side by side in memory."""
+    if number % 8 == 0:
+        return 8
+    return 1
 
 
-def _block(table: dict[str, ProductBlock], dtype: torch.dtype) -> tuple[ProductBlock, str]:
-    """The block of a kernel, and how its products are computed."""
-    numbers = numbers_of(dtype)
-    return table[numbers], "tf32" if numbers == "tf32" else "ieee"
+def _options(block: ProductBlock, dtype: torch.dtype) -> dict:
+    """Return what both kernels are compiled for."""
+    return dict(
+        PRECISION="tf32" if numbers_of(dtype) == "tf32" else "ieee",
+        BLOCK_M=block.rows,
+        BLOCK_N=block.columns,
+        BLOCK_K=block.inner,
+        num_warps=block.warps,
+        num_stages=block.stages,
+    )
 
 
 def project(
@@ -225,24 +237,22 @@ def project(
     S, T, C = x.shape
     K = heads.shape[1]
     D = index.shape[1] // K
-    x = x if x.stride(2) == 1 else x.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    x = contiguous_rows(x)
+    weight = contiguous_rows(weight)
     q, k, v = (x.new_empty(S, T, K, D) for _ in range(3))
-    block, precision = _block(ROWS, x.dtype)
+    block = ROWS[numbers_of(x.dtype)]
     programs = S * cdiv(T, block.rows) * 3 * cdiv(K * D, block.columns)
     if programs:
-        _rows_kernel[(programs,)](
-            x, weight, bias, gates, index, q, k, v, S, T, C, K, weight.shape[0] // (3 * D),
-            x.stride()[:2], weight.stride(0),
-            D=D, EVEN=C % block.inner == 0, PRECISION=precision,
-            BLOCK_M=block.rows, BLOCK_N=block.columns, BLOCK_K=block.inner,
-            num_warps=block.warps, num_stages=block.stages,
-        )  # fmt: skip
+        tensors = (x, weight, bias, gates, index, q, k, v)
+        sizes = (S, T, C, K, weight.shape[0] // (3 * D))
+        strides = (x.stride()[:2], weight.stride(0))
+        options = dict(D=D, EVEN=C % block.inner == 0, **_options(block, x.dtype))
+        _rows_kernel[(programs,)](*tensors, *sizes, *strides, **options)
     return q, k, v
 
 
 def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Tensor:
-    """The output projection of the heads that each sequence runs: o [S, T, K, D] -> [S, T, C].
+    """Project the outputs of the heads that each sequence runs: o [S, T, K, D] -> [S, T, C].
 
     Args:
         o: gated already, through the values.
@@ -251,16 +261,14 @@ def combine(o: Tensor, weight: Tensor, bias: Tensor | None, index: Tensor) -> Te
     """
     S, T, K, D = o.shape
     o = o.contiguous()
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    weight = contiguous_rows(weight)
     C = weight.shape[0]
     y = o.new_empty(S, T, C)
-    block, precision = _block(COLUMNS, o.dtype)
+    block = COLUMNS[numbers_of(o.dtype)]
     programs = S * cdiv(T, block.rows) * cdiv(C, block.columns)
     if programs:
-        _columns_kernel[(programs,)](
-            o, weight, bias, index, y, S, T, C, K * D, weight.stride(0),
-            UNIT=_unit(D), UNIT_C=_unit(C), EVEN=K * D % block.inner == 0, PRECISION=precision,
-            BLOCK_M=block.rows, BLOCK_N=block.columns, BLOCK_K=block.inner,
-            num_warps=block.warps, num_stages=block.stages,
-        )  # fmt: skip
+        tensors = (o, weight, bias, index, y)
+        options = dict(UNIT=_unit(D), UNIT_C=_unit(C), EVEN=K * D % block.inner == 0)
+        options.update(_options(block, o.dtype))
+        _columns_kernel[(programs,)](*tensors, S, T, C, K * D, weight.stride(0), **options)
     return y

@@ -51,19 +51,23 @@ def _weigh_backward_kernel(
 
 
 def lies_by_token(o: Tensor) -> bool:
-    """Whether the heads of a token lie side by side in o [B, H, N, D], as fused attention leaves them."""
+    """Return whether the heads of a token lie side by side in o [B, H, N, D], as fused attention leaves them."""
     return o.stride(3) == 1 and o.stride(1) == o.shape[3]
 
 
 def weights_by(weights: Tensor) -> tuple[int, int, int]:
     """Strides of weights [B, N or 1, H]."""
     by = weights.stride()
-    return (by[0], 0, by[2]) if weights.shape[1] == 1 else by
+    if weights.shape[1] == 1:  # one weight of a sequence serves all tokens
+        return by[0], 0, by[2]
+    return by
 
 
 def options(D: int) -> dict[str, int]:
-    """What a kernel is compiled for."""
-    warps = 4 if D <= 128 else 8  # 4 would not hold a wider tile in their registers
+    """Return what a kernel is compiled for."""
+    warps = 4
+    if D > 128:  # 4 would not hold a wider tile in their registers
+        warps = 8
     return dict(D=D, WIDTH=next_power_of_2(D), TOKENS=TOKENS, num_warps=warps)
 
 
@@ -75,15 +79,15 @@ def forward(o: Tensor, weights: Tensor) -> Tensor:
     y = o.new_empty(B, N, H * D)
     programs = cdiv(B * N, TOKENS) * H
     if programs:
+        o_by = (o.stride(0), o.stride(2))
         _weigh_kernel[(programs,)](
-            o, weights, y, B * N, N, H, (o.stride(0), o.stride(2)), weights_by(weights),
-            **options(D),
-        )  # fmt: skip
+            o, weights, y, B * N, N, H, o_by, weights_by(weights), **options(D)
+        )
     return y
 
 
 def backward(dy: Tensor, o: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of both, from that of `forward`."""
+    """Return the gradients of o and weights, from the gradient of the result of `forward`."""
     if not lies_by_token(o):
         o = o.transpose(1, 2).contiguous().transpose(1, 2)
     B, H, N, D = o.shape
@@ -91,11 +95,11 @@ def backward(dy: Tensor, o: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     dweights = torch.empty((B, N, H), dtype=torch.float32, device=o.device)
     programs = cdiv(B * N, TOKENS) * H
     if programs:
+        tensors = (dy.contiguous(), o, weights, do, dweights)
+        o_by = (o.stride(0), o.stride(2))
         _weigh_backward_kernel[(programs,)](
-            dy.contiguous(), o, weights, do, dweights, B * N, N, H,
-            (o.stride(0), o.stride(2)), weights_by(weights),
-            **options(D),
-        )  # fmt: skip
+            *tensors, B * N, N, H, o_by, weights_by(weights), **options(D)
+        )
     if weights.shape[1] == 1:
         dweights = dweights.sum(1, keepdim=True)
     return do.transpose(1, 2), dweights.to(weights.dtype)

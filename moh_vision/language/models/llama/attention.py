@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from moh_vision.attention import HeadBudget, RoutingStats, SeparateHeadMixtureAttention
 from moh_vision.attention.executors import Executor, Masked
-from moh_vision.attention.layer import is_captured
+from moh_vision.attention.linear import is_captured
 from moh_vision.attention.routing import Call, Routing
 
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")

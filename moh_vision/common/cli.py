@@ -5,8 +5,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from moh_vision.engine.errors import nearest
-from moh_vision.engine.progress import say
+from moh_vision.common.errors import nearest
+from moh_vision.common.progress import say
 
 WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")  # of files of weights
 
@@ -28,10 +28,11 @@ class Parser(argparse.ArgumentParser):
         """Read options; None: of this process. For an unknown option, name the nearest known one."""
         options, unknown = self.parse_known_args(argv)
         if unknown:
+            problem = f"unknown argument {unknown[0]}"
             near = nearest(unknown[0].split("=")[0], self._option_string_actions, 1)
-            raise ValueError(
-                f"unknown argument {unknown[0]}{f', did you mean {near[0]}?' if near else ''}"
-            )
+            if near:
+                problem += f", did you mean {near[0]}?"
+            raise ValueError(problem)
         return options
 
     def parse_with_rest(self, argv: list[str], first: str) -> tuple[argparse.Namespace, list[str]]:
@@ -46,37 +47,40 @@ class Parser(argparse.ArgumentParser):
 
 def refuse_output(option: str, path: str | None) -> None:
     """Raise ValueError for a file that is there already, or whose folder is not."""
-    if path and os.path.exists(path):
+    if not path:
+        return
+    if os.path.exists(path):
         raise ValueError(f"{option} {path} exists; give another path")
-    if path and not os.path.isdir(os.path.dirname(os.path.realpath(path))):
+    if not os.path.isdir(os.path.dirname(os.path.realpath(path))):
         raise ValueError(f"{option} {path}: no such folder")
-    if path:
-        refuse_unwritable(option, path)
+    refuse_unwritable(option, path)
 
 
 def refuse_unwritable(option: str, path: Path | str) -> None:
     """Raise ValueError, with the system's reason, if a path or the first folder above it is not writable."""
-    place = path = Path(path).absolute()
+    path = Path(path).absolute()
+    folder = path
     try:
-        while not place.exists() or place == path and place.is_file():
-            place = place.parent
-        with tempfile.TemporaryFile(
-            dir=place
-        ) as file:  # permissions miss root, /proc and full disks
+        while not folder.exists() or folder == path and folder.is_file():
+            folder = folder.parent
+        # Write a file: permissions alone say nothing of root, /proc and full disks.
+        with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        raise ValueError(f"{option} {path} cannot be written: {place}: {error.strerror}") from None
+        raise ValueError(f"{option} {path} cannot be written: {folder}: {error.strerror}") from None
 
 
 def refuse_missing(option: str, path: str) -> None:
     """Raise FileNotFoundError for a missing path, naming a folder beside it with nearly the same name."""
     if os.path.exists(path):
         return
+    problem = f"{option} {path}: no such file or folder"
     near = near_folder(path)
-    meant = f", did you mean {near}?" if near else ""
-    raise FileNotFoundError(f"{option} {path}: no such file or folder{meant}")
+    if near:
+        problem += f", did you mean {near}?"
+    raise FileNotFoundError(problem)
 
 
 def refuse_missing_source(option: str, source: str) -> None:
@@ -99,6 +103,8 @@ def near_folder(path: str) -> str | None:
     folder, name = os.path.split(os.path.normpath(path))
     if not os.path.isdir(folder or "."):
         return None
-    beside = [entry.name for entry in os.scandir(folder or ".") if entry.is_dir()]
-    near = nearest(name, beside, 1)
-    return os.path.join(folder, near[0]) if near else None
+    folders = [entry.name for entry in os.scandir(folder or ".") if entry.is_dir()]
+    near = nearest(name, folders, 1)
+    if not near:
+        return None
+    return os.path.join(folder, near[0])

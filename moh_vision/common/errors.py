@@ -30,28 +30,33 @@ def nearest(name: str, allowed: Iterable[str], most: int = 3) -> list[str]:
     if name in allowed:
         return [name]
     # Similarity prefers 'optim.betas' for 'optim.ets'; one edit gives 'optim.eps'.
-    near = get_close_matches(
-        name, [a for a in allowed if _one_edit_apart(name, a)], most, cutoff=LIKE
-    )
-    near = near or [a for a in allowed if len(name) > 2 and a.startswith(name)][:most]
+    one_edit = [a for a in allowed if _one_edit_apart(name, a)]
+    near = get_close_matches(name, one_edit, most, cutoff=LIKE)
+    if not near and len(name) > 2:
+        near = [a for a in allowed if a.startswith(name)][:most]
     if near:
         return near
-    alike = {a: _likeness(name, a) for a in allowed}
-    return sorted((a for a in alike if alike[a] >= LIKE), key=alike.get, reverse=True)[:most]
+    likeness = {a: _likeness(name, a) for a in allowed}
+    alike = [a for a in likeness if likeness[a] >= LIKE]
+    return sorted(alike, key=likeness.get, reverse=True)[:most]
 
 
 def some_of(names: Iterable[str], most: int) -> str:
     """Return the first `most` names, and how many more there are."""
     names = list(names)
     shown = ", ".join(names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown
+    if len(names) > most:
+        shown += f" and {len(names) - most} more"
+    return shown
 
 
 def closest(name: str, allowed: Iterable[str]) -> str:
-    """'did you mean ...?', or all that is allowed where nothing is near."""
+    """Return "did you mean ...?", or all that is allowed where nothing is near."""
     allowed = list(allowed)
     near = nearest(name, allowed)
-    return f"did you mean {' or '.join(near)}?" if near else f"only {', '.join(allowed)}"
+    if near:
+        return f"did you mean {' or '.join(near)}?"
+    return f"only {', '.join(allowed)}"
 
 
 def _likeness(a: str, b: str) -> float:
@@ -66,10 +71,13 @@ def _one_edit_apart(a: str, b: str) -> bool:
     if abs(len(a) - len(b)) > 1:
         return False
     start = len(os.path.commonprefix([a, b]))
-    a, b = a[start:], b[start:]
+    a = a[start:]
+    b = b[start:]
     end = len(os.path.commonprefix([a[::-1], b[::-1]]))
-    a, b = a[: len(a) - end], b[: len(b) - end]
-    return len(a) <= 1 and len(b) <= 1 or len(a) == 2 and a == b[::-1]
+    a = a[: len(a) - end]
+    b = b[: len(b) - end]
+    swapped = len(a) == 2 and a == b[::-1]
+    return swapped or len(a) <= 1 and len(b) <= 1
 
 
 def message_of(error: BaseException) -> str:
@@ -114,10 +122,16 @@ def user_errors(
     code: int = 2,
     resumes: bool = False,
 ):
-    """Turn a user's mistake into one line and an exit code, on `every_rank` with it or once a machine.
+    """Turn a user's mistake into one line and an exit code.
 
-    Where another process of the same launch has ended, this one says so in one line and ends with code 1; `resumes`:
-    the same command goes on where it was.
+    Where another process of the same launch has ended, this one says so in one line and ends with code 1.
+
+    Args:
+        command: name of the command, with which the line begins.
+        kinds: exceptions that are a user's mistakes.
+        every_rank: print the line on every process with the mistake; else once a machine.
+        code: exit code of a mistake.
+        resumes: the same command goes on where it was.
     """
     # Say once that a hub cannot be reached, not at each of five retries.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
@@ -132,13 +146,16 @@ def user_errors(
         # Once on every machine: a folder may be missing on one of them.
         if every_rank or os.environ.get("LOCAL_RANK", "0") == "0":
             rank = os.environ.get("RANK", "0")
-            where = "" if rank == "0" else f"(rank {rank}) "
-            print(f"{command}: error: {where}{text}", file=sys.stderr)
+            if rank != "0":
+                text = f"(rank {rank}) {text}"
+            print(f"{command}: error: {text}", file=sys.stderr)
         raise SystemExit(code) from None
     except RuntimeError as error:
         if not lost_a_process(error):
             raise
-        again = "resumes the run" if resumes else "starts again"
+        again = "starts again"
+        if resumes:
+            again = "resumes the run"
         text = f"another process has ended (its own lines say why, if it was not killed); the same command {again}"
         sys.stdout.flush()
         os.write(2, f"{command}: error: (rank {os.environ.get('RANK', '0')}) {text}\n".encode())
@@ -153,20 +170,24 @@ def lost_a_process(error: BaseException | None) -> bool:
 
 
 def exit_code(command: str, work: Callable[[], None], kept: str = "") -> int:
-    """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted; `kept` is what stays."""
+    """Do the work of a command; return 0, 2 for a user's mistake (one line), 130 when interrupted.
+
+    `kept` names what stays after an error at work, such as "shards"; the same command then goes on with the rest.
+    """
     os.environ.setdefault(BUILD, "auto")
-    goes_on = f"; finished {kept} are kept, the same command goes on" if kept else ""
+    goes_on = ""
+    if kept:
+        goes_on = f"; finished {kept} are kept, the same command goes on"
+    full_disk = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     try:
         with user_errors(command, every_rank=True):
             try:
                 work()
             except (OSError, BadData) as error:
-                at_work = isinstance(error, BadData) or error.errno in (
-                    errno.ENOSPC,
-                    errno.EDQUOT,
-                    errno.EFBIG,
-                )
-                raise ValueError(message_of(error) + goes_on * at_work) from None
+                text = message_of(error)
+                if isinstance(error, BadData) or error.errno in full_disk:
+                    text += goes_on
+                raise ValueError(text) from None
     except SystemExit as end:
         return end.code or 0
     except KeyboardInterrupt:

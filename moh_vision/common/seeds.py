@@ -1,4 +1,4 @@
-"""Seeds of random streams; every room may import this module."""
+"""Seeds of random streams."""
 
 import hashlib
 import struct

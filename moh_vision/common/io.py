@@ -1,4 +1,4 @@
-"""Folders of runs, locks, and files that are written whole; any room may import this."""
+"""Folders of runs, locks, and files that are written whole."""
 
 import contextlib
 import csv
@@ -27,30 +27,36 @@ CONFIG = "config.yaml"  # what a run was started with
 LOCK = ".lock"
 # What DDP and torch.compile put into the names of tensors, in either order; torch.compile also of a single block.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
-ATTEMPTS, PAUSE = 20, 0.1  # a process killed just now, or its children, may end a moment later
+# To get a lock: a process killed just now, or its children, may end a moment later.
+ATTEMPTS = 20
+PAUSE = 0.1  # seconds between them
 
 
 def cache_folder() -> Path:
     """Return the user's cache: $MOH_VISION_CACHE, else $XDG_CACHE_HOME/moh_vision, else ~/.cache/moh_vision."""
     cache = os.environ.get("MOH_VISION_CACHE")
     if not cache:
-        cache = os.path.join(
-            os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moh_vision"
-        )
+        user_cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cache = os.path.join(user_cache, "moh_vision")
     return Path(os.path.abspath(cache))
 
 
 def run_of(path: str | Path) -> Path:
     """Return the folder of the run of a path: RUN, RUN/checkpoints/step_N, or a file in one of them."""
-    place = Path(path)
-    folder = place if place.is_dir() else place.parent
-    return folder.resolve().parents[1] if step_of(folder) is not None else folder
+    folder = Path(path)
+    if not folder.is_dir():
+        folder = folder.parent
+    if step_of(folder) is not None:
+        return folder.resolve().parents[1]
+    return folder
 
 
 def step_of(folder: Path) -> int | None:
     """Return N, if a folder is the checkpoint RUN/checkpoints/step_N of a run."""
     match = re.fullmatch(r"(.*)/checkpoints/step_([0-9]+)", folder.resolve().as_posix())
-    return int(match[2]) if match and Path(match[1], CONFIG).is_file() else None
+    if not match or not Path(match[1], CONFIG).is_file():
+        return None
+    return int(match[2])
 
 
 def by_age(parent: Path) -> list[tuple[int, Path]]:
@@ -89,24 +95,24 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
     Args:
         with_children: hold the lock until forked children, which write into the folder, have ended too.
     """
-    place = Path(folder) / LOCK
+    path = Path(folder) / LOCK
     # POSIX locks (lockf) belong to the process; flock's to the open file, which children inherit.
-    lock = fcntl.flock if with_children else fcntl.lockf
+    lock = fcntl.lockf
+    if with_children:
+        lock = fcntl.flock
     with contextlib.ExitStack() as opened:
         for attempt in itertools.count(1):
-            file = opened.enter_context(open(place, "a+"))
+            file = opened.enter_context(open(path, "a+"))
             try:
                 lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if _is_named(file, place):
+                if _is_named(file, path):
                     break  # otherwise its owner removed it just now
             except (BlockingIOError, PermissionError):  # POSIX allows both
                 if attempt == ATTEMPTS:
                     file.seek(0)
                     owner = file.read(200).strip() or "another process"
-                    problem = (
-                        f"{option} {folder}: {owner} is writing there; wait, or take another folder"
-                    )
-                    raise ValueError(problem) from None
+                    problem = f"{owner} is writing there; wait, or take another folder"
+                    raise ValueError(f"{option} {folder}: {problem}") from None
             except OSError as error:
                 problem = f"{folder} cannot be locked ({error.strerror}): start one run there"
                 logging.getLogger(__name__).warning(problem)
@@ -119,137 +125,138 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
         try:
             yield
         finally:
-            if _is_named(file, place):
-                place.unlink()
+            if _is_named(file, path):
+                path.unlink()
 
 
-def _is_named(file, place: Path) -> bool:
-    """Return whether `place` is a name of the open file."""
+def _is_named(file, path: Path) -> bool:
+    """Return whether `path` is a name of the open file."""
     try:
-        return os.path.samestat(os.fstat(file.fileno()), place.stat())
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
 
 
 @contextlib.contextmanager
-def whole_file(place: Path, shared: bool = False) -> Iterator[BinaryIO]:
-    """Open a file for writing that gets the name `place` at the end; after an error there is nothing.
+def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
+    """Open a file for writing that gets the name `path` at the end; after an error there is nothing.
 
     Its folder is made, and an earlier file replaced. A `shared` file may be written by several processes at
     once: the last rename stands. An OSError names a file.
     """
-    hidden = hidden_path(place, shared)
+    hidden = hidden_path(path, shared)
     try:
-        place.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(hidden, "w+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        give_name(hidden, place)
+        give_name(hidden, path)
     except OSError as error:
         if error.errno and not error.filename:  # that of a full disk names no file
-            error.filename = str(place)
+            error.filename = str(path)
         raise
     finally:
         with contextlib.suppress(OSError):
             hidden.unlink()
 
 
-def write_whole(place: Path, data: str | bytes, shared: bool = False) -> None:
+def write_whole(path: Path, data: str | bytes, shared: bool = False) -> None:
     """Write a file, text as UTF-8, as `whole_file` does, unless it holds the same data."""
-    data = data.encode() if isinstance(data, str) else data
-    if not place.exists() or place.read_bytes() != data:
-        with whole_file(place, shared) as file:
+    if isinstance(data, str):
+        data = data.encode()
+    if not path.exists() or path.read_bytes() != data:
+        with whole_file(path, shared) as file:
             file.write(data)
 
 
-def write_csv(place: Path, rows: Iterable[Sequence[object]]) -> None:
+def write_csv(path: Path, rows: Iterable[Sequence[object]]) -> None:
     """Write rows as CSV; bytes of a file's name that are no UTF-8 are escaped."""
     table = io.StringIO()
     csv.writer(table, lineterminator="\n").writerows(rows)
-    write_whole(place, table.getvalue().encode("utf-8", "backslashreplace"))
+    write_whole(path, table.getvalue().encode("utf-8", "backslashreplace"))
 
 
 def write_tensors(
-    place: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False
+    path: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False
 ) -> None:
     """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
-    folder = hidden_path(place, shared)
+    folder = hidden_path(path, shared)
     try:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        save_tensors(folder / place.name, tensors, metadata)
-        fsync(folder / place.name)
-        give_name(folder / place.name, place)
+        save_tensors(folder / path.name, tensors, metadata)
+        fsync(folder / path.name)
+        give_name(folder / path.name, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def save_tensors(place: Path, tensors: dict[str, Tensor], metadata: dict[str, object]) -> None:
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, object]) -> None:
     """Write a safetensors file, which makes a temporary one beside it."""
     from safetensors.torch import save_file  # the core imports this file, and needs torch alone
 
-    save_file(
-        tensors, place, metadata={"format": "pt", **{k: json.dumps(v) for k, v in metadata.items()}}
-    )
-    place.chmod(0o644)  # safetensors makes it private
+    texts = {name: json.dumps(value) for name, value in metadata.items()}
+    save_file(tensors, path, metadata={"format": "pt", **texts})
+    path.chmod(0o644)  # safetensors makes it private
 
 
-def tensor_files(place: Path) -> list[Path]:
+def tensor_files(path: Path) -> list[Path]:
     """Return NAME.safetensors if it exists, else the parts NAME-00000.safetensors and so on of a sharded run.
 
     A run that is not at its end has them in its newest checkpoint.
     """
-    if place.exists():
-        return [place]
-    folders = [place.parent, *(folder for _, folder in by_age(place.parent / "checkpoints"))]
-    parts = (
-        sorted(folder.glob(f"{place.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors"))
-        for folder in folders
-    )
-    return next(filter(None, parts), [])
+    if path.exists():
+        return [path]
+    for folder in [path.parent, *(folder for _, folder in by_age(path.parent / "checkpoints"))]:
+        parts = sorted(folder.glob(f"{path.stem}-[0-9][0-9][0-9][0-9][0-9].safetensors"))
+        if parts:
+            return parts
+    return []
 
 
 class TensorFiles:
     """The tensors of `tensor_files`, and the metadata of the first. A part has rows of a tensor, or all of it."""
 
-    def __init__(self, place: Path):
+    def __init__(self, path: Path):
         from safetensors import safe_open
 
-        self.files = [safe_open(path, "pt") for path in tensor_files(place)]
-        self.metadata = {
-            k: _json(v) for file in self.files[:1] for k, v in (file.metadata() or {}).items()
-        }
+        self.files = [safe_open(part, "pt") for part in tensor_files(path)]
+        self.metadata: dict[str, object] = {}
+        if self.files:
+            metadata = self.files[0].metadata() or {}
+            self.metadata = {name: _json(text) for name, text in metadata.items()}
         self.parts: dict[str, list] = {}
         for file in self.files:
             for name in file.keys():
                 self.parts.setdefault(name, []).append(file.get_slice(name))
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name, parts in self.parts.items():
-            shapes = [shard.get_shape() for shard in parts]
-            rows = [sum(shape[0] for shape in shapes)] if shapes[0] else []
-            self.shapes[name] = (*rows, *shapes[0][1:])
+            shape = tuple(parts[0].get_shape())
+            if shape:
+                rows = sum(part.get_shape()[0] for part in parts)
+                shape = (rows, *shape[1:])
+            self.shapes[name] = shape
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor."""
-        return (
-            self.rows(name, 0, self.shapes[name][0])
-            if len(self.parts[name]) > 1
-            else self.parts[name][0][...]
-        )
+        if len(self.parts[name]) > 1:
+            return self.rows(name, 0, self.shapes[name][0])
+        return self.parts[name][0][...]
 
-    def join(self, place: Path) -> None:
+    def join(self, path: Path) -> None:
         """Write all tensors to one file, from main memory."""
-        write_tensors(place, {name: self.read(name) for name in self.shapes}, self.metadata)
+        write_tensors(path, {name: self.read(name) for name in self.shapes}, self.metadata)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read the rows from `start` to `stop`."""
-        pieces, begin = [], 0
-        for shard in self.parts[name]:
-            count = shard.get_shape()[0]
-            pieces.append(
-                shard[min(max(start - begin, 0), count) : min(max(stop - begin, 0), count)]
-            )
+        pieces = []
+        begin = 0  # of a part
+        for part in self.parts[name]:
+            count = part.get_shape()[0]
+            first = min(max(start - begin, 0), count)
+            last = min(max(stop - begin, 0), count)
+            pieces.append(part[first:last])
             begin += count
         return torch.cat(pieces)
 
@@ -284,18 +291,18 @@ def _json(text: str) -> object:
         return text
 
 
-def hidden_path(place: Path, shared: bool = False) -> Path:
+def hidden_path(path: Path, shared: bool = False) -> Path:
     """Return where a file or folder is until it is whole; see `whole_file`."""
-    own = (
-        f".{socket.gethostname()}.{os.getpid()}" if shared else ""
-    )  # process numbers repeat in containers
-    return place.with_name(f".{place.name}{own}.tmp")
+    writer = ""
+    if shared:  # with the host, because process numbers repeat in containers
+        writer = f".{socket.gethostname()}.{os.getpid()}"
+    return path.with_name(f".{path.name}{writer}.tmp")
 
 
-def give_name(hidden: Path, place: Path) -> None:
+def give_name(hidden: Path, path: Path) -> None:
     """Rename what is whole, and wait until the new name is on the disk."""
-    hidden.rename(place)
-    fsync(place.parent)
+    hidden.rename(path)
+    fsync(path.parent)
 
 
 def fsync(path: Path) -> None:
@@ -325,13 +332,16 @@ def places_beside(folder: Path, name: str) -> tuple[Path, Path]:
 
 def writable_place(folder: Path, name: str) -> Path:
     """Return where a file about a folder's files is written: in it, or in the user's cache if that cannot be."""
-    beside, cached = places_beside(folder, name)
+    inside, cached = places_beside(folder, name)
     # The mode is asked too, because root may write into folders that are meant to be read-only.
-    writable = folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK)
-    return beside if writable else cached
+    if folder.stat().st_mode & stat.S_IWUSR and os.access(folder, os.W_OK):
+        return inside
+    return cached
 
 
 def kept_beside(folder: Path, name: str) -> Path:
     """Return where a file about a folder's files is kept: in it if it is there, else where it would be written."""
-    beside, _ = places_beside(folder, name)
-    return beside if beside.exists() else writable_place(folder, name)
+    inside, _ = places_beside(folder, name)
+    if inside.exists():
+        return inside
+    return writable_place(folder, name)

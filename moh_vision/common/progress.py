@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sized
 
 from tqdm import tqdm
 
-LINE_EVERY, FIRST_LINE = 60, 10  # seconds between lines in a log, and until the first
+LINE_EVERY = 60  # seconds between lines in a log
+FIRST_LINE = 10  # seconds until the first
 
 
 def say(text: str) -> bool:
@@ -25,7 +26,13 @@ def say(text: str) -> bool:
 class Progress(contextlib.AbstractContextManager):
     """Progress of long work, in a `with` block: a bar on a terminal, else a line after 10 s and every minute.
 
-    `total` steps (None: unknown) of a `unit`; `done` were there before. A `scaled` bar writes 1.5M.
+    Args:
+        title: what is done, for the lines.
+        total: number of steps, those before included; None: unknown.
+        unit: what a step is, in the singular.
+        done: steps that were done before.
+        enabled: False: show nothing.
+        scaled: the bar writes 1.5M for 1,500,000.
     """
 
     def __init__(
@@ -37,17 +44,25 @@ class Progress(contextlib.AbstractContextManager):
         enabled: bool = True,
         scaled: bool = False,
     ):
-        self.title, self.total, self.unit = title, total, unit
-        self.first = self.done = done
+        self.title = title
+        self.total = total
+        self.unit = unit
+        self.first = done
+        self.done = done
         self.started = time.monotonic()
         self.next_line = self.started + min(FIRST_LINE, LINE_EVERY)
         terminal = sys.stderr.isatty()
         self.writes_lines = enabled and not terminal
-        shape = dict(
-            total=total, initial=done, desc=title, unit=unit, unit_scale=scaled, dynamic_ncols=True
+        self.bar = tqdm(
+            total=total,
+            initial=done,
+            desc=title,
+            unit=unit,
+            unit_scale=scaled,
+            dynamic_ncols=True,
+            disable=not (enabled and terminal),
+            leave=None,  # it stays, unless it stands below the bar of a run
         )
-        # leave: unless it stands below the bar of a run
-        self.bar = tqdm(**shape, disable=not (enabled and terminal), leave=None)
 
     def __exit__(self, *_) -> None:
         self.bar.close()
@@ -71,10 +86,11 @@ class Progress(contextlib.AbstractContextManager):
 
     @classmethod
     def over(cls, things: Iterable, title: str, unit: str = "step", **options) -> Iterator:
-        """The same things, one step each."""
-        with cls(
-            title, len(things) if isinstance(things, Sized) else None, unit, **options
-        ) as progress:
+        """Yield the same things, one step each."""
+        total = None
+        if isinstance(things, Sized):
+            total = len(things)
+        with cls(title, total, unit, **options) as progress:
             for item in things:
                 yield item
                 progress.add()
