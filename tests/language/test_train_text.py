@@ -83,6 +83,25 @@ def test_an_elastic_run_is_saved_with_the_largest_share_and_scored_with_three(da
     assert found["by_share"]["1"] == found["validation"] and len(found["by_share"]) == 3
 
 
+def check_translations(run, found, report):
+    """The scores, translations and gates that a translation run leaves."""
+    assert set(found["bleu"]) == {"soft", "argmax", "random"}
+    assert len((run / "translations.txt").read_text().splitlines()) == 40
+    random = found["bleu"]["random"]["bleu"]  # five draws, as in Peng 2020, table 5
+    assert len(random["draws"]) == 5 and len(set(random["draws"])) > 1
+    assert random["bleu"] == pytest.approx(sum(random["draws"]) / 5) and random["std"] > 0
+    entropy = found["gate_entropy"]
+    parts = found["mean_gate_entropy"]
+    assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"])
+    assert set(parts) == {"encoder", "decoder"}
+    assert "Gates of the encoder that read the source" in report
+    experts = "expert 1 leaves out head 1, expert 2 head 2, and so on."
+    # Of sentences: encoder and cross-attention. Of tokens: the decoder's self-attention.
+    for unit, count in (("sentences", 2), ("tokens", 1)):
+        words = f"EN is the share of {unit} whose most probable expert is N; {experts}"
+        assert report.count(words) == count
+
+
 @pytest.mark.parametrize("task", ["mt", "mlm", "clm"])
 def test_a_run_learns_and_leaves_what_it_promises(task, data, tmp_path, capsys):
     run = tmp_path / "run"
@@ -138,21 +157,7 @@ def test_a_run_learns_and_leaves_what_it_promises(task, data, tmp_path, capsys):
         assert load.share()[0].sum() == pytest.approx(2)  # of 4 experts
     assert Vocabulary.load(run / "tokenizer.json").specials == (5 if task == "mlm" else 4)
     if task == "mt":
-        assert set(found["bleu"]) == {"soft", "argmax", "random"}
-        assert len((run / "translations.txt").read_text().splitlines()) == 40
-        random = found["bleu"]["random"]["bleu"]  # five draws, as in Peng 2020, table 5
-        assert len(random["draws"]) == 5 and len(set(random["draws"])) > 1
-        assert random["bleu"] == pytest.approx(sum(random["draws"]) / 5) and random["std"] > 0
-        entropy = found["gate_entropy"]
-        parts = found["mean_gate_entropy"]
-        assert parts["encoder"] == pytest.approx(entropy["encoder.layers.0.self_attn"])
-        assert set(parts) == {"encoder", "decoder"}
-        assert "Gates of the encoder that read the source" in report
-        experts = "expert 1 leaves out head 1, expert 2 head 2, and so on."
-        # Of sentences: encoder and cross-attention. Of tokens: the decoder's self-attention.
-        for unit, count in (("sentences", 2), ("tokens", 1)):
-            words = f"EN is the share of {unit} whose most probable expert is N; {experts}"
-            assert report.count(words) == count
+        check_translations(run, found, report)
 
     # The folder of a run is one of transformers' too.
     weights = load_file(run / "model.safetensors")
