@@ -123,11 +123,12 @@ def trained(tmp_path_factory):
 
     kept = {}
 
-    def train(kind, steps, *options):
-        if (kind, steps, *options) not in kept:
-            folder = kept[kind, steps, *options] = tmp_path_factory.mktemp("trained") / kind
-            small_runs.script(kind).main(small_runs.arguments(kind, folder, steps, 100, *options))
-        return kept[kind, steps, *options]
+    def train(name, steps, *options):
+        if (name, steps, *options) not in kept:
+            folder = tmp_path_factory.mktemp("trained") / name
+            kept[name, steps, *options] = folder
+            small_runs.script(name).main(small_runs.arguments(name, folder, steps, 100, *options))
+        return kept[name, steps, *options]
 
     return train
 

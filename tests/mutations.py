@@ -35,35 +35,33 @@ def nodes(node):
         return
     yield node
     for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "msg"):
+            continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and name not in ("annotation", "returns", "msg"):
+            if isinstance(child, ast.AST):
                 yield from nodes(child)
 
 
 def mutations(tree):
     """Change `tree` in one place and yield the number of its line; the next step undoes that."""
     for node in nodes(tree):
-        fields, found = vars(node), []  # (holder, key, new value)
-        if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 100:
-            found.append(
-                (
-                    fields,
-                    "value",
-                    not node.value if isinstance(node.value, bool) else node.value + 1,
-                )
-            )
+        fields = vars(node)
+        found = []  # (holder, key, new value)
+        if isinstance(node, ast.Constant) and isinstance(node.value, bool):
+            found.append((fields, "value", not node.value))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 100:
+            found.append((fields, "value", node.value + 1))
         elif isinstance(fields.get("op"), ast.Not):
             found.append((fields, "operand", ast.UnaryOp(ast.Not(), node.operand)))
-        places = (
-            [(fields, "op")]
-            if "op" in fields
-            else [(node.ops, k) for k, _ in enumerate(fields.get("ops", []))]
-        )
-        for holder, key in places:
+        operators = [(node.ops, k) for k, _ in enumerate(fields.get("ops", []))]
+        if "op" in fields:
+            operators = [(fields, "op")]
+        for holder, key in operators:
             if neighbour := NEIGHBOUR.get(type(holder[key]).__name__):
                 found.append((holder, key, getattr(ast, neighbour)()))
         for holder, key, new in found:
-            old, holder[key] = holder[key], new
+            old = holder[key]
+            holder[key] = new
             yield node.lineno
             holder[key] = old
 
@@ -75,17 +73,18 @@ def draw(files, count, seed):
         for file in files
         for k, _ in enumerate(mutations(ast.parse((ROOT / file).read_text())))
     ]
-    pick, drawn = random.Random(seed), []
+    pick = random.Random(seed)
+    drawn = []
     for part in range(count):
-        file, k = every[
-            pick.randrange(part * len(every) // count, (part + 1) * len(every) // count)
-        ]
-        before = ast.unparse(tree := ast.parse((ROOT / file).read_text()))
+        first = part * len(every) // count
+        end = (part + 1) * len(every) // count
+        file, k = every[pick.randrange(first, end)]
+        tree = ast.parse((ROOT / file).read_text())
+        before = ast.unparse(tree)
         line = next(line for n, line in enumerate(mutations(tree)) if n == k)
         after = ast.unparse(tree)
-        old, new = next(
-            pair for pair in zip(before.splitlines(), after.splitlines()) if pair[0] != pair[1]
-        )
+        lines = zip(before.splitlines(), after.splitlines())
+        old, new = next(pair for pair in lines if pair[0] != pair[1])
         drawn.append((file, f"{file}:{line}  {old.strip()}  ->  {new.strip()}", before, after))
     return drawn
 
@@ -113,7 +112,9 @@ def first_failure(tree, tests, limit=None):
     failed = re.findall(
         r"^(?:FAILED|ERROR) (\S+)", (tree.parent / "printed").read_text(), flags=re.MULTILINE
     )
-    return (failed or [f"exit code {code}"])[0] if code else ""
+    if not code:
+        return ""
+    return (failed or [f"exit code {code}"])[0]
 
 
 if __name__ == "__main__":
@@ -138,7 +139,8 @@ if __name__ == "__main__":
     if args.list:
         sys.exit(print(*(change for _, change, _, _ in drawn), sep="\n"))
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
-        tree, start = Path(folder) / "tree", time.monotonic()
+        tree = Path(folder) / "tree"
+        start = time.monotonic()
         shutil.copytree(
             ROOT, tree, symlinks=True, ignore=shutil.ignore_patterns(".git", ".venv*", "runs")
         )

@@ -58,7 +58,11 @@ def run(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "export")) for n in BENCHMARKS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "export" else name
+        for name in BENCHMARKS
+    ],
 )
 def test_a_benchmark_runs_and_its_table_is_on_the_page(name, run, tmp_path, monkeypatch):
     smaller, options = BENCHMARKS[name]
@@ -135,9 +139,9 @@ def test_density_counts_what_it_names(tmp_path):
 def test_the_released_models_are_ours(part, monkeypatch):
     script = benchmark("models")
     monkeypatch.setattr(script, "SIZES", SIZES)
-    made = script.PARTS[part][0]()
-    given = script.arguments(made["released"], 2, 32)
-    models = [made[name].eval() for name in ("token 0.75", "released")]
+    models = script.PARTS[part][0]()
+    given = script.arguments(models["released"], 2, 32)
+    models = [models[name].eval() for name in ("token 0.75", "released")]
     for layer, other in zip(*map(script.routed, models)):
         script.draw_router(layer.router)
         getattr(other.router, "router", other.router).load_state_dict(layer.router.state_dict())

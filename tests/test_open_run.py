@@ -19,19 +19,22 @@ KINDS = dict(cls="classification", dit="diffusion", clm="text")
 
 @pytest.fixture(scope="module")
 def runs(trained, tmp_path_factory):
-    """Runs by kind, and what publish makes of them."""
-    folder, found = tmp_path_factory.mktemp("published"), {}
+    """Runs by name, and what publish makes of them."""
+    folder = tmp_path_factory.mktemp("published")
+    found = {}
     for name in KINDS:
-        found[name], found[f"{name}_published"] = trained(name, 2, "--save-every", 1), folder / name
+        found[name] = trained(name, 2, "--save-every", 1)
+        found[f"{name}_published"] = folder / name
         assert command(["publish", str(found[name]), "--output", str(folder / name)]) == 0
     return found
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_form_of_a_run_is_the_same_model(runs, name, tmp_path, monkeypatch):
-    run, kind = runs[name], KINDS[name]
+    run = runs[name]
     opened = moh_vision.open_run(run)
-    assert opened.kind == kind == kind_of(run) and not opened.model.training
+    assert opened.kind == KINDS[name] == kind_of(run)
+    assert not opened.model.training
     weights = "model" if name == "clm" else "ema"
     forms = [
         run / f"{weights}.safetensors",
@@ -42,16 +45,13 @@ def test_every_form_of_a_run_is_the_same_model(runs, name, tmp_path, monkeypatch
         forms.append(shutil.copy(run / "ema.safetensors", tmp_path / "weights.safetensors"))
     for form in forms:
         again = moh_vision.open_run(str(form))
-        assert (
-            again.kind == kind
-            and same(again.model, opened.model)
-            and same(moh_vision.load_run(form), opened.model)
-        )
+        assert again.kind == KINDS[name]
+        assert same(again.model, opened.model)
+        assert same(moh_vision.load_run(form), opened.model)
     assert same(moh_vision.load_run(run), opened.model)
-    assert (
-        name != "cls"
-        or again.model.pretrained_cfg["crop_pct"] == opened.model.pretrained_cfg["crop_pct"] == 1
-    )
+    if name == "cls":
+        shares = [each.model.pretrained_cfg["crop_pct"] for each in (again, opened)]
+        assert shares == [1, 1]
     assert same(
         moh_vision.load_run(run, "model").state_dict(),
         moh_vision.open_run(run, "model").model.state_dict(),
@@ -71,18 +71,16 @@ def test_weights_that_training_keeps_are_opened_like_a_run(trained):
 
 
 def test_weights_with_the_name_of_a_model(tmp_path):
-    for name, kind in (
+    for name, wing in (
         ("moh_vit_tiny_patch16_224", "classification"),
         ("moh_dit_small_patch2_75", "diffusion"),
     ):
         model = timm.create_model(name)
         torch.save(model.state_dict(), tmp_path / "weights.pt")
         opened = moh_vision.open_run(tmp_path / "weights.pt", name=name)
-        assert (
-            opened.kind == kind
-            and opened.metadata["architecture"] == name
-            and same(opened.model, model)
-        )
+        assert opened.kind == wing
+        assert opened.metadata["architecture"] == name
+        assert same(opened.model, model)
 
 
 def test_data_losses_and_scores(runs):
@@ -91,9 +89,9 @@ def test_data_losses_and_scores(runs):
         assert opened.data("val") is not None and opened.scores()[key] > 0
     for name in KINDS:
         opened = moh_vision.open_run(runs[name])
-        searched, others = opened.halves(4)
+        searched, compared = opened.halves(4)
         loss = opened.mean_loss(searched)
-        assert loss > 0 and loss != opened.mean_loss(others)
+        assert loss > 0 and loss != opened.mean_loss(compared)
         assert float(opened.loss(searched[0])) == pytest.approx(loss, rel=1e-5)
 
 
@@ -102,11 +100,11 @@ def test_samples_are_scored_as_asked(runs):
     opened = moh_vision.open_run(runs["dit"], options=asked, scores=True)
     assert opened.forward()[1] == 10
     for reference in (None, "digits"):  # the training images, as while training
-        own = moh_vision.open_run(runs["dit"])
-        own.metadata["config"]["score"].update(
+        by_config = moh_vision.open_run(runs["dit"])
+        by_config.metadata["config"]["score"].update(
             images=20, steps=3, extractor=str(runs["cls"]), reference=reference
         )
-        assert own.scores()["num_reference"] == 1442
+        assert by_config.scores()["num_reference"] == 1442
     assert opened.scores() == opened.scores() and 0 <= opened.scores()["recognised"] <= 100
 
 
@@ -118,9 +116,9 @@ def test_mistakes_are_one_line(runs, tmp_path):
     shutil.copytree(runs["cls"], tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     text = config.read_text()
-    for said, kind in (("clasification", "did you mean classification?"), ("null", "None")):
+    for said, words in (("clasification", "did you mean classification?"), ("null", "None")):
         config.write_text(text.replace("kind: classification", f"kind: {said}"))
-        with one_line(kind):
+        with one_line(words):
             moh_vision.open_run(tmp_path / "run")
     config.write_text("kind: [")
     with one_line("config.yaml: not readable as YAML"):

@@ -60,7 +60,9 @@ def test_what_a_page_names_is_there(page):
     text = page.read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
         path, _, anchor = target.partition("#")
-        file = page.parent / path if path else page
+        file = page
+        if path:
+            file = page.parent / path
         assert "://" in target or file.exists() and (not anchor or anchor in anchors(file)), target
     if page.name != "CHANGELOG.md":  # it names files as they were called then
         named = re.findall(r"(?<![\w/.-])docs/[\w/-]+\.md", text)
@@ -137,14 +139,14 @@ def test_keys_that_a_resumed_run_may_change_are_listed():
     listed = page.split("Accepted keys:")[1].split(";")[0]
     free = {
         name
-        for kind in KINDS.values()
-        for name, found in keys_of(kind).items()
+        for config_class in KINDS.values()
+        for name, found in keys_of(config_class).items()
         if found.options["free"]
     }
     named = set(re.findall(r"`([\w.]+)`", listed))  # a section stands for all its keys
-    assert {
-        name.partition(".")[0] if name.partition(".")[0] in named else name for name in free
-    } == named | {"output"}
+    sections = {name.partition(".")[0] for name in free} & named
+    alone = {name for name in free if name.partition(".")[0] not in named}
+    assert sections | alone == named | {"output"}
 
 
 # ---------------------------------------------------------------- docs/papers.md
@@ -176,8 +178,8 @@ OTHER = {"cls/", "dit/", "text/", "--model.head_budget", "load_checkpoint", "MoH
 def numbered(text):
     """{"Table 1", "Figure A", ...} of the first cells of a section's rows."""
     found = set()
-    for kind, names in re.findall(r"^\| (Table|Figure)s? ((?:\w(?:, )?)+) \|", text, re.M):
-        found |= {f"{kind} {name}" for name in names.split(", ")}
+    for heading, names in re.findall(r"^\| (Table|Figure)s? ((?:\w(?:, )?)+) \|", text, re.M):
+        found |= {f"{heading} {name}" for name in names.split(", ")}
     return found
 
 
@@ -196,10 +198,10 @@ def test_all_code_is_a_run_or_a_command():
     assert len(RUNS) > 40 and len(OF_PAPERS) > 10 and len(VARIANTS) > 40
 
 
-def made(kind, *argv):
-    """The model of a configuration, on meta; of language its preset or what it is converted from."""
-    config = parse_config(KINDS[kind], ["--config", *argv], "test")
-    if kind == "text":
+def model_of(folder, *argv):
+    """The model of a configuration in this folder, on meta; of language its preset or what it is converted from."""
+    config = parse_config(KINDS[folder], ["--config", *argv], "test")
+    if folder == "text":
         return config.model.pretrained or preset_config(config.model.name)
     with torch.device("meta"):
         return timm.create_model(config.model.name, **config.model.arguments())
@@ -212,7 +214,7 @@ def test_runs(code):
     files = sorted((ROOT / "configs").glob(f"{name}.yaml"))
     assert files and not ("*" in name and options)
     for file in files:
-        assert made(file.parent.name, str(file), *options)
+        assert model_of(file.parent.name, str(file), *options)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_the_ablation_of_components(config):
     ]
     [one_stage] = [row for row in rows if "two_stage" in row]
     neither, shared, both = (
-        made(row[:3], *shlex.split(row)) for row in (routed_only, one_stage, config)
+        model_of(row[:3], *shlex.split(row)) for row in (routed_only, one_stage, config)
     )
     active = [
         [layer["active"] for layer in head_budget(model)["layers"]]
@@ -328,7 +330,9 @@ def pieces(page):
 
 def commands(page):
     """The commands of a page that the project runs; of docs/papers.md those in its tables."""
-    typed = OF_PAPERS if page == "docs/papers" else [line for _, line in pieces(page)]
+    typed = [line for _, line in pieces(page)]
+    if page == "docs/papers":
+        typed = OF_PAPERS
     return [
         line
         for line in typed
@@ -409,33 +413,26 @@ def stand_ins(trained, tmp_path_factory):
         "stabilityai/sd-vae-ft-ema": vae,
     }
     places["SHARDS"] = "SHARDS"
-    return {"folder": root, **{name: str(place) for name, place in places.items()}}
+    return {"folder": root, **{name: str(path) for name, path in places.items()}}
 
 
 def filled(name, words, places):
     """The options of a command with small things in place of its placeholders, and options that make it small."""
-    run = str(places["folder"] / ("dit" if name.startswith("moh_vision.diffusion") else "cls"))
+    dit = str(places["folder"] / "dit")
+    run = dit if name.startswith("moh_vision.diffusion") else str(places["folder"] / "cls")
     given = {word.replace("_", "-") for word in words}
     more = MORE.get(name, "")
     if "--save-statistics" in words:  # nothing is scored
         more = more.replace("--allow-biased", "")
     for option, value in re.findall(r"(--\S+) ([^-]\S*)?", more + " "):
-        words = (
-            words
-            if option.replace("_", "-") in given
-            else [*words, option, *([value] if value else [])]
-        )
+        if option.replace("_", "-") not in given:
+            words = [*words, option]
+            if value:
+                words.append(value)
     if "LATENTS" in words and name.endswith("diffusion.train"):
-        words = [
-            *words,
-            "--vae",
-            "stabilityai/sd-vae-ft-ema",
-        ]  # the configurations name it, and it is not here
-    known = {
-        **places,
-        "RUN": run,
-        **dict.fromkeys(("DIT", "EARLIER"), str(places["folder"] / "dit")),
-    }
+        # The configurations name it, and it is not here.
+        words = [*words, "--vae", "stabilityai/sd-vae-ft-ema"]
+    known = {**places, "RUN": run, "DIT": dit, "EARLIER": dit}
     known["LATENTS"] = "new" if name.endswith("latents") else places["LATENTS"]
     words = [known.get(word, word) for word in words if word != "..."]
     if "--extractor" in words:
@@ -454,11 +451,14 @@ def run_page(page, places):
     """Run a page's commands and Python in the current folder: a run for "RUN", an image, no weights of the hub."""
     known = {"RUN": f"{places['folder']}/cls", "IMAGE.jpg": places["IMAGE.jpg"]}
     (places["folder"] / "dit/scores.json").unlink(missing_ok=True)  # of another page
-    create, names = timm.create_model, {}
+    create = timm.create_model
+    names = {}
+
+    def create_without_weights(name, pretrained=False, **kwargs):
+        return create(name, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch, mock.patch.dict(ROUTERS):
-        patch.setattr(
-            timm, "create_model", lambda name, pretrained=False, **kwargs: create(name, **kwargs)
-        )
+        patch.setattr(timm, "create_model", create_without_weights)
         for block, command in pieces(page):
             if block:
                 block = re.sub(r'"(RUN|IMAGE\.jpg)"', lambda found: repr(known[found[1]]), block)
@@ -467,7 +467,8 @@ def run_page(page, places):
                 continue  # ONNX takes seconds: docs/guides/convert.md
             else:
                 name, main, words = words_of(command)
-                words, code = filled(name, words, places), 0
+                words = filled(name, words, places)
+                code = 0
                 try:
                     code = main(words)
                 except SystemExit as end:
@@ -482,9 +483,8 @@ def test_what_a_page_says_runs(page, stand_ins, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert page != "README" or len(commands(page)) > 8
     if page.endswith("convert"):
-        torch.save(
-            timm.create_model("vit_small_patch16_224", num_classes=10).state_dict(), "dense.pth"
-        )
+        dense = timm.create_model("vit_small_patch16_224", num_classes=10)
+        torch.save(dense.state_dict(), "dense.pth")
     run_page(page, stand_ins)
 
 

@@ -108,12 +108,12 @@ def test_a_configuration() -> None:
 def public(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Functions and methods that a module offers: those of `__all__`, or where it has none, of its own classes."""
     module = importlib.import_module(name)
-    own = [
+    classes_and_functions = [
         n
         for n, value in vars(module).items()
         if getattr(value, "__module__", "") == name and n[0] != "_"
     ]
-    for named in getattr(module, "__all__", own):
+    for named in getattr(module, "__all__", classes_and_functions):
         value = getattr(module, named)
         if inspect.isfunction(value):
             yield named, value
@@ -126,13 +126,13 @@ def public(name: str) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_functions_have_types(name: str) -> None:
-    untyped, count = [], 0
+    untyped = []
+    count = 0
     for where, code in public(name):
-        first, *rest = [*inspect.signature(code).parameters.values(), None]
-        parameters = rest if "." in where else [first, *rest]
-        untyped += [
-            f"{where}: {p.name}" for p in parameters if p is not None and p.annotation is p.empty
-        ]
+        parameters = [*inspect.signature(code).parameters.values()]
+        if "." in where:  # of a method, but self
+            del parameters[:1]
+        untyped += [f"{where}: {p.name}" for p in parameters if p.annotation is p.empty]
         if not where.endswith("__init__") and "return" not in code.__annotations__:
             untyped.append(f"{where}: what it returns")
         count += 1

@@ -112,10 +112,10 @@ def test_names_decide_in_whatever_order_they_are(tmp_path, capsys):
 def test_a_new_run_takes_the_head_in_the_order_of_its_data(tmp_path, capsys):
     root, pictures = folder_of(tmp_path / "data", NUMBERS)
     torch.manual_seed(0)
-    for place, names in (("unnamed", None), ("named", list(reversed(NUMBERS)))):
+    for name, names in (("unnamed", None), ("named", list(reversed(NUMBERS)))):
         order = names or NUMBERS
-        dense = saved_by_timm(knowing(pictures, order), tmp_path / place, names)
-        run = tmp_path / f"{place}-run"
+        dense = saved_by_timm(knowing(pictures, order), tmp_path / name, names)
+        run = tmp_path / f"{name}-run"
         argv = f"--data.root {root} {' '.join(DATA)} --output {run} --max-steps 1 --optim.lr 1e-9"
         argv += f" --model.pretrained {dense} --model.name pretrained --optim.batch_size 4"
         train_cls.main(argv.split())

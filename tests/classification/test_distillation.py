@@ -41,7 +41,8 @@ def test_the_loss_and_its_gradient_are_timms(tmp_path):
     source = saved(tmp_path / "t", [0.2, 0.3, 0.4], [0.6, 0.7, 0.8], num_classes=5)
     torch.manual_seed(0)
     student = timm.create_model("moh_vit_tiny_patch16_224", **VIT, num_classes=5)
-    images, labels = torch.rand(6, 3, 8, 8), torch.arange(6) % 5
+    images = torch.rand(6, 3, 8, 8)
+    labels = torch.arange(6) % 5
     teacher = Teacher(
         "distill.teacher", source, student.pretrained_cfg["mean"], student.pretrained_cfg["std"]
     )
@@ -53,13 +54,13 @@ def test_the_loss_and_its_gradient_are_timms(tmp_path):
         verbose=False,
         **weights,
     ).train()
-    theirs, gradients = timms(images, labels), []
-    ours = ClassificationTask(student, 0.0, distill=DistillConfig("t", **weights))(
-        images, labels, teacher(images)
-    )
+    theirs = timms(images, labels)
+    task = ClassificationTask(student, 0.0, distill=DistillConfig("t", **weights))
+    ours = task(images, labels, teacher(images))
     assert ours["kd_loss"] > 0.1 and len(ours["head_runs"]) == 2
     for name, of in (("kd_loss", "kd_loss"), ("task_loss", "loss"), ("loss", "loss")):
         torch.testing.assert_close(ours[name], theirs[of])
+    gradients = []
     for losses in (ours, theirs):
         student.zero_grad()
         losses["loss"].backward()

@@ -74,19 +74,21 @@ def expected(logits, labels):
     )
 
 
+def shifted(classes, every):
+    """The classes, but the next one in place of each whose number `every` divides: the picture of another."""
+    return [c if c % every else (c + 1) % 1000 for c in classes]
+
+
 def test_v2_and_sketch(imagenet, tmp_path, capsys):
     """V2's folders are called 0 to 999: sorted as texts, 10 comes before 2."""
     folder, logits = imagenet
-    chosen = [
-        c if c % 4 else (c + 1) % 1000 for c in range(1000)
-    ]  # of every fourth class the picture of another
+    chosen = shifted(range(1000), every=4)
     truth = expected(logits[chosen], list(range(1000)))
     assert truth["top1"] == 75
     v2 = class_folders(tmp_path / "v2", folder / "pictures", chosen, map(str, range(1000)))
     found = scores(folder, v2, "v2", tmp_path)
-    assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5) and found[
-        "images"
-    ] == 1000
+    assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5)
+    assert found["images"] == 1000
     assert ", labels v2): top-1 75.00 %" in capsys.readouterr().out
 
     sketch = tmp_path / "sketch"
@@ -95,58 +97,56 @@ def test_v2_and_sketch(imagenet, tmp_path, capsys):
         (v2 / str(c)).rename(sketch / synset)
     source = open_labelled(str(sketch), "sketch")
     assert source.labels.tolist() == list(range(1000)) and source.classes == SYNSETS
-    with one_line(
-        f"data.root {sketch}: 200 classes in --labels a, 1000 in val; class 'n01440764' is only in val"
-    ):
-        open_labelled(str(sketch), "a")
-    with one_line(
-        f"data.root {sketch}: 0.JPEG: --labels real needs .*ILSVRC2012_val_00000001.JPEG to "
-    ):
-        open_labelled(str(sketch), "real")
+    words = f"data.root {sketch}: 200 classes in --labels a, 1000 in val; class 'n01440764' is only in val"
+    refuse(words, open_labelled, str(sketch), "a")
+    words = f"data.root {sketch}: 0.JPEG: --labels real needs .*ILSVRC2012_val_00000001.JPEG to "
+    refuse(words, open_labelled, str(sketch), "real")
     shutil.rmtree(sketch / SYNSETS[7])
-    with one_line(
-        f"1000 classes in --labels sketch, 999 in val; class '{SYNSETS[7]}' is only in --labels sketch"
-    ):
-        open_labelled(str(sketch), "sketch")
+    words = f"1000 classes in --labels sketch, 999 in val; class '{SYNSETS[7]}' is only in --labels sketch"
+    refuse(words, open_labelled, str(sketch), "sketch")
 
 
-@pytest.mark.parametrize("kind", ["a", "r"])
-def test_200_of_the_classes(imagenet, tmp_path, kind):
+@pytest.mark.parametrize("labels", ["a", "r"])
+def test_200_of_the_classes(imagenet, tmp_path, labels):
     """Only their outputs compete; shards keep the names of the classes."""
     folder, logits = imagenet
-    of = [
-        int(c) for c in pkgutil.get_data("timm.data", f"_info/imagenet_{kind}_indices.txt").split()
-    ]
-    chosen = [c if c % 3 else (c + 1) % 1000 for c in of]
+    indices = pkgutil.get_data("timm.data", f"_info/imagenet_{labels}_indices.txt")
+    of = [int(c) for c in indices.split()]
+    chosen = shifted(of, every=3)
     truth = expected(logits[chosen][:, of], list(range(200)))
-    assert (
-        50 < truth["top1"] < 100 and truth["loss"] < expected(logits[chosen], of)["loss"]
-    )  # fewer compete
+    assert 50 < truth["top1"] < 100
+    assert truth["loss"] < expected(logits[chosen], of)["loss"]  # fewer compete
     root = class_folders(
         tmp_path / "plain" / "val", folder / "pictures", chosen, [SYNSETS[c] for c in of]
     )
     (root / "README.txt").write_text("as it comes")
-    if kind == "a":
+    if labels == "a":
         assert convert(root.parent, tmp_path / "shards") == 0
         root = tmp_path / "shards"
-    assert (found := scores(folder, root, kind, tmp_path))["images"] == 200
+    found = scores(folder, root, labels, tmp_path)
+    assert found["images"] == 200
     assert {key: found[key] for key in truth} == pytest.approx(truth, rel=1e-5)
 
 
 def test_real_labels(imagenet, tmp_path, capsys):
     """As timm's RealLabelsImagenet counts them: any of an image's labels is right, and some images have none."""
     folder, logits = imagenet
-    names, shown = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 61)], []
+    names = [f"ILSVRC2012_val_{i:08d}.JPEG" for i in range(1, 61)]
+    shown = []
     timms = RealLabelsImagenet(range(50_000))
     for i, name in enumerate(names):
         labels = timms.real_labels[name] or [3]
-        shown.append(labels[-1] if i % 3 else (labels[0] + 1) % 1000)
-        place = tmp_path / "d" / "val" / SYNSETS[i % 2] / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(folder / "pictures" / f"{shown[-1]}.png", place)
+        if i % 3:
+            shown.append(labels[-1])
+        else:
+            shown.append((labels[0] + 1) % 1000)
+        picture = tmp_path / "d" / "val" / SYNSETS[i % 2] / name
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "pictures" / f"{shown[-1]}.png", picture)
     timms.filenames = names
     timms.add_result(logits[shown])
-    truth, kept = timms.get_accuracy(), len(timms.is_correct[1])
+    truth = timms.get_accuracy()
+    kept = len(timms.is_correct[1])
     assert 50 < truth[1] < 80 and 50 < kept < 60
     found = scores(folder, tmp_path / "d", "real", tmp_path)
     assert (found["top1"], found["top5"], found["images"]) == (

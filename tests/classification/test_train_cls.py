@@ -57,33 +57,28 @@ def mixed_folder(root):
 
 
 def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
-    root, run = mixed_folder(tmp_path / "d"), tmp_path / "run"
+    root = mixed_folder(tmp_path / "d")
+    run = tmp_path / "run"
     recipe = [
         *RECIPE,
         *"--max-steps 9 --data.max_bad_fraction 0.1 --eval-every 5 --data.repeats 1".split(),
     ]
     lines = train(root, run, *recipe)
-    steps, validations = (
-        [e for e in lines if "loss" in e],
-        [e["validation"] for e in lines if "validation" in e],
-    )
-    assert [e["step"] for e in steps] == list(range(1, 10)) and all(
-        math.isfinite(e["loss"]) for e in steps
-    )
+    steps = [e for e in lines if "loss" in e]
+    validations = [e["validation"] for e in lines if "validation" in e]
+    assert [e["step"] for e in steps] == list(range(1, 10))
+    assert all(math.isfinite(e["loss"]) for e in steps)
     assert steps[-1]["unreadable"] == 1
     assert len(validations) == 2
     for found in validations:
         assert (found["images"], found["unreadable"]) == (17, 1)
         assert found["images_per_s"] > 0 and found["peak_memory_mib"] > 100
-        assert found["active_heads"] == [2, 3] and found["active_share"] == pytest.approx(
-            5 / 6, abs=1e-4
-        )
+        assert found["active_heads"] == [2, 3]
+        assert found["active_share"] == pytest.approx(5 / 6, abs=1e-4)
     found = results(run)
     confusion = json.loads((run / "confusion.json").read_text())
-    assert (
-        confusion["classes"] == ["cat", "dog"]
-        and sum(images for *_, images in confusion["counts"]) == 17
-    )
+    assert confusion["classes"] == ["cat", "dog"]
+    assert sum(images for *_, images in confusion["counts"]) == 17
     assert sum(images for label, _, images in confusion["counts"] if label == 0) == 13  # of cats
     right = sum(images for label, guess, images in confusion["counts"] if label == guess)
     assert found["top1"] == pytest.approx(100 * right / 17)
@@ -93,13 +88,12 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
 
     capsys.readouterr()
     validate.main(["--checkpoint", str(run), "--head-load", str(tmp_path / "load.json")])
-    own, again = HeadLoad.read(run / "head_load.json"), HeadLoad.read(tmp_path / "load.json")
-    assert (
-        torch.equal(own.sums, again.sums)
-        and own.groups == {"class": ["cat", "dog"]}
-        and own.of["step"] == 9
-    )
-    assert own.active() == found["active_heads"]
+    of_run = HeadLoad.read(run / "head_load.json")
+    again = HeadLoad.read(tmp_path / "load.json")
+    assert torch.equal(of_run.sums, again.sums)
+    assert of_run.groups == {"class": ["cat", "dog"]}
+    assert of_run.of["step"] == 9
+    assert of_run.active() == found["active_heads"]
     validate.main(["--checkpoint", str(run)])
     out = capsys.readouterr().out
     assert f"top-1 {found['top1']:.2f} %" in out and validated in out
@@ -110,10 +104,8 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
         out = capsys.readouterr().out
         assert words in out and f"loss {found['loss']:.4f}" not in out
     error = not_validated(capsys, "--checkpoint", run, "--model.kwargs.qk_norm", "true")
-    assert (
-        f"model.kwargs has no effect: --checkpoint {run} brings its model, moh_vit_tiny_patch16_224"
-        in error
-    )
+    words = "model.kwargs has no effect: --checkpoint"
+    assert f"{words} {run} brings its model, moh_vit_tiny_patch16_224" in error
 
     torch.save(dict(model=load_file(run / "model.safetensors")), run / "model.pth")
     validate.main(["--config", str(run / "config.yaml"), "--checkpoint", str(run / "model.pth")])
@@ -122,17 +114,21 @@ def test_a_folder_with_files_of_every_kind(tmp_path, capsys):
     for split in ("train", "val"):
         (root / split / "dog").rename(root / split / "fox")
     error = not_validated(capsys, "--checkpoint", run, "--data.root", root)
+    of_checkpoint = f"--checkpoint {run}"
     assert (
-        f"2 classes in --checkpoint {run}, 2 in val; class 'dog' is only in --checkpoint {run}"
-        in error
+        f"2 classes in {of_checkpoint}, 2 in val; class 'dog' is only in {of_checkpoint}" in error
     )
 
 
 def test_the_best_weights_are_kept(tmp_path, monkeypatch, capsys):
     """Each validation comes before the save of its step; a resumed run goes on with the score in the file's metadata."""
-    root, run, there = write_folder(tmp_path / "d", train=4, val=2), tmp_path / "run", []
-    script, full = [90, 50, 30, 40, 45, 60], {90}
-    validate, export = train_cls.validate, training_loop.export_weights
+    root = write_folder(tmp_path / "d", train=4, val=2)
+    run = tmp_path / "run"
+    there = []
+    script = [90, 50, 30, 40, 45, 60]
+    full = {90}
+    validate = train_cls.validate
+    export = training_loop.export_weights
 
     def scripted(*args):
         there.append(checkpoint_steps(run))
@@ -211,7 +207,8 @@ def test_an_unreadable_image_of_the_validation_is_one_line(tmp_path, capsys):
 
 
 def test_mistakes(tmp_path, capsys):
-    root, run = write_folder(tmp_path / "d"), tmp_path / "run"
+    root = write_folder(tmp_path / "d")
+    run = tmp_path / "run"
     argv = ["--data.root", root, "--output", run]
     error = refused(
         capsys, *argv, "--optim.batch_size", 6, "--optim.accumulation", 2, "--mix.cutmix", 1

@@ -39,7 +39,8 @@ def active(budgets):
 
 
 def test_shares_are_spread_as_the_model_s_own():
-    ramp, uniform = vit(0.5), vit("uniform:0.5")
+    ramp = vit(0.5)
+    uniform = vit("uniform:0.5")
     found = active(budgets_of(ramp, ["1", "0.75"]))
     assert list(found) == [0.5, 0.75, 1]
     assert (
@@ -87,10 +88,8 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
         return head_budget(model)["active"]
 
     one = Opened(None, model, dict(weights="W", architecture="A"))
-    one.scores, one.forward = (
-        lambda: dict(top1=float(running()), active_heads=[1]),
-        lambda: (running, 2),
-    )
+    one.scores = lambda: dict(top1=float(running()), active_heads=[1])
+    one.forward = lambda: (running, 2)
     (line,) = measure(["run"], [one], ["0.5", "1"])
     assert line["shares"] == [0.5, 0.75, 1.0] and line["share"] == 0.75
     assert [s["top1"] for s in line["scores"]] == [12, 18, 24]
@@ -100,15 +99,10 @@ def test_what_is_measured_is_of_the_heads_it_names(monkeypatch):
     figure = draw([line, {**line, "run": "other", "shares": [0.5, 0.75, 0.9]}])
     above, below = figure.axes
     assert above.get_ylabel() == "top-1, %" and list(above.lines[0].get_ydata()) == [12, 18, 24]
-    assert [text.get_text() for text in above.get_legend().get_texts()] == [
-        "run, token scope",
-        "other, token scope",
-    ]
-    assert list(above.lines[1].get_xdata()) == [75] and list(below.lines[0].get_ydata()) == [
-        12,
-        18,
-        24,
-    ]
+    legend = [text.get_text() for text in above.get_legend().get_texts()]
+    assert legend == ["run, token scope", "other, token scope"]
+    assert list(above.lines[1].get_xdata()) == [75]
+    assert list(below.lines[0].get_ydata()) == [12, 18, 24]
 
 
 @pytest.fixture
@@ -128,25 +122,19 @@ def curve(run_command, monkeypatch):
 
 def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     runs = [trained("cls", 2, *HEADS, "--model.scope", scope) for scope in ("token", "sample")]
-    figure, ask = tmp_path / "curve.png", ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
+    figure = tmp_path / "curve.png"
+    ask = ["--shares", "0.5", "1", "--data.eval_batch_size", "50"]
     (token, sample), shown = curve(*runs, "--output", figure, *ask)
     told = "/ema.safetensors; scored on digits, val split\n"
-    assert (
-        all(shown.count(f"{run}: weights of {run}{told}") == 1 for run in runs)
-        and shown.count(" ms a batch\n") == 6
-    )
+    assert all(shown.count(f"{run}: weights of {run}{told}") == 1 for run in runs)
+    assert shown.count(" ms a batch\n") == 6
     assert shown.count(" of the heads, top-1, % ") == 6 == shown.count("validation: 1 of 8 steps, ")
     assert figure.read_bytes()[:4] == b"\x89PNG"
-    assert (token["scope"], sample["scope"]) == ("token", "sample") and token["shares"] == [
-        0.5,
-        0.75,
-        1.0,
-    ]
-    assert (
-        token["batch_size"] == 50
-        and token["executor"] == "auto"
-        and token["data"] == "digits, val split"
-    )
+    assert (token["scope"], sample["scope"]) == ("token", "sample")
+    assert token["shares"] == [0.5, 0.75, 1.0]
+    assert token["batch_size"] == 50
+    assert token["executor"] == "auto"
+    assert token["data"] == "digits, val split"
     for low, middle, high in token["milliseconds"]:
         assert 0 < low <= middle <= high
     # The scores are those of validate.py with that budget.
@@ -160,9 +148,10 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
     (token, dense), _ = curve(runs[0], dense, "--output", tmp_path / "new.svg", "--shares", "0.75")
     assert (token["shares"], dense["shares"]) == ([0.75], [1.0])
     assert "cls, all heads" in (tmp_path / "new.svg").read_text()
-    for place in (tmp_path / "data/val" / str(digit) for digit in range(10)):
-        place.mkdir(parents=True)
-        Image.new("L", (8, 8)).save(place / "a.png")
+    for digit in range(10):
+        folder = tmp_path / "data/val" / str(digit)
+        folder.mkdir(parents=True)
+        Image.new("L", (8, 8)).save(folder / "a.png")
     other = Path(shutil.copytree(runs[0], tmp_path / "other"), "config.yaml")
     other.write_text(other.read_text().replace("root: digits", f"root: {tmp_path}/data"))
     error = refused("budget-curve", *runs, other.parent, "--output", tmp_path / "more.svg")
@@ -170,11 +159,10 @@ def test_classifiers_of_both_scopes(trained, tmp_path, capsys, curve, refused):
 
 
 def test_samples_of_a_diffusion_model(trained, tmp_path, curve):
-    cls, dit = trained("cls", 6, *HEADS), trained("dit", 6, *HEADS, "--optim.lr", "0.1")
-    figure, short = (
-        tmp_path / "curve.svg",
-        ["--num-images", "40", "--steps", "2", "--batch-size", "20"],
-    )
+    cls = trained("cls", 6, *HEADS)
+    dit = trained("dit", 6, *HEADS, "--optim.lr", "0.1")
+    figure = tmp_path / "curve.svg"
+    short = ["--num-images", "40", "--steps", "2", "--batch-size", "20"]
     (line,), said = curve(
         dit, "--output", figure, "--shares", "1", *short, "--score", "digits", "--extractor", cls
     )

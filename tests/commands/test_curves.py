@@ -13,9 +13,11 @@ from moh_vision.commands.figures import Line, draw_lines
 def write_run(folder, *, seed=0, model="mt_mae_7", epoch=20, losses=(), dev=(), bleu=None, **data):
     """Losses are logged every 10 steps, dev losses every 20; an epoch has `epoch` steps."""
     folder.mkdir()
-    kind = "text" if model.startswith("mt_") else "diffusion"
     config = dict(
-        kind=kind, seed=seed, model=dict(name=model), data=dict(root="text", val="val", **data)
+        kind="text" if model.startswith("mt_") else "diffusion",
+        seed=seed,
+        model=dict(name=model),
+        data=dict(root="text", val="val", **data),
     )
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     lines = [{"step": 0, "trained_parameters": 3}]
@@ -56,13 +58,12 @@ def test_seeds_are_one_line_over_epochs(tmp_path, run_command):
     ]
     assert run_command("curves", *runs, "--output", tmp_path / "curves.png")[0] == 0
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    told, lines = (
-        json.loads((tmp_path / "curves.json").read_text()),
-        lines_of(tmp_path / "curves.json"),
-    )
+    told = json.loads((tmp_path / "curves.json").read_text())
+    lines = lines_of(tmp_path / "curves.json")
     assert told["x"] == "epochs" and told["y"] == "loss, nats per token"
     assert len(lines) == 4 and {"mt_nobcd, training", "mt_nobcd, validation"} < set(lines)
-    train, dev = lines["mt_mae_7, training"], lines["mt_mae_7, validation"]
+    train = lines["mt_mae_7, training"]
+    dev = lines["mt_mae_7, validation"]
     # An epoch of 20 steps began between the step that was logged 10 before and its own line.
     unit = mean([mean([31, 40]) / 2, mean([31, 40]) / 2])
     assert train["x"] == pytest.approx([step / unit for step in (1, 11, 21, 31, 41)])

@@ -25,10 +25,11 @@ NAMES = dict(vit="moh_vit_tiny_patch16_224", dit="moh_dit_small_patch2_75")
 KINDS = dict(vit="classification", dit="diffusion")
 
 
-def made(kind, arguments, **more):
+def model_of(family, arguments, **more):
     """A model with random routers, whose gates are not all alike."""
     torch.manual_seed(0)
-    model = timm.create_model(NAMES[kind], **{"head_budget": BUDGET, **arguments, **more}).eval()
+    options = {"head_budget": BUDGET, **arguments, **more}
+    model = timm.create_model(NAMES[family], **options).eval()
     for parameter in model.parameters():
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.3)
@@ -37,24 +38,24 @@ def made(kind, arguments, **more):
 
 @pytest.fixture
 def run(tmp_path):
-    """run(kind, arguments): a folder with the weights of a model, as a run writes them."""
+    """run(family, arguments): a folder with the weights of a model, as a run writes them."""
 
-    def write(kind, arguments):
-        model = made(kind, arguments)
-        config = dict(objective="noise", learn_sigma=True, noise_schedule="linear")
+    def write(family, arguments):
+        model = model_of(family, arguments)
         about = dict(
-            architecture=NAMES[kind],
+            architecture=NAMES[family],
             arguments={"head_budget": BUDGET, **arguments},
             classes=["a", "b", "c"],
+            config=dict(objective="noise", learn_sigma=True, noise_schedule="linear"),
+            step=1,
         )
-        about = {
-            key: json.dumps(value) for key, value in dict(about, config=config, step=1).items()
-        }
-        (tmp_path / kind).mkdir()
-        (tmp_path / kind / "config.yaml").write_text(f"kind: {KINDS[kind]}")
+        metadata = {key: json.dumps(value) for key, value in about.items()}
+        folder = tmp_path / family
+        folder.mkdir()
+        (folder / "config.yaml").write_text(f"kind: {KINDS[family]}")
         state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        save_file(state, tmp_path / kind / "model.safetensors", about)
-        return model, str(tmp_path / kind)
+        save_file(state, folder / "model.safetensors", metadata)
+        return model, str(folder)
 
     return write
 
@@ -126,7 +127,8 @@ def test_a_dit_with_static_heads_has_these_heads_alone(run, to_onnx, tmp_path):
 
 def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command):
     """So that a process without this package can read it."""
-    (model, folder), file = run("dit", {**BY_TIMESTEP, **ONE}), tmp_path / "model.pt2"
+    model, folder = run("dit", {**BY_TIMESTEP, **ONE})
+    file = tmp_path / "model.pt2"
     code, said, _ = run_command("export", folder, "--format", "torch-export", "--output", file)
     assert code == 0 and "computes 2 of 4, which each image chooses" in said
     inputs = dict(
@@ -134,7 +136,8 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command)
         timestep=torch.rand(4) * 1000,
         class_labels=torch.arange(4),
     )
-    program = torch.export.load(file, extra_files=(kept := {"metadata.json": ""}))
+    kept = {"metadata.json": ""}
+    program = torch.export.load(file, extra_files=kept)
     with torch.no_grad():
         want = model(**inputs, return_dict=False)[0]
     assert (program.module()(**inputs) - want).abs().max() < 3e-5 * want.abs().max()
@@ -144,10 +147,11 @@ def test_torch_export_holds_operators_of_torch_alone(run, tmp_path, run_command)
     assert json.loads(json.loads(kept["metadata.json"])["null_label"]) == 3
 
 
-@pytest.mark.parametrize("router", ["moh", "query_norm", "moa"])
-def test_kept_heads_weigh_as_where_they_are_chosen(router):
-    budget = [[0, 2], [0, 3]] if router == "moa" else BUDGET
-    model = made("vit", VIT, head_budget=budget, router=router, scope="sample").double()
+@pytest.mark.parametrize(
+    "router, budget", [("moh", BUDGET), ("query_norm", BUDGET), ("moa", [[0, 2], [0, 3]])]
+)
+def test_kept_heads_weigh_as_where_they_are_chosen(router, budget):
+    model = model_of("vit", VIT, head_budget=budget, router=router, scope="sample").double()
     image = torch.randn(1, 1, 8, 8, dtype=torch.float64)
     kept = [
         routing.active[0, 0].nonzero().flatten().tolist() for routing in token_heads(model, image)
@@ -162,39 +166,38 @@ def test_kept_heads_weigh_as_where_they_are_chosen(router):
 
 
 @pytest.mark.parametrize(
-    "kind, arguments", [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)]
+    "family, arguments", [("vit", dict(VIT, scope="sample", qk_norm=True)), ("dit", BY_TIMESTEP)]
 )
-def test_gathered_heads_are_those_that_an_image_chooses(kind, arguments):
-    model = made(kind, arguments).double()
-    drawn = torch.randn(5, 1, *[arguments["img_size"]] * 2, dtype=torch.float64)
-    inputs = (
-        (drawn,)
-        if kind == "vit"
-        else (drawn, torch.arange(5) * 200.0, torch.tensor([0, 1, 2, 3, 0]))
-    )
+def test_gathered_heads_are_those_that_an_image_chooses(family, arguments):
+    model = model_of(family, arguments).double()
+    size = arguments["img_size"]
+    inputs = [torch.randn(5, 1, size, size, dtype=torch.float64)]
+    if family == "dit":
+        inputs += [torch.arange(5) * 200.0, torch.tensor([0, 1, 2, 3, 0])]
     with torch.no_grad():
         want, _ = model.forward_routed(*inputs)
         assert gather_heads(model) == 5
         torch.testing.assert_close(model.forward_routed(*inputs)[0], want, rtol=1e-10, atol=1e-10)
-    assert gather_heads(made("vit", VIT)) == 8  # each token chooses: all are computed
+    assert gather_heads(model_of("vit", VIT)) == 8  # each token chooses: all are computed
 
 
 def test_the_busiest_heads_stay_and_others_are_refused(tmp_path):
     assert busiest(torch.tensor([9.0, 9.0, 1.0, 4.0, 2.0]), 2, 4) == [0, 1, 3, 4]
-    model, file = made("vit", VIT), tmp_path / "load.json"
+    model = model_of("vit", VIT)
+    file = tmp_path / "load.json"
     load = HeadLoad(head_budget(model)["layers"], {"class": ["a", "b"]})
     load.sums += torch.tensor([10, 2, 5, 3, 10, 10, 10, 1, 9, 10])
     load.save(file)
-    fixed = made("vit", VIT)
+    fixed = model_of("vit", VIT)
     exporting.fix_heads(fixed, str(file))
-    expected = made("vit", VIT)
+    expected = model_of("vit", VIT)
     keep_heads(expected, [[0, 2], [0, 1, 3]])
     assert all(
         torch.equal(a, b) for a, b in zip(fixed.parameters(), expected.parameters(), strict=True)
     )
-    refuse("layer 1: its router needs", keep_heads, made("vit", VIT), [[0, 2], [0, 1]])
-    refuse(r"layer 0: heads \[1, 2\]", keep_heads, made("vit", VIT), [[1, 2], [0, 1, 3]])
-    scaled = made("vit", VIT, router_kwargs=dict(gate_scale="paper"))
+    refuse("layer 1: its router needs", keep_heads, model_of("vit", VIT), [[0, 2], [0, 1]])
+    refuse(r"layer 0: heads \[1, 2\]", keep_heads, model_of("vit", VIT), [[1, 2], [0, 1, 3]])
+    scaled = model_of("vit", VIT, router_kwargs=dict(gate_scale="paper"))
     refuse("depend on heads that would leave", keep_heads, scaled, [[0, 2], [0, 1, 3]])
 
 
@@ -219,7 +222,11 @@ def test_a_file_that_differs_is_not_kept(run, tmp_path, run_command, monkeypatch
     refused("m.pt2 is not written: it differs from PyTorch by")
 
     def not_finite(module, *more):
-        return lambda inputs: module(**inputs) * (1 if len(inputs["images"]) == 1 else nan)
+        def run_module(inputs):
+            several = len(inputs["images"]) > 1
+            return module(**inputs) * (nan if several else 1)
+
+        return run_module
 
     monkeypatch.setattr(exporting, "export", not_finite)
     refused("m.pt2 is not written: it differs from PyTorch by nan")

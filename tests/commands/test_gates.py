@@ -12,7 +12,8 @@ from tests.support.small_runs import pairs, results
 
 
 def test_entropy_figure():
-    first, second = "encoder.layers.0.self_attn", "decoder.layers.0.cross_attn"
+    first = "encoder.layers.0.self_attn"
+    second = "decoder.layers.0.cross_attn"
 
     def run(name, *layers):
         return dict(
@@ -59,21 +60,19 @@ def test_the_command_says_what_the_runs_said_of_themselves(
     assert "</svg>" in output.read_text()
     rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")][:4]
     mae, dense = (dict(zip(rows[0], row)) for row in rows[2:])
-    own = [results(runs[name]) for name in ("mae0", "mae1")]
+    of_runs = [results(runs[name]) for name in ("mae0", "mae1")]
     for part in ("encoder", "decoder"):
-        values = [found["mean_gate_entropy"][part] for found in own]
+        values = [found["mean_gate_entropy"][part] for found in of_runs]
         middle, spread = map(float, mae[f"entropy, {part}"].split(" ± "))
         assert middle == pytest.approx(mean(values), abs=0.0051)
         assert spread == pytest.approx(stdev(values), abs=0.0051)
         assert dense[f"entropy, {part}"] == "-"
-    assert (
-        mae["runs"] == "2"
-        and mae["uniform"] == f"{math.log(4):.2f}"
-        and dense["most probable expert"] == "-"
-    )
+    assert mae["runs"] == "2"
+    assert mae["uniform"] == f"{math.log(4):.2f}"
+    assert dense["most probable expert"] == "-"
     scores = [
         [found["bleu"][mode]["tokenised_bleu"] for mode in ("soft", "argmax", "random")]
-        for found in own
+        for found in of_runs
     ]
     drops = [argmax["bleu"] - soft["bleu"] for soft, argmax, _ in scores]
     assert mae["most probable expert, change"] == f"{mean(drops):.2f} ± {stdev(drops):.2f}"
@@ -84,7 +83,7 @@ def test_the_command_says_what_the_runs_said_of_themselves(
     found = json.loads(output.with_suffix(".json").read_text())["runs"]
     assert [run["run"] for run in found] == [str(runs[name]) for name in ("mae0", "mae1", "dense")]
     assert found[2]["layers"] == []
-    for run, told in zip(found, own):
+    for run, told in zip(found, of_runs):
         entropies = {layer["name"]: layer["entropy"] for layer in run["layers"]}
         assert entropies == pytest.approx(told["gate_entropy"], abs=6e-5)
         assert all(sum(layer["load"]) == pytest.approx(1) for layer in run["layers"])
@@ -93,7 +92,8 @@ def test_the_command_says_what_the_runs_said_of_themselves(
 def test_the_command_reads_the_split_that_is_asked_for_and_no_training_text(
     runs, tmp_path, run_command, refused
 ):
-    text, run = tmp_path / "text", tmp_path / "run"
+    text = tmp_path / "text"
+    run = tmp_path / "run"
     shutil.copytree(pairs(), text)
     shutil.copytree(runs["mae0"], run)
     config = (run / "config.yaml").read_text()

@@ -22,13 +22,14 @@ def layer(name, heads, shared, routed):
     return dict(name=name, heads=heads, shared=shared, routed=routed)
 
 
-def made(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
+def counts_of(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
     """Counts that a model could have made: every group has 100 tokens, and a token runs shared + routed heads."""
     load = HeadLoad(
         [layer(f"blocks.{i}.attn", *sizes) for i, sizes in enumerate(layers)],
         {by: map(str, range(groups))},
     )
-    rng, columns = torch.Generator().manual_seed(seed), []
+    rng = torch.Generator().manual_seed(seed)
+    columns = []
     for heads, shared, routed in layers:
         chosen = torch.rand(groups, 100, heads - shared, generator=rng).argsort(-1) < routed
         columns += [
@@ -44,7 +45,8 @@ def made(groups=4, layers=((8, 2, 3), (8, 2, 3)), seed=0, by="class"):
 def test_counts_are_those_of_a_loop():
     model = timm.create_model("moh_vit_tiny_patch16_224", **SIZES).eval()
     load = HeadLoad(moh_vision.head_budget(model)["layers"], {"class": "abc"})
-    x, labels = torch.randn(5, 3, 16, 16), torch.tensor([0, 2, 2, 0, 2])
+    x = torch.randn(5, 3, 16, 16)
+    labels = torch.tensor([0, 2, 2, 0, 2])
     for part in (slice(0, 2), slice(2, 5)):
         load.add(model.forward_routed(x[part])[1], labels[part])
     for number, stats in enumerate(model.forward_routed(x)[1]):
@@ -52,11 +54,9 @@ def test_counts_are_those_of_a_loop():
             for head in range(6):
                 want = sum(int(stats.counts[i, head]) for i in range(5) if labels[i] == group)
                 assert load.runs()[number][group, head] == want
-    weights = (
-        model.blocks[0]
-        .attn.router(model.blocks[0].norm1(model._pos_embed(model.patch_embed(x))))
-        .weights
-    )
+    block = model.blocks[0]
+    tokens = model._pos_embed(model.patch_embed(x))
+    weights = block.attn.router(block.norm1(tokens)).weights
     torch.testing.assert_close(load.share()[0][2], (weights[labels == 2] > 0).double().mean((0, 1)))
     assert load.share()[0][1].sum() == 0  # no image of class 1
     active = [about["active"] for about in moh_vision.head_budget(model)["layers"]]
@@ -78,18 +78,18 @@ def test_padding_is_no_token(router, budget):
 
 
 def test_one_layer_at_a_time():
-    whole, parts = (HeadLoad(made().layers, {"task": ["a"]}) for _ in range(2))
+    whole, parts = (HeadLoad(counts_of().layers, {"task": ["a"]}) for _ in range(2))
     attentions = [HeadMixtureAttention(32, HeadBudget(8, 4, 2, 3)).eval() for _ in range(2)]
     stats = [attention(torch.randn(3, 5, 32))[1] for attention in attentions]
     whole.add(stats, 0)
-    for number, own in enumerate(stats):
-        parts.add([own], 0, first=number)
+    for number, stats_of_one in enumerate(stats):
+        parts.add([stats_of_one], 0, first=number)
     assert whole.sums.sum() > 0 and torch.equal(whole.sums, parts.sums)
 
 
 def test_a_file_comes_back(tmp_path):
-    load = HeadLoad(made().layers, {"class": ["a", "<b>"], "timestep": [9, 0]})
-    load.sums = made().sums
+    load = HeadLoad(counts_of().layers, {"class": ["a", "<b>"], "timestep": [9, 0]})
+    load.sums = counts_of().sums
     load.of = dict(model="m", step=3)
     load.save(tmp_path / "load.json")
     back = HeadLoad.read(tmp_path / "load.json")
@@ -99,13 +99,13 @@ def test_a_file_comes_back(tmp_path):
     assert len(by["class"]["counts"][0]) == 12 and by["timestep"]["tokens"] == [[100, 100]] * 2
 
 
-@pytest.mark.parametrize("kind", ["map", "bars", "curves"])
-def test_every_kind_is_drawn(tmp_path, kind, run_command):
-    made().save(tmp_path / "head_load.json")
+@pytest.mark.parametrize("form", ["map", "bars", "curves"])
+def test_every_form_is_drawn(tmp_path, form, run_command):
+    counts_of().save(tmp_path / "head_load.json")
     for end in ("png", "svg"):
         file = tmp_path / f"figure_{end}.{end}"
-        code, out, _ = run_command("head-load", tmp_path, "--output", file, "--kind", kind)
-        assert code == 0 and out == f"{file}, {file.with_suffix('.json')}: {kind} by class\n"
+        code, out, _ = run_command("head-load", tmp_path, "--output", file, "--kind", form)
+        assert code == 0 and out == f"{file}, {file.with_suffix('.json')}: {form} by class\n"
     pixels = np.asarray(Image.open(tmp_path / "figure_png.png").convert("RGB"))
     assert pixels.shape[0] > 200 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 12
     assert "made up" in file.read_text() and "</svg>" in file.read_text()
@@ -118,7 +118,7 @@ def test_every_kind_is_drawn(tmp_path, kind, run_command):
 
 
 def test_bars_are_of_the_layer_and_groups_asked_for():
-    load = made()
+    load = counts_of()
     figure, numbers, *_ = draw(load, "bars", names=["3", "1"], layer=0)
     assert figure.axes[0].get_title(loc="left") == "class 3"
     assert (
@@ -127,13 +127,13 @@ def test_bars_are_of_the_layer_and_groups_asked_for():
     )
     assert numbers["percent_of_tokens"]["3"] == load.runs()[0][3, :-1].tolist()
     assert draw(load, "bars").numbers["layer"]["name"] == "blocks.1.attn"
-    full = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two leave out no head
+    full = counts_of(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))  # the last two leave out no head
     assert draw(full, "bars").numbers["layer"]["name"] == "blocks.0.attn" and full.choosing() == [0]
 
 
 def test_a_map_has_colours_for_heads_that_are_chosen():
     """Shared heads and layers that leave none out are grey; the title says which run it is, and how many heads it runs."""
-    load = made(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))
+    load = counts_of(layers=((8, 2, 3), (8, 2, 6), (8, 8, 0)))
     load.of["run"] = "$run$ {1}"
     figure = draw(load, "map").figure
     assert figure.axes[0].get_title() == r"\$run\$ {1}, 87.5 % of the heads, made up, nothing, val"
@@ -157,7 +157,7 @@ def test_groups_that_differ_most():
 
 
 def test_curves_descend_and_sum_to_all_choices():
-    load = made(layers=((8, 2, 3), (4, 4, 0), (6, 0, 2)))
+    load = counts_of(layers=((8, 2, 3), (4, 4, 0), (6, 0, 2)))
     layers = draw(load, "curves").numbers["layers"]
     assert list(layers) == ["blocks.0.attn", "blocks.2.attn"]
     for number, found in zip((0, 2), layers.values()):
@@ -194,9 +194,9 @@ def test_the_largest_map_has_a_bounded_size_and_a_row_for_every_class(tmp_path):
 
 
 def test_timesteps_stay_in_order():
-    numbers = draw(made(300, by="timestep"), "map", by="timestep").numbers
+    numbers = draw(counts_of(300, by="timestep"), "map", by="timestep").numbers
     assert numbers["groups"] == [str(i) for i in range(300)]
-    assert draw(made(300), "map").numbers["groups"] != [str(i) for i in range(300)]
+    assert draw(counts_of(300), "map").numbers["groups"] != [str(i) for i in range(300)]
 
 
 def test_names_of_layers():
@@ -211,7 +211,7 @@ def test_names_of_layers():
 
 
 def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, refused):
-    made().save(tmp_path / "load.json")
+    counts_of().save(tmp_path / "load.json")
     before = (tmp_path / "load.json").read_bytes()
     out = run_command("head-load", tmp_path / "load.json", "--output", tmp_path / "load.png").out
     assert out == f"{tmp_path}/load.png, {tmp_path}/load.png.json: map by class\n"
@@ -221,13 +221,13 @@ def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, ref
     assert "load.png.json exists" in refused(
         "head-load", tmp_path / "load.json", "--output", tmp_path / "load.png"
     )
-    made(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
+    counts_of(layers=((8, 8, 0), (8, 2, 6))).save(tmp_path / "dense.json")
     error = refused("head-load", tmp_path / "dense.json", "--output", tmp_path / "new.png")
     assert "dense.json: every token ran every head" in error
 
 
 @pytest.mark.parametrize(
-    "place, value",
+    "keys, value",
     [
         ("by class counts", [[0] * 12] * 3),
         ("by class counts 0", [0] * 11),
@@ -241,10 +241,10 @@ def test_the_numbers_leave_a_file_of_their_name_alone(tmp_path, run_command, ref
         ("of", 3),
     ],
 )
-def test_damaged_files(tmp_path, place, value):
-    made().save(tmp_path / "load.json")
+def test_damaged_files(tmp_path, keys, value):
+    counts_of().save(tmp_path / "load.json")
     tree = inner = json.loads((tmp_path / "load.json").read_text())
-    *above, last = [int(key) if key.isdecimal() else key for key in place.split()]
+    *above, last = [int(key) if key.isdecimal() else key for key in keys.split()]
     for key in above:
         inner = inner[key]
     inner[last] = value

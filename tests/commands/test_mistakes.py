@@ -98,7 +98,8 @@ def test_lines(places, tmp_path, refused, monkeypatch, line, words):
     monkeypatch.chdir(tmp_path)
     argv = re.sub(r"\b[A-Z]+\b", lambda name: str(places[name[0]]), line).split()
     if argv[0] not in ("table", "predict") and "--output" not in argv:
-        argv += ["--output", "new.pt2" if argv[0] == "export" else "new.png"]
+        file = "new.pt2" if argv[0] == "export" else "new.png"
+        argv += ["--output", file]
     error = refused(*argv)
     assert error.startswith(f"{argv[0]}: error: ") and words in error
     assert not list(tmp_path.iterdir())
@@ -181,6 +182,9 @@ def test_damaged_files(places, tmp_path, refused, command, file, text, words):
     (run / file).unlink()
     if text is not None:
         (run / file).write_text(text)
+    argv = [command, run]
     output = dict(report="new.html", curves="new.png", publish="new").get(command)
-    assert words in refused(command, run, *(["--output", tmp_path / output] if output else []))
+    if output:
+        argv += ["--output", tmp_path / output]
+    assert words in refused(*argv)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

@@ -55,7 +55,8 @@ def test_a_patch_is_where_it_is_in_the_image(tokens, row, column):
 
 
 def test_stages_have_grids_of_their_own():
-    model, image = pyramid(), torch.randn(3, 64, 96)
+    model = pyramid()
+    image = torch.randn(3, 64, 96)
     found = patches.patch_heads(model, image)
     assert [tuple(heads.gates.shape) for heads in found] == [
         (2, 16, 24),
@@ -74,7 +75,9 @@ def test_stages_have_grids_of_their_own():
 
 def test_figures_have_a_map_per_head_and_mark_what_is_off():
     """Where heads run the map has colour; the image is grey there and elsewhere."""
-    model, image, seen = vit(), torch.randn(3, 16, 24), np.full((16, 24, 3), 0.5)
+    model = vit()
+    image = torch.randn(3, 16, 24)
+    seen = np.full((16, 24, 3), 0.5)
     heads = patches.patch_heads(model, image)[0]
     figure = patches.draw_patch_heads([(0, heads)], seen, "title")
     cells = [axes for axes in figure.axes if axes.get_title()]
@@ -122,7 +125,8 @@ def test_the_command(run, folder, tmp_path, run_command):
     assert layer["layer"] == 0 and gates.shape == (8, 4, 4)
     assert np.isfinite(gates).sum(0).tolist() == [[4] * 4] * 4
     np.testing.assert_allclose(np.isfinite(gates).mean((1, 2)), layer["share_of_patches"])
-    x, model = torch.tensor(np.asarray(Image.open(image)))[None] / 255, load_run(run)
+    x = torch.tensor(np.asarray(Image.open(image)))[None] / 255
+    model = load_run(run)
     normal = (x - model.pretrained_cfg["mean"][0]) / model.pretrained_cfg["std"][0]
     np.testing.assert_allclose(
         patches.as_seen(normal, model.pretrained_cfg), np.stack([x[0]] * 3, -1), atol=1e-6

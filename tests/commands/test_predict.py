@@ -49,7 +49,8 @@ def pixels(digit):
 
 
 def test_the_probabilities_are_the_models(run, folder, run_command):
-    other, more = folder / "other.png", ["--output", folder / "classes.json"]
+    other = folder / "other.png"
+    more = ["--output", folder / "classes.json"]
     images = [folder / "torn.png", folder / "images", other]
     code, said, errors = run_command("predict", run, *images, *more, "--data.eval_batch_size", "3")
     left_out, told, torn, count = errors.splitlines()
@@ -89,7 +90,8 @@ def as_timm(model, image):
 
 
 def test_a_published_run_and_load_run_are_the_run(run, folder, capsys, run_command):
-    odd, published = folder / "odd.png", folder / "published"
+    odd = folder / "odd.png"
+    published = folder / "published"
     Image.effect_noise((13, 20), 90).save(odd)
     assert run_command("publish", run, "--output", published).code == 0
     first = run_command("predict", run, odd).out
@@ -118,10 +120,8 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
     prepared = dict(input_size=(1, 8, 8), crop_pct=0.6, crop_mode="center", mean=(0.2,), std=(0.3,))
     vit.pretrained_cfg = dict(vit.pretrained_cfg, **prepared)
     timm.models.save_for_hf(vit, folder / "vit", safe_serialization=True)
-    image, given = (
-        folder / "other.png",
-        ["--checkpoint", str(folder / "vit"), "--data.eval_batch_size", "100"],
-    )
+    image = folder / "other.png"
+    given = ["--checkpoint", str(folder / "vit"), "--data.eval_batch_size", "100"]
     values, classes = as_timm(vit, Image.open(image)).sort(descending=True)
     shown = f"{image}: {100 * values[0]:.2f} % {classes[0]} | {100 * values[1]:.2f} % {classes[1]}"
     assert shown in run_command("predict", folder / "vit", image).out
@@ -164,15 +164,15 @@ def test_a_plain_vit_that_timm_saved(folder, capsys, run_command, monkeypatch):
 
 def test_every_image_with_its_prediction(run, tmp_path, capsys, run_command):
     """Of a folder and of its shards, where one image is torn, as predict says."""
-    root, shards = tmp_path / "d", tmp_path / "s"
+    root = tmp_path / "d"
+    shards = tmp_path / "s"
     for digit in range(20):
-        place = (
-            root / "val" / str(digit % 10) / f"image\u2028{digit}.png"
-        )  # no line break in a list of files
-        place.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(pixels(digit + 50)).save(place)
+        # U+2028 is no line break in a list of files.
+        file = root / "val" / str(digit % 10) / f"image\u2028{digit}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels(digit + 50)).save(file)
     assert convert(root, shards) == 0
-    place.write_bytes(place.read_bytes()[:60])
+    file.write_bytes(file.read_bytes()[:60])
     run_command("predict", run, root, "--top", "10", "--output", tmp_path / "p.json")
     images = json.loads((tmp_path / "p.json").read_text())["images"]
     found = {image["image"]: dict(image["classes"]) for image in images}

@@ -90,9 +90,9 @@ def runs(trained, tmp_path_factory):
     # A learning rate that makes every step worse, so that the average is better than the last weights.
     worse = "--optim.schedule constant --optim.warmup_steps 0 --optim.lr 0.3".split()
     text = (2, "--save-every", 1, "--average", "2", *worse)
-    kinds = dict(cls=(4, "--eval_every", "2"), dit=(2,), text=text)
-    for kind, made in kinds.items():
-        shutil.copytree(trained(kind, *made), folder / kind)
+    options = dict(cls=(4, "--eval_every", "2"), dit=(2,), text=text)
+    for name, (steps, *more) in options.items():
+        shutil.copytree(trained(name, steps, *more), folder / name)
     draw = f"--checkpoint {folder}/dit --num-images 8 --batch-size 8 --steps 2 --sampler ddim"
     sample.main([*draw.split(), *f"--score digits --extractor {folder}/cls".split()])
     return folder
@@ -101,8 +101,8 @@ def runs(trained, tmp_path_factory):
 @pytest.fixture(scope="module")
 def published(runs, tmp_path_factory):
     folder = tmp_path_factory.mktemp("published")
-    for kind in ("cls", "dit", "text"):
-        assert main(["publish", str(runs / kind), "--output", str(folder / kind)]) == 0
+    for name in ("cls", "dit", "text"):
+        assert main(["publish", str(runs / name), "--output", str(folder / name)]) == 0
     return folder
 
 
@@ -176,8 +176,8 @@ def test_card(runs, published):
     assert (
         f"parameters:   {sum(p.numel() for p in load_run(runs / 'text').parameters()):,}\n" in text
     )  # tied ones once
-    for kind in ("cls", "dit", "text"):  # folders of this machine are nobody's business
-        assert str(runs.parent) not in (published / kind / "README.md").read_text()
+    for name in ("cls", "dit", "text"):  # folders of this machine are nobody's business
+        assert str(runs.parent) not in (published / name / "README.md").read_text()
     averaged = load_run(runs / "text" / "averaged.safetensors").state_dict()
     assert small_runs.same(
         load_run(published / "text").state_dict(), averaged
@@ -242,29 +242,23 @@ def test_a_dense_run_is_published_as_timms_own(trained, tmp_path):
     source = "init_from: vit_tiny_patch16_224.augreg_in21k_ft_in1k\n"
     (run / "config.yaml").write_text(config.replace("init_from: null\n", source))
     assert main(["publish", str(run), "--output", str(tmp_path / "card")]) == 0
-    model, x = (
-        timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval(),
-        torch.randn(3, 1, 8, 8),
-    )
-    assert (
-        type(model) is timm.models.VisionTransformer
-        and model.pretrained_cfg["label_names"][9] == "9"
-    )
+    model = timm.create_model(f"local-dir:{tmp_path}/card", pretrained=True).eval()
+    x = torch.randn(3, 1, 8, 8)
+    assert type(model) is timm.models.VisionTransformer
+    assert model.pretrained_cfg["label_names"][9] == "9"
     torch.testing.assert_close(model(x), load_run(run)(x))
     head, text = head_and_text(tmp_path / "card")
     assert head["license"] == "apache-2.0"  # of timm's weights
-    assert (
-        "\n# vit_tiny_patch16_224 with patch_size 2, embed_dim 32, depth 2, num_heads 8\n" in text
-        and "import moh_vision" not in text
-        and "is needed" not in text
-    )
+    size = "with patch_size 2, embed_dim 32, depth 2, num_heads 8"
+    assert f"\n# vit_tiny_patch16_224 {size}\n" in text
+    assert "import moh_vision" not in text
+    assert "is needed" not in text
 
 
 def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
-    def scores(place, name):
-        assert (
-            main(["publish", str(place), "--output", str(tmp_path / name), "--license", "mit"]) == 0
-        )
+    def scores(weights, name):
+        argv = ["publish", str(weights), "--output", str(tmp_path / name), "--license", "mit"]
+        assert main(argv) == 0
         head, text = head_and_text(tmp_path / name)
         assert head["license"] == "mit"
         return text.partition("## Scores")[2].partition("##")[0]
@@ -283,9 +277,8 @@ def test_scores_are_of_the_weights_that_are_published(runs, tmp_path, capsys):
     (tmp_path / "patient" / "results.json").unlink()
     capsys.readouterr()
     assert "No scores of these weights" in scores(tmp_path / "patient", "unscored")
-    assert (
-        "patient: the run has no results yet; its last weights are taken" in capsys.readouterr().out
-    )
+    words = "patient: the run has no results yet; its last weights are taken"
+    assert words in capsys.readouterr().out
 
 
 def test_a_converted_model_is_not_titled_as_its_base(tmp_path, run_command):

@@ -38,7 +38,11 @@ class Page(HTMLParser):
 
     def __init__(self, markup):
         super().__init__()
-        self.open, self.loads, self.ids, self.tags, self.words = [], [], [], [], []
+        self.open = []
+        self.loads = []
+        self.ids = []
+        self.tags = []
+        self.words = []
         self.feed(markup)
         self.close()
         assert not self.open, self.open
@@ -66,7 +70,7 @@ class Page(HTMLParser):
             self.words.append(data)
 
 
-def made(folder, *runs):
+def page_of(folder, *runs):
     """The page that the command writes, after what every page must be."""
     output = folder / "report.html"
     output.unlink(missing_ok=True)
@@ -74,9 +78,8 @@ def made(folder, *runs):
     markup = output.read_text(encoding="utf-8")
     page = Page(markup)
     assert page.tags.count("html") == page.tags.count("body") == 1 and "script" not in page.tags
-    referred = [load[1:] for load in page.loads if load.startswith("#")] + re.findall(
-        r"url\(#([^)]*)\)", markup
-    )
+    referred = [load[1:] for load in page.loads if load.startswith("#")]
+    referred += re.findall(r"url\(#([^)]*)\)", markup)
     assert len(set(page.ids)) == len(page.ids) and set(referred) <= set(page.ids) and referred
     assert all(load.startswith(("#", "data:image/")) for load in page.loads)
     assert not re.search(r"@import|url\((?!#)", markup)
@@ -84,9 +87,9 @@ def made(folder, *runs):
 
 
 def test_runs_of_each_kind(runs, tmp_path, capsys):
-    page = made(tmp_path, runs["cls"], runs["dit"], runs["text"])
-    for kind in ("cls", "text"):  # the table is that of moh_vision.commands.table
-        table = make_table(read_runs([runs[kind]]))
+    page = page_of(tmp_path, runs["cls"], runs["dit"], runs["text"])
+    for name in ("cls", "text"):  # the table is that of moh_vision.commands.table
+        table = make_table(read_runs([runs[name]]))
         for text in (*table.titles, *table.rows[0], *table.notes):
             assert text in page.text
     assert f"{runs['dit']} has no scores yet: python sample.py" in page.text
@@ -99,17 +102,12 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
     ):
         assert title in page.text
     # Samples: the first, the middle and the last of four.
-    assert (
-        page.text.count("after ") == 3 and "after 1 steps after 3 steps after 4 steps" in page.text
-    )
-    assert (
-        "images of each class by what they were taken for" in page.text
-        and "cls: heads of each layer" in page.text
-    )
-    assert (
-        "cls: share of tokens that run each head, by class" in page.text
-        and "dit has no head_load.json" in page.text
-    )
+    assert page.text.count("after ") == 3
+    assert "after 1 steps after 3 steps after 4 steps" in page.text
+    assert "images of each class by what they were taken for" in page.text
+    assert "cls: heads of each layer" in page.text
+    assert "cls: share of tokens that run each head, by class" in page.text
+    assert "dit has no head_load.json" in page.text
     # A translation stands below its source and its reference.
     lines = (runs["text"] / "translations.txt").read_text().splitlines()
     source = Path(small_runs.pairs(), "val.de").read_text().splitlines()
@@ -117,11 +115,10 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
     first = f"de (source) {source[0]} en (reference) {target[0]} text {lines[0]}"
     assert " ".join(first.split()) in page.text
     assert "input [1, 1, 8, 8]" in page.text
-    for kind, script in dict(
-        cls=train_cls, dit=train_dit
-    ).items():  # parameters and MACs are those of --dry-run
+    # Parameters and MACs are those of --dry-run.
+    for name, script in dict(cls=train_cls, dit=train_dit).items():
         capsys.readouterr()
-        script.main([*small_runs.arguments(kind, runs[kind], 4, 100), "--dry-run"])
+        script.main([*small_runs.arguments(name, runs[name], 4, 100), "--dry-run"])
         _, _, described = capsys.readouterr().out.partition("parameters: ")
         assert "of dense ideal" in " ".join(described.split()) in page.text
     command = json.loads((runs["cls"] / "environment.jsonl").read_text())["command"]
@@ -130,18 +127,17 @@ def test_runs_of_each_kind(runs, tmp_path, capsys):
 
 
 def test_what_is_missing_is_said(runs, tmp_path):
-    for kind in ("cls", "dit", "text"):
-        shutil.copytree(runs[kind], tmp_path / kind)
-        for file in (
-            "environment.jsonl results.json confusion.json translations.txt head_load.json".split()
-        ):
-            (tmp_path / kind / file).unlink(missing_ok=True)
+    files = "environment.jsonl results.json confusion.json translations.txt head_load.json".split()
+    for name in ("cls", "dit", "text"):
+        shutil.copytree(runs[name], tmp_path / name)
+        for file in files:
+            (tmp_path / name / file).unlink(missing_ok=True)
     shutil.rmtree(tmp_path / "dit" / "previews")
     for file in (tmp_path / "cls").glob("*.safetensors"):
         file.unlink()
     metrics = tmp_path / "cls" / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"step": 4, "lo')  # a line that is being written
-    page = made(tmp_path, *(tmp_path / kind for kind in ("cls", "dit", "text")))
+    page = page_of(tmp_path, *(tmp_path / name for name in ("cls", "dit", "text")))
     for line in (
         f"{tmp_path / 'cls'} has no results.json: the run has not ended yet",
         "cls has no confusion.json: a run writes it at its end",
@@ -161,17 +157,15 @@ def test_translations_of_text_that_has_changed_since_stand_without_it(runs, tmp_
     shutil.copytree(runs["text"], tmp_path / "text")
     with open(tmp_path / "text" / "translations.txt", "a") as file:
         file.write("one more than there are pairs\n")
-    page = made(tmp_path, tmp_path / "text")
+    page = page_of(tmp_path, tmp_path / "text")
     assert "(reference)" not in page.text
     assert (tmp_path / "text" / "translations.txt").read_text().splitlines()[0] in page.text
 
 
 def test_names_are_escaped(runs, tmp_path):
     """Of folders and classes, in text, in figures and in attributes."""
-    run, name = (
-        tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _',
-        '</text><script>alert("2")</script> $x^',
-    )
+    run = tmp_path / '<img src="x" onerror=alert(1)> $a_1$ {{ 7*7 }} _'
+    name = '</text><script>alert("2")</script> $x^'
     shutil.copytree(runs["cls"], run)
     (run / "config.yaml").write_text(
         (run / "config.yaml").read_text().replace("seed: 0", "seed: 1")
@@ -182,7 +176,7 @@ def test_names_are_escaped(runs, tmp_path):
     (run / "environment.jsonl").write_text(
         json.dumps(dict(command="<script>3</script>", step=0, date="today")) + "\n"
     )
-    page = made(tmp_path, run, runs["cls"])
+    page = page_of(tmp_path, run, runs["cls"])
     assert "img" not in page.tags
     assert run.name in page.text and name[:21] in page.text and "<script>3</script>" in page.text
 
@@ -196,7 +190,7 @@ def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
     )
     file = tmp_path / "run" / "confusion.json"
     file.write_text(json.dumps(dict(classes=[f"class {n}" for n in range(1000)], counts=counts)))
-    page = made(tmp_path, tmp_path / "run")
+    page = page_of(tmp_path, tmp_path / "run")
     titles = "class taken for images % of the class"
     assert (
         f"{titles} class 3 class 900 30 36.1 class 6 class 7 6 10.7 class 13 class 14 6 10.7"
@@ -206,7 +200,8 @@ def test_of_many_classes_the_most_confused_pairs_are_shown(runs, tmp_path):
 
 
 def test_a_long_curve_has_few_points_and_keeps_its_mean():
-    steps, values = list(range(1, 100_001)), np.random.default_rng(0).random(100_000)
+    steps = list(range(1, 100_001))
+    values = np.random.default_rng(0).random(100_000)
     with svg_settings():
         picture = draw_curves("loss", {"run": (steps, values)}, {"run": "#123456"})
     (path,) = re.findall(r'd="([^"]*)"[^>]*stroke: #123456', picture.markup)

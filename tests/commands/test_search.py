@@ -21,7 +21,7 @@ from moh_vision.language.config import LanguageConfig
 from moh_vision.language.data.inputs import INPUTS
 from moh_vision.models.head_budgets import budget_pairs
 from moh_vision.models.weights import from_run
-from tests.support.refusals import each_refused, unread
+from tests.support.refusals import refuse, unread
 from tests.support.small_runs import arguments
 
 SIZES = dict(img_size=16, patch_size=8, embed_dim=48, num_heads=6, depth=3, num_classes=3)
@@ -54,18 +54,22 @@ def test_no_budget_costs_less(seed):
 
 def test_a_separable_loss_is_searched_exactly_and_the_model_stays():
     model = vit()
-    before, layers = budget_pairs(model), attention_layers(model)
+    before = budget_pairs(model)
+    layers = attention_layers(model)
     table = [[random.Random(f"{i} {k}").random() for k in range(7)] for i in range(3)]
-    active, losses = search_budget(
-        model, lambda m: sum(t[layer.budget.active] for t, layer in zip(table, layers)), 0.7
-    )
+
+    def loss_of(model):
+        return sum(losses[layer.budget.active] for losses, layer in zip(table, layers))
+
+    active, losses = search_budget(model, loss_of, 0.7)
     assert budget_pairs(model) == before and [min(of_layer) for of_layer in losses] == [3, 2, 1]
     every = (c for c in itertools.product(*losses) if sum(c) == 13)
     assert tuple(active) == min(every, key=lambda c: sum(t[k] for t, k in zip(table, c)))
 
 
 def test_losses_are_those_of_the_budgets_they_name():
-    model, images = vit(), torch.randn(4, 3, 16, 16)
+    model = vit()
+    images = torch.randn(4, 3, 16, 16)
 
     @torch.no_grad()
     def loss_of(model):
@@ -88,62 +92,76 @@ def test_spread_is_the_ramp_and_keeps_shared_heads():
     assert spread("uniform", 12, fixed) == [6, 4, 2]
 
 
-test_what_cannot_be_searched = each_refused(
-    lambda share, kwargs: search_budget(vit(**kwargs), lambda model: 0.0, share),
-    (
-        0.3,
-        {},
-        "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already",
-    ),
-    (0.5, dict(router="dense", head_budget=None), "has no routed heads"),
-    (0.5, dict(router="mae", head_budget=None), "has no routed heads"),
+@pytest.mark.parametrize(
+    "share, options, words",
+    [
+        pytest.param(
+            0.3,
+            {},
+            "share 0.3 of 18 heads is 5: the shared heads and one routed choice per layer are 6 already",
+            id="too small a share",
+        ),
+        pytest.param(
+            0.5, dict(router="dense", head_budget=None), "has no routed heads", id="a dense model"
+        ),
+        pytest.param(0.5, dict(router="mae", head_budget=None), "has no routed heads", id="MAE"),
+    ],
 )
+def test_what_cannot_be_searched(share, options, words):
+    refuse(words, search_budget, vit(**options), lambda model: 0.0, share)
 
 
 def test_a_loss_that_is_not_finite_is_named():
     model = vit()
     first = attention_layers(model)[0]
+
+    def loss_of(model):
+        return float("nan") if first.budget.active == 3 else 1.0
+
     with pytest.raises(ValueError, match="the loss with 3 of 6 heads in layer 0 is nan"):
-        search_budget(model, lambda m: float("nan") if first.budget.active == 3 else 1.0, 0.7)
+        search_budget(model, loss_of, 0.7)
     assert budget_pairs(model) == [[2, 2], [1, 3], [0, 4]]
 
 
 def test_heads_of_llama_are_searched_in_whole_groups():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
-        vocab_size=20, hidden_size=48, intermediate_size=48, num_hidden_layers=3, num_attention_heads=6,
+        vocab_size=20,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=6,
         num_key_value_heads=6,
-    )  # fmt: skip
+    )
     pairs = [[2, 1], [1, 4], [0, 6]]
     model = moh_vision.convert(transformers.LlamaForCausalLM(config), pairs)
     assert model.config.moh["head_budget"] == pairs
     tokens = torch.arange(20)[None]
-    active, losses = search_budget(
-        model.eval(), lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75
-    )
+
+    def loss_of(model):
+        return model(input_ids=tokens, labels=tokens).loss.item()
+
+    active, losses = search_budget(model.eval(), loss_of, 0.75)
     assert sum(active) == 14 and len(set(losses[0].values())) > 1
     config.num_key_value_heads = 3
-    pairs = moh_vision.convert(transformers.LlamaForCausalLM(config), group=True).eval()
-    active, losses = search_budget(
-        pairs, lambda m: m(input_ids=tokens, labels=tokens).loss.item(), 0.75
-    )
+    model = moh_vision.convert(transformers.LlamaForCausalLM(config), group=True).eval()
+    active, losses = search_budget(model, loss_of, 0.75)
     assert sum(active) in (12, 14) and all(k % 2 == 0 for of_layer in losses for k in of_layer)
-    assert all(
-        sum(b["active"]) == sum(active) for b in compare(pairs, active, lambda m: 0.0).values()
-    )
+    for budget in compare(model, active, lambda m: 0.0).values():
+        assert sum(budget["active"]) == sum(active)
 
 
 def test_a_run_takes_what_the_search_of_another_wrote(trained, tmp_path, monkeypatch):
-    first, second, file = trained("cls", 2), tmp_path / "second", tmp_path / "budget.yaml"
+    first = trained("cls", 2)
+    second = tmp_path / "second"
+    file = tmp_path / "budget.yaml"
+    argv = ["search", str(first), "--share", "0.75", "--images", "16", "--output", str(file)]
     with unread(monkeypatch):
-        assert (
-            main(["search", str(first), "--share", "0.75", "--images", "16", "--output", str(file)])
-            == 0
-        )
-    text, pairs = file.read_text(), yaml.safe_load(file.read_text())
-    assert (
-        sum(map(sum, pairs)) == 12 and f"# 12 heads by python -m moh_vision search: {first}" in text
-    )
+        assert main(argv) == 0
+    text = file.read_text()
+    pairs = yaml.safe_load(text)
+    assert sum(map(sum, pairs)) == 12
+    assert f"# 12 heads by python -m moh_vision search: {first}" in text
     losses = r"searched \d\.\d+, uniform \d\.\d+, ramp \d\.\d+\n"
     assert re.search(rf"# cross-entropy of all heads .*; on others of digits: {losses}", text)
     train_cls.main(
@@ -186,15 +204,18 @@ def test_a_dense_diffusion_model_is_converted_and_searched_on_fixed_noise(
 
 def test_causal_runs_are_searched_on_blocks_of_text(trained, tmp_path, run_command):
     for name in ("clm_small", "clm_moh_small_75"):
-        run, file = trained("clm", 2, "--model.name", name), tmp_path / f"{name}.yaml"
+        run = trained("clm", 2, "--model.name", name)
+        file = tmp_path / f"{name}.yaml"
         out = run_command("search", run, "--share", "0.625", "--images", "4", "--output", file).out
         assert "nats per token of 4 blocks" in out
         pairs = yaml.safe_load(file.read_text())
-        assert ("converted with" in file.read_text()) == (name == "clm_small") and sum(
-            map(sum, pairs)
-        ) == 10
+        assert ("converted with" in file.read_text()) == (name == "clm_small")
+        assert sum(map(sum, pairs)) == 10
         model = moh_vision.load_run(run)
-        (moh_vision.convert if name == "clm_small" else moh_vision.set_head_budget)(model, pairs)
+        if name == "clm_small":
+            moh_vision.convert(model, pairs)
+        else:
+            moh_vision.set_head_budget(model, pairs)
         assert [layer["active"] for layer in head_budget(model)["layers"]] == list(map(sum, pairs))
     # The loss of all heads is the mean over the tokens of those blocks.
     config = parse_config(LanguageConfig, ["--config", str(run / "config.yaml")], "t")

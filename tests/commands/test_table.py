@@ -150,7 +150,11 @@ def test_scores_of_sample_py_come_first(runs, tmp_path, run_command):
 
 def paper_row(monkeypatch, model, **changed):
     """Give a paper's row of a model other numbers."""
-    rows = [row | changed if row["model"] == model else row for row in table.PAPER_ROWS]
+    rows = []
+    for row in table.PAPER_ROWS:
+        if row["model"] == model:
+            row = row | changed
+        rows.append(row)
     monkeypatch.setattr(table, "PAPER_ROWS", rows)
 
 
@@ -159,9 +163,9 @@ def test_a_row_of_a_paper_is_of_a_model_of_the_same_size(runs, run_command, monk
     assert len(cells(run_command("table", runs["text"]).out)) == 1
     name = "moh_vit_tiny_patch16_224"
     monkeypatch.setattr(table, "ANOTHER_MODEL", set())
-    (own,) = cells(run_command("table", runs["cls0"]).out)
+    (run,) = cells(run_command("table", runs["cls0"]).out)
     row = dict(model=name, row="ViT", source="A paper", top1="80.0")
-    row["parameters"] = own["parameters, M"]
+    row["parameters"] = run["parameters, M"]
     for data, count in (("ImageNet-1K", 1), ("digits", 2)):
         monkeypatch.setattr(table, "PAPER_ROWS", [dict(row, data=data)])
         assert len(cells(run_command("table", runs["cls0"]).out)) == count
@@ -198,7 +202,8 @@ def test_seeds_that_patience_ends_after_other_steps_are_one_row(runs, tmp_path, 
 
 def test_suites(tmp_path, run_command, refused):
     """Of a folder with a configuration alone: there are scores, and no weights."""
-    data, model = dict(root="text", val="val"), dict(name="clm_moh_small_75")
+    data = dict(root="text", val="val")
+    model = dict(name="clm_moh_small_75")
     config = dict(kind="text", seed=0, model=model, data=data, generate=dict(beam=5))
     suite = SUITES["moh-llm"]
     values = [10.0 + i for i in range(len(suite.rows))]
@@ -217,7 +222,8 @@ def test_suites(tmp_path, run_command, refused):
 
 def test_rows_of_the_papers():
     """Each is of a model that exists, and its numbers are numbers."""
-    numbers, names = {*table.SIZES, *table.COLUMNS}, list_text_presets()
+    numbers = {*table.SIZES, *table.COLUMNS}
+    names = list_text_presets()
     for row in table.PAPER_ROWS:
         model = row["model"]
         assert timm.is_model(model) or model in names or model == "clm_pretrained", model

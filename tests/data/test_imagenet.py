@@ -86,11 +86,15 @@ def test_augmentation_depends_on_seed_and_position_alone(augment):
     train, _ = classification_transforms(
         ClsDataConfig(augment=augment, color_jitter=0.4), CFG, 8, 1
     )
-    data, views = LabelledImages(Digits("train"), train, seed=4), []
+    data = LabelledImages(Digits("train"), train, seed=4)
+    views = []
     for noise in (1, 2):
-        random.seed(noise), np.random.seed(noise), torch.manual_seed(noise)
+        random.seed(noise)
+        np.random.seed(noise)
+        torch.manual_seed(noise)
         views.append(torch.stack([data[(p, 3)]["images"] for p in range(40)]))
-    assert torch.equal(*views) and views[0].shape == (40, 1, 8, 8) and views[0].abs().max() <= 1
+    assert torch.equal(*views)
+    assert views[0].shape == (40, 1, 8, 8) and views[0].abs().max() <= 1
     assert (len(views[0].unique(dim=0)) == 1) == (augment == "none")
 
 
@@ -106,7 +110,8 @@ def test_workers_resuming_and_mixing_do_not_change_a_bit(tmp_path):
     images, labels = run(0)
     assert images.shape == (3, 8, 3, 16, 16) and labels.shape == (3, 8, 2)
     torch.testing.assert_close(labels.sum(-1), torch.ones(3, 8))
-    again, later = run(2), run(0, start=1)
+    again = run(2)
+    later = run(0, start=1)
     assert torch.equal(images, again[0]) and torch.equal(labels, again[1])
     assert torch.equal(images[1:], later[0]) and torch.equal(labels[1:], later[1])
 
@@ -123,10 +128,8 @@ def test_two_processes_mix_as_two_micro_batches_do(tmp_path):
 
 
 def test_mixing_is_the_mean_of_pairs_and_its_targets_agree():
-    x, y = (
-        torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8).clone(),
-        torch.tensor([0, 1, 2, 3]),
-    )
+    x = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8).clone()
+    y = torch.tensor([0, 1, 2, 3])
     only_mixup = BatchMixing(0, 4, 0.8, 0.0, 1.0, 0.5, "batch")
     mixed, targets = only_mixup(x.clone(), y, position=64)
     share = targets[0, 0]
@@ -189,8 +192,8 @@ def test_validation_follows_the_model_or_the_configuration():
         crop_pct=0.9, crop_mode="center"
     )
     assert ClsDataConfig(augment="flip").eval_options(CFG) == dict(crop_pct=1.0, crop_mode="squash")
-    own = ClsDataConfig(augment="imagenet", crop_pct=1.0, crop_mode="squash")
-    assert own.eval_options(CFG) == dict(crop_pct=1.0, crop_mode="squash")
+    given = ClsDataConfig(augment="imagenet", crop_pct=1.0, crop_mode="squash")
+    assert given.eval_options(CFG) == dict(crop_pct=1.0, crop_mode="squash")
     train, val = classification_transforms(
         ClsDataConfig(augment="imagenet", erase_prob=0.25), CFG, 20, 3
     )
@@ -209,24 +212,25 @@ def test_an_unreadable_image_is_replaced_by_the_next_and_counted(tmp_path):
     source = open_source(str(root), "train")
     data = LabelledImages(source, imagenet_train_transform(16, 3, **NORMAL, **RECIPE), seed=5)
     item = data[(7, 3)]
-    assert [number for number, _ in item["bad"]] == [3, 4] and "train/cat/3.png" in item["bad"][0][
-        1
-    ]
+    assert [number for number, _ in item["bad"]] == [3, 4]
+    assert "train/cat/3.png" in item["bad"][0][1]
     assert torch.equal(item["images"], data[(7, 5)]["images"])  # as if 5 had stood at position 7
     bad = BadSamples(len(source), 0.2)
     for workers in (0, 1):
         batches = list(loader(root, workers, bad, repeats=1, stop=4))
-        assert [len(b["images"]) for b in batches] == [8] * 4 and set(batches[0]) == {
-            "images",
-            "labels",
-        }
+        assert [len(b["images"]) for b in batches] == [8] * 4
+        assert set(batches[0]) == {"images", "labels"}
     assert bad.new and set(bad.seen) == {3, 4}  # different ones, however often they come
     data.replace = False  # as for validation
     batches = evaluation_loader(data, [[0, 3, 9], [3, 4], [8]], 0, bad)
     assert [batch["labels"].tolist() for batch in batches] == [[0, 1], [1]]
-    others = [(5, "rank 1: bad"), (6, "rank 1: bad")]  # of another process
+    of_another_process = [(5, "rank 1: bad"), (6, "rank 1: bad")]
+
+    def gather(of_this_process):
+        return of_this_process + of_another_process
+
     words = r"^rank 1: bad \(2 unreadable so far, allowed are .* 0.1 of 16"
-    refuse(words, BadSamples(16, 0.1).share, lambda own: own + others, kind=UnreadableImage)
+    refuse(words, BadSamples(16, 0.1).share, gather, error=UnreadableImage)
 
 
 def test_all_unreadable_does_not_search_for_ever(tmp_path):

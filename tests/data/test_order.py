@@ -76,14 +76,14 @@ def test_repeated_augmentation(batch_size):
     """An epoch of as many positions shows a third of the samples, each three times, near each other."""
     items = flat(batches(repeats=3, batch_size=batch_size, stop=90 * 8 // batch_size))
     assert [p for p, _ in items] == list(range(len(items)))
-    in_order = sorted(items, key=lambda item: place(item[0], batch_size, 3))
+    in_order = sorted(items, key=lambda item: position_side_by_side(item[0], batch_size, 3))
     for epoch in range(3):
         order = epoch_order(3, epoch, (10, 7, 13), 2)
         shown = [i for _, i in in_order[epoch * 30 : epoch * 30 + 30]]
         assert shown == [i for i in order[:10] for _ in range(3)]
 
 
-def place(position, batch_size, repeats):
+def position_side_by_side(position, batch_size, repeats):
     """Where a position stands when the copies of a sample stand side by side."""
     step, slot = divmod(position, batch_size)
     slots = [s for copy in range(repeats) for s in range(copy, batch_size, repeats)]

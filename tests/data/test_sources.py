@@ -19,7 +19,8 @@ from tests.support.shards import append, write_shards
 
 
 def test_digits_split_is_fixed_and_complete():
-    train, test = Digits("train"), Digits("val")
+    train = Digits("train")
+    test = Digits("val")
     assert (len(train), len(test)) == (1442, 355)
     assert np.bincount(test.labels).tolist() == [35, 36, 35, 36, 36, 36, 36, 35, 34, 36]
     assert train.pixels.max() == 255 and train.pixels.min() == 0
@@ -42,9 +43,10 @@ def test_shards_written_by_webdataset_are_read_at_random(tmp_path):
 def test_index_is_kept_and_a_changed_shard_refused(tmp_path):
     folder = write_shards(tmp_path / "d")
     index = folder / ".train-000001.tar.index.npy"
-    (others := hidden_path(index)).write_bytes(b"another process writes here")
+    of_another = hidden_path(index)
+    of_another.write_bytes(b"another process writes here")
     Shards(str(folder), "train")
-    assert others.read_bytes() == b"another process writes here"
+    assert of_another.read_bytes() == b"another process writes here"
     before = index.stat().st_mtime_ns
     Shards(str(folder), "train")
     assert index.stat().st_mtime_ns == before
@@ -103,8 +105,8 @@ def test_a_copy_of_shards_without_a_record_is_indexed_anew(tmp_path, hashed, mon
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
     folder = write_shards(tmp_path / "d")
     whole = Shards(str(folder), "train")
-    for place, mode in (("copy", 0o755), ("fixed", 0o555)):  # into a read-only folder too
-        copy = shutil.copytree(folder, tmp_path / place, copy_function=shutil.copy)
+    for name, mode in (("copy", 0o755), ("fixed", 0o555)):  # into a read-only folder too
+        copy = shutil.copytree(folder, tmp_path / name, copy_function=shutil.copy)
         copy.chmod(mode)
         try:
             source = Shards(str(copy), "train")
@@ -120,25 +122,24 @@ def test_a_copy_of_shards_without_a_record_is_indexed_anew(tmp_path, hashed, mon
 def test_read_only_folder_puts_the_index_into_the_cache(tmp_path, monkeypatch):
     """Another folder of the same name has its own."""
     monkeypatch.setenv("MOH_VISION_CACHE", str(tmp_path / "cache"))
-    folder, other = (
-        write_shards(tmp_path / parent / "d", count=count)
-        for parent, count in (("a", 23), ("b", 7))
-    )
-    for place in (folder, other):
-        place.chmod(0o555)
+    folder = write_shards(tmp_path / "a" / "d", count=23)
+    other = write_shards(tmp_path / "b" / "d", count=7)
+    for read_only in (folder, other):
+        read_only.chmod(0o555)
     try:
         Shards(str(folder), "train")
         (kept,) = (tmp_path / "cache" / "index").iterdir()
         assert not list(folder.glob(".*")) and len(list(kept.iterdir())) == 3
         before = {file: file.stat().st_mtime_ns for file in kept.iterdir()}
-        assert [len(Shards(str(place), "train")) for place in (other, folder)] == [7, 23]
+        assert len(Shards(str(other), "train")) == 7
+        assert len(Shards(str(folder), "train")) == 23
         assert {file: file.stat().st_mtime_ns for file in kept.iterdir()} == before
         append(folder / "train-000001.tar", "0100.txt", bytes(20_000))
         changed = f"was changed since the index {kept}/.train-000001.tar.index.npy was made"
         refuse(changed, Shards, str(folder), "train")
     finally:
-        for place in (folder, other):
-            place.chmod(0o755)
+        for read_only in (folder, other):
+            read_only.chmod(0o755)
 
 
 def test_more_shards_than_files_may_be_open(tmp_path):
@@ -189,7 +190,8 @@ def test_a_table_of_the_hub_has_labels_in_every_row(monkeypatch):
 
 def test_columns_of_a_table_of_the_hub_are_chosen(monkeypatch):
     datasets = pytest.importorskip("datasets")
-    picture, label = datasets.Image(), datasets.ClassLabel(names=["cat", "dog"])
+    picture = datasets.Image()
+    label = datasets.ClassLabel(names=["cat", "dog"])
     columns = dict(
         image=(picture, [Image.new("RGB", (6, 4), (i, 0, 0)) for i in range(3)]),
         mask=(picture, [Image.new("L", (6, 4), 200) for _ in range(3)]),

@@ -38,9 +38,8 @@ def test_the_loss_by_hand():
     xt = loss.add_noise(x0, noise, t)
     torch.testing.assert_close(xt[0], 0.75 * x0[0] + 0.25 * noise[0])
     assert torch.equal(xt[1], noise[1])
-    torch.testing.assert_close(
-        (xt - loss.add_noise(x0, noise, t - 1)) * 1000, noise - x0
-    )  # the velocity is the target
+    velocity = (xt - loss.add_noise(x0, noise, t - 1)) * 1000
+    torch.testing.assert_close(velocity, noise - x0)
     terms = loss(output, x0, xt, noise, t)
     want = [
         sum((o - n + x) ** 2 for o, n, x in zip(*map(torch.ravel, row))) / 32
@@ -56,55 +55,60 @@ def predictions(x0, noise):
 
 @pytest.mark.parametrize(
     "predict, slowed",  # at t of 0.02, 0.05, 0.6, 0.96 and 1: by divisors of at least 0.05 (Li and He 2025)
-    [("velocity", [1] * 5), ("x", [0.4, 1, 1, 1, 1]), ("noise", [1, 1, 1, 0.8, 0])],
+    [("velocity", [1, 1, 1, 1, 1]), ("x", [0.4, 1, 1, 1, 1]), ("noise", [1, 1, 1, 0.8, 0])],
 )
 def test_whatever_is_predicted_the_loss_is_in_velocity(predict, slowed):
-    loss, t = (
-        FlowMatchingLoss(predict),
-        torch.tensor([20, 50, 600, 960, 1000.0], dtype=torch.float64),
-    )
+    loss = FlowMatchingLoss(predict)
+    t = torch.tensor([20, 50, 600, 960, 1000.0], dtype=torch.float64)
     x0, noise = torch.randn(2, 5, 2, 4, 4, dtype=torch.float64)
-    xt, right, slowed = (
-        loss.add_noise(x0, noise, t),
-        predictions(x0, noise)[predict],
-        torch.tensor(slowed),
-    )
+    xt = loss.add_noise(x0, noise, t)
+    right = predictions(x0, noise)[predict]
+    slowed = torch.tensor(slowed)
     velocity = to_velocity(predict, right, xt, t)
     torch.testing.assert_close(velocity, slowed.view(-1, 1, 1, 1) * (noise - x0))
     assert loss(velocity, x0, xt, noise, t)["loss"].abs().max() == 0
-    divisor = dict(
+    divisors = dict(
         velocity=t**0, x=(t / 1000).clamp(min=0.05), noise=(1 - t / 1000).clamp(min=0.05)
-    )[predict]
+    )
     wrong = loss(to_velocity(predict, right + 0.1, xt, t), x0, xt, noise, t)["mse"]
-    torch.testing.assert_close(wrong, (0.1 / divisor) ** 2)
-    torch.testing.assert_close(
-        to_velocity(predict, right, xt, t[2])[2], velocity[2]
-    )  # one number for the batch
+    torch.testing.assert_close(wrong, (0.1 / divisors[predict]) ** 2)
+    for_one_timestep = to_velocity(predict, right, xt, t[2])  # one number for the batch
+    torch.testing.assert_close(for_one_timestep[2], velocity[2])
 
 
 @pytest.mark.parametrize(
     "arguments, quantiles",  # at 0.1587, 0.5 and 0.8413: one standard deviation of a normal to either side
     [
-        (dict(), [158.7, 500, 841.3]),
-        (dict(timesteps="logit-normal"), [268.9, 500, 731.1]),  # sigmoids of -1, 0 and 1
-        (
+        pytest.param(dict(), [158.7, 500, 841.3], id="uniform"),
+        pytest.param(
+            dict(timesteps="logit-normal"),
+            [268.9, 500, 731.1],  # sigmoids of -1, 0 and 1
+            id="logit-normal",
+        ),
+        pytest.param(
             dict(shift=3.0),
             [3 * 0.1587 / (1 + 2 * 0.1587) * 1000, 750, 3 * 0.8413 / (1 + 2 * 0.8413) * 1000],
+            id="shifted",
         ),
-        (dict(timesteps="logit-normal", shift=3.0), [524.6, 750, 890.8]),
-        (
+        pytest.param(
+            dict(timesteps="logit-normal", shift=3.0),
+            [524.6, 750, 890.8],
+            id="logit-normal, shifted",
+        ),
+        pytest.param(
             dict(timesteps="logit-normal", location=0.8, spread=0.8),
-            [500, 690.0, 832.0],
-        ),  # of 0, 0.8 and 1.6
+            [500, 690.0, 832.0],  # sigmoids of 0, 0.8 and 1.6
+            id="logit-normal, moved and narrower",
+        ),
     ],
 )
 def test_timesteps_are_real_and_depend_on_seed_and_position_alone(arguments, quantiles):
     draw = FlowMatchingLoss(**arguments).draw
     data = NoisedImages(Digits("train"), cropped("none", 8, 1), 0, draw, 0.25, (1, 8, 8))
-    items, again = [data[(p, p)] for p in range(3)], data[(2, 20)]
-    assert again["timesteps"] == items[2]["timesteps"] and torch.equal(
-        again["noise"], items[2]["noise"]
-    )
+    items = [data[(p, p)] for p in range(3)]
+    again = data[(2, 20)]
+    assert again["timesteps"] == items[2]["timesteps"]
+    assert torch.equal(again["noise"], items[2]["noise"])
     steps = default_collate(items)["timesteps"]
     assert steps.dtype == torch.float32 and len(set(steps.tolist())) == 3
     many = [draw(np.random.default_rng(seed)) for seed in range(3000)]
@@ -128,19 +132,22 @@ def test_noise_dropped_labels_and_whole_timesteps():
 
 
 def test_objectives_of_configurations():
-    assert (
-        make_objective({}).name
-        == make_objective(dict(objective="noise", flow=dict(shift=2.0))).name
-        == "noise"
-    )
+    plain = make_objective({})
+    noise = make_objective(dict(objective="noise", flow=dict(shift=2.0)))
+    assert plain.name == noise.name == "noise"
     flow = make_objective(dict(objective="flow", flow=dict(timesteps="logit-normal", shift=2.0)))
     assert (flow.name, flow.shift, flow.draw.keywords["sampling"]) == ("flow", 2.0, "logit-normal")
     for bad in (
-        dict(objective="score"), dict(objective="flow", flow=3), dict(objective="flow", flow=dict(timesteps="x")),
-        dict(objective="flow", flow=dict(shift=0)), dict(objective="flow", flow=dict(shift="2")), dict(min_snr_gamma="5"),
-        dict(objective="flow", flow=dict(predict="v")), dict(objective="flow", flow=dict(spread=0)),
+        dict(objective="score"),
+        dict(objective="flow", flow=3),
+        dict(objective="flow", flow=dict(timesteps="x")),
+        dict(objective="flow", flow=dict(shift=0)),
+        dict(objective="flow", flow=dict(shift="2")),
+        dict(min_snr_gamma="5"),
+        dict(objective="flow", flow=dict(predict="v")),
+        dict(objective="flow", flow=dict(spread=0)),
         dict(objective="flow", flow=dict(location=math.inf)),
-    ):  # fmt: skip
+    ):
         reasons = "objective 'score'|flow 3|timesteps 'x'|shift|min_snr_gamma '5'|predict 'v'|spread 0|location inf"
         refuse(reasons, make_objective, bad)
 
@@ -152,7 +159,8 @@ def gaussian(mean, std):
     """E[eps - x_0 | x_t] where every pixel is N(mean, std^2): the exact velocity."""
 
     def predict(x, t, labels):
-        t, x = t.double().view(-1, 1, 1, 1) / 1000, x.double()
+        t = t.double().view(-1, 1, 1, 1) / 1000
+        x = x.double()
         slope = (t - (1 - t) * std**2) / ((1 - t) ** 2 * std**2 + t**2)
         return slope * (x - (1 - t) * mean) - mean
 
@@ -160,15 +168,15 @@ def gaussian(mean, std):
 
 
 def drawn(sampler, steps, mean=0.3, std=0.3, shift=1.0, images=8, predict="velocity"):
-    scheduler, exact = (
-        make_scheduler(sampler, steps, False, clip=True, shift=shift),
-        gaussian(mean, std),
-    )
+    scheduler = make_scheduler(sampler, steps, False, clip=True, shift=shift)
+    exact = gaussian(mean, std)
     labels = torch.zeros(images, dtype=torch.long)
 
     def network(x, t, labels):
-        v, s = exact(x, t, labels), t.double().view(-1, 1, 1, 1) / 1000
-        return to_velocity(predict, predictions(x - s * v, x + (1 - s) * v)[predict], x, t)
+        v = exact(x, t, labels)
+        s = t.double().view(-1, 1, 1, 1) / 1000
+        predicted = predictions(x - s * v, x + (1 - s) * v)[predict]
+        return to_velocity(predict, predicted, x, t)
 
     return sample_images(network, scheduler, labels, (1, 32, 32), range(images), 1)
 
@@ -195,7 +203,8 @@ def test_solvers_reach_the_exact_solution(shift):
 @pytest.mark.parametrize("predict, far", [("x", 0.02), ("noise", 0.03)])
 def test_every_sampler_draws_the_same_images_of_any_prediction(sampler, predict, far):
     """But for the steps nearer to an end than 0.05: the image's nearly clean ones, the noise's first."""
-    assert (drawn(sampler, 20, predict=predict) - drawn(sampler, 20)).square().mean().sqrt() < far
+    found = drawn(sampler, 20, predict=predict)
+    assert (found - drawn(sampler, 20)).square().mean().sqrt() < far
 
 
 @pytest.mark.parametrize("mean, std", [(0.3, 0.3), (-0.5, 0.05), (0.0, 1.0)])
@@ -209,10 +218,8 @@ def test_the_sde_has_the_datas_mean_and_variance(mean, std):
     theirs = diffusers.FlowMatchEulerDiscreteScheduler(stochastic_sampling=True)
     theirs.set_timesteps(100)
     labels = torch.zeros(8, dtype=torch.long)
-    assert (
-        sample_images(gaussian(mean, std), theirs, labels, (1, 32, 32), range(8), 1).std()
-        < 0.85 * std
-    )
+    drawn_by_them = sample_images(gaussian(mean, std), theirs, labels, (1, 32, 32), range(8), 1)
+    assert drawn_by_them.std() < 0.85 * std
 
 
 def test_steps_run_from_noise_to_image():
@@ -240,13 +247,8 @@ def test_a_pipeline_of_a_flow(tmp_path, sampler):
     assert torch.equal(draw(again, [0, 6], 1, 2), images)
     assert torch.equal(draw(pipe, [3, 6], 9, 2)[1], images[1])
     again.scheduler = make_scheduler("ddim", 4, False, True)
-    refuse(
-        "scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, sde",
-        draw,
-        again,
-        [0],
-        1,
-    )
+    words = "scheduler DDIMScheduler is for objective noise, .* flow; .* euler, heun, sde"
+    refuse(words, draw, again, [0], 1)
     with one_line("FlowMatch.* is for objective flow, the transformer .* objective noise"):
         MoHDiTPipeline(pipe.transformer, pipe.scheduler, objective="noise")
 
@@ -258,23 +260,18 @@ def test_sample_py_takes_the_samplers_of_the_runs_objective(tmp_path, capsys):
     config = dict(
         label_drop=0.1, vae="none", objective="flow", flow=dict(timesteps="uniform", shift=2.0)
     )
-    run, plain, pipe_folder = (
-        run_of(tmp_path, 3, config=config),
-        run_of(tmp_path / "noise", 3),
-        tmp_path / "pipe",
-    )
+    run = run_of(tmp_path, 3, config=config)
+    plain = run_of(tmp_path / "noise", 3)
+    pipe_folder = tmp_path / "pipe"
     call(run, "--out", tmp_path / "a.npz", "--save-pipeline", pipe_folder)
     assert "5 images, sde 4 steps, guidance 2" in capsys.readouterr().out
     pipe = MoHDiTPipeline.from_pretrained(pipe_folder)
-    assert (
-        type(pipe.scheduler).__name__ == "FlowMatchSDEScheduler"
-        and pipe.scheduler.config.shift == 2
-    )
+    assert type(pipe.scheduler).__name__ == "FlowMatchSDEScheduler"
+    assert pipe.scheduler.config.shift == 2
     call(run, "--sampler", "heun", "--head-load", tmp_path / "b.json")
     steps = HeadLoad.read(tmp_path / "b.json").groups["timestep"]
-    assert (steps[0], len(steps)) == ("1000", 4) and 3.9 < float(
-        steps[-1]
-    ) < 4  # 7 passes; the last is shifted twice
+    assert (steps[0], len(steps)) == ("1000", 4)
+    assert 3.9 < float(steps[-1]) < 4  # 7 passes; the last is shifted twice
     for checkpoint, sampler, words in (
         (run, "ddpm", "objective flow takes euler, heun, sde"),
         (pipe_folder, "ddpm", "objective flow takes euler, heun, sde"),
@@ -293,19 +290,16 @@ def test_a_run_goes_on_to_the_bit_and_starts_others(tmp_path, capsys):
     flow = flow.split()
     previews = "--preview.every 2 --preview.steps 2 --preview.images 10".split()
     whole, resumed = whole_and_resumed("dit", tmp_path, [1, 2], *flow, *previews)
-    assert (whole / "previews" / "step_2.png").exists() and (
-        resumed / "previews" / "step_2.png"
-    ).exists()
+    for run_folder in (whole, resumed):
+        assert (run_folder / "previews" / "step_2.png").exists()
     assert all("vb" not in line and line["mse"] > 0 for line in logged(whole))
     opened = open_run(whole)
     model = opened.model.config
     assert (model.predict, model.patch_bottleneck, opened.objective.predict) == ("x", 3, "x")
     capsys.readouterr()
     run("velocity", 1, "--init-from", whole, "--objective", "flow", "--model.patch_bottleneck", "3")
-    assert (
-        f"{whole} was trained with objective flow (predict x), this run with flow\n"
-        in capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert f"{whole} was trained with objective flow (predict x), this run with flow\n" in said
     run("noise", 1, "--init-from", whole, "--model.patch_bottleneck", "3")
     said = capsys.readouterr().out
     assert f"{whole} was trained with objective flow (predict x), this run with noise" in said
@@ -318,7 +312,7 @@ def test_mistakes(tmp_path, capsys):
         "--objective flow --preview.every 1 --preview.sampler ddim": "preview.sampler ddim: .* flow takes euler, heun",
         "--score.every 1 --score.sampler sde": "score.sampler sde: .* objective noise takes ddpm, ddim",
     }.items():
-        error = refusals.refused(
-            capsys, train.main, *arguments("dit", tmp_path / "run", 1, 1, *argv.split())
-        )
-        assert re.search(words, error) and not list(tmp_path.iterdir())
+        argv = arguments("dit", tmp_path / "run", 1, 1, *argv.split())
+        error = refusals.refused(capsys, train.main, *argv)
+        assert re.search(words, error)
+        assert not list(tmp_path.iterdir())

@@ -38,15 +38,17 @@ def test_noise_level_is_the_product_of_the_single_steps():
 def test_discretised_likelihood_is_the_integral(value, mean, log_var):
     """The density integrated over the bin of an 8-bit value; the outer bins go on to infinity (Ho 2020, eq. 13)."""
     sigma = math.exp(0.5 * log_var)
-    low = mean - 40 * sigma if value == -1 else value - 1 / 255
-    high = mean + 40 * sigma if value == 1 else value + 1 / 255
-    # In pieces no wider than the density is; all of it may lie outside.
-    grid = torch.linspace(low, high, 200_001, dtype=torch.float64)
-    mass = (
-        torch.trapezoid(Normal(mean, sigma).log_prob(grid).exp(), grid)
-        if high > low
-        else torch.tensor(0.0)
-    )
+    low = value - 1 / 255
+    high = value + 1 / 255
+    if value == -1:
+        low = mean - 40 * sigma
+    if value == 1:
+        high = mean + 40 * sigma
+    mass = torch.tensor(0.0)
+    if high > low:  # all of the density may lie outside
+        # In pieces no wider than the density is.
+        grid = torch.linspace(low, high, 200_001, dtype=torch.float64)
+        mass = torch.trapezoid(Normal(mean, sigma).log_prob(grid).exp(), grid)
     got = discretised_nll(*(torch.tensor(v, dtype=torch.float64) for v in (value, mean, log_var)))
     assert got.item() == pytest.approx(-math.log(max(mass.item(), 1e-12)), rel=1e-6, abs=1e-9)
 
@@ -54,7 +56,8 @@ def test_discretised_likelihood_is_the_integral(value, mean, log_var):
 def exact(t):
     """As `batch`, in float64 with the means and variances of q(x_{t-1} | x_t, x_0), from the definitions."""
     loss, x0, noise, _, t = batch(t)
-    x0, noise = x0.double(), noise.double()
+    x0 = x0.double()
+    noise = noise.double()
     a = ALPHA_BAR[t].view(-1, 1, 1, 1)
     xt = a.sqrt() * x0 + (1 - a).sqrt() * noise
     return loss.double(), x0, noise, xt, t
@@ -71,7 +74,8 @@ def posterior(x0, xt, t):
 
 def bound(output, x0, xt, t):
     """L_t in bits per dimension, for one t, with torch.distributions."""
-    eps, v = output[:, :3], (output[:, 3:] + 1) / 2
+    eps = output[:, :3]
+    v = (output[:, 3:] + 1) / 2
     a = ALPHA_BAR[t].view(-1, 1, 1, 1)
     x0_pred = (xt - (1 - a).sqrt() * eps) / a.sqrt()  # not clipped
     if t.item() == 0:  # the lower end of the variance is that of t = 1
@@ -82,24 +86,22 @@ def bound(output, x0, xt, t):
         return -(upper - lower).clamp_min(1e-12).log2().mean()
     mean, std = posterior(x0, xt, t)
     sigma = BETA[t].view(-1, 1, 1, 1).sqrt() ** v * std ** (1 - v)
-    return kl_divergence(
-        Normal(mean, std), Normal(posterior(x0_pred, xt, t)[0], sigma)
-    ).mean() / math.log(2)
+    model = Normal(posterior(x0_pred, xt, t)[0], sigma)
+    return kl_divergence(Normal(mean, std), model).mean() / math.log(2)
 
 
 def test_the_mean_over_timesteps_is_the_sum_of_the_paper():
     """L_hybrid = L_simple + L_vlb / 1000 with L_vlb = L_0 + ... + L_999, for a model that is wrong everywhere."""
     loss, x0, noise, xt, t = exact(torch.arange(1000))
-    output = torch.cat(
-        [noise + 0.05 * torch.randn_like(noise), torch.rand_like(noise) * 2.4 - 1.2], 1
-    )
+    wrong_noise = noise + 0.05 * torch.randn_like(noise)
+    wrong_variance = torch.rand_like(noise) * 2.4 - 1.2
+    output = torch.cat([wrong_noise, wrong_variance], 1)
     terms = loss(output, x0, xt, noise, t)
     each = torch.stack(
         [bound(output[i : i + 1], x0[i : i + 1], xt[i : i + 1], t[i : i + 1]) for i in range(1000)]
     )
-    torch.testing.assert_close(
-        terms["vb"], each, rtol=1e-3, atol=1e-6
-    )  # float32 tables: 3 digits at t = 0, 1
+    # The tables are float32: they have 3 digits at t = 0, 1.
+    torch.testing.assert_close(terms["vb"], each, rtol=1e-3, atol=1e-6)
     torch.testing.assert_close(terms["vb"][50:], each[50:], rtol=2e-5, atol=1e-7)
     simple = (output[:, :3] - noise).square().mean()
     hybrid = simple + each.sum() / 1000
@@ -107,7 +109,7 @@ def test_the_mean_over_timesteps_is_the_sum_of_the_paper():
 
 
 def test_gradients():
-    """Of the bound: none into the noise, at any t; of the loss into the noise: that of the squares alone."""
+    """The bound has none into the noise, at any t; the loss has that of the squares alone into the noise."""
     loss, x0, noise, xt, t = exact(torch.tensor([0, 7, 800]))
     output = torch.randn(3, 6, 4, 4, dtype=torch.float64, requires_grad=True)
     terms = loss(output, x0, xt, noise, t)
@@ -117,7 +119,8 @@ def test_gradients():
     squares = 2 * (output - torch.cat([noise, noise], 1))[:, :3].detach() / noise[0].numel()
     torch.testing.assert_close(of_loss[:, :3], squares)
     # d KL / d log variance = (1 - (var of q + squared distance of the means) / var) / 2
-    eps, v = output[1:, :3].detach(), (output[1:, 3:].detach() + 1) / 2
+    eps = output[1:, :3].detach()
+    v = (output[1:, 3:].detach() + 1) / 2
     a, beta = (table[t[1:]].view(-1, 1, 1, 1) for table in (ALPHA_BAR, BETA))
     mean, std = posterior(x0[1:], xt[1:], t[1:])
     other = posterior((xt[1:] - (1 - a).sqrt() * eps) / a.sqrt(), xt[1:], t[1:])[0]
@@ -131,10 +134,12 @@ def test_gradients():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_loss_is_computed_in_float32_or_better(dtype):
     loss, x0, noise, xt, t = exact(torch.tensor([0, 500]))
+    wanted = torch.float64
     if dtype != torch.float64:
-        loss, x0, noise, xt = loss.float(), x0.float(), noise.float(), xt.float()
+        loss = loss.float()
+        x0, noise, xt = (tensor.float() for tensor in (x0, noise, xt))
+        wanted = torch.float32
     terms = loss(torch.randn(2, 6, 4, 4, dtype=dtype), x0, xt, noise, t)
-    wanted = torch.float64 if dtype == torch.float64 else torch.float32
     assert all(
         term.dtype == wanted and term.shape == (2,) and term.isfinite().all()
         for term in terms.values()
@@ -145,11 +150,11 @@ def test_timesteps_are_integers():
     refuse("timesteps are torch.float32; expected integers from 0 to 999", batch, torch.rand(2))
 
 
-@pytest.mark.parametrize("learned", [True, False])
-def test_min_snr_weighs_the_noises_error(learned):
+@pytest.mark.parametrize("channels", [6, 3], ids=["learned variance", "fixed variance"])
+def test_min_snr_weighs_the_noises_error(channels):
     """Hang 2023: min(SNR, gamma) / SNR of the squared error, and nothing of the bound."""
     _, x0, noise, xt, t = batch(torch.tensor([0, 100, 300, 999]))
-    output = torch.randn(4, 6 if learned else 3, 4, 4)
+    output = torch.randn(4, channels, 4, 4)
     plain, weighted = (HybridLoss(gamma)(output, x0, xt, noise, t) for gamma in (None, 5.0))
     snr = ALPHA_BAR[t] / (1 - ALPHA_BAR[t])
     weight = torch.minimum(snr, torch.tensor(5.0)) / snr

@@ -50,14 +50,8 @@ error_line = partial(told, command="latents")
 def written(tmp_path_factory, vae_folder):
     """The latents of `root` in shards of 6, 7 and 7; who changes them takes `out`."""
     folder = tmp_path_factory.mktemp("written")
-    assert (
-        run(
-            vae_folder,
-            write_folder(folder / "images", train=10, val=2, size=(21, 16)),
-            folder / "out",
-        )
-        == 0
-    )
+    images = write_folder(folder / "images", train=10, val=2, size=(21, 16))
+    assert run(vae_folder, images, folder / "out") == 0
     return folder / "out"
 
 
@@ -79,22 +73,17 @@ def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(
 ):
     out = tmp_path / "out"
     assert run(vae_folder, root, out, "--dtype", dtype) == 0
-    cache, source, vae = (
-        LatentCache(str(out), "train"),
-        ImageFolder(root / "train"),
-        load_vae(vae_folder),
-    )
+    cache = LatentCache(str(out), "train")
+    source = ImageFolder(root / "train")
+    vae = load_vae(vae_folder)
     numbers = stored_numbers(out)
     assert sorted(numbers) == list(range(20)) and numbers != sorted(numbers)
     assert cache.shard_sizes == (6, 7, 7) and cache.classes == ["cat", "dog"]
     assert cache.labels.tolist() == [source.labels[n] for n in numbers]
     assert min(np.bincount(cache.labels[:6], minlength=2)) > 0, "a shard of one class"
     for i, number in enumerate(numbers):
-        pixels = (
-            torch.from_numpy(np.array(center_crop(source.image(number), 16))).permute(2, 0, 1)
-            / 127.5
-            - 1
-        )
+        image = np.array(center_crop(source.image(number), 16))
+        pixels = torch.from_numpy(image).permute(2, 0, 1) / 127.5 - 1
         expected = torch.cat([encode_moments(vae, x[None]) for x in (pixels, pixels.flip(-1))])
         moments = cache.read(i)
         assert moments.shape == (2, 8, 8, 8) and moments.dtype == torch.float32
@@ -104,43 +93,38 @@ def test_stored_are_the_moments_of_the_cropped_image_and_of_its_mirror(
 
 def test_the_record_and_what_reads_without_us(vae_folder, written, out):
     assert run(vae_folder, written.parent / "images", out, "--split", "val") == 0
-    m = json.loads((out / "train.meta.json").read_text())
-    shards, made_from = m.pop("shards"), m.pop("made_from")
-    sha = m["vae"]["sha256"]
+    record = json.loads((out / "train.meta.json").read_text())
+    shards = record.pop("shards")
+    made_from = record.pop("made_from")
+    sha = record["vae"]["sha256"]
     assert re.fullmatch("[0-9a-f]{64}", sha) and made_from["sha256 of --vae"] == sha
-    assert m == dict(
-        format=2, source="images", size=16, dtype="float16", shape=[2, 8, 8, 8], classes=["cat", "dog"],
+    assert record == dict(
+        format=2,
+        source="images",
+        size=16,
+        dtype="float16",
+        shape=[2, 8, 8, 8],
+        classes=["cat", "dog"],
         vae=vars(LatentSpace(vae_folder, sha, 0.18215, None, 2, 4)),
-    )  # fmt: skip
-    assert [(s["shard"], s["samples"]) for s in shards] == [
-        (f"train-00000{i}.npy", n) for i, n in enumerate((6, 7, 7))
-    ]
+    )
+    assert [shard["shard"] for shard in shards] == [f"train-00000{i}.npy" for i in range(3)]
+    assert [shard["samples"] for shard in shards] == [6, 7, 7]
     assert all(s["sha256"] == sha256_of(out / s["shard"]) for s in shards)
     assert len(LatentCache(str(out), "val")) == 4
-    array, labels = (
-        np.load(out / "train-000000.npy", mmap_mode="r"),
-        np.load(out / "train.labels.npy"),
-    )
-    assert (
-        array.shape == (6, 2, 8, 8, 8)
-        and array.dtype == np.float16
-        and np.bincount(labels).tolist() == [10, 10]
-    )
+    array = np.load(out / "train-000000.npy", mmap_mode="r")
+    assert array.shape == (6, 2, 8, 8, 8) and array.dtype == np.float16
+    assert np.bincount(np.load(out / "train.labels.npy")).tolist() == [10, 10]
 
 
 def test_another_vae_is_refused_and_the_same_weights_elsewhere_are_taken(
     tmp_path, vae_folder, written, out, capfd
 ):
-    other, before, root = (
-        save_tiny_vae(tmp_path / "vae", seed=1),
-        contents(out),
-        written.parent / "images",
-    )
+    other = save_tiny_vae(tmp_path / "vae", seed=1)
+    before = contents(out)
+    root = written.parent / "images"
     assert run(other, root, out) == 2
-    assert (
-        re.search("sha256 of --vae was [0-9a-f]{64}, now [0-9a-f]{64}", error_line(capfd))
-        and contents(out) == before
-    )
+    assert re.search("sha256 of --vae was [0-9a-f]{64}, now [0-9a-f]{64}", error_line(capfd))
+    assert contents(out) == before
     shutil.copytree(vae_folder, tmp_path / "pipeline" / "vae")
     assert run(tmp_path / "pipeline", root, out) == 0
     assert "all there already" in capfd.readouterr().out
@@ -150,20 +134,17 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, vae_folder, roo
     (root / "train" / "dog" / "3.png").write_bytes(b"text")
     assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.04) == 2
     line = error_line(capfd)
-    assert (
-        "dog/3.png: cannot identify" in line and "allowed are --max-bad-fraction 0.04 of 20" in line
-    )
+    assert "dog/3.png: cannot identify" in line
+    assert "allowed are --max-bad-fraction 0.04 of 20" in line
     assert run(vae_folder, root, tmp_path / "out", "--max-bad-fraction", 0.05, "--workers", 1) == 0
-    assert (
-        "of 19 images" in (shown := capfd.readouterr().out)
-        and "1 bad images left out, train.bad.txt" in shown
-    )
+    said = capfd.readouterr().out
+    assert "of 19 images" in said
+    assert "1 bad images left out, train.bad.txt" in said
     assert (tmp_path / "out" / "train.bad.txt").read_text().startswith("13\t")
     cache = LatentCache(str(tmp_path / "out"), "train")
     assert len(cache) == 19 and 13 not in stored_numbers(tmp_path / "out")
-    assert run(vae_folder, root, tmp_path / "out") == 2, (
-        "what was allowed once is not allowed for ever"
-    )
+    # What was allowed once is not allowed for ever.
+    assert run(vae_folder, root, tmp_path / "out") == 2
     assert "1 unreadable so far" in error_line(capfd)
 
 
@@ -210,42 +191,73 @@ def test_mistakes_are_one_line_and_leave_nothing_behind(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def labels(values):
-    return lambda out: np.save(out / "train.labels.npy", values)
+def changed_record(**changes):
+    """change(folder): put these values into the record of the latents."""
+
+    def change(folder):
+        record = folder / "train.meta.json"
+        record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
+
+    return change
+
+
+def changed_labels(values):
+    """change(folder): replace the labels of the latents by these."""
+
+    def change(folder):
+        np.save(folder / "train.labels.npy", values)
+
+    return change
+
+
+def remove_labels(folder):
+    (folder / "train.labels.npy").unlink()
 
 
 @pytest.mark.parametrize(
     "change, words",
     [
-        (
-            dict(dtype="int8"),
+        pytest.param(
+            changed_record(dtype="int8"),
             r"train.meta.json: dtype int8, shape \[2, 8, 8, 8\] are not those of its VAE and size",
+            id="dtype",
         ),
-        (dict(size=32), "train.meta.json: dtype float16, shape"),
-        (dict(vae=None), "train.meta.json: not a record of latents"),
-        (dict(classes="cat"), "train.meta.json: classes are not a list of names"),
-        (
-            dict(classes=["cat"]),
+        pytest.param(
+            changed_record(size=32), "train.meta.json: dtype float16, shape", id="image size"
+        ),
+        pytest.param(
+            changed_record(vae=None), "train.meta.json: not a record of latents", id="no VAE"
+        ),
+        pytest.param(
+            changed_record(classes="cat"),
+            "train.meta.json: classes are not a list of names",
+            id="classes that are no list",
+        ),
+        pytest.param(
+            changed_record(classes=["cat"]),
             "train.labels.npy: label 1 of latents [0-9]+, but the record names 1 classes",
+            id="too few classes",
         ),
-        (
-            labels(np.zeros(20)),
+        pytest.param(
+            changed_labels(np.zeros(20)),
             r"train.labels.npy: float64 of shape \(20,\), expected int64 of \(20,\)",
+            id="labels in float64",
         ),
-        (labels(np.full(20, -1)), "train.labels.npy: label -1 of latents 0"),
-        (labels(np.array([{}], object)), "train.labels.npy: labels that cannot be read .*pickle"),
-        (
-            lambda out: (out / "train.labels.npy").unlink(),
-            "train.labels.npy: labels that cannot be read",
+        pytest.param(
+            changed_labels(np.full(20, -1)),
+            "train.labels.npy: label -1 of latents 0",
+            id="labels of -1",
         ),
+        pytest.param(
+            changed_labels(np.array([{}], object)),
+            "train.labels.npy: labels that cannot be read .*pickle",
+            id="pickled labels",
+        ),
+        pytest.param(remove_labels, "train.labels.npy: labels that cannot be read", id="no labels"),
     ],
 )
 def test_a_cache_that_is_not_what_its_record_says(out, change, words):
-    record = out / "train.meta.json"
-    if isinstance(change, dict):
-        record.write_text(json.dumps({**json.loads(record.read_text()), **change}))
-    else:
-        change(out)
+    change(out)
     with one_line(words):
         LatentCache(str(out), "train")
 
@@ -253,21 +265,20 @@ def test_a_cache_that_is_not_what_its_record_says(out, change, words):
 @pytest.mark.parametrize("fault", ["header", "dtype", "shape", "changed", "gone", "cut off"])
 def test_damage_is_noticed(out, fault):
     """What has the size of the record is noticed when it is read, whatever damaged it."""
-    path, words = (
-        out / "train-000000.npy",
-        "train-000000.npy: the shard has changed since the run began",
-    )
+    path = out / "train-000000.npy"
+    words = "train-000000.npy: the shard has changed since the run began"
     array = np.load(path)
-    if fault in ("header", "dtype", "shape"):
+    if fault == "header":
         data = bytearray(path.read_bytes())
         data[3] ^= 1
-        other = dict(
-            header=None, dtype=array.view(np.int16), shape=array.reshape(12, 1, 8, 8, 8)
-        ).get(fault)
-        path.write_bytes(data) if fault == "header" else np.save(path, other)
-        words = dict(
-            header="train-000000.npy: .*magic", dtype="int16 of shape", shape="float16 of shape"
-        ).get(fault)
+        path.write_bytes(data)
+        words = "train-000000.npy: .*magic"
+    if fault == "dtype":
+        np.save(path, array.view(np.int16))
+        words = "int16 of shape"
+    if fault == "shape":
+        np.save(path, array.reshape(12, 1, 8, 8, 8))
+        words = "float16 of shape"
     cache = LatentCache(str(out), "train")
     assert torch.equal(cache.read(19), cache.read(19))
     if fault == "changed":
@@ -285,7 +296,8 @@ def test_damage_is_noticed(out, fault):
 
 def test_more_shards_than_files_may_be_open(tmp_path, vae_folder, root):
     assert run(vae_folder, root, tmp_path / "out", "--samples-per-shard", 1) == 0
-    cache, before = LatentCache(str(tmp_path / "out"), "train"), len(os.listdir("/proc/self/fd"))
+    cache = LatentCache(str(tmp_path / "out"), "train")
+    before = len(os.listdir("/proc/self/fd"))
     for i in (*range(20), 0, 19):
         assert cache.read(i).isfinite().all()
     assert len(os.listdir("/proc/self/fd")) <= before + 16

@@ -30,7 +30,9 @@ def published(folder, name, **sizes):
     for key, value in model.state_dict().items():
         for ours, theirs in THEIRS.items():
             key = key.replace(f".attn.router.{ours}.", f".attn.{theirs}.")
-        state[key] = value if key == "pos_embed" else value + 0.1 * torch.randn_like(value)
+            if key != "pos_embed":
+                value = value + 0.1 * torch.randn_like(value)
+            state[key] = value
     file = folder / "0400000.pt"
     torch.save(dict(model={}, ema=state), file)
     return file
@@ -55,7 +57,8 @@ def refused(capsys, *argv):
 @pytest.mark.parametrize("options", [[], ["--model", "moh_dit_xlarge_patch2_90"]])
 def test_published_weights_are_fetched_by_their_name(tmp_path, monkeypatch, capsys, draw, options):
     """As from the hub, of a smaller model."""
-    name, vae = "moh_dit_xlarge_patch2_90", tmp_path / "vae"
+    name = "moh_dit_xlarge_patch2_90"
+    vae = tmp_path / "vae"
     save_tiny_vae(vae, seed=5)
     argv = ["--checkpoint", name, *options]
     small = dict(embed_dim=32, depth=2, num_heads=4, head_budget=[(1, 2)] * 2)
@@ -63,7 +66,12 @@ def test_published_weights_are_fetched_by_their_name(tmp_path, monkeypatch, caps
         monkeypatch.setitem(dit.VARIANTS[name], key, value)
     file = published(tmp_path, name, img_size=32)
     fetched = []
-    monkeypatch.setattr(dit, "hf_hub_download", lambda *place, **_: fetched.append(place) or file)
+
+    def fetch(*repository_and_file, **_):
+        fetched.append(repository_and_file)
+        return file
+
+    monkeypatch.setattr(dit, "hf_hub_download", fetch)
     images, _ = draw(*argv, "--vae", vae)
     assert images.shape[0] == 3 and fetched
     error = refused(capsys, *argv)
@@ -72,7 +80,7 @@ def test_published_weights_are_fetched_by_their_name(tmp_path, monkeypatch, caps
         in error
     )
 
-    def offline(*place, **_):
+    def offline(*_, **__):
         raise OSError("no route to host")
 
     monkeypatch.setattr(dit, "hf_hub_download", offline)
@@ -83,10 +91,8 @@ def test_published_weights_are_fetched_by_their_name(tmp_path, monkeypatch, caps
 def test_names_without_published_weights_are_refused(capsys):
     name = "moh_dit_small_patch2_75"
     error = refused(capsys, "--checkpoint", name)
-    assert (
-        f"no weights of this model are published; for a file of it: --checkpoint FILE --model {name}"
-        in error
-    )
+    words = "no weights of this model are published; for a file of it: --checkpoint FILE --model"
+    assert f"{words} {name}" in error
     error = refused(capsys, "--checkpoint", name, "--model", "moh_dit_xlarge_patch2_90")
     assert f"--checkpoint {name}: no such file or folder" in error
     assert "no such file or folder" in refused(capsys, "--checkpoint", "moh_vit_tiny_patch16_224")
@@ -94,29 +100,24 @@ def test_names_without_published_weights_are_refused(capsys):
 
 def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
     name = "moh_dit_small_patch2_75"
-    file, vae = published(tmp_path, name), tmp_path / "vae"
+    file = published(tmp_path, name)
+    vae = tmp_path / "vae"
     save_tiny_vae(vae, seed=5)
     images, _ = draw(
         "--checkpoint", file, "--model", name, "--vae", vae, "--save-pipeline", tmp_path / "pipe"
     )
     assert images.shape[0] == 3 and images.std() > 10
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
-    for key, value in (
-        load_checkpoint(timm.create_model(name, img_size=8), file).state_dict().items()
-    ):
+    loaded = load_checkpoint(timm.create_model(name, img_size=8), file)
+    for key, value in loaded.state_dict().items():
         assert torch.equal(value, pipe.transformer.state_dict()[key])
     # ImageNet's, as the classes of runs are named, and their words.
-    assert pipe.get_label_ids(["n02007558", "flamingo", "golden retriever", "tench"]) == [
-        130,
-        130,
-        207,
-        0,
-    ]
+    ids = pipe.get_label_ids(["n02007558", "flamingo", "golden retriever", "tench"])
+    assert ids == [130, 130, 207, 0]
     some = "golden retriever", 130, "Tinca tinca"
     assert draw("--checkpoint", tmp_path / "pipe", "--classes", *some)[1].tolist() == [207, 130, 0]
-    with refusals.one_line(
-        "class_labels crane: classes 134, 517 are called so; give a number"
-    ):  # a bird and a machine
+    # A bird and a machine.
+    with one_line("class_labels crane: classes 134, 517 are called so; give a number"):
         pipe.get_label_ids("crane")
     assert np.abs(by_pipeline(pipe, [0, 1, 2], 2) - images).max() <= 1
     capsys.readouterr()
@@ -147,10 +148,8 @@ def test_a_published_file_is_sampled_under_its_name(tmp_path, capsys, draw):
 
 def test_the_weights_say_how_many_classes_and_channels_there_are(tmp_path, capsys, draw):
     """A released-form file of a model on grey pixels, without a learned variance."""
-    sizes, name = (
-        dict(img_size=8, in_chans=1, num_classes=12, learn_sigma=False),
-        "moh_dit_small_patch2_75",
-    )
+    name = "moh_dit_small_patch2_75"
+    sizes = dict(img_size=8, in_chans=1, num_classes=12, learn_sigma=False)
     file = published(tmp_path, name, **sizes)
     images, labels = draw("--checkpoint", file, "--model", name, "--classes", 11)
     assert images.shape == (3, 8, 8, 1) and (labels == 11).all()
@@ -165,20 +164,26 @@ def test_the_weights_say_how_large_images_are(tmp_path, capsys, draw):
     """A file for images of 512 pixels, and the same weights as a folder of diffusers' transformer: the same images."""
     sizes = dict(num_layers=12, sample_size=64, patch_size=8, out_channels=8, num_embeds_ada_norm=5)
     theirs = diffusers_dit(num_attention_heads=6, attention_head_dim=64, **sizes)
-    folder, vae, name = tmp_path / "transformer", tmp_path / "vae", "dit_small_patch8"
+    folder = tmp_path / "transformer"
+    vae = tmp_path / "vae"
+    name = "dit_small_patch8"
     theirs.save_pretrained(folder)
     save_tiny_vae(vae, seed=5)
     ours = load_checkpoint(create(name, "diffusion", img_size=64, num_classes=5), folder)
     torch.save(ours.state_dict(), tmp_path / "DiT-S-8-512x512.pt")
-    how = ("--model", name, "--vae", vae, *"--num-images 1 --batch-size 1 --cfg-scale 1".split())
-    a, b = (
-        draw("--checkpoint", tmp_path / file, *how)[0]
-        for file in ("DiT-S-8-512x512.pt", "transformer")
+    options = (
+        "--model",
+        name,
+        "--vae",
+        vae,
+        *"--num-images 1 --batch-size 1 --cfg-scale 1".split(),
     )
-    assert a.shape == (1, 128, 128, 3) and (a == b).all() and a.std() > 10
-    assert "does not say of which model it is: give --model" in refused(
-        capsys, "--checkpoint", folder
-    )
+    of_file, _ = draw("--checkpoint", tmp_path / "DiT-S-8-512x512.pt", *options)
+    of_folder, _ = draw("--checkpoint", folder, *options)
+    assert of_file.shape == (1, 128, 128, 3)
+    assert (of_file == of_folder).all() and of_file.std() > 10
+    error = refused(capsys, "--checkpoint", folder)
+    assert "does not say of which model it is: give --model" in error
     for text, words in (
         ('{"sample_size": 99999}', "img_size 99999 is out of range: 1 to 1024"),
         ("[", "no sample_size can be read"),
@@ -196,17 +201,16 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
     other = DiTPipeline(
         theirs, tiny_vae(2), DDIMScheduler(beta_start=1e-4, beta_end=0.02, clip_sample=False)
     )
-    other.save_pretrained(folder := tmp_path / "dit")
-    index = folder / "model_index.json"  # published ones have names in it
-    index.write_text(
-        json.dumps(dict(json.loads(index.read_text()), id2label={"0": "tench", "7": "cock"}))
-    )
+    folder = tmp_path / "dit"
+    other.save_pretrained(folder)
+    index_file = folder / "model_index.json"  # published ones have names in it
+    index = json.loads(index_file.read_text())
+    index_file.write_text(json.dumps(dict(index, id2label={"0": "tench", "7": "cock"})))
     pipe = MoHDiTPipeline.from_pretrained(folder)
-    how = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
-    want = other([7], generator=torch.Generator().manual_seed(2), **how).images
-    got = pipe(
-        "cock", generator=[torch.Generator().manual_seed(2)], guide_channels="all", **how
-    ).images
+    options = dict(guidance_scale=1.5, num_inference_steps=4, output_type="np")
+    want = other([7], generator=torch.Generator().manual_seed(2), **options).images
+    generator = [torch.Generator().manual_seed(2)]
+    got = pipe("cock", generator=generator, guide_channels="all", **options).images
     np.testing.assert_allclose(got, want, atol=1e-4)
     assert want.std() > 0.01
 
@@ -216,7 +220,7 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
     pipe.scheduler = DDIMScheduler.from_config(pipe.scheduler.config, timestep_spacing="leading")
     assert np.abs(by_pipeline(pipe, labels.tolist(), 2) - images).max() <= 1
     capsys.readouterr()
-    index.write_text("{")
+    index_file.write_text("{")
     for more, words in (
         (("--weights", "model"), "--weights model has no effect"),
         ((), f"{folder}: not a pipeline"),
@@ -225,41 +229,36 @@ def test_a_folder_of_diffusers_dit(tmp_path, capsys, draw):
 
 
 def test_the_weights_that_are_asked_for_are_drawn_with(tmp_path, capsys):
-    """Of a file that holds both kinds; one that does not say that it holds the model is refused."""
-    name, vae, pipe = "dit_small_patch8", save_tiny_vae(tmp_path / "vae", seed=5), tmp_path / "pipe"
+    """A file may hold the model and its EMA; one that does not say that it holds the model is refused."""
+    name = "dit_small_patch8"
+    vae = save_tiny_vae(tmp_path / "vae", seed=5)
+    pipe = tmp_path / "pipe"
     ema = torch.load(published(tmp_path, name))["ema"]
-    model = {key: value if key == "pos_embed" else 0.9 * value for key, value in ema.items()}
-    file, how = tmp_path / "both.pt", ("--model", name, "--vae", vae, "--weights", "model")
+    model = {key: 0.9 * value for key, value in ema.items()}
+    model["pos_embed"] = ema["pos_embed"]
+    file = tmp_path / "both.pt"
     torch.save(dict(model=model, ema=ema), file)
-    argv = (
-        "--checkpoint",
-        file,
-        *how,
-        "--save-pipeline",
-        pipe,
-        "--num-images",
-        1,
-        "--grid",
-        tmp_path / "grid.png",
-    )
+    options = ("--model", name, "--vae", vae, "--weights", "model")
+    outputs = ("--save-pipeline", pipe, "--num-images", 1, "--grid", tmp_path / "grid.png")
+    argv = ("--checkpoint", file, *options, *outputs)
     sample.main([*FEW, *map(str, argv)])
-    said, (saved,) = capsys.readouterr().out, (pipe / "transformer").glob("*.safetensors")
-    assert (
-        f"pipeline: {pipe}, weights of {file} (model)\n" in said
-        and f"labels, {file} (model)\n" in said
-    )
+    said = capsys.readouterr().out
+    assert f"pipeline: {pipe}, weights of {file} (model)\n" in said
+    assert f"labels, {file} (model)\n" in said
+    (saved,) = (pipe / "transformer").glob("*.safetensors")
     assert all(torch.equal(value, model[key]) for key, value in load_file(saved).items())
     for held, content in {"ema": dict(ema=ema), "one kind of weights": model}.items():
         torch.save(content, file)
         words = f"{file}: weights model: it holds {held}, and nothing under state_dict or model"
-        assert words in refused(capsys, "--checkpoint", file, *how)
-    error = refused(capsys, "--checkpoint", pipe / "transformer", *how)
+        assert words in refused(capsys, "--checkpoint", file, *options)
+    error = refused(capsys, "--checkpoint", pipe / "transformer", *options)
     assert "--weights model has no effect" in error and "holds one kind" in error
 
 
 def test_label_tables_without_no_class(tmp_path, capsys):
     """The official DiT has no row for "no class" after class_dropout_prob 0; nothing in the file says so."""
-    name, sizes = "dit_small_patch2", dict(img_size=8, in_chans=3, learn_sigma=False)
+    name = "dit_small_patch2"
+    sizes = dict(img_size=8, in_chans=3, learn_sigma=False)
     torch.manual_seed(0)
     model = create(name, "diffusion", num_classes=3, **sizes)
     table = no_longer_zero(model, 0.2).y_embedder.embedding_table.weight.detach()

@@ -19,14 +19,20 @@ from moh_vision.diffusion.previews import Previews
 from moh_vision.diffusion.sampling import to_uint8
 from moh_vision.models.head_load import HeadLoad
 from tests.support.pipelines import draw, seeded, transformer
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 from tests.support.tiny_vae import coarse_vae, tiny_vae
 
 
 def pipeline(with_vae=False, **more):
-    vae = tiny_vae(2, scaling_factor=0.3, shift_factor=0.1) if with_vae else None
+    """A pipeline on the latents of a tiny VAE, or on pixels."""
+    if with_vae:
+        channels = 4
+        vae = tiny_vae(2, scaling_factor=0.3, shift_factor=0.1)
+    else:
+        channels = 3
+        vae = None
     scheduler = make_scheduler("ddpm", 250, True, clip=not with_vae)
-    return MoHDiTPipeline(transformer(4 if with_vae else 3), scheduler, vae, **more)
+    return MoHDiTPipeline(transformer(channels), scheduler, vae, **more)
 
 
 @pytest.mark.parametrize("more", [{}, dict(scope="sample")])
@@ -34,8 +40,9 @@ def pipeline(with_vae=False, **more):
 def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(scale, more):
     """In bits, also without a class; and the model has its own heads afterwards, whatever stops the pass."""
     pipe = MoHDiTPipeline(transformer(3, **more), make_scheduler("ddpm", 6, True, clip=True))
-    own, weak = head_budget(pipe.transformer), set_head_budget(transformer(3, **more), 0.5)
-    how = dict(
+    budget_before = head_budget(pipe.transformer)
+    weak = set_head_budget(transformer(3, **more), 0.5)
+    options = dict(
         guidance_scale=scale,
         guide_channels=2,
         guidance_interval=(0.1, 0.8),
@@ -43,26 +50,33 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
         output_type="latent",
     )
     guide = dict(guide="heads:0.5", guide_scale=1.5)
-    few = draw(pipe, [3, 4], 8, 9, **guide, **how)
-    assert torch.equal(few, draw(pipe, [3, 4], 8, 9, guide=weak, guide_scale=1.5, **how))
+    few = draw(pipe, [3, 4], 8, 9, **guide, **options)
+    assert torch.equal(few, draw(pipe, [3, 4], 8, 9, guide=weak, guide_scale=1.5, **options))
 
     def by_hand(*which, guide_scale=1.5):
         return sample_images(
-            lambda x, t, y: pipe.transformer(x, t, y).sample, pipe.scheduler, torch.tensor([3, 4]), (3, 4, 4), [8, 9], 7,
-            Guidance(scale, *which, guide_scale), weak=lambda x, t, y: weak(x, t, y).sample,
-        )  # fmt: skip
+            lambda x, t, y: pipe.transformer(x, t, y).sample,
+            pipe.scheduler,
+            torch.tensor([3, 4]),
+            (3, 4, 4),
+            [8, 9],
+            7,
+            Guidance(scale, *which, guide_scale),
+            weak=lambda x, t, y: weak(x, t, y).sample,
+        )
 
-    plain = draw(pipe, [3, 4], 8, 9, **how)
+    plain = draw(pipe, [3, 4], 8, 9, **options)
     assert torch.equal(few, by_hand(2, (0.1, 0.8))) and not torch.equal(few, plain)
     assert torch.equal(plain, by_hand(2, (0.1, 0.8), guide_scale=1.0))
     config = PreviewConfig(every=1, sampler="ddpm", steps=6, cfg_scale=scale, seed=5, **guide)
     inputs = SimpleNamespace(source=SimpleNamespace(classes=list("abcdefg")), space=None)
     previews = Previews(config, inputs, pipe.transformer, HybridLoss())
-    assert torch.equal(
-        previews.sample(pipe.transformer, range(3, 5)), to_uint8(by_hand(None, (0, 1)))
-    )
+    preview = previews.sample(pipe.transformer, range(3, 5))
+    assert torch.equal(preview, to_uint8(by_hand(None, (0, 1))))
     if scale == 1:  # 7 is no class
-        assert not torch.equal(draw(pipe, [7], 8, **guide, **how), draw(pipe, [7], 8, **how))
+        assert not torch.equal(
+            draw(pipe, [7], 8, **guide, **options), draw(pipe, [7], 8, **options)
+        )
     calls = []
 
     def stop(module, inputs):
@@ -72,33 +86,31 @@ def test_it_is_the_loop_of_sample_images_with_a_weak_model_of_fewer_heads_too(sc
 
     pipe.transformer.register_forward_pre_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        draw(pipe, [3, 4], 8, 9, **guide, **dict(how, guidance_interval=None))
-    assert head_budget(pipe.transformer) == own
+        draw(pipe, [3, 4], 8, 9, **guide, **dict(options, guidance_interval=None))
+    assert head_budget(pipe.transformer) == budget_before
 
 
-@pytest.mark.parametrize("with_vae", [False, True])
-def test_output_types(with_vae):
+@pytest.mark.parametrize(
+    "with_vae, size, channels",
+    [pytest.param(False, 4, 3, id="pixels"), pytest.param(True, 8, 4, id="latents")],
+)
+def test_output_types(with_vae, size, channels):
     pipe = pipeline(with_vae)
-    size = 8 if with_vae else 4
     outputs = {
-        kind: draw(pipe, [1, 2], 5, 6, output_type=kind) for kind in ("pt", "np", "pil", "latent")
+        name: draw(pipe, [1, 2], 5, 6, output_type=name) for name in ("pt", "np", "pil", "latent")
     }
-    assert (
-        outputs["pt"].shape == (2, 3, size, size)
-        and 0 <= outputs["pt"].min()
-        and outputs["pt"].max() <= 1
-    )
+    assert outputs["pt"].shape == (2, 3, size, size)
+    assert 0 <= outputs["pt"].min() and outputs["pt"].max() <= 1
     assert np.array_equal(outputs["np"], outputs["pt"].permute(0, 2, 3, 1).numpy())
     pixels = torch.stack([torch.tensor(np.array(i)).permute(2, 0, 1) for i in outputs["pil"]]).int()
-    assert (
-        pixels - to_uint8(pipe.decode(outputs["latent"])).int()
-    ).abs().max() <= 1  # rounding of a tie
-    assert outputs["latent"].shape == (2, 4 if with_vae else 3, 4, 4)
+    difference = pixels - to_uint8(pipe.decode(outputs["latent"])).int()
+    assert difference.abs().max() <= 1  # rounding of a tie
+    assert outputs["latent"].shape == (2, channels, 4, 4)
     if with_vae:
         decoded = pipe.vae.decode(outputs["latent"] / 0.3 + 0.1).sample
         assert torch.equal(outputs["pt"], (decoded / 2 + 0.5).clamp(0, 1))
-    how = dict(num_inference_steps=4, output_type="pt", guidance_scale=1.5)
-    single = pipe(1, generator=seeded(5), return_dict=False, **how)
+    options = dict(num_inference_steps=4, output_type="pt", guidance_scale=1.5)
+    single = pipe(1, generator=seeded(5), return_dict=False, **options)
     assert isinstance(single, tuple)
     torch.testing.assert_close(single[0], outputs["pt"][:1])
 
@@ -122,7 +134,8 @@ def test_one_generator_gives_image_i_its_own_noise():
     def run(labels, generator):
         return pipe(labels, num_inference_steps=4, generator=generator, output_type="pt").images
 
-    three, (generator,) = run([0, 1, 2], seeded(3)[0]), seeded(3)
+    three = run([0, 1, 2], seeded(3)[0])
+    (generator,) = seeded(3)
     torch.testing.assert_close(run([0, 1], seeded(3)[0]), three[:2])
     assert torch.equal(run([0, 5, 6], seeded(3)[0])[0], three[0])
     assert torch.equal(run([0, 1, 2], generator), three)
@@ -146,14 +159,10 @@ def test_round_trip(tmp_path):
     assert not [p for p in tmp_path.rglob("*") if p.suffix in (".bin", ".pt", ".pkl")]
     again = MoHDiTPipeline.from_pretrained(tmp_path)
     assert head_budget(again.transformer) == head_budget(pipe.transformer)
-    assert (
-        again.labels == pipe.labels == {f"class {i}": i for i in range(7)}
-        and again.config.label_drop == 0.1
-    )
-    assert (
-        again.scheduler.config.items()
-        >= dict(variance_type="learned_range", clip_sample=False).items()
-    )
+    assert again.labels == pipe.labels == {f"class {i}": i for i in range(7)}
+    assert again.config.label_drop == 0.1
+    trained = dict(variance_type="learned_range", clip_sample=False)
+    assert again.scheduler.config.items() >= trained.items()
     assert torch.equal(draw(again, [0, 6], 1, 2), draw(pipe, [0, 6], 1, 2))
 
 
@@ -175,9 +184,8 @@ def test_a_fresh_process_needs_only_the_class(tmp_path):
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
     got, want = (np.fromfile(tmp_path / name, dtype=np.float32) for name in ("got", "want"))
-    np.testing.assert_allclose(
-        got, want, atol=1e-5
-    )  # other threads and settings there, so not to the bit
+    # Not to the bit: the process has other threads and settings.
+    np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_callback_and_routing():
@@ -186,83 +194,130 @@ def test_callback_and_routing():
     load = HeadLoad(
         head_budget(pipe.transformer)["layers"], {"class": range(8), "step": range(1000)}
     )
-    draw(
-        pipe, [0, 0], 1, 2, steps=5, on_routing=load.add,
-        callback_on_step_end=lambda p, step, t, inputs: calls.append((p is pipe, step, int(t), list(inputs))),
-    )  # fmt: skip
-    assert [c[:2] for c in calls] == [(True, i) for i in range(5)] and calls[-1][2:] == (
-        0,
-        ["latents"],
-    )
-    replaced = dict(
-        output_type="latent",
-        callback_on_step_end=lambda p, step, t, inputs: {"latents": torch.ones(1, 3, 4, 4)},
-    )
-    assert (draw(pipe, [0], 1, **replaced) == 1).all()
+
+    def note(in_pipe, step, t, inputs):
+        calls.append((in_pipe is pipe, step, int(t), list(inputs)))
+
+    draw(pipe, [0, 0], 1, 2, steps=5, on_routing=load.add, callback_on_step_end=note)
+    assert [call[:2] for call in calls] == [(True, step) for step in range(5)]
+    assert calls[-1][2:] == (0, ["latents"])
+
+    def replace(in_pipe, step, t, inputs):
+        return {"latents": torch.ones(1, 3, 4, 4)}
+
+    assert (draw(pipe, [0], 1, output_type="latent", callback_on_step_end=replace) == 1).all()
     share = load.share()[0]  # [classes + 1, heads]
     assert share[0].sum() > 0 and share[7].sum() > 0
-    assert load.runs("step")[0][:, -1].nonzero().flatten().tolist() == sorted(c[2] for c in calls)
+    timesteps = sorted(call[2] for call in calls)
+    assert load.runs("step")[0][:, -1].nonzero().flatten().tolist() == timesteps
 
 
 def test_half_precision_runs_the_loop_in_float32():
     pipe = pipeline(True)
     want = draw(pipe, [1], 5)
     pipe.to(dtype=torch.bfloat16)
-    latents = []
-    got = draw(
-        pipe,
-        [1],
-        5,
-        callback_on_step_end=lambda p, i, t, inputs: latents.append(inputs["latents"].dtype),
-    )
-    assert set(latents) == {torch.float32} and (got - want).abs().max() < 0.1
+    dtypes = set()
+
+    def note(in_pipe, step, t, inputs):
+        dtypes.add(inputs["latents"].dtype)
+
+    got = draw(pipe, [1], 5, callback_on_step_end=note)
+    assert dtypes == {torch.float32}
+    assert (got - want).abs().max() < 0.1
 
 
-test_mistakes = each_refused(
-    lambda labels, more: pipeline()(labels, **more),
-    ([8], {}, r"class_labels \[8\] are out of range: 0 to 7, where 7 is no class"),
-    ([-1], {}, r"class_labels \[-1\] are out of range"),
-    ([], {}, r"class_labels \[\]: expected whole numbers"),
-    ([0.5], {}, r"class_labels \[0.5\]: expected whole numbers"),
-    ([7], {}, "class_labels 7 means no class"),
-    ([0], dict(output_type="jpg"), "output_type 'jpg' is not one of pil, np, pt, latent"),
-    (
+MISTAKES = [
+    pytest.param(
+        [8], {}, r"class_labels \[8\] are out of range: 0 to 7, where 7 is no class", id="class 8"
+    ),
+    pytest.param([-1], {}, r"class_labels \[-1\] are out of range", id="class -1"),
+    pytest.param([], {}, r"class_labels \[\]: expected whole numbers", id="no labels"),
+    pytest.param([0.5], {}, r"class_labels \[0.5\]: expected whole numbers", id="class 0.5"),
+    pytest.param([7], {}, "class_labels 7 means no class", id="guided without a class"),
+    pytest.param(
+        [0],
+        dict(output_type="jpg"),
+        "output_type 'jpg' is not one of pil, np, pt, latent",
+        id="output type",
+    ),
+    pytest.param(
         [0],
         dict(guide_channels="most"),
         "guidance channels 'most' is out of range: at least 1, or \"all\"",
+        id="guided channels",
     ),
-    (["a"], {}, r"class_labels \['a'\]: this pipeline has no class names, pass class numbers"),
-    (
+    pytest.param(
+        ["a"],
+        {},
+        r"class_labels \['a'\]: this pipeline has no class names, pass class numbers",
+        id="a name without names",
+    ),
+    pytest.param(
         [0],
         dict(guide="heads:0.5"),
         "guide_scale 1 with guide: expected a weak model and a scale other than 1",
+        id="a weak model without a scale",
     ),
-    ([0], dict(guide_scale=2.0), "guide_scale 2 without guide: expected a weak model"),
-    ([0], dict(guide="half", guide_scale=2.0), 'guide: expected a model, or "heads:SHARE"'),
-    (
+    pytest.param(
+        [0],
+        dict(guide_scale=2.0),
+        "guide_scale 2 without guide: expected a weak model",
+        id="a scale without a weak model",
+    ),
+    pytest.param(
+        [0],
+        dict(guide="half", guide_scale=2.0),
+        'guide: expected a model, or "heads:SHARE"',
+        id="a weak model of another form",
+    ),
+    pytest.param(
         [0],
         dict(guide="heads:0.75", guide_scale=2.0),
         "guide: that is 6 heads, and the model runs 6: give a",
+        id="a weak model of as many heads",
     ),
-    (
+    pytest.param(
         [0],
         dict(guide="heads:0.2", guide_scale=2.0),
         "guide: head_budget '(ramp|uniform):0.2'.* the smallest share is",
+        id="a weak model of too few heads",
     ),
-    (
+    pytest.param(
         [0],
         dict(guide=transformer(4), guide_scale=2.0),
         "guide: its in_channels is 4, .* the model to guide is 3",
+        id="a weak model of other channels",
     ),
-    ([0], dict(guide=transformer(3, 9), guide_scale=2.0), "guide: its num_classes is 9, .* is 7"),
-    (
+    pytest.param(
+        [0],
+        dict(guide=transformer(3, 9), guide_scale=2.0),
+        "guide: its num_classes is 9, .* is 7",
+        id="a weak model of other classes",
+    ),
+    pytest.param(
         [0],
         dict(guide=tiny_vae(2), guide_scale=2.0),
         "guide: AutoencoderKL has no HeadMixtureAttention layer",
+        id="a weak model without heads",
     ),
-    ([0, 1], dict(generator=seeded(1)), "generator lists 1 generators for 2 images"),
-    ([0], dict(callback_on_step_end_tensor_inputs=["prompt"]), "only 'latents' is known"),
-)
+    pytest.param(
+        [0, 1],
+        dict(generator=seeded(1)),
+        "generator lists 1 generators for 2 images",
+        id="one generator for two images",
+    ),
+    pytest.param(
+        [0],
+        dict(callback_on_step_end_tensor_inputs=["prompt"]),
+        "only 'latents' is known",
+        id="an input of the callback",
+    ),
+]
+
+
+@pytest.mark.parametrize("labels, more, words", MISTAKES)
+def test_mistakes(labels, more, words):
+    refuse(words, lambda: pipeline()(labels, **more))
 
 
 @pytest.mark.parametrize(
@@ -283,28 +338,14 @@ def test_guidance_without_dropped_labels_is_refused():
 
 def test_parts_that_do_not_fit_are_refused():
     ddpm = DDPMScheduler()
-    refuse(
-        "latents of 4 channels, the transformer works on 3",
-        MoHDiTPipeline,
-        transformer(3),
-        ddpm,
-        tiny_vae(2),
-    )
-    refuse(
-        "the transformer is a AutoencoderKL, expected a DiT of moh_vision",
-        MoHDiTPipeline,
-        tiny_vae(2),
-        ddpm,
-    )
+    words = "latents of 4 channels, the transformer works on 3"
+    refuse(words, MoHDiTPipeline, transformer(3), ddpm, tiny_vae(2))
+    words = "the transformer is a AutoencoderKL, expected a DiT of moh_vision"
+    refuse(words, MoHDiTPipeline, tiny_vae(2), ddpm)
     for key in ("latents_mean", "latents_std"):  # training refuses one without the other too
         half = tiny_vae(2, **{key: [0.1] * 4})
-        refuse(
-            "the VAE: latents_(mean|std): None, expected a list",
-            MoHDiTPipeline,
-            transformer(4),
-            ddpm,
-            half,
-        )
+        words = "the VAE: latents_(mean|std): None, expected a list"
+        refuse(words, MoHDiTPipeline, transformer(4), ddpm, half)
     plain = MoHDiTPipeline(
         transformer(4, learn_sigma=False), make_scheduler("ddpm", 10, True, False)
     )
@@ -326,14 +367,12 @@ def test_a_vae_of_another_downsampling_is_refused(tmp_path):
 
 def test_class_names():
     pipe = pipeline(id2label={0: "tench, Tinca tinca", 1: "crane"})
-    assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0] and pipe.get_label_ids(
-        "crane"
-    ) == [1]
+    assert pipe.get_label_ids(["crane", "tench, Tinca tinca"]) == [1, 0]
+    assert pipe.get_label_ids("crane") == [1]
     assert pipe.get_label_ids(["1", "crane"]) == [1, 1]
     for labels in ("crain", ["crain", 0]):
         refuse("class_labels crain: no such class; there are 7, such as crane", pipe, labels)
     assert torch.equal(draw(pipe, ["crane", "tench, Tinca tinca"], 1, 2), draw(pipe, [1, 0], 1, 2))
     assert torch.equal(draw(pipe, ["crane", 0, "crane"], 1, 2, 3), draw(pipe, [1, 0, 1], 1, 2, 3))
-    assert torch.equal(
-        draw(pipe, "crane", 1, guide_channels="all"), draw(pipe, 1, 1, guide_channels=None)
-    )
+    every_channel = draw(pipe, "crane", 1, guide_channels="all")
+    assert torch.equal(every_channel, draw(pipe, 1, 1, guide_channels=None))

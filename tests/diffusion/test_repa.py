@@ -58,9 +58,8 @@ def test_the_loss_moves_the_blocks_up_to_its_own(objective, checkpointing):
     task = DiffusionTask(model, 0.01, objective, alignment)
     plain, without = gradients(DiffusionTask(model, 0.01, objective))
     losses, found = gradients(task, targets)
-    assert found.keys() == {
-        name for name, p in task.named_parameters() if p.requires_grad
-    }  # DDP waits for all
+    # DDP waits for the gradients of all.
+    assert found.keys() == {name for name, p in task.named_parameters() if p.requires_grad}
     moved = {name for name in without if not torch.equal(without[name], found[name])}
     assert not any(name.startswith(("model.blocks.2.", "model.final_layer.")) for name in moved)
     for part in ("x_embedder", "blocks.0.attn.router", "blocks.1.attn.router", "blocks.1.mlp"):
@@ -73,9 +72,8 @@ def test_the_loss_moves_the_blocks_up_to_its_own(objective, checkpointing):
     pairs = zip(projected.flatten(0, 1), targets.flatten(0, 1), strict=True)
     cosines = [(p @ t / p.norm() / t.norm()).item() for p, t in pairs]
     assert losses["repa_loss"].item() == pytest.approx(1 - sum(cosines) / 32, abs=1e-5)
-    assert (losses["loss"] - plain["loss"]).item() == pytest.approx(
-        0.3 * losses["repa_loss"].item(), abs=1e-5
-    )
+    added = (losses["loss"] - plain["loss"]).item()
+    assert added == pytest.approx(0.3 * losses["repa_loss"].item(), abs=1e-5)
     assert losses["mse"] == plain["mse"]
 
 
@@ -85,48 +83,37 @@ def test_the_teacher_sees_images_of_the_size_that_its_patches_need(teacher):
     images = torch.rand(2, 1, 6, 6) * 2 - 1
     large = F.interpolate((images + 1) / 2, (24, 24), mode="bicubic", antialias=True)
     cfg = network.teacher.model.pretrained_cfg
-    own = timm.create_model(teacher, pretrained=True, img_size=24)  # positions are resized to 3 x 3
-    expected = own.eval().forward_features((large - cfg["mean"][0]) / cfg["std"][0])[:, 1:]
+    resized = timm.create_model(teacher, pretrained=True, img_size=24)  # positions of 3 x 3
+    expected = resized.eval().forward_features((large - cfg["mean"][0]) / cfg["std"][0])[:, 1:]
     torch.testing.assert_close(network.tokens(images), expected)
     assert not any(p.requires_grad for p in network.parameters())
 
 
 def test_a_run_goes_on_to_the_bit_and_its_weights_are_the_models(teacher, tmp_path):
-    learn = [
-        "--repa.teacher",
-        teacher,
-        "--repa.block",
-        2,
-        "--optim.schedule",
-        "constant",
-        "--optim.warmup_steps",
-        0,
-    ]
+    learn = ["--repa.teacher", teacher, "--repa.block", 2]
+    learn += "--optim.schedule constant --optim.warmup_steps 0".split()
     whole, resumed = whole_and_resumed("dit", tmp_path, [3, 6], *learn)
     plain = tmp_path / "plain"
     train_dit.main(arguments("dit", plain, 1, 1))
     lines = logged(whole)
-    assert (
-        lines[0]["mse"] == logged(plain)[0]["mse"]
-    )  # draws and first weights are as without a teacher
+    # Draws and first weights are as without a teacher.
+    assert lines[0]["mse"] == logged(plain)[0]["mse"]
     assert 0 < lines[-1]["repa_loss"] < lines[0]["repa_loss"] < 2
     weights = load_file(whole / "model.safetensors").keys()
-    assert (
-        weights
-        == load_file(whole / "ema.safetensors").keys()
-        == load_file(plain / "model.safetensors").keys()
-    )
+    assert weights == load_file(whole / "ema.safetensors").keys()
+    assert weights == load_file(plain / "model.safetensors").keys()
     states = [load_file(resumed / f"checkpoints/step_{step}/beside.safetensors") for step in (3, 6)]
     projector = states[0].keys()
     assert projector == {
-        f"alignment.projector.{i}.{kind}" for i in (0, 2, 4) for kind in ("weight", "bias")
+        f"alignment.projector.{i}.{part}" for i in (0, 2, 4) for part in ("weight", "bias")
     }
     assert not any(torch.equal(states[0][name], states[1][name]) for name in projector)
 
 
 def test_a_teacher_that_changed_between_two_starts_is_refused(tmp_path, capsys):
     sizes = dict(img_size=32, patch_size=8, in_chans=1)
-    teacher, run = saved(tmp_path / "t", **sizes), tmp_path / "run"
+    teacher = saved(tmp_path / "t", **sizes)
+    run = tmp_path / "run"
     options = ["--repa.teacher", teacher, "--repa.block", 2]
     train_dit.main(arguments("dit", run, 1, 1, *options))
     saved(tmp_path / "t", **sizes, seed=2)
@@ -138,12 +125,10 @@ def test_teachers_that_do_not_fit(teacher, tmp_path, capsys):
     def error(*argv):
         return refused(capsys, train_dit.main, *arguments("dit", tmp_path / "run", 1, 1, *argv))
 
-    assert "repa.block 8 is out of range: 1 to 2, the blocks of the model" in error(
-        "--repa.teacher", teacher
-    )
-    assert "repa.teacher vit_tniy: Unknown model (vit_tniy)" in error(
-        "--repa.teacher", "vit_tniy", "--repa.block", 1
-    )
+    words = "repa.block 8 is out of range: 1 to 2, the blocks of the model"
+    assert words in error("--repa.teacher", teacher)
+    words = "repa.teacher vit_tniy: Unknown model (vit_tniy)"
+    assert words in error("--repa.teacher", "vit_tniy", "--repa.block", 1)
     none = Teacher("repa.teacher", teacher, [0.5], [0.5])
     del none.teacher.model.feature_info
     words = "repa.teacher .* gives no features of 4 x 4 patches: AttributeError: .*feature_info"

@@ -92,7 +92,9 @@ def interrupted(run, *more):
     "sampler, weak", [("ddpm", None), ("ddim", "heads:0.5"), ("dpm-solver++", "weak")]
 )
 def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak):
-    run, guide, more = run_of(tmp_path, 3, heads=(0, 2)), {}, []
+    run = run_of(tmp_path, 3, heads=(0, 2))
+    guide = {}
+    more = []
     if weak:
         guide = dict(guide=weak, guide_scale=1.5)
         if weak == "weak":
@@ -100,28 +102,24 @@ def test_a_saved_pipeline_draws_the_same_images(tmp_path, capsys, sampler, weak)
             guide["guide"], _ = from_run(str(weak), "diffusion")
         more = ["--guide", weak, "--guide-scale", "1.5"]
     images, _ = drawn(run, "--sampler", sampler, "--save-pipeline", tmp_path / "pipe", *more)
-    assert (f", guidance 2, 1.5 away from {weak}, balanced" in capsys.readouterr().out) == bool(
-        weak
-    )
+    said = capsys.readouterr().out
+    assert (f", guidance 2, 1.5 away from {weak}, balanced" in said) == bool(weak)
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert pipe.labels == {"a": 0, "b": 1, "c": 2} and pipe.config.label_drop == 0.1
-    assert (
-        images.std() > 10
-        and np.abs(by_pipeline(pipe, [0, 1, 2], **guide) - images[:3]).max() <= 0.51
-    )
+    assert images.std() > 10
+    assert np.abs(by_pipeline(pipe, [0, 1, 2], **guide) - images[:3]).max() <= 0.51
 
 
 def test_only_the_pipeline(tmp_path, capsys, monkeypatch):
     sample.main(
         f"--checkpoint {run_of(tmp_path, 1)} --num-images 0 --save-pipeline {tmp_path}/pipe".split()
     )
-    weights, folder = f"{tmp_path}/ema.safetensors", str(tmp_path / "pipe")
-    assert (
-        capsys.readouterr().out == f"loading {tmp_path}\npipeline: {folder}, weights of {weights}\n"
-    )
-    with one_line(
-        f"weights model: {weights} holds the EMA; give its folder, or model.safetensors in it"
-    ):
+    weights = f"{tmp_path}/ema.safetensors"
+    folder = str(tmp_path / "pipe")
+    said = capsys.readouterr().out
+    assert said == f"loading {tmp_path}\npipeline: {folder}, weights of {weights}\n"
+    words = f"weights model: {weights} holds the EMA; give its folder, or model.safetensors in it"
+    with one_line(words):
         load_run(weights, "model")
     monkeypatch.setattr(
         "diffusers.utils.dynamic_modules_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
@@ -143,13 +141,10 @@ def test_latents_are_decoded_by_the_runs_vae_and_guided_as_asked(tmp_path, capsy
     assert np.abs(by_pipeline(pipe, [0, 1, 2]) - images[:3]).max() <= 0.51
     assert not np.array_equal(drawn(run, "--vae", save_tiny_vae(tmp_path / "other"))[0], images)
 
-    every, words = (
-        drawn(run, "--guide-channels", "all")[0],
-        "guidance 2 between 0.2 and 0.5 of the timesteps",
-    )
-    assert np.array_equal(drawn(run, "--guide-channels", "4")[0], every) and not np.array_equal(
-        images, every
-    )
+    every, _ = drawn(run, "--guide-channels", "all")
+    assert np.array_equal(drawn(run, "--guide-channels", "4")[0], every)
+    assert not np.array_equal(images, every)
+    words = "guidance 2 between 0.2 and 0.5 of the timesteps"
     assert words not in capsys.readouterr().out
     assert not np.array_equal(drawn(run, "--cfg-interval", "0.2", "0.5")[0], images)
     assert words in capsys.readouterr().out
@@ -193,12 +188,15 @@ def test_images_that_nobody_keeps_are_not_drawn(tmp_path, capsys):
 
 
 def test_mistakes_with_vaes(tmp_path, capsys):
-    known, three = recorded(vae_in(tmp_path / "vae")), vae_in(tmp_path / "three", channels=3)
+    known = recorded(vae_in(tmp_path / "vae"))
+    three = vae_in(tmp_path / "three", channels=3)
     coarse = tmp_path / "coarse"
     coarse_vae().save_pretrained(coarse)
-    run, pixels = run_of(tmp_path / "a", 4, vae=known), run_of(tmp_path / "b", 3, pixels=True)
+    run = run_of(tmp_path / "a", 4, vae=known)
+    pixels = run_of(tmp_path / "b", 3, pixels=True)
     lost = run_of(tmp_path / "c", 4, vae=dict(known, name=str(tmp_path / "gone")))
     other = run_of(tmp_path / "d", 4, vae=dict(known, sha256="0" * 64))
+    unlabelled = run_of(tmp_path / "e", 3, label_drop=0)
     sample.main(f"--checkpoint {run} --num-images 0 --save-pipeline {tmp_path}/pipe".split())
     unlike = f"the latents of {tmp_path}/vae (sha256 {known['sha256'][:12]}): downsampling is 4 here, 2 there"
     for checkpoint, argv, words in (
@@ -209,11 +207,7 @@ def test_mistakes_with_vaes(tmp_path, capsys):
         (pixels, ("--vae", three), f"--vae {three}: {pixels} was trained on pixels"),
         (lost, (), f"vae {tmp_path}/gone"),
         (other, (), f"the VAE {tmp_path}/vae is not the one of the run (sha256 {'0' * 12})"),
-        (
-            run_of(tmp_path / "e", 3, label_drop=0),
-            (),
-            "--cfg-scale 2 needs a run trained with label_drop above 0",
-        ),
+        (unlabelled, (), "--cfg-scale 2 needs a run trained with label_drop above 0"),
     ):
         assert words in refused(capsys, checkpoint, *argv)
 
@@ -262,10 +256,8 @@ def test_images_that_began_on_operators_that_are_gone_are_refused(tmp_path, monk
     (record,) = tmp_path.glob(".samples-*/attention.json")
     record.write_text(record.read_text().replace('"torch"', '"cpp"'))
     error = refused(capsys, run, "--out", tmp_path / "a.npz")
-    assert (
-        f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain"
-        in error
-    )
+    words = f"{record.parent} was begun otherwise: attention.path: 'cpp' -> 'torch' (attention runs in plain"
+    assert words in error
 
 
 @pytest.mark.parametrize(
@@ -292,7 +284,9 @@ def test_a_long_drawing_measures_first_and_goes_on_with_what_it_found(
 
 def test_head_usage_is_of_all_images_after_an_interruption(tmp_path):
     """By class and by timestep; also if the interrupted command did not count: its batches are drawn again."""
-    run, loads, file = run_of(tmp_path, 3), [], tmp_path / "load.json"
+    run = run_of(tmp_path, 3)
+    loads = []
+    file = tmp_path / "load.json"
     for first in (None, "--head-load", "--grid"):
         if first:
             interrupted(run, first, tmp_path / "a.png")
@@ -301,25 +295,21 @@ def test_head_usage_is_of_all_images_after_an_interruption(tmp_path):
     assert len(loads) == 3 and all(torch.equal(load.sums, loads[0].sums) for load in loads)
     load = loads[0]
     share = torch.cat(load.share(), dim=1)
-    assert (
-        share[:, 0].tolist() == [1] * 4 and 0 < share[:, 1].min()
-    )  # the shared head; the routed one
+    assert share[:, 0].tolist() == [1] * 4  # the shared head
+    assert 0 < share[:, 1].min()  # the routed one
     by_class, by_time = (load.runs(by)[0] for by in ("class", "timestep"))
     assert torch.equal(by_class.sum(0), by_time.sum(0))  # the same tokens, told apart otherwise
     tokens = by_class[:, -1]
-    assert (
-        load.groups["class"][-1] == "none" and tokens[-1] == tokens[:-1].sum() > 0
-    )  # half of them without a class
-    assert (
-        load.groups["timestep"][-1] == "0"
-        and len(by_time) == 4
-        and load.of["model"].startswith("moh_dit")
-    )
+    assert load.groups["class"][-1] == "none"
+    assert tokens[-1] == tokens[:-1].sum() > 0  # half of them without a class
+    assert load.groups["timestep"][-1] == "0" and len(by_time) == 4
+    assert load.of["model"].startswith("moh_dit")
 
 
 def test_the_same_command_twice_at_a_time_is_refused(tmp_path, monkeypatch, capsys):
     """Or the first to end would remove the samples of the other."""
-    run, out = run_of(tmp_path, 3), ["--out", tmp_path / "a.npz"]
+    run = run_of(tmp_path, 3)
+    out = ["--out", tmp_path / "a.npz"]
     interrupted(run, *out)
     (folder,) = tmp_path.glob(".samples-*")
     other = hold(only_one, folder, "another")
@@ -344,10 +334,8 @@ def test_samples_that_are_not_finite_are_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         call(run, "--out", tmp_path / "a.npz")
     assert stop.value.code == 1 and not (tmp_path / "a.npz").exists()
-    assert (
-        capsys.readouterr().err
-        == "sample.py: error: step 1 of 4: 1 of 3 images hold NaN or infinity\n"
-    )
+    error = capsys.readouterr().err
+    assert error == "sample.py: error: step 1 of 4: 1 of 3 images hold NaN or infinity\n"
 
 
 def test_image_i_and_its_label_depend_on_the_seed_and_i(whole):
@@ -359,11 +347,9 @@ def test_image_i_and_its_label_depend_on_the_seed_and_i(whole):
     few, many = (
         drawn(run, "--labels", "random", "--num-images", n, "--steps", "1")[1] for n in (20, 30)
     )
-    assert (
-        np.array_equal(few, many[:20])
-        and set(few) == {0, 1, 2}
-        and few.tolist() != (np.arange(20) % 3).tolist()
-    )
+    assert np.array_equal(few, many[:20])
+    assert set(few) == {0, 1, 2}
+    assert few.tolist() != (np.arange(20) % 3).tolist()
 
 
 def test_bfloat16_is_close(whole, forget_precision):
@@ -400,20 +386,19 @@ def test_two_processes_draw_the_images_of_one(tmp_path):
     said = [(run / f"said.{rank}").read_text() for rank in range(2)]
     assert "11 images, ddpm 4 steps" in said[0] and said[1] == ""
     with np.load(run / "drawn.npz") as two:
-        assert (
-            np.array_equal(labels, two["arr_1"])
-            and np.abs(one.astype(int) - two["arr_0"]).max() <= 1
-        )  # threads
+        assert np.array_equal(labels, two["arr_1"])
+        # Rounding differs with the number of threads.
+        assert np.abs(one.astype(int) - two["arr_0"]).max() <= 1
     one, two = (HeadLoad.read(run / f"{name}.json") for name in ("one", "two"))
-    assert (
-        one.active() == two.active() and (one.sums - two.sums).abs().max() <= 0.01 * one.sums.max()
-    )
+    assert one.active() == two.active()
+    assert (one.sums - two.sums).abs().max() <= 0.01 * one.sums.max()
 
 
 @pytest.mark.slow
 def test_killed_and_gone_on_with_two_processes(tmp_path):
     """SIGKILL while sampling; the rest by two processes: the bytes of an undisturbed run of one."""
-    run, log = run_of(tmp_path, 3), tmp_path / "log"
+    run = run_of(tmp_path, 3)
+    log = tmp_path / "log"
     more = "--num-images 400 --batch-size 4 --steps 50 --cfg-scale 2 --out".split()
 
     def start(name):
@@ -423,10 +408,8 @@ def test_killed_and_gone_on_with_two_processes(tmp_path):
     killed = start("a.npz")
     assert killed.until(lambda: len(list(tmp_path.glob(".samples-*/*.npy"))) >= 5, 240)
     killed.kill()
-    assert (
-        5 <= len(list(tmp_path.glob(".samples-*/*.npy"))) < 100
-        and not (tmp_path / "a.npz").exists()
-    )
+    assert 5 <= len(list(tmp_path.glob(".samples-*/*.npy"))) < 100
+    assert not (tmp_path / "a.npz").exists()
     on_two_ranks(call_on_a_rank, run, *more, tmp_path / "a.npz")
     assert "batches of this process are there already" in (tmp_path / "said.0").read_text()
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "whole.npz").read_bytes()
@@ -440,44 +423,37 @@ def enlarged(image):
 
 def test_grids_have_one_class_a_row(tmp_path, capsys):
     """All that were drawn; or those asked for, in turn, by name or number, in their order."""
-    run, grid = run_of(tmp_path, 3), tmp_path / "g.png"
+    run = run_of(tmp_path, 3)
+    grid = tmp_path / "g.png"
 
     def size(*more):
         """Rows and columns of the grid, the labels that were drawn, and what was said."""
         _, labels = drawn(run, "--grid", grid, *more)
         with Image.open(grid) as picture:
-            assert (
-                0 < (picture.width - 2) % 50 and (picture.height - 2) % 50 == 0
-            )  # names are beside it
-            return (
-                (picture.height - 2) // 50,
-                (picture.width - 2) // 50,
-                labels,
-                capsys.readouterr().out,
-            )
+            width = picture.width - 2
+            height = picture.height - 2
+        assert 0 < width % 50  # names stand beside the images
+        assert height % 50 == 0
+        return height // 50, width // 50, labels, capsys.readouterr().out
 
     rows, columns, labels, _ = size("--labels", "random")
     counts = np.bincount(labels, minlength=3)
     assert len(set(counts)) > 1  # or this would show nothing
     assert (rows, columns) == ((counts > 0).sum(), counts[counts > 0].min())
     rows, columns, labels, said = size("--classes", "c", "0")
-    assert (rows, columns, labels.tolist()) == (
-        2,
-        2,
-        [2, 0, 2, 0, 2],
-    ) and "grid, one class a row: " in said
+    assert (rows, columns) == (2, 2)
+    assert labels.tolist() == [2, 0, 2, 0, 2]
+    assert "grid, one class a row: " in said
     with Image.open(grid) as picture, np.load(run / "drawn.npz") as archive:
-        pixels, images = np.asarray(picture)[:, -(2 * 50 + 2) :], archive["arr_0"]
+        pixels = np.asarray(picture)[:, -(2 * 50 + 2) :]
+        images = archive["arr_0"]
     for (row, column), number in {(0, 0): 0, (0, 1): 2, (1, 0): 1, (1, 1): 3}.items():
-        assert (
-            pixels[2 + 50 * row :, 2 + 50 * column :][:48, :48] == enlarged(images[number])
-        ).all()
+        cell = pixels[2 + 50 * row :, 2 + 50 * column :][:48, :48]
+        assert (cell == enlarged(images[number])).all()
     _, labels = drawn(run, *"--classes c 0 --num-images 50 --labels random --steps 1".split())
     assert set(labels.tolist()) == {0, 2}
-    assert (
-        f"grid, one class a row (1 of 3 classes; --classes chooses): {grid}"
-        in size("--num-images", "1")[-1]
-    )
+    said = size("--num-images", "1")[-1]
+    assert f"grid, one class a row (1 of 3 classes; --classes chooses): {grid}" in said
     for classes, words in (
         ("3", "--classes 3: no such class; there are 3, such as a, b, c, or 0 to 2"),
         ("a 0", "--classes 0: class 0 (a) is named twice"),
@@ -489,25 +465,15 @@ def test_grids_have_one_class_a_row(tmp_path, capsys):
 def test_denoising(tmp_path, monkeypatch, capsys):
     """A strip ends with the images and begins with noise; of latents too, in a GIF, and where the images are there already."""
     run = run_of(tmp_path, 3)
-    more = [
-        "--num-images",
-        "12",
-        "--batch-size",
-        "10",
-        "--steps",
-        "20",
-        "--out",
-        tmp_path / "drawn.npz",
-    ]
+    more = "--num-images 12 --batch-size 10 --steps 20 --out".split() + [tmp_path / "drawn.npz"]
     interrupted(run, *more)
     images, _ = drawn(run, *more, "--denoising", tmp_path / "strip.png")
     with Image.open(tmp_path / "strip.png") as strip:
         pixels = np.asarray(strip)[-(8 * 50 + 2) :, -(8 * 50 + 2) :]
         above = np.asarray(strip)[: -(8 * 50 + 2), -(8 * 50 + 2) :]
     assert pixels.shape == (8 * 50 + 2, 8 * 50 + 2, 3)
-    assert all(
-        (above[:, 50 * j :][:, :50] < 128).any() for j in range(8)
-    )  # a timestep above each column
+    for j in range(8):
+        assert (above[:, 50 * j :][:, :50] < 128).any()  # a timestep above each column
     for i, image in enumerate(images[:8]):
         first, last = (pixels[2 + 50 * i :, 2 + 50 * j :][:48, :48] for j in (0, 7))
         assert (last == enlarged(image)).all()
@@ -515,10 +481,11 @@ def test_denoising(tmp_path, monkeypatch, capsys):
     latent = run_of(tmp_path / "latent", 4, vae=recorded(vae_in(tmp_path / "vae")))
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     call(latent, "--denoising", tmp_path / "b.gif", "--steps", "30")
-    assert f"loading {latent}\n5 images, ddpm 30 steps" in (out := capsys.readouterr().out)
-    assert (
-        "sampling: 1 of 60 steps, " in out and "sampling: 60 of 60 steps, 00:00 left\n" in out
-    )  # no terminal
+    out = capsys.readouterr().out
+    assert f"loading {latent}\n5 images, ddpm 30 steps" in out
+    # Lines, as this is no terminal.
+    assert "sampling: 1 of 60 steps, " in out
+    assert "sampling: 60 of 60 steps, 00:00 left\n" in out
     with Image.open(tmp_path / "b.gif") as gif:
         assert 20 < gif.n_frames <= 25  # Pillow leaves out frames that change nothing
         assert gif.size == (3 * 50 + 2, 52)  # the three images of the first batch
@@ -533,24 +500,22 @@ def noise_file(path, *shape):
 
 
 def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
-    run, judge = run_of(tmp_path, 3), classifier_in(tmp_path / "cls")
+    run = run_of(tmp_path, 3)
+    judge = classifier_in(tmp_path / "cls")
     reference, _ = drawn(run, "--seed", "7", "--num-images", "40")
     ref = (run / "drawn.npz").rename(tmp_path / "ref.npz")
     argv = ["--num-images", "30", "--extractor", judge, "--score", ref, "--score-file"]
     images, _ = drawn(run, *argv, tmp_path / "s.json")
-    out, scores = capsys.readouterr().out, json.loads((tmp_path / "s.json").read_text())
+    out = capsys.readouterr().out
+    scores = json.loads((tmp_path / "s.json").read_text())
     network = TimmExtractor(from_run(str(judge), "classification")[0], "x")
-    want = score(
-        *(torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference)), extractor=network
-    )
-    assert (
-        scores["fd"] == pytest.approx(want["fd"], rel=1e-6)
-        and scores["precision"] == want["precision"]
-    )
+    generated, real = (torch.from_numpy(x).permute(0, 3, 1, 2) for x in (images, reference))
+    want = score(generated, real, extractor=network)
+    assert scores["fd"] == pytest.approx(want["fd"], rel=1e-6)
+    assert scores["precision"] == want["precision"]
     assert scores["label"] == f"FD-moh_vit_tiny_patch16_224 of {judge}/model.safetensors"
-    assert out.index(f"{want['fd']:.4f}") < out.index(
-        "sampling: sampler ddpm, steps 4, "
-    )  # the numbers come first
+    # The numbers come first.
+    assert out.index(f"{want['fd']:.4f}") < out.index("sampling: sampler ddpm, steps 4, ")
     sha = sha256_of(run / "ema.safetensors")
     assert "None" not in out and f"weights_sha256 {sha[:12]}\n" in out
     assert (scores["sampling"]["steps"], scores["sampling"]["weights_sha256"]) == (4, sha)
@@ -560,39 +525,30 @@ def test_scores_against_images_with_a_run_as_extractor(tmp_path, capsys):
     there = (run / "drawn.npz").rename(tmp_path / "a b.npz")
     error = refused(capsys, run, *argv, tmp_path / "t.json", *more, "--out", there)
     fidelity = f"fidelity '{there}' {ref} --reference-split train --extractor {judge} --inception-weights w.pth"
-    assert (
-        f"--overwrite true; python -m moh_vision.evaluation.{fidelity} --allow-biased scores what is there"
-        in error
-    )
+    words = f"--overwrite true; python -m moh_vision.evaluation.{fidelity} --allow-biased scores what is there"
+    assert words in error
     error = refused(capsys, run, *argv, tmp_path / "t.json", "--num-images", "8")
     assert error.count("allow_biased") == 1
 
     capsys.readouterr()
-    assert (
-        fidelity_command(
-            [str(there), str(ref), "--extractor", str(judge), "--out", str(tmp_path / "c.json")]
-        )
-        == 0
-    )
-    text, width = capsys.readouterr().out, 22 + len(format(want["fd"], ".4f"))
-    assert (
-        scores["label"] in text and f"\nFD{want['fd']:>{width}.4f}\n" in text
-    )  # the long name does not push the number
+    argv = [there, ref, "--extractor", judge, "--out", tmp_path / "c.json"]
+    assert fidelity_command([*map(str, argv)]) == 0
+    text = capsys.readouterr().out
+    width = 22 + len(format(want["fd"], ".4f"))
+    assert scores["label"] in text
+    assert f"\nFD{want['fd']:>{width}.4f}\n" in text  # the long name does not push the number
     argv = [str(there), str(ref), "--extractor", str(tmp_path)]
-    assert fidelity_command(argv) == 2 and str(tmp_path) in capsys.readouterr().err
+    assert fidelity_command(argv) == 2
+    assert str(tmp_path) in capsys.readouterr().err
 
 
 def test_head_loads_that_fail_cost_no_scores_and_no_samples(tmp_path, monkeypatch, capsys):
-    run, judge, save = run_of(tmp_path, 3), classifier_in(tmp_path / "cls"), HeadLoad.save
-    argv = [
-        "--num-images",
-        "12",
-        "--extractor",
-        judge,
-        "--score",
-        noise_file(tmp_path / "ref.npz", 12, 4, 4, 3),
-    ]
+    run = run_of(tmp_path, 3)
+    judge = classifier_in(tmp_path / "cls")
+    reference = noise_file(tmp_path / "ref.npz", 12, 4, 4, 3)
+    argv = ["--num-images", "12", "--extractor", judge, "--score", reference]
     argv += ["--score-file", tmp_path / "s.json", "--head-load", tmp_path / "h.json"]
+    save = HeadLoad.save
     monkeypatch.setattr(HeadLoad, "save", lambda *_: open(tmp_path))
     with pytest.raises(IsADirectoryError):
         call(run, *argv)
@@ -609,10 +565,8 @@ def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
         embed_dims=(8, 16, 24, 32), num_heads=(1, 2, 2, 4), depths=(1, 1, 1, 1), in_chans=3
     )
     model = exported(tmp_path, "transnext_micro", ["x", "y"], img_size=32, **sizes, **more).eval()
-    network, x = (
-        make_extractor(str(tmp_path)),
-        torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8),
-    )
+    network = make_extractor(str(tmp_path))
+    x = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     mean, std = (
         torch.tensor(model.pretrained_cfg[key]).view(1, 3, 1, 1) for key in ("mean", "std")
     )
@@ -623,24 +577,25 @@ def test_a_transnext_run_judges_images_at_its_own_size(tmp_path, more):
 
 @pytest.mark.parametrize("samples, channels", [(3, 1), (1, 3)])
 def test_a_classifier_judges_samples_of_other_channels(tmp_path, samples, channels):
-    """Beside digits, which are grey."""
-    classes, parts = [str(i) for i in range(10)], ImageParts(tmp_path, 30, 30, {})
+    """Scores beside digits, which are grey."""
+    classes = [str(i) for i in range(10)]
+    parts = ImageParts(tmp_path, 30, 30, {})
     exported(tmp_path, JUDGE, classes, img_size=8, patch_size=4, in_chans=channels, **JUDGE_SIZES)
     parts.add(0, torch.randint(0, 256, (30, samples, 8, 8), dtype=torch.uint8))
     judge = ClassifierScores(SourceImages(Digits("val"), "digits"), str(tmp_path), classes)
     scores, text = judge(parts, torch.arange(30) % 10, "cpu")
-    assert text.endswith(
-        "misses most of the real images: a weak judge, whose numbers say little"
-    )  # nobody trained it
-    assert (scores["num_generated"], scores["num_reference"]) == (30, 355) and scores[
-        "frechet_distance"
-    ] > 0
+    # Nobody trained the judge.
+    assert text.endswith("misses most of the real images: a weak judge, whose numbers say little")
+    assert (scores["num_generated"], scores["num_reference"]) == (30, 355)
+    assert scores["frechet_distance"] > 0
 
 
 class ChannelMeans(Extractor):
     """3 features, taken for the published Inception, as ADM's references ask."""
 
-    name, published, weights_sha256 = "means", True, "0" * 64
+    name = "means"
+    published = True
+    weights_sha256 = "0" * 64
 
     def forward(self, images):
         return Extracted(images.float().mean((2, 3)))
@@ -657,22 +612,23 @@ def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PROTOCOLS, "adm", dict(PROTOCOLS["adm"], num_images=30, steps=4))
     monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
     folder = vae_in(tmp_path / "vae")
-    run, reference = run_of(tmp_path, 4, vae=recorded(folder)), adm_file(tmp_path / "VIRTUAL.npz")
-    adm, images = (
-        f"--checkpoint {run} --protocol adm --steps 4 --cfg-scale 1.5".split(),
-        str(tmp_path / "a.npz"),
-    )
+    run = run_of(tmp_path, 4, vae=recorded(folder))
+    reference = adm_file(tmp_path / "VIRTUAL.npz")
+    adm = f"--checkpoint {run} --protocol adm --steps 4 --cfg-scale 1.5".split()
+    images = str(tmp_path / "a.npz")
     sample.main(
         [*adm, "--out", images, "--score", str(reference), "--score-file", str(tmp_path / "s.json")]
     )
-    scores, labels = json.loads((tmp_path / "s.json").read_text()), np.load(images)["arr_1"]
-    how, sha = scores["sampling"], sha256_of(reference)
+    scores = json.loads((tmp_path / "s.json").read_text())
+    labels = np.load(images)["arr_1"]
+    sha = sha256_of(reference)
     assert len(labels) == 30 and labels.tolist() != [i % 3 for i in range(30)]
-    assert (scores["protocol"], scores["fid"] > 0, scores["num_generated"]) == ("adm", True, 30)
-    assert (scores["reference"], scores["reference_sha256"]) == (
-        str(reference),
-        sha,
-    ) and "torch" in scores["versions"]
+    assert scores["protocol"] == "adm"
+    assert scores["fid"] > 0
+    assert scores["num_generated"] == 30
+    assert scores["reference"] == str(reference)
+    assert scores["reference_sha256"] == sha
+    assert "torch" in scores["versions"]
     set_by_it = dict(
         labels="random",
         sampler="ddpm",
@@ -681,15 +637,13 @@ def test_the_protocol_of_published_fids(tmp_path, monkeypatch, capsys):
         cfg_interval=[0, 1],
         guide_channels=3,
     )
-    beside = dict(ema=True, vae=str(folder), batch_size=100, num_images=30)
-    assert how.items() >= {**set_by_it, **beside}.items()
+    not_set_by_it = dict(ema=True, vae=str(folder), batch_size=100, num_images=30)
+    assert scores["sampling"].items() >= {**set_by_it, **not_set_by_it}.items()
     out = capsys.readouterr().out
     assert "protocol: adm\nsampling: sampler ddpm, steps 4, cfg_scale 1.5, guide_channels 3" in out
-    assert (
-        "versions: moh_vision" in out
-        and f"{reference} (sha256 {sha[:12]})" in out
-        and ", random labels, " in out
-    )
+    assert "versions: moh_vision" in out
+    assert f"{reference} (sha256 {sha[:12]})" in out
+    assert ", random labels, " in out
     error = refusals.refused(capsys, sample.main, *adm, "--score", images)
     assert f"--score {images}: protocol adm compares with ADM's statistics" in error
     (run / "ema.safetensors").rename(run / "model.safetensors")
@@ -708,27 +662,31 @@ def test_what_contradicts_a_protocol_is_refused_by_name():
 
 def test_labels_are_random_against_adms_statistics_only(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(scores_of_samples, "make_extractor", lambda *_: ChannelMeans())
-    run, adm, images = (
-        run_of(tmp_path, 3),
-        adm_file(tmp_path / "adm.npz"),
-        noise_file(tmp_path / "n.npz", 9, 4, 4, 3),
-    )
-    rows = (adm, "", "random"), (images, "", "balanced"), (adm, "--labels=balanced", "balanced")
-    for reference, more, kind in rows:
+    run = run_of(tmp_path, 3)
+    adm = adm_file(tmp_path / "adm.npz")
+    images = noise_file(tmp_path / "n.npz", 9, 4, 4, 3)
+    for reference, more, drawn_labels in (
+        (adm, "", "random"),
+        (images, "", "balanced"),
+        (adm, "--labels=balanced", "balanced"),
+    ):
         scored = f"--num-images 30 --steps 2 --cfg-scale 1 --score {reference} --score-file {run}/s.json {more}"
         _, labels = drawn(run, *scored.split())
-        assert (labels.tolist() != [i % 3 for i in range(30)]) == (kind == "random")
-        assert json.loads((run / "s.json").read_text())["sampling"]["labels"] == kind
-        assert f", {kind} labels, " in capsys.readouterr().out
+        assert (labels.tolist() != [i % 3 for i in range(30)]) == (drawn_labels == "random")
+        sampling = json.loads((run / "s.json").read_text())["sampling"]
+        assert sampling["labels"] == drawn_labels
+        assert f", {drawn_labels} labels, " in capsys.readouterr().out
 
 
 def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
     """More references: tests/evaluation/test_fidelity.py."""
-    run, judge = run_of(tmp_path / "run", 3), classifier_in(tmp_path / "cls")
+    run = run_of(tmp_path / "run", 3)
+    judge = classifier_in(tmp_path / "cls")
     (tmp_path / "classes/train/cat").mkdir(parents=True)
     (tmp_path / "latents").mkdir()
     latents_path(tmp_path / "latents", "val").write_text("{}")
-    noise_file(tmp_path / "grey.npz", 20, 4, 4, 1), noise_file(tmp_path / "few.npz", 5, 4, 4, 3)
+    noise_file(tmp_path / "grey.npz", 20, 4, 4, 1)
+    noise_file(tmp_path / "few.npz", 5, 4, 4, 3)
     for argv, words in {
         f"{{}}/grey.npz --extractor {judge}": "are in colour, those of {}/grey.npz grey; convert one of the sets",
         f"{{}}/few.npz --extractor {judge}": "5 reference images for 8 features",
@@ -740,14 +698,14 @@ def test_what_cannot_be_scored_is_refused_before_sampling(tmp_path, capsys):
         "{}/few.npz --extractor {}/run --inception-weights x": "inception_weights x has no effect with extractor",
     }.items():
         argv = argv.replace("{}", str(tmp_path)).split()
-        assert words.replace("{}", str(tmp_path)) in refused(
-            capsys, run, "--num-images", 30, "--score", *argv
-        )
+        error = refused(capsys, run, "--num-images", 30, "--score", *argv)
+        assert words.replace("{}", str(tmp_path)) in error
         assert [p.name for p in run.iterdir()] == ["ema.safetensors"]
 
 
 def test_overwriting_a_folder_leaves_what_others_put_there(tmp_path, capsys):
-    run, out = run_of(tmp_path / "run", 3), tmp_path / "out"
+    run = run_of(tmp_path / "run", 3)
+    out = tmp_path / "out"
     out.mkdir()
     photo = out / "holiday.png"
     photo.write_bytes(b"a user's own")
@@ -768,7 +726,8 @@ def test_overwriting_a_folder_leaves_what_others_put_there(tmp_path, capsys):
 
 
 def test_a_judge_of_the_classes_in_another_order_says_the_same(tmp_path):
-    classes, parts = [str(i) for i in range(10)], ImageParts(tmp_path, 30, 30, {})
+    classes = [str(i) for i in range(10)]
+    parts = ImageParts(tmp_path, 30, 30, {})
     parts.add(0, torch.randint(0, 256, (30, 1, 8, 8), dtype=torch.uint8))
     sizes = dict(img_size=8, patch_size=4, in_chans=1, **JUDGE_SIZES)
     (tmp_path / "one").mkdir()
@@ -781,9 +740,9 @@ def test_a_judge_of_the_classes_in_another_order_says_the_same(tmp_path):
     turned = dict(about, classes=classes[::-1])
     export_weights(model, tmp_path / "other" / "model.safetensors", turned)
     found = []
-    for place in ("one", "other"):
+    for folder in ("one", "other"):
         reference = SourceImages(Digits("val"), "digits")
-        judge = ClassifierScores(reference, str(tmp_path / place), classes)
+        judge = ClassifierScores(reference, str(tmp_path / folder), classes)
         found.append(judge(parts, torch.arange(30) % 10, "cpu")[0])
     assert 0 < found[0]["recognised_real"] < 1
     for name in ("recognised", "recognised_real"):

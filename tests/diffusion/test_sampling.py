@@ -13,7 +13,7 @@ import torch
 
 from moh_vision.diffusion import SAMPLERS, Guidance, make_scheduler, sample_images
 from moh_vision.diffusion.sampling import fit_scheduler, set_steps, to_uint8
-from tests.support.refusals import each_refused, one_line
+from tests.support.refusals import one_line, refuse
 
 ALPHA_BAR = (1 - torch.linspace(1e-4, 0.02, 1000, dtype=torch.float64)).cumprod(0)
 SHAPE = (2, 4, 4)
@@ -21,7 +21,8 @@ SHAPE = (2, 4, 4)
 
 def bent(x, t, labels):
     """A nonlinear model: x_0 = 1.3 tanh(0.7 x + class) + a wave in t, in float64, and a variance that waves too."""
-    x64, t = x.double(), t.view(-1, 1, 1, 1)
+    x64 = x.double()
+    t = t.view(-1, 1, 1, 1)
     a = ALPHA_BAR[t]
     x0 = 1.3 * torch.tanh(0.7 * x64 + labels.view(-1, 1, 1, 1)) + 0.1 * torch.sin(t / 70)
     eps = (x64 - a.sqrt() * x0) / (1 - a).sqrt()
@@ -53,10 +54,12 @@ def ancestral_sampling(steps, labels, clip):
     beta = 1 - kept / before
     tilde = beta * (1 - before) / (1 - kept)
     z = noise_streams(len(labels), steps)
-    x, states = z[0], []
+    x = z[0]
+    states = []
     for number, i in enumerate(reversed(range(steps))):
         out = bent(x, torch.full((len(labels),), subset[i]), labels)
-        eps, v = out[:, :2], (out[:, 2:] + 1) / 2
+        eps = out[:, :2]
+        v = (out[:, 2:] + 1) / 2
         x0 = (x - (1 - kept[i]).sqrt() * eps) / kept[i].sqrt()
         if clip:
             x0 = x0.clamp(-1, 1)
@@ -87,15 +90,21 @@ def test_ddim_is_equation_12(steps, clip):
     """Song 2021, eq. 12 with eta = 0, over the steps 0, k, 2k, ..., k = 1000 / steps; the noise is that of the clipped image."""
     labels = torch.tensor([1, 0])
     subset = list(range(0, 1000, 1000 // steps))
-    x, want = noise_streams(2, 0)[0], []
+    x = noise_streams(2, 0)[0]
+    states = []
     for i in reversed(range(steps)):
-        a, before = ALPHA_BAR[subset[i]], ALPHA_BAR[subset[i - 1]] if i else torch.tensor(1.0)
+        a = ALPHA_BAR[subset[i]]
+        before = torch.tensor(1.0)
+        if i > 0:
+            before = ALPHA_BAR[subset[i - 1]]
         eps = bent(x, torch.full((2,), subset[i]), labels)[:, :2]
         x0 = (x - (1 - a).sqrt() * eps) / a.sqrt()
-        x0 = x0.clamp(-1, 1) if clip else x0
+        if clip:
+            x0 = x0.clamp(-1, 1)
         x = before.sqrt() * x0 + (1 - before).sqrt() * (x - a.sqrt() * x0) / (1 - a).sqrt()
-        want.append(x)
-    got, want = trajectory(make_scheduler("ddim", steps, True, clip), labels), torch.stack(want)
+        states.append(x)
+    want = torch.stack(states)
+    got = trajectory(make_scheduler("ddim", steps, True, clip), labels)
     assert (got - want).abs().max() < 1e-5 * want.abs().max()
 
 
@@ -161,7 +170,8 @@ def points(*values):
 
 @pytest.mark.parametrize("channels", [1, 3, 8])
 def test_only_latents_of_four_channels_have_one_that_is_not_guided(channels):
-    cond, uncond = torch.randn(2, 8, 3, 3), torch.randn(2, 8, 3, 3)
+    cond = torch.randn(2, 8, 3, 3)
+    uncond = torch.randn(2, 8, 3, 3)
     every = Guidance(2.0, "all").combine(cond, uncond, channels)
     assert torch.equal(Guidance(2.0).combine(cond, uncond, channels), every)
 
@@ -184,32 +194,38 @@ def test_guidance_away_from_no_class_and_from_a_weak_model(scale, w, passes, cha
     guided = guidance.around(
         partial(predict, [cond, none]), torch.tensor([0]), 1, partial(predict, [weak])
     )
-    got, x = guided(torch.zeros(1, 4, 3, 3), torch.tensor(600))[0], torch.ones(1, 4, 3, 3)
+    got = guided(torch.zeros(1, 4, 3, 3), torch.tensor(600))[0]
+    x = torch.ones(1, 4, 3, 3)
     assert calls == passes and torch.equal(guided(x, torch.tensor(200))[0], got)
     calls.clear()
     for t in (199, 601):
-        assert torch.equal(guided(x, torch.tensor(t))[0], cond) and calls == [1] * len(calls)
+        assert torch.equal(guided(x, torch.tensor(t))[0], cond)
+        assert calls == [1] * len(calls)
     cond, none, weak = cond.double(), none.double(), weak.double()
-    want = (
-        none + scale * (cond - none) + (w - 1) * (cond - weak)
-        if scale != 1
-        else weak + w * (cond - weak)
-    )
+    if scale == 1:
+        want = weak + w * (cond - weak)
+    else:
+        want = none + scale * (cond - none) + (w - 1) * (cond - weak)
     torch.testing.assert_close(got, torch.cat([want[:n], cond[n:]]).float())
 
 
-test_bad_guidance = each_refused(
-    lambda arguments: Guidance(**arguments),
-    (dict(scale=-1.0), "guidance scale -1.0 is out of range: 0 or more"),
-    (dict(scale=float("nan")), "guidance scale nan"),
-    (dict(weak_scale=-1.0), "guide scale -1.0 is out of range: 0 or more"),
-    (dict(channels=0), "guidance channels 0 is out of range"),
-    (
-        dict(interval=(0.6, 0.3)),
-        r"guidance interval \(0.6, 0.3\) is out of range: 0 <= low <= high <= 1",
-    ),
-    (dict(interval=(0, 999)), "guidance interval"),
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(scale=-1.0), "guidance scale -1.0 is out of range: 0 or more"),
+        (dict(scale=float("nan")), "guidance scale nan"),
+        (dict(weak_scale=-1.0), "guide scale -1.0 is out of range: 0 or more"),
+        (dict(channels=0), "guidance channels 0 is out of range"),
+        (
+            dict(interval=(0.6, 0.3)),
+            r"guidance interval \(0.6, 0.3\) is out of range: 0 <= low <= high <= 1",
+        ),
+        (dict(interval=(0, 999)), "guidance interval"),
+    ],
+    ids=["scale below 0", "scale nan", "weak scale", "channels", "interval", "timesteps"],
 )
+def test_bad_guidance(arguments, words):
+    refuse(words, Guidance, **arguments)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -223,26 +239,31 @@ def test_an_image_depends_on_its_seed_alone(sampler):
             smooth, scheduler, torch.zeros(len(seeds), dtype=torch.long), SHAPE, seeds, 1
         )
 
-    together, alone = run([5, 6, 7]), run([6])
+    together = run([5, 6, 7])
+    alone = run([6])
     assert torch.equal(together[1], alone[0])
     assert not torch.equal(together[0], together[1])
     assert torch.equal(run([5, 6, 7]), together)
 
 
-test_bad_arguments = each_refused(
-    lambda *sampler: make_scheduler(*sampler, True, False),
-    ("eulr", 5, r"sampler 'eulr' is not one of ddpm, ddim, dpm-solver\+\+, euler, heun, sde"),
-    ("euler", 1001, "steps 1001 is out of range: 1 to 1000"),
-    ("ddim", 0, "steps 0 is out of range"),
-    ("ddim", 600, "steps 600: the steps of DDIMScheduler would begin at timestep 599 of 1000"),
+@pytest.mark.parametrize(
+    "sampler, steps, words",
+    [
+        ("eulr", 5, r"sampler 'eulr' is not one of ddpm, ddim, dpm-solver\+\+, euler, heun, sde"),
+        ("euler", 1001, "steps 1001 is out of range: 1 to 1000"),
+        ("ddim", 0, "steps 0 is out of range"),
+        ("ddim", 600, "steps 600: the steps of DDIMScheduler would begin at timestep 599 of 1000"),
+    ],
 )
+def test_bad_arguments(sampler, steps, words):
+    refuse(words, make_scheduler, sampler, steps, True, False)
 
 
-@pytest.mark.parametrize("clip", [False, True])
+@pytest.mark.parametrize("clip, brightest", [(False, 1.5), (True, 1.0)])
 @pytest.mark.parametrize(
     "name", ["DDIM", "DPMSolverMultistep", "EulerDiscrete", "UniPCMultistep", "HeunDiscrete"]
 )
-def test_a_scheduler_made_from_anothers_configuration(name, clip):
+def test_a_scheduler_made_from_anothers_configuration(name, clip, brightest):
     """As diffusers' users swap them, from a DDPM with a learned variance, on four channels. The last take no generator."""
     ddpm = make_scheduler("ddpm", 250, True, clip)
     scheduler = fit_scheduler(getattr(diffusers, f"{name}Scheduler").from_config(ddpm.config), True)
@@ -253,9 +274,7 @@ def test_a_scheduler_made_from_anothers_configuration(name, clip):
     torch.testing.assert_close(images, want, atol=0.02, rtol=0)
     if name != "EulerDiscrete":
         bright = sample_images(points(1.5, 0.0), scheduler, torch.tensor([0]), (4, 3, 3), [1], 1)
-        torch.testing.assert_close(
-            bright, torch.full_like(bright, 1.0 if clip else 1.5), atol=0.02, rtol=0
-        )
+        torch.testing.assert_close(bright, torch.full_like(bright, brightest), atol=0.02, rtol=0)
     assert fit_scheduler(ddpm, True) is ddpm
     with one_line("variance_type learned_range needs a model with a learned variance"):
         fit_scheduler(ddpm, False)

@@ -29,11 +29,13 @@ from tests.support.tiny_vae import coarse_vae, save_tiny_vae, write_latents
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def folders(tmp_path_factory):
     """dict(vae, other, coarse, images, cache): three VAEs, images of 21 x 16 pixels, and their latents by the first."""
     tmp = tmp_path_factory.mktemp("latents")
-    vae, other = save_tiny_vae(tmp / "vae"), save_tiny_vae(tmp / "other", seed=1)
-    images, cache = write_folder(tmp / "images", train=10, size=(21, 16)), tmp / "cache"
+    vae = save_tiny_vae(tmp / "vae")
+    other = save_tiny_vae(tmp / "other", seed=1)
+    images = write_folder(tmp / "images", train=10, size=(21, 16))
+    cache = tmp / "cache"
     argv = f"--vae {vae} --data {images} --out {cache} --size 16 --dtype float32 --samples-per-shard 9 --workers 0"
     assert write_latents(argv.split()) == 0
     coarse_vae().save_pretrained(tmp / "coarse")
@@ -48,15 +50,17 @@ def collated(items):
 
 
 @pytest.mark.parametrize("augment", ["none", "flip"])
-def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment):
-    cached = open_inputs(made["cache"], "none", None, augment)
-    encoded = open_inputs(made["images"], made["vae"], 16, augment)
+def test_stored_and_encoded_latents_are_the_same_at_every_position(folders, augment):
+    cached = open_inputs(folders["cache"], "none", None, augment)
+    encoded = open_inputs(folders["images"], folders["vae"], 16, augment)
     assert (type(cached), type(encoded)) == (CachedInputs, EncodedInputs)
     for inputs in (cached, encoded):
         assert (inputs.img_size, inputs.channels, inputs.space.downsampling) == (8, 4, 2)
-    assert open_inputs(made["images"], made["vae"], None, augment).img_size == 128  # of 256 pixels
+    assert (
+        open_inputs(folders["images"], folders["vae"], None, augment).img_size == 128
+    )  # of 256 pixels
     assert encoded.space == cached.space
-    numbers = np.load(f"{made['cache']}/train.numbers.npy")  # in the folder of images
+    numbers = np.load(f"{folders['cache']}/train.numbers.npy")  # in the folder of images
     stored, images = (inputs.dataset(7, draw_step, 0.3) for inputs in (cached, encoded))
     positions = range(100, 140)
     a = cached.encode(collated([stored[(p, p % 20)] for p in positions]))
@@ -69,17 +73,22 @@ def test_stored_and_encoded_latents_are_the_same_at_every_position(made, augment
     assert 0.1 < (a["labels"] == 2).float().mean() < 0.5
 
 
-def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
+def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(folders):
     flipped, plain = (
-        open_inputs(made["cache"], "none", None, augment) for augment in ("flip", "none")
+        open_inputs(folders["cache"], "none", None, augment) for augment in ("flip", "none")
     )
     data = flipped.dataset(3, draw_step, 0.1)
-    again, other = data[(5, 2)]["images"], flipped.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
-    assert torch.equal(data[(5, 2)]["images"], again) and not torch.equal(other, again)
-    for inputs in (flipped, plain):  # log variance too
-        inputs.source.read = lambda i: torch.stack(
-            [torch.full((8, 8, 8), v) for v in (-90.0, 90.0)]
-        )
+    again = data[(5, 2)]["images"]
+    other = flipped.dataset(4, draw_step, 0.1)[(5, 2)]["images"]
+    assert torch.equal(data[(5, 2)]["images"], again)
+    assert not torch.equal(other, again)
+
+    def image_and_mirror(i):
+        """Moments of one value each, log variance too."""
+        return torch.stack([torch.full((8, 8, 8), value) for value in (-90.0, 90.0)])
+
+    for inputs in (flipped, plain):
+        inputs.source.read = image_and_mirror
     drawn = torch.stack([data[(p, 0)]["images"] for p in range(400)]) / flipped.space.scaling_factor
     mirrored = drawn.std((1, 2, 3)) > 1
     assert 0.4 < mirrored.float().mean() < 0.6
@@ -89,14 +98,16 @@ def test_draws_depend_on_seed_and_position_alone_and_flip_half_the_time(made):
     assert all(plain.dataset(3, draw_step, 0.1)[(p, 0)]["images"].std() < 1e-3 for p in range(20))
 
 
-def test_streams_do_not_share_numbers(made):
-    item = open_inputs(made["images"], made["vae"], 16, "none").dataset(0, draw_step, 0)[(0, 0)]
+def test_streams_do_not_share_numbers(folders):
+    item = open_inputs(folders["images"], folders["vae"], 16, "none").dataset(0, draw_step, 0)[
+        (0, 0)
+    ]
     noise = torch.stack([item["noise"], item["posterior_noise"]]).flatten(1)
     assert abs(torch.corrcoef(noise)[0, 1]) < 0.2
 
 
-def test_encoding_under_autocast_gives_float32_near_by(made):
-    inputs = open_inputs(made["images"], made["vae"], 16, "none")
+def test_encoding_under_autocast_gives_float32_near_by(folders):
+    inputs = open_inputs(folders["images"], folders["vae"], 16, "none")
     batch = collated([inputs.dataset(0, draw_step, 0)[(0, n)] for n in range(4)])
     exact = inputs.encode(batch)["images"]
     near = inputs.encode(batch, torch.autocast("cpu", torch.bfloat16))["images"]
@@ -116,52 +127,46 @@ def train(output, *more):
 
 
 @pytest.mark.parametrize("root", ["cache", "images"])
-def test_training(made, tmp_path, capsys, root):
-    more = ["--data.root", made[root]]
+def test_training(folders, tmp_path, capsys, root):
+    more = ["--data.root", folders[root]]
     if root == "images":  # the teacher of REPA sees the images
         sizes = dict(embed_dim=24, depth=1, num_heads=3, patch_size=8, img_size=32)
         timm.models.save_for_hf(
             timm.create_model("vit_tiny_patch16_224", **sizes), tmp_path / "t", model_args=sizes
         )
-        more += ["--vae", made["vae"], "--data.img_size", "16"]
+        more += ["--vae", folders["vae"], "--data.img_size", "16"]
         more += ["--repa.teacher", f"local-dir:{tmp_path / 't'}", "--repa.block", "1"]
     lines = train(tmp_path / "run", *more)
-    assert [line["step"] for line in lines] == [1, 2] and all(
-        np.isfinite(line["loss"]) for line in lines
-    )
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(np.isfinite(line["loss"]) for line in lines)
     assert all(("repa_loss" in line) == (root == "images") for line in lines)
-    space = vars(open_inputs(made["cache"], "none", None, "none").space)
+    space = vars(open_inputs(folders["cache"], "none", None, "none").space)
     for weights in ("ema", "model"):
         model, about = from_run(str(tmp_path / "run"), "diffusion", weights)
         assert about["vae"] == space
-        assert (model.config.sample_size, model.config.in_channels, model.config.num_classes) == (
-            8,
-            4,
-            2,
-        )
+        config = model.config
+        assert config.sample_size == 8
+        assert config.in_channels == 4
+        assert config.num_classes == 2
     for file in (tmp_path / "run").rglob("*.safetensors"):
         with safe_open(file, "pt") as opened:
-            assert not [
-                name for name in opened.keys() if "encoder" in name or "quant_conv" in name
-            ], file
+            for name in opened.keys():
+                assert "encoder" not in name and "quant_conv" not in name, file
     train(tmp_path / "run", *more, "--max-steps", "3")  # resumes
     if root == "cache":  # latents of another VAE are other numbers
-        cache, other = tmp_path / "other", made["other"]
-        assert (
-            write_latents(
-                f"--vae {other} --data {made['images']} --out {cache} --size 16 --workers 0".split()
-            )
-            == 0
-        )
+        cache = tmp_path / "other"
+        other = folders["other"]
+        argv = f"--vae {other} --data {folders['images']} --out {cache} --size 16 --workers 0"
+        assert write_latents(argv.split()) == 0
         argv = f"search {tmp_path}/run --share 0.8 --images 4 --output {tmp_path}/b.json --data.root {cache}"
         error = refused(capsys, main, *argv.split())
-        assert re.search(
-            rf"{cache}: latents of the VAE {other} \(.* was trained on those of {made['vae']} \(",
-            error,
+        words = (
+            rf"{cache}: latents of the VAE {other} \(.* was trained on those of {folders['vae']} \("
         )
+        assert re.search(words, error)
 
 
-def test_a_dry_run_counts_the_vae_apart(made, tmp_path, capsys):
+def test_a_dry_run_counts_the_vae_apart(folders, tmp_path, capsys):
     def lines(*argv):
         train_dit.main([*ARGV, "--output", str(tmp_path / "run"), *argv, "--dry-run"])
         return [
@@ -170,19 +175,18 @@ def test_a_dry_run_counts_the_vae_apart(made, tmp_path, capsys):
             if "VAE:" in line or "encoder" in line
         ]
 
-    vae = load_vae(made["vae"])
+    vae = load_vae(folders["vae"])
     size = sum(p.numel() for p in vae.parameters())
     said, encoder = lines(
-        "--data.root", made["images"], "--vae", made["vae"], "--data.img_size", "16"
+        "--data.root", folders["images"], "--vae", folders["vae"], "--data.img_size", "16"
     )
     assert f"{size:,} parameters, frozen, no part of the model" in said
     macs = count_macs(vae.encoder, torch.zeros(1, 3, 16, 16)).dense
     assert f"its encoder runs in every step: {macs:,} MACs" in encoder
-    for more in ([], ["--vae", made["vae"]]):
-        (said,) = lines("--data.root", made["cache"], *more)
-        assert "latents are stored: it does not count" in said and (f"{size:,}" in said) == bool(
-            more
-        )
+    for more in ([], ["--vae", folders["vae"]]):
+        (said,) = lines("--data.root", folders["cache"], *more)
+        assert "latents are stored: it does not count" in said
+        assert (f"{size:,}" in said) == bool(more)
     assert lines("--model.patch_size", "4") == []
 
 
@@ -216,38 +220,39 @@ PICTURES = "--preview.every 2 --preview.images 4 --preview.steps 2".split()
 
 @pytest.mark.parametrize("where", ["folder", "hub's cache"])
 @pytest.mark.parametrize("asked", ["none", "some/vae"])
-def test_pictures_use_the_vae_that_latents_were_made_with(made, tmp_path, no_hub, where, asked):
+def test_pictures_use_the_vae_that_latents_were_made_with(folders, tmp_path, no_hub, where, asked):
     """Where it is at hand, without the hub; also if the configuration names one on the hub that cannot be reached."""
-    cache = made["cache"]
-    if where != "folder":
-        cache = named(cache, tmp_path / "cache", "other/vae" if asked == "none" else asked)
-        place = no_hub / f"models--{asked.replace('none', 'other/vae').replace('/', '--')}"
-        shutil.copytree(made["vae"], place / "snapshots" / ("0" * 40) / "vae")
-        (place / "refs").mkdir()
-        (place / "refs" / "main").write_text("0" * 40)
+    cache = folders["cache"]
+    if where == "hub's cache":
+        name = "other/vae" if asked == "none" else asked
+        cache = named(cache, tmp_path / "cache", name)
+        repository = no_hub / f"models--{name.replace('/', '--')}"
+        shutil.copytree(folders["vae"], repository / "snapshots" / ("0" * 40) / "vae")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text("0" * 40)
     train(tmp_path / "run", "--data.root", cache, "--vae", asked, *PICTURES)
     assert Image.open(tmp_path / "run" / "previews" / "step_2.png").size[1] > 16
 
 
-def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(made, tmp_path, no_hub, capsys):
-    cache = named(made["cache"], tmp_path / "cache", "some/vae")
-    for i, vae in enumerate(("none", "other/vae")):
-        train(tmp_path / str(i), "--data.root", cache, "--vae", vae, "--preview.every", "3")
-        assert from_run(str(tmp_path / str(i)), "diffusion")[1]["vae"]["name"] == "some/vae"
+def test_a_hub_that_cannot_be_reached_costs_no_run_without_pictures(
+    folders, tmp_path, no_hub, capsys
+):
+    cache = named(folders["cache"], tmp_path / "cache", "some/vae")
+    for vae, is_asked_for in (("none", False), ("other/vae", True)):
+        run = tmp_path / vae.replace("/", "-")
+        train(run, "--data.root", cache, "--vae", vae, "--preview.every", "3")
+        assert from_run(str(run), "diffusion")[1]["vae"]["name"] == "some/vae"
         argv = [*ARGV, *PICTURES, "--output", tmp_path / "no", "--data.root", cache, "--vae", vae]
         error = refused(capsys, train_dit.main, *argv)
-        assert (
-            "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set"
-            in error
-        )
-        assert (
-            f"(vae {vae}: no folder of that name here, and from the hub: the hub" in error
-        ) == bool(i)
+        words = "preview.every and score.every need the VAE of the latents: --vae some/vae or a folder; or set"
+        assert words in error
+        words = f"(vae {vae}: no folder of that name here, and from the hub: the hub"
+        assert (words in error) == is_asked_for
     assert not (tmp_path / "no").exists()
 
 
 def test_shards_that_changed_are_refused_and_hashed_only_where_they_may_have(
-    made, tmp_path, capsys, monkeypatch
+    folders, tmp_path, capsys, monkeypatch
 ):
     """By the sums of the record: once for a copy, whose times are new, and never for what was written here."""
     hashed = []
@@ -257,10 +262,10 @@ def test_shards_that_changed_are_refused_and_hashed_only_where_they_may_have(
         return sha256_of(*paths)
 
     monkeypatch.setattr(records, "sha256_of", counted)
-    train(tmp_path / "first", "--data.root", made["cache"])
+    train(tmp_path / "first", "--data.root", folders["cache"])
     assert hashed == []
     cache = tmp_path / "copy"
-    shutil.copytree(made["cache"], cache, copy_function=shutil.copyfile)
+    shutil.copytree(folders["cache"], cache, copy_function=shutil.copyfile)
     names = sorted(path.name for path in cache.glob("train-*.npy"))
     for run in ("second", "third"):
         train(tmp_path / run, "--data.root", str(cache))
@@ -276,12 +281,13 @@ def test_shards_that_changed_are_refused_and_hashed_only_where_they_may_have(
     train(tmp_path / "run", "--data.root", str(cache))
 
 
-def test_a_vae_that_changed_between_two_starts_is_refused(made, tmp_path, capsys):
-    vae, run = tmp_path / "vae", tmp_path / "run"
-    shutil.copytree(made["vae"], vae)
-    online = ["--data.root", made["images"], "--vae", str(vae), "--data.img_size", "16"]
+def test_a_vae_that_changed_between_two_starts_is_refused(folders, tmp_path, capsys):
+    vae = tmp_path / "vae"
+    run = tmp_path / "run"
+    shutil.copytree(folders["vae"], vae)
+    online = ["--data.root", folders["images"], "--vae", str(vae), "--data.img_size", "16"]
     train(run, *online)
-    shutil.copytree(made["other"], vae, dirs_exist_ok=True)
+    shutil.copytree(folders["other"], vae, dirs_exist_ok=True)
     argv = [*ARGV, *online, "--output", run, "--max-steps", 3]
     said = refused(capsys, train_dit.main, *argv)
     assert f"vae {vae}: other weights than those that {run} began with" in said
@@ -314,7 +320,7 @@ def test_a_vae_that_changed_between_two_starts_is_refused(made, tmp_path, capsys
         ),
     ],
 )
-def test_mistakes_are_one_line_and_leave_nothing_behind(made, tmp_path, capsys, more, words):
-    argv = [*ARGV, "--output", tmp_path / "run", "--data.root", *more.format(**made).split()]
-    assert words.format(**made) in refused(capsys, train_dit.main, *argv)
+def test_mistakes_are_one_line_and_leave_nothing_behind(folders, tmp_path, capsys, more, words):
+    argv = [*ARGV, "--output", tmp_path / "run", "--data.root", *more.format(**folders).split()]
+    assert words.format(**folders) in refused(capsys, train_dit.main, *argv)
     assert not list(tmp_path.iterdir())

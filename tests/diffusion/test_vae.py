@@ -18,7 +18,8 @@ from moh_vision.diffusion.latents.vae import (
 from tests.support.refusals import refuse
 from tests.support.tiny_vae import save_tiny_vae, tiny_vae
 
-SPACE, WEIGHTS = LatentSpace("x", "", 0.5, None, 2, 4), "diffusion_pytorch_model.safetensors"
+SPACE = LatentSpace("x", "", 0.5, None, 2, 4)
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -57,78 +58,105 @@ def test_the_fingerprint_is_of_weights_and_configuration_not_of_files(saved, fol
     assert vae_fingerprint(load_vae(save_tiny_vae(tmp_path / "size", sample_size=64))) == expected
     # Stored latents and runs name their VAE by it, so it is the same for ever.
     assert vae_fingerprint(zeroed(tiny_vae())).startswith("4931d58dd0f28d98")
-    others = [
+    variants = [
         tiny_vae(seed=1),
         tiny_vae(scaling_factor=0.2),
         tiny_vae(shift_factor=0.1),
         tiny_vae(act_fn="gelu"),
+        tiny_vae(latents_mean=[0.0] * 4, latents_std=[1.0] * 4),
+        tiny_vae(latents_mean=[0.0] * 4, latents_std=[2.0] * 4),
     ]
-    others += [tiny_vae(latents_mean=[0.0] * 4, latents_std=[std] * 4) for std in (1.0, 2.0)]
     one_bit = tiny_vae()
     one_bit.decoder.conv_out.bias.data.view(torch.int32)[0] ^= 1
-    sums = {expected, *(vae_fingerprint(vae) for vae in (*others, one_bit))}
+    sums = {expected, *(vae_fingerprint(vae) for vae in (*variants, one_bit))}
     assert len(sums) == 8
 
 
-def config(**changes):
-    """Change the configuration in a folder."""
+def changed_config(**changes):
+    """spoil(folder): change the configuration in a folder."""
 
-    def change(place):
-        file = place / "config.json"
+    def spoil(folder):
+        file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
-    return change
+    return spoil
 
 
-def pickled(place):
-    (place / WEIGHTS).unlink()
-    tiny_vae().save_pretrained(place, safe_serialization=False)
+def remove_config(folder):
+    (folder / "config.json").unlink()
+
+
+def tear_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def remove_weights(folder):
+    (folder / WEIGHTS).unlink()
+
+
+def truncate_weights(folder):
+    os.truncate(folder / WEIGHTS, 900)
+
+
+def pickle_weights(folder):
+    remove_weights(folder)
+    tiny_vae().save_pretrained(folder, safe_serialization=False)
+
+
+def encode_four_channels(folder):
+    save_tiny_vae(folder, in_channels=4)
 
 
 @pytest.mark.parametrize(
     "spoil, words",
     [
-        (shutil.rmtree, "vae {0}: no such folder"),
-        (
-            lambda place: (place / "config.json").unlink(),
+        pytest.param(shutil.rmtree, "vae {0}: no such folder", id="no folder"),
+        pytest.param(
+            remove_config,
             "vae {0}: no config.json in the folder, nor in its subfolder",
+            id="no configuration",
         ),
-        (
-            lambda place: (place / "config.json").write_text("{"),
+        pytest.param(
+            tear_config,
             "{0}/config.json: not a configuration that can be",
+            id="a torn configuration",
         ),
-        (
-            config(_class_name="UNet2DModel"),
+        pytest.param(
+            changed_config(_class_name="UNet2DModel"),
             "vae {0}: holds a UNet2DModel, needed is an AutoencoderKL",
+            id="another model",
         ),
-        (lambda place: (place / WEIGHTS).unlink(), f"vae {{0}}: .*no file named {WEIGHTS}"),
-        (pickled, f"vae {{0}}: .*no file named {WEIGHTS}"),
-        (lambda place: os.truncate(place / WEIGHTS, 900), "vae {0}: Unable to load weights"),
-        (config(latent_channels=8), "vae {0}: .*(shape|lack)"),
-        (
-            config(latents_mean=[0.0] * 4),
+        pytest.param(remove_weights, f"vae {{0}}: .*no file named {WEIGHTS}", id="no weights"),
+        pytest.param(pickle_weights, f"vae {{0}}: .*no file named {WEIGHTS}", id="pickled weights"),
+        pytest.param(truncate_weights, "vae {0}: Unable to load weights", id="torn weights"),
+        pytest.param(
+            changed_config(latent_channels=8), "vae {0}: .*(shape|lack)", id="more latent channels"
+        ),
+        pytest.param(
+            changed_config(latents_mean=[0.0] * 4),
             "vae {0}: latents_std: None, expected a list with one for each of 4 channels",
+            id="means without deviations",
         ),
-        (
-            config(layers_per_block=2),
+        pytest.param(
+            changed_config(layers_per_block=2),
             "vae {0}: its weights lack [0-9]+ tensors of the model, the first ",
+            id="more layers",
         ),
-        (lambda place: save_tiny_vae(place, in_channels=4), "vae {0}: encodes 4 channels"),
+        pytest.param(encode_four_channels, "vae {0}: encodes 4 channels", id="four channels"),
     ],
 )
 def test_what_cannot_be_loaded_is_one_line(saved, tmp_path, capfd, spoil, words):
-    place = shutil.copytree(saved, tmp_path / "vae")
-    spoil(place)
+    folder = shutil.copytree(saved, tmp_path / "vae")
+    spoil(folder)
     capfd.readouterr()
-    refuse(words.format(place), load_vae, str(place), kind=(ValueError, FileNotFoundError))
+    expected = (ValueError, FileNotFoundError)
+    refuse(words.format(folder), load_vae, str(folder), error=expected)
     assert capfd.readouterr().err == ""
 
 
 def test_a_draw_is_that_of_diffusers():
-    moments, noise = (
-        40 * torch.randn(3, 8, 5, 5),
-        torch.randn(3, 4, 5, 5),
-    )  # beyond both ends of the clamp
+    moments = 40 * torch.randn(3, 8, 5, 5)  # beyond both ends of the clamp
+    noise = torch.randn(3, 4, 5, 5)
     posterior = DiagonalGaussianDistribution(moments)
     expected = posterior.mean + posterior.std * noise
     for shift in (None, 0.7):

@@ -26,7 +26,7 @@ from moh_vision.diffusion.latents.vae import (
 )
 from moh_vision.diffusion.objectives import draw_step
 from tests.support.pictures import write_folder
-from tests.support.refusals import each_refused, one_line
+from tests.support.refusals import one_line, refuse
 from tests.support.small_runs import outcome
 from tests.support.tiny_vae import layout, write_latents
 
@@ -42,15 +42,17 @@ def diffusers_input(vae, name, images):
         std = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps).view(1, -1, 1, 1)
         z = Flux2Pipeline._unpatchify_latents(x * std + vae.bn.running_mean.view(1, -1, 1, 1))
     elif name == "VA-VAE":
-        statistics = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+        statistics = (
+            torch.tensor(vae.config.latents_mean),
+            torch.tensor(vae.config.latents_std),
+        )
         z = vae.encode(images).latent_dist.mode()[:, :, None]  # videos have frames
         x = LTXPipeline._normalize_latents(z, *statistics, vae.config.scaling_factor)
         z = LTXPipeline._denormalize_latents(x, *statistics, vae.config.scaling_factor)[:, :, 0]
         x = x[:, :, 0]
     elif name == "SD3":
-        x = (
-            vae.encode(images).latent_dist.mode() - vae.config.shift_factor
-        ) * vae.config.scaling_factor
+        latents = vae.encode(images).latent_dist.mode()
+        x = (latents - vae.config.shift_factor) * vae.config.scaling_factor
         z = x / vae.config.scaling_factor + vae.config.shift_factor
     elif name == "RAE":  # scales by itself; its images are from 0 to 1
         x = vae.encode((images + 1) / 2).latent
@@ -64,10 +66,12 @@ def diffusers_input(vae, name, images):
 @torch.no_grad()
 @pytest.mark.parametrize("name", CHANNELS)
 def test_latents_are_scaled_as_in_the_pipelines_of_diffusers(name):
-    vae, images = layout(name).double(), torch.rand(2, 3, 64, 64).double() * 2 - 1
+    vae = layout(name).double()
+    images = torch.rand(2, 3, 64, 64).double() * 2 - 1
     space = LatentSpace.of(vae, name)
     assert (space.latent_channels, space.downsampling) == (CHANNELS[name], DOWNSAMPLING[name])
-    moments, side = encode_moments(vae, images), space.side(64)
+    moments = encode_moments(vae, images)
+    side = space.side(64)
     assert moments.shape == (2, space.moment_channels, side, side)
     latents = sample_posterior(moments, torch.zeros(2, space.latent_channels, side, side), space)
     expected, decoded = diffusers_input(vae, name, images)
@@ -98,7 +102,8 @@ def stored(images, tmp_path_factory):
 
     @functools.cache
     def write(name):
-        vae, cache = (str(tmp_path_factory.mktemp(name) / kind) for kind in ("vae", "cache"))
+        folder = tmp_path_factory.mktemp(name)
+        vae, cache = str(folder / "vae"), str(folder / "cache")
         layout(name).save_pretrained(vae)
         options = f"--vae {vae} --out {cache} --size 64 --workers 0 --dtype float32".split()
         assert write_latents([*options, "--data", str(images)]) == 0
@@ -110,17 +115,14 @@ def stored(images, tmp_path_factory):
 @pytest.mark.parametrize("name", ["VA-VAE", "FLUX.2", "DC-AE", "RAE"])
 def test_stored_latents_are_those_that_are_made_in_every_step(name, images, stored):
     vae, cache = stored(name)
-    cached, online = (
-        open_inputs(cache, "none", None, "none"),
-        open_inputs(str(images), vae, 64, "none"),
-    )
+    cached = open_inputs(cache, "none", None, "none")
+    online = open_inputs(str(images), vae, 64, "none")
     assert cached.space == online.space == LatentSpace.of(layout(name), vae)
     for inputs in (cached, online):
         assert (inputs.img_size, inputs.channels) == (64 // DOWNSAMPLING[name], CHANNELS[name])
     numbers = np.load(f"{cache}/train.numbers.npy").tolist()  # shards are shuffled
-    items = [
-        online.dataset(0, draw_step, 0.0)[0, n] for n in numbers
-    ]  # at one position of a run, with equal noise
+    # At one position of a run, with equal noise.
+    items = [online.dataset(0, draw_step, 0.0)[0, n] for n in numbers]
     batch = {
         key: torch.stack([item[key] for item in items]) for key in ("images", "posterior_noise")
     }
@@ -133,21 +135,14 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("VA-VAE", "FLUX.
 
 @pytest.mark.parametrize("name", ["DC-AE", "RAE", *SLOW])
 def test_from_images_to_images(name, images, stored, tmp_path, capsys):
-    (vae, cache), run, pipe_folder = stored(name), tmp_path / "run", tmp_path / "pipe"
+    vae, cache = stored(name)
+    run = tmp_path / "run"
+    pipe_folder = tmp_path / "pipe"
     argv = ["--data.root", images, "--vae", vae, "--data.img_size", 64, "--output", run]
     train_dit.main([*ARGV, *map(str, argv), "--dry-run"])
     assert "its encoder runs in every step" in capsys.readouterr().out
-    train = [
-        *ARGV,
-        "--data.root",
-        cache,
-        "--output",
-        str(run),
-        "--max-steps",
-        "2",
-        "--save-every",
-        "1",
-    ]
+    train = [*ARGV, "--data.root", cache, "--output", str(run)]
+    train += "--max-steps 2 --save-every 1".split()
     train_dit.main(train)
     whole = outcome(run)
     shutil.rmtree(run / "checkpoints" / "step_2")
@@ -155,20 +150,10 @@ def test_from_images_to_images(name, images, stored, tmp_path, capsys):
     assert "at step 1" in capsys.readouterr().out and outcome(run) == whole
 
     few = "--num-images 2 --batch-size 2 --sampler ddim --steps 2 --cfg-scale 1.5".split()
-    sample.main(
-        [
-            *few,
-            "--checkpoint",
-            str(run),
-            "--out",
-            str(tmp_path / "a.npz"),
-            "--save-pipeline",
-            str(pipe_folder),
-        ]
-    )
-    sample.main(
-        [*few, "--checkpoint", str(pipe_folder), "--out", str(tmp_path / "b.npz"), "--vae", vae]
-    )
+    of_run = ["--checkpoint", run, "--out", tmp_path / "a.npz", "--save-pipeline", pipe_folder]
+    of_pipeline = ["--checkpoint", pipe_folder, "--out", tmp_path / "b.npz", "--vae", vae]
+    sample.main([*few, *map(str, of_run)])
+    sample.main([*few, *map(str, of_pipeline)])
     drawn = [np.load(tmp_path / f"{letter}.npz")["arr_0"] for letter in "ab"]
     assert drawn[0].shape == (2, 64, 64, 3) and drawn[0].std() > 1 and (drawn[1] == drawn[0]).all()
     capsys.readouterr()
@@ -181,30 +166,14 @@ def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, stored, tmp_pa
     whole, cache = map(Path, stored("RAE"))
     vae = shutil.copytree(whole, tmp_path / "vae")
     weights = vae / "diffusion_pytorch_model.safetensors"
-    save_file(
-        {k: v for k, v in load_file(weights).items() if not k.startswith("decoder.")}, weights
-    )
-    argv = [
-        "--vae",
-        vae,
-        "--data",
-        images,
-        "--size",
-        64,
-        "--workers",
-        0,
-        "--dtype",
-        "float32",
-        "--out",
-    ]
+    tensors = load_file(weights)
+    save_file({k: v for k, v in tensors.items() if not k.startswith("decoder.")}, weights)
+    argv = ["--vae", vae, "--data", images, *"--size 64 --workers 0 --dtype float32 --out".split()]
     assert write_latents([*argv, tmp_path / "again"]) == 0
-    made = [
-        json.loads((folder / "train.meta.json").read_text())
-        for folder in (cache, tmp_path / "again")
-    ]
-    assert made[0]["shards"] == made[1]["shards"] and made[0]["vae"] == dict(
-        made[1]["vae"], name=str(whole)
-    )
+    record = json.loads((cache / "train.meta.json").read_text())
+    again = json.loads((tmp_path / "again" / "train.meta.json").read_text())
+    assert again["shards"] == record["shards"]
+    assert dict(again["vae"], name=str(whole)) == record["vae"]
     with one_line(f"vae {vae}: its weights lack 23 tensors of the model, the first decoder."):
         load_vae(str(vae))
     assert write_latents([*argv, tmp_path / "small", "--size", 32]) == 2
@@ -217,40 +186,65 @@ def test_the_encoder_of_an_rae_is_enough_to_store_latents(images, stored, tmp_pa
 SPACE = dict(
     name="x", sha256="", scaling_factor=1.0, shift_factor=None, downsampling=2, latent_channels=4
 )
-test_statistics_that_cannot_be = each_refused(
-    lambda changes: LatentSpace(**SPACE | changes),
-    (
-        dict(latents_mean=[0.0] * 4),
-        "^latents_std: None, expected a list with one for each of 4 channels",
-    ),
-    (dict(latents_std=[1.0] * 4), "^latents_mean: None, expected a list with"),
-    (
-        dict(latents_mean=[0.0] * 3, latents_std=[1.0] * 4),
-        "^latents_mean: 3 numbers, expected a list with",
-    ),
-    (
-        dict(latents_mean=[0.0] * 4, latents_std=[1.0, 1.0, 0.0, 1.0]),
-        "^latents_std 0: expected a number above 0",
-    ),
-    (
-        dict(latents_mean=[0.0] * 4, latents_std=[1.0, -2.0, 1.0, 1.0]),
-        "^latents_std -2: expected a number above 0",
-    ),
-    (
-        dict(latents_mean=[0.0, "a", 0, 0], latents_std=[1.0] * 4),
-        "^latents_mean 'a': expected a finite number",
-    ),
-    (
-        dict(latents_mean=0.0, latents_std=1.0),
-        "^latents_mean: 0.0, expected a list with one for each of 4",
-    ),
-    (
-        dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, shift_factor=0.1),
-        "^shift_factor 0.1 and latents_mean",
-    ),
-    (dict(scaling_factor=None), "^scaling_factor None: expected a finite number"),
-    (dict(scaling_factor=0), "^scaling_factor 0: expected a number above 0"),
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        pytest.param(
+            dict(latents_mean=[0.0] * 4),
+            "^latents_std: None, expected a list with one for each of 4 channels",
+            id="means alone",
+        ),
+        pytest.param(
+            dict(latents_std=[1.0] * 4),
+            "^latents_mean: None, expected a list with",
+            id="deviations alone",
+        ),
+        pytest.param(
+            dict(latents_mean=[0.0] * 3, latents_std=[1.0] * 4),
+            "^latents_mean: 3 numbers, expected a list with",
+            id="three means of four channels",
+        ),
+        pytest.param(
+            dict(latents_mean=[0.0] * 4, latents_std=[1.0, 1.0, 0.0, 1.0]),
+            "^latents_std 0: expected a number above 0",
+            id="a deviation of 0",
+        ),
+        pytest.param(
+            dict(latents_mean=[0.0] * 4, latents_std=[1.0, -2.0, 1.0, 1.0]),
+            "^latents_std -2: expected a number above 0",
+            id="a deviation below 0",
+        ),
+        pytest.param(
+            dict(latents_mean=[0.0, "a", 0, 0], latents_std=[1.0] * 4),
+            "^latents_mean 'a': expected a finite number",
+            id="a mean that is no number",
+        ),
+        pytest.param(
+            dict(latents_mean=0.0, latents_std=1.0),
+            "^latents_mean: 0.0, expected a list with one for each of 4",
+            id="numbers in place of lists",
+        ),
+        pytest.param(
+            dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, shift_factor=0.1),
+            "^shift_factor 0.1 and latents_mean",
+            id="a shift beside means",
+        ),
+        pytest.param(
+            dict(scaling_factor=None),
+            "^scaling_factor None: expected a finite number",
+            id="no scaling factor",
+        ),
+        pytest.param(
+            dict(scaling_factor=0),
+            "^scaling_factor 0: expected a number above 0",
+            id="a scaling factor of 0",
+        ),
+    ],
 )
+def test_statistics_that_cannot_be(changes, words):
+    refuse(words, lambda: LatentSpace(**SPACE | changes))
 
 
 def test_the_first_difference_of_two_vaes_is_named():
@@ -258,7 +252,5 @@ def test_the_first_difference_of_two_vaes_is_named():
     other = dataclasses.replace(space, latents_std=[1.0, 1.0, 1.0, 3.0])
     assert other.difference(space) == "latents_std of channel 3 is 3.0 here, 2.0 there"
     plain = dataclasses.replace(space, latents_mean=None, latents_std=None)
-    assert (
-        plain.difference(space) == "latents_mean is None here, 4 numbers there"
-        and space.difference(space) == ""
-    )
+    assert plain.difference(space) == "latents_mean is None here, 4 numbers there"
+    assert space.difference(space) == ""

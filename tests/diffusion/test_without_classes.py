@@ -30,61 +30,52 @@ def plain_folder(root, train=24, val=16):
     return root
 
 
-def written(root, kind):
-    """data.root of a kind, made of the plain folder."""
+def written(root, source):
+    """data.root of such a source, made of the plain folder."""
+    if source == "folder":
+        return root
+    if source == "images alone":
+        return root / "train"
     out = root.parent / "out"
-    if kind == "latents":
+    folders = ["--data" if source == "latents" else "--in", str(root), "--out", str(out)]
+    if source == "latents":
         vae = str(save_tiny_vae(root.parent / "vae"))
-        assert (
-            command(
-                ["latents", "--vae", vae, "--data", str(root), "--out", str(out), "--size", "16"]
-            )
-            == 0
-        )
-    if kind in ("shards", "stream"):
-        assert (
-            command(["shards", "--in", str(root), "--out", str(out), "--samples-per-shard", "9"])
-            == 0
-        )
-    return {"folder": root, "images alone": root / "train"}.get(kind, out)
+        assert command(["latents", "--vae", vae, "--size", "16", *folders]) == 0
+    else:
+        assert command(["shards", "--samples-per-shard", "9", *folders]) == 0
+    return out
 
 
-@pytest.mark.parametrize("kind", ["folder", "images alone", "shards", "stream", "latents"])
-def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
+@pytest.mark.parametrize("source", ["folder", "images alone", "shards", "stream", "latents"])
+def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, source):
     images = plain_folder(tmp_path / "images")
-    root, run = written(images, kind), tmp_path / "run"
-    pixels = kind != "latents"
-    more = ["--data.root", root, *(["--data.img_size", "8", *PREVIEWED] if pixels else [])]
-    more += ["--data.exact_order", "false"] if kind == "stream" else []
+    root = written(images, source)
+    run = tmp_path / "run"
+    more = ["--data.root", root]
+    if source != "latents":
+        more += ["--data.img_size", "8", *PREVIEWED]
+    if source == "stream":
+        more += ["--data.exact_order", "false"]
     train_dit.main(arguments("dit", run, 2, 2, *more))
     assert f"{root}: 24 training images without classes; 2 steps of 8" in capsys.readouterr().out
     assert [e["step"] for e in entries(run) if "loss" in e] == [1, 2]
-    assert load_file(run / "model.safetensors")["y_embedder.embedding_table.weight"].shape == (
-        1,
-        32,
-    )
-    if not pixels:
+    table = load_file(run / "model.safetensors")["y_embedder.embedding_table.weight"]
+    assert table.shape == (1, 32)
+    if source == "latents":
+        return
         return
     with Image.open(run / "previews" / "step_2.png") as grid:
         assert grid.width > 10 * 48  # ten images a row, no row of a class
-    if kind != "shards":
+    if source != "shards":
         return
 
     draw = ["--checkpoint", run, "--num-images", "30", "--steps", "2"]
-    judge, scores = classifier_in(tmp_path / "judge"), tmp_path / "scores.json"
-    reference = [
-        "--score",
-        images,
-        "--score-split",
-        "train",
-        "--extractor",
-        judge,
-        "--score-file",
-        scores,
-    ]
-    outputs = dict(grid="grid.png", denoising="d.png", head_load="load.json", save_pipeline="pipe")
-    places = [word for name, file in outputs.items() for word in (f"--{name}", tmp_path / file)]
-    sample.main([str(word) for word in (*draw, *reference, *places)])
+    scores = tmp_path / "scores.json"
+    reference = ["--score", images, "--score-split", "train", "--score-file", scores]
+    reference += ["--extractor", classifier_in(tmp_path / "judge")]
+    outputs = ["--grid", tmp_path / "grid.png", "--denoising", tmp_path / "d.png"]
+    outputs += ["--head_load", tmp_path / "load.json", "--save_pipeline", tmp_path / "pipe"]
+    sample.main([str(word) for word in (*draw, *reference, *outputs)])
     assert "grid of 30 images" in capsys.readouterr().out
     found = json.loads(scores.read_text())
     assert found["num_generated"] == 30 and found["num_reference"] == 24 and found["fd"] > 0
@@ -97,9 +88,8 @@ def test_a_model_trains_samples_and_is_scored(tmp_path, capsys, kind):
     assert "--classes 0: the model was trained without classes" in error
     pipe = MoHDiTPipeline.from_pretrained(tmp_path / "pipe")
     assert pipe([0, 0], 1.0, num_inference_steps=2, output_type="pt").images.shape == (2, 3, 8, 8)
-    with one_line(
-        "class_labels 0 means no class, which guidance_scale 4 cannot guide to: pass guidance_scale=1"
-    ):
+    words = "class_labels 0 means no class, which guidance_scale 4 cannot guide to: pass guidance_scale=1"
+    with one_line(words):
         pipe([0])
 
 
@@ -107,41 +97,31 @@ def test_guidance_while_training_is_refused(tmp_path, capsys):
     more = ["--data.root", plain_folder(tmp_path / "images"), "--data.img_size", "8"]
     for section in ("preview", "score"):
         guided = [f"--{section}.every", 2, f"--{section}.cfg_scale", 1.5]
-        error = refused(
-            capsys, train_dit.main, *arguments("dit", tmp_path / "run", 2, 2, *more, *guided)
-        )
+        argv = arguments("dit", tmp_path / "run", 2, 2, *more, *guided)
+        error = refused(capsys, train_dit.main, *argv)
         assert f"{section}.cfg_scale 1.5 needs classes, and the images have none: set 1" in error
 
 
 def test_classifiers_need_classes(tmp_path, capsys):
     images = plain_folder(tmp_path / "images")
     for root in (images, images / "train", written(images, "shards")):
-        error = refused(
-            capsys, train_cls.main, *arguments("cls", tmp_path / "run", 2, 2, "--data.root", root)
-        )
-        assert (
-            f"data.root {root}: images without classes, which train_dit.py takes; classifiers need"
-            in error
-        )
-    for labels in ([], ["--labels", "v2"]):
-        validated = [
-            "--checkpoint",
-            classifier_in(tmp_path / f"cls{len(labels)}"),
-            "--data.root",
-            images,
-            *labels,
-        ]
-        assert f"data.root {images}: images without classes" in refused(
-            capsys, validate.main, *validated
-        )
+        argv = arguments("cls", tmp_path / "run", 2, 2, "--data.root", root)
+        error = refused(capsys, train_cls.main, *argv)
+        words = "images without classes, which train_dit.py takes; classifiers need"
+        assert f"data.root {root}: {words}" in error
+    for name, labels in (("plain", []), ("relabelled", ["--labels", "v2"])):
+        checkpoint = classifier_in(tmp_path / name)
+        argv = ["--checkpoint", checkpoint, "--data.root", images, *labels]
+        error = refused(capsys, validate.main, *argv)
+        assert f"data.root {images}: images without classes" in error
 
 
 def test_shards_have_labels_or_none(tmp_path):
     root = written(plain_folder(tmp_path / "images"), "shards")
     source = open_source(str(root), "train")
-    assert (
-        source.classes == [] and source.labels.tolist() == [0] * 24 and len(source.shard_sizes) == 3
-    )
+    assert source.classes == []
+    assert source.labels.tolist() == [0] * 24
+    assert len(source.shard_sizes) == 3
     read = {source.read(i) for i in range(24)}
     assert read == {path.read_bytes() for path in (tmp_path / "images" / "train").iterdir()}
     (root / "classes.txt").write_text("cat\n")
@@ -150,14 +130,8 @@ def test_shards_have_labels_or_none(tmp_path):
 
 
 def test_a_plain_folder_is_divided(tmp_path, run_command):
-    argv = [
-        "shards",
-        "--in",
-        plain_folder(tmp_path / "images") / "train",
-        "--out",
-        tmp_path / "out",
-        "--val-fraction",
-    ]
+    images = plain_folder(tmp_path / "images") / "train"
+    argv = ["shards", "--in", images, "--out", tmp_path / "out", "--val-fraction"]
     assert "leaves no file in val; give a larger one" in run_command(*argv, "0.001").err
     assert run_command(*argv, "0.3").code == 0
     counts = [len(open_source(str(tmp_path / "out"), split)) for split in ("train", "val")]

@@ -15,7 +15,7 @@ from moh_vision.evaluation.fidelity.__main__ import main
 from moh_vision.evaluation.fidelity.images import open_images
 from moh_vision.evaluation.fidelity.metrics import precision_recall
 from tests.support.processes import on_two_ranks
-from tests.support.refusals import each_refused, one_line, refuse
+from tests.support.refusals import refuse
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,9 @@ class Tiny(Extractor):
     Whole numbers over a power of two, which float32 holds.
     """
 
-    name, published, weights_sha256 = "tiny", True, "0" * 64
+    name = "tiny"
+    published = True
+    weights_sha256 = "0" * 64
 
     def __init__(self, offset=0):
         super().__init__()
@@ -52,13 +54,12 @@ def images(n, seed=0, shift=0):
 
 
 def oracle(generated, reference, extractor, split):
-    one, two = (
-        tuple(np.asarray(t, dtype=np.float64) for t in extractor(x)) for x in (generated, reference)
-    )
-    (p1, s1, l1), (p2, s2, _) = one, two
+    p1, s1, l1 = (np.asarray(part, dtype=np.float64) for part in extractor(generated))
+    p2, s2, _ = (np.asarray(part, dtype=np.float64) for part in extractor(reference))
 
     def frechet(x, y):
-        c1, c2 = np.cov(x.T), np.cov(y.T)
+        c1 = np.cov(x.T)
+        c2 = np.cov(y.T)
         return float(
             ((x.mean(0) - y.mean(0)) ** 2).sum() + np.trace(c1 + c2 - 2 * sqrtm(c1 @ c2).real)
         )
@@ -78,9 +79,13 @@ def oracle(generated, reference, extractor, split):
         return (distances(points, centres) <= radius).any(1).mean()
 
     return dict(
-        fid=frechet(p1, p2), sfid=frechet(s1, s2), inception_score=np.mean(splits), inception_score_std=np.std(splits),
-        precision=covered(p1, p2), recall=covered(p2, p1),
-    )  # fmt: skip
+        fid=frechet(p1, p2),
+        sfid=frechet(s1, s2),
+        inception_score=np.mean(splits),
+        inception_score_std=np.std(splits),
+        precision=covered(p1, p2),
+        recall=covered(p2, p1),
+    )
 
 
 @pytest.mark.parametrize("batch_size, split", [(7, 50), (64, 5000)])
@@ -88,14 +93,14 @@ def test_every_number_is_that_of_its_definition(monkeypatch, batch_size, split):
     """Splits of the inception score are in file order, and nothing else depends on it."""
     monkeypatch.setattr(kept, "ROWS", 50)  # several updates of the moments
     monkeypatch.setattr(kept, "SPLIT", split)
-    a, b = images(120, 0), images(90, 1, shift=20)
+    a = images(120, 0)
+    b = images(90, 1, shift=20)
     result = score(a, b, extractor=Tiny(), batch_size=batch_size)
     for name, want in oracle(a, b, Tiny(), split).items():
         assert result[name] == pytest.approx(want, rel=1e-5, abs=1e-6), name
     other = score(a[torch.randperm(120)], b, extractor=Tiny(), batch_size=batch_size)
-    assert (other["inception_score"] == pytest.approx(result["inception_score"], rel=1e-9)) is (
-        split > 120
-    )
+    same_splits = other["inception_score"] == pytest.approx(result["inception_score"], rel=1e-9)
+    assert same_splits is (split > 120)
     for name in ("fid", "sfid", "precision", "recall"):
         assert other[name] == pytest.approx(result[name], abs=1e-6)
     assert 0 < result["precision"] < 1 and result["inception_score"] > 1.001
@@ -105,24 +110,25 @@ def test_every_number_is_that_of_its_definition(monkeypatch, batch_size, split):
 
 def test_a_short_last_split_of_the_inception_score_is_said(tmp_path, capsys):
     """A few images have few classes: at 5,001 of them the mean over splits falls."""
-    many, reference = images(5001), str(adms_file(tmp_path))
+    many = images(5001)
+    reference = str(adms_file(tmp_path))
     whole, more = (score(many[:n], reference, extractor=Tiny()) for n in (5000, 5001))
     assert whole["notes"] == [] and more["inception_score"] < whole["inception_score"]
     words = "inception score: the last of its 2 splits has 1 of 5000 images; the fewer, the lower is its score"
     assert more["notes"] == [words]
     np.savez(tmp_path / "a.npz", arr_0=many.permute(0, 2, 3, 1).numpy())
-    assert (
-        main([str(tmp_path / "a.npz"), reference]) == 0
-        and f"note: {words}\n" in capsys.readouterr().out
-    )
+    assert main([str(tmp_path / "a.npz"), reference]) == 0
+    assert f"note: {words}\n" in capsys.readouterr().out
     assert score(many[:4999], reference, extractor=Tiny())["notes"] == []
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_precision_and_recall_in_chunks(chunk):
-    a, b = torch.randn(40, 3), torch.randn(30, 3) * 0.5
+    a = torch.randn(40, 3)
+    b = torch.randn(30, 3) * 0.5
     assert precision_recall(a, b, chunk=chunk) == precision_recall(a, b)
-    near, far = torch.randn(20, 2), torch.randn(20, 2) + 100
+    near = torch.randn(20, 2)
+    far = torch.randn(20, 2) + 100
     assert precision_recall(near, far) == (0.0, 0.0)
     refuse("more than 3 images, the generated set has 3", lambda: precision_recall(a[:3], b))
 
@@ -150,14 +156,19 @@ def test_scores_of_fixed_inputs(offset, kid):
     generated, reference = (x.repeat_interleave(2, 2).repeat_interleave(2, 3) for x in coarse)
     generated = (generated // 8 * 7 + 40).clamp(max=255)
     result = score(generated.byte(), reference.byte(), extractor=Tiny(offset), batch_size=64)
-    for name, want in {**EXPECTED, **({"kid": kid} if kid else {})}.items():
+    expected = dict(EXPECTED)
+    if kid:
+        expected["kid"] = kid
+    for name, want in expected.items():
         assert result[name] == pytest.approx(want, rel=1e-9, abs=0), name
 
 
 class Colours(Extractor):
     """Features and 3 classes of the mean of each channel."""
 
-    name, published, weights_sha256 = "colours", True, "1" * 64
+    name = "colours"
+    published = True
+    weights_sha256 = "1" * 64
 
     def forward(self, images):
         means = images.double().mean((2, 3)) / 255
@@ -180,8 +191,8 @@ def test_images_in_the_order_of_their_classes_are_said(tmp_path, monkeypatch, ca
     monkeypatch.setattr(
         "moh_vision.evaluation.fidelity.__main__.make_extractor", lambda *_: Colours()
     )
-    for name, place in zip("abc", (0, 30, 60)):
-        write_folder(tmp_path / "set" / name, x[place : place + 30])
+    for name, first in zip("abc", (0, 30, 60)):
+        write_folder(tmp_path / "set" / name, x[first : first + 30])
     assert main([str(tmp_path / "set"), str(tmp_path / "set")]) == 0
     assert f"note: {note}\n" in capsys.readouterr().out
 
@@ -198,8 +209,10 @@ def write_folder(folder, x):
 def test_all_sources_give_the_same_numbers(tmp_path, save, channels):
     """Grey images are scored as RGB; processes share the batches without overlap."""
     given = images(50)[:, :channels]
-    sources, x = sources_of(given, tmp_path, save), given.expand(-1, 3, -1, -1)
-    want, reference = score(x, x, extractor=Tiny(), batch_size=8), x
+    sources = sources_of(given, tmp_path, save)
+    x = given.expand(-1, 3, -1, -1)
+    want = score(x, x, extractor=Tiny(), batch_size=8)
+    reference = x
     for source in (*sources, iter(x.split(8))):
         result = score(source, reference, extractor=Tiny(), batch_size=8)
         assert result | dict(reference_sha256=None) == want
@@ -208,9 +221,8 @@ def test_all_sources_give_the_same_numbers(tmp_path, save, channels):
         seen = {}
         for rank in range(3):
             seen |= {first: batch for first, batch in open_images(source, "x").batches(8, rank, 3)}
-        assert sorted(seen) == [*range(0, 50, 8)] and torch.equal(
-            torch.cat([seen[k] for k in sorted(seen)]), x
-        )
+        assert sorted(seen) == [*range(0, 50, 8)]
+        assert torch.equal(torch.cat([seen[k] for k in sorted(seen)]), x)
 
 
 def adms_file(folder, name="stats", parts=("mu", "sigma"), **arrays):
@@ -225,21 +237,21 @@ def adms_file(folder, name="stats", parts=("mu", "sigma"), **arrays):
 
 def test_adms_reference_files(tmp_path):
     """Archives that are none: tests/reliability/test_malformed_weights.py."""
-    a, b, tiny, both = images(60), images(80, 1), Tiny(), ("mu", "sigma", "mu_s", "sigma_s")
-    want, some = score(a, b, extractor=tiny), score(a, b[:40], extractor=tiny)
-    full = adms_file(tmp_path, "full", both, arr_0=b[:40].permute(0, 2, 3, 1).numpy())
-    full, only = (
-        score(a, file, extractor=tiny) for file in (full, adms_file(tmp_path, "stats", both))
-    )
+    a = images(60)
+    b = images(80, 1)
+    tiny = Tiny()
+    both = ("mu", "sigma", "mu_s", "sigma_s")
+    want = score(a, b, extractor=tiny)
+    some = score(a, b[:40], extractor=tiny)
+    with_images = adms_file(tmp_path, "full", both, arr_0=b[:40].permute(0, 2, 3, 1).numpy())
+    full = score(a, with_images, extractor=tiny)
+    only = score(a, adms_file(tmp_path, "stats", both), extractor=tiny)
     for name in ("fid", "sfid"):
-        assert full[name] == pytest.approx(want[name], rel=1e-5) and only[name] == pytest.approx(
-            want[name], rel=1e-5
-        )
+        assert full[name] == pytest.approx(want[name], rel=1e-5)
+        assert only[name] == pytest.approx(want[name], rel=1e-5)
     assert (full["precision"], full["recall"]) == (some["precision"], some["recall"])
-    assert (
-        only["precision"] is None
-        and "statistics only, no images (arr_0)" in only["missing"]["precision"]
-    )
+    assert only["precision"] is None
+    assert "statistics only, no images (arr_0)" in only["missing"]["precision"]
     assert only["num_reference"] is None and only["inception_score"] == want["inception_score"]
     short = score(a, adms_file(tmp_path, "short"), extractor=tiny)
     assert short["sfid"] is None and "short.npz has none" in short["missing"]["sfid"]
@@ -248,7 +260,8 @@ def test_adms_reference_files(tmp_path):
 
 
 def test_saved_statistics(tmp_path, capsys):
-    a, b = images(60), write_folder(tmp_path / "b", images(50, 1))
+    a = images(60)
+    b = write_folder(tmp_path / "b", images(50, 1))
     file = tmp_path / "b.saved.npz"
     assert main([str(b), "--save-statistics", str(file)]) == 0
     sha = hashlib.sha256(file.read_bytes()).hexdigest()  # a folder has none
@@ -256,9 +269,8 @@ def test_saved_statistics(tmp_path, capsys):
         reference_sha256=sha
     )
     saved = load_statistics(file)
-    assert (saved.count, saved.extractor, saved.weights_sha256) == (50, "tiny", "0" * 64) and str(
-        b
-    ) in saved.source
+    assert saved.count == 50 and str(b) in saved.source
+    assert (saved.extractor, saved.weights_sha256) == ("tiny", "0" * 64)
     other = Tiny()
     other.weights_sha256 = "1" * 64
     refuse(
@@ -315,52 +327,51 @@ def sources_of(x, folder, save=np.savez):
 
 
 def test_grey_images_are_not_compared_with_coloured_ones(tmp_path, capsys):
-    colour, tiny, seen = write_folder(tmp_path / "colour", images(30)), Tiny(), []
+    colour = write_folder(tmp_path / "colour", images(30))
+    tiny = Tiny()
+    seen = []
     tiny.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
     grey_folder, grey_file = sources_of(images(30)[:, :1], tmp_path)
     for grey in (grey_folder, grey_file):
-        for generated, reference in ((grey, colour), (colour, grey)):
-            kinds = ("grey", "in colour") if generated == grey else ("in colour", "grey")
-            with one_line(
-                f"the generated images are {kinds[0]}, those of {reference} {kinds[1]}; convert one"
-            ):
-                score(generated, reference, extractor=tiny, batch_size=8)
+        words = f"the generated images are grey, those of {colour} in colour; convert one"
+        refuse(words, score, grey, colour, extractor=tiny, batch_size=8)
+        words = f"the generated images are in colour, those of {grey} grey; convert one"
+        refuse(words, score, colour, grey, extractor=tiny, batch_size=8)
     assert sum(seen) <= 8  # the number of features is asked for, no more
     statistics = str(tmp_path / "grey.saved.npz")
     assert main([str(grey_folder), "--save-statistics", statistics]) == 0
-    assert (
-        main([str(colour), statistics]) == 2
-        and "the generated images are in colour" in capsys.readouterr().err
-    )
+    assert main([str(colour), statistics]) == 2
+    assert "the generated images are in colour" in capsys.readouterr().err
     assert main([str(grey_file), "digits"]) == 0  # they are grey
-    assert (
-        main([str(colour), "digits"]) == 2
-        and "those of digits, val split grey" in capsys.readouterr().err
-    )
+    assert main([str(colour), "digits"]) == 2
+    assert "those of digits, val split grey" in capsys.readouterr().err
 
 
 def test_images_of_another_size_are_said(tmp_path, capsys):
     """Extractors resize them, so they can be scored; saved statistics know their size too."""
-    small, large = images(40), images(40, 1).repeat_interleave(2, 2)
-    folder, file, statistics = (
-        tmp_path / name for name in ("small", "large.npz", "large.saved.npz")
-    )
-    write_folder(folder, small), np.savez(file, arr_0=large.permute(0, 2, 3, 1).numpy())
+    small = images(40)
+    large = images(40, 1).repeat_interleave(2, 2)
+    folder = write_folder(tmp_path / "small", small)
+    file = tmp_path / "large.npz"
+    np.savez(file, arr_0=large.permute(0, 2, 3, 1).numpy())
+    statistics = tmp_path / "large.saved.npz"
     assert main([str(file), "--save-statistics", str(statistics)]) == 0
     for source, reference, name in (
-        (folder, file, file), (iter([small]), large, "reference"), (small, statistics, f"{statistics} ({file})"),
-    ):  # fmt: skip
+        (folder, file, file),
+        (iter([small]), large, "reference"),
+        (small, statistics, f"{statistics} ({file})"),
+    ):
         notes = score(source, reference, extractor=Tiny())["notes"]
         assert notes == [f"the generated images have 8 x 8 pixels, those of {name} 8 x 16"]
     assert score(large, statistics, extractor=Tiny())["notes"] == []
-    assert (
-        main([str(folder), str(file)]) == 0 and f"note: {notes[0][:60]}" in capsys.readouterr().out
-    )
+    assert main([str(folder), str(file)]) == 0
+    assert f"note: {notes[0][:60]}" in capsys.readouterr().out
 
 
 def test_compression_of_one_set_alone_is_said(tmp_path, capsys):
     """JPEG's blocks are part of every score: of generated images, and of references that are compared with PNG."""
-    x, y = images(40), images(40, 1)
+    x = images(40)
+    y = images(40, 1)
     folders = {name: write_folder(tmp_path / name, x) for name in ("png", "jpeg", "both")}
     for name, count in (("jpeg", 40), ("both", 10)):
         for file in sorted(folders[name].iterdir())[:count]:
@@ -389,23 +400,27 @@ def test_compression_of_one_set_alone_is_said(tmp_path, capsys):
 
 def test_a_rotation_noted_in_exif_is_applied(tmp_path):
     """As in data sets: the folder of a camera's files is what a data set of them is."""
-    x, sizes = torch.cat([images(30), images(30, 1)], 3), {}  # 16 x 8 pixels
+    x = torch.cat([images(30), images(30, 1)], 3)  # 16 x 8 pixels
+    sizes = set()
     folder = tmp_path / "photos"
     folder.mkdir()
     for i, image in enumerate(x.permute(0, 2, 3, 1).numpy()):
-        exif, turned = Image.Exif(), i % 2
-        exif[0x0112] = 6 if turned else 1  # to be turned clockwise
-        raw = Image.fromarray(np.rot90(image) if turned else image)
-        raw.save(folder / f"{i:05}.{('png', 'webp', 'jpg')[i // 2 % 3]}", exif=exif, lossless=True)
-        sizes[raw.size] = True
+        exif = Image.Exif()
+        exif[0x0112] = 1
+        if i % 2:
+            image = np.rot90(image)
+            exif[0x0112] = 6  # to be turned clockwise
+        raw = Image.fromarray(image)
+        suffix = ("png", "webp", "jpg")[i // 2 % 3]
+        raw.save(folder / f"{i:05}.{suffix}", exif=exif, lossless=True)
+        sizes.add(raw.size)
     assert len(sizes) == 2
     seen = torch.cat([batch for _, batch in open_images(folder, "x").batches(8)])
     files = [
         np.asarray(ImageOps.exif_transpose(Image.open(file))) for file in sorted(folder.iterdir())
     ]
-    assert (seen.permute(0, 2, 3, 1).numpy() == np.stack(files)).all() and torch.equal(
-        seen[:4], x[:4]
-    )
+    assert (seen.permute(0, 2, 3, 1).numpy() == np.stack(files)).all()
+    assert torch.equal(seen[:4], x[:4])
     Image.fromarray(x[0].permute(1, 2, 0).numpy()).save(folder / "9.png", exif=exif)
     refuse("9.png has 8 x 16 pixels, 00000.png has 16 x 8", lambda: open_images(folder, "x"))
 
@@ -422,11 +437,11 @@ def test_images_in_the_folders_of_a_folder(tmp_path):
     """They are read at any depth, beside those of the folder itself."""
     for name, part in dict(cat=images(20), dog=images(20, 1)).items():
         write_folder(tmp_path / "both" / name, part)
-    together, one = torch.cat([images(20), images(20, 1)]), images(30, 2)
-    how = dict(extractor=Tiny(), batch_size=8)
-    assert score(one, tmp_path / "both", **how)["fid"] == pytest.approx(
-        score(one, together, **how)["fid"], rel=1e-9
-    )
+    together = torch.cat([images(20), images(20, 1)])
+    generated = images(30, 2)
+    options = dict(extractor=Tiny(), batch_size=8)
+    found = score(generated, tmp_path / "both", **options)["fid"]
+    assert found == pytest.approx(score(generated, together, **options)["fid"], rel=1e-9)
     next((tmp_path / "both" / "cat").iterdir()).rename(tmp_path / "both" / "one.png")
     assert open_images(tmp_path / "both", "x").count == 40
     (tmp_path / "empty" / "deeper").mkdir(parents=True)
@@ -436,21 +451,29 @@ def test_images_in_the_folders_of_a_folder(tmp_path):
     )
 
 
-test_bad_sources = each_refused(
-    lambda source: score(source, images(30), extractor=Tiny()),
-    (
-        torch.zeros(4, 3, 8, 8),
-        "generated: batch 0 is torch.float32 .4, 3, 8, 8.; expected a uint8 tensor",
-    ),
-    (torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "expected a uint8 tensor"),
-    (
-        iter([images(4), images(4)[..., :7, :7]]),
-        "batch 1 has images of .7, 7., the first of .8, 8.",
-    ),
-    (iter([]), "generated: no images"),
-    ("nowhere", "nowhere: no such folder or .npz file"),
-    kind=(ValueError, FileNotFoundError),
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        pytest.param(
+            torch.zeros(4, 3, 8, 8),
+            "generated: batch 0 is torch.float32 .4, 3, 8, 8.; expected a uint8 tensor",
+            id="float32",
+        ),
+        pytest.param(
+            torch.zeros(4, 1, 8, 8, dtype=torch.uint8), "expected a uint8 tensor", id="one channel"
+        ),
+        pytest.param(
+            iter([images(4), images(4)[..., :7, :7]]),
+            "batch 1 has images of .7, 7., the first of .8, 8.",
+            id="two sizes",
+        ),
+        pytest.param(iter([]), "generated: no images", id="nothing"),
+        pytest.param("nowhere", "nowhere: no such folder or .npz file", id="no such folder"),
+    ],
 )
+def test_bad_sources(source, words):
+    expected = (ValueError, FileNotFoundError)
+    refuse(words, score, source, images(30), extractor=Tiny(), error=expected)
 
 
 def test_features_that_are_not_finite_are_named():
@@ -467,16 +490,16 @@ def test_features_that_are_not_finite_are_named():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    a, b = write_folder(tmp_path / "a", images(60)), write_folder(tmp_path / "b", images(60, 1))
+    a = write_folder(tmp_path / "a", images(60))
+    b = write_folder(tmp_path / "b", images(60, 1))
     monkeypatch.setattr("moh_vision.common.progress.LINE_EVERY", 0)
     out = tmp_path / "scores.json"
     assert main([str(a), str(b), "--out", str(out), "--batch-size", "16"]) == 0
-    text, result = capsys.readouterr().out, json.loads(out.read_text())
+    text = capsys.readouterr().out
+    result = json.loads(out.read_text())
     want = score(images(60), images(60, 1), extractor=Tiny(), batch_size=16)
-    assert (
-        "generated: 16 of 60 images, " in text
-        and "reference: 60 of 60 images, 00:00 left\n" in text
-    )
+    assert "generated: 16 of 60 images, " in text
+    assert "reference: 60 of 60 images, 00:00 left\n" in text
     assert f"{want['fid']:.4f}" in text and "FID " in text and "60 images" in text
     assert {k: result[k] for k in want} == want and result["generated"] == str(a)
     for argv, words in (
@@ -509,36 +532,32 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys):
     """As sample.py --score reads them; the train split as GENERATED and the val split as REFERENCE unless it is told."""
-    wide, crops = torch.randint(0, 256, (80, 8, 12, 3), dtype=torch.uint8), {}
+    wide = torch.randint(0, 256, (80, 8, 12, 3), dtype=torch.uint8)
+    crops = {}
     for split, part in zip(("train", "val"), wide.split(40)):
         write_folder(tmp_path / "data" / split / "cat", part.permute(0, 3, 1, 2))
         crops[split] = part[:, :, 2:10].permute(0, 3, 1, 2)
-    data, folder, out = (
-        str(tmp_path / "data"),
-        str(write_folder(tmp_path / "a", images(60))),
-        tmp_path / "s.json",
+    data = str(tmp_path / "data")
+    folder = str(write_folder(tmp_path / "a", images(60)))
+    of_train = f"{data}, train split"
+    cases = (
+        ([data, folder], of_train, (crops["train"], images(60))),
+        ([folder, data], folder, (images(60), crops["val"])),
+        ([folder, data, "--reference-split", "train"], folder, (images(60), crops["train"])),
+        ([data, data, "--size", "8"], of_train, (crops["train"], crops["val"])),
     )
-    for number, (argv, pair) in enumerate({
-        (data, folder): (crops["train"], images(60)),
-        (folder, data): (images(60), crops["val"]),
-        (folder, data, "--reference-split", "train"): (images(60), crops["train"]),
-        (data, data, "--size", "8"): (crops["train"], crops["val"]),
-    }.items()):  # fmt: skip
+    for number, (argv, generated, pair) in enumerate(cases):
         out = tmp_path / f"{number}.json"
         assert main([*argv, "--out", str(out), "--batch-size", "16"]) == 0
-        want, result = score(*pair, extractor=Tiny(), batch_size=16), json.loads(out.read_text())
+        want = score(*pair, extractor=Tiny(), batch_size=16)
+        result = json.loads(out.read_text())
         assert {k: result[k] for k in want} == want
-        assert result["generated"] == (f"{data}, train split" if argv[0] == data else folder)
-    assert (
-        f"40 images of {data}, train split against 40 of {data}, val split"
-        in capsys.readouterr().out
-    )
+        assert result["generated"] == generated
+    said = capsys.readouterr().out
+    assert f"40 images of {data}, train split against 40 of {data}, val split" in said
     statistics = str(tmp_path / "s.npz")
-    assert (
-        main([data, "--save-statistics", statistics, "--size", "8"])
-        == 0
-        == main([folder, statistics])
-    )
+    assert main([data, "--save-statistics", statistics, "--size", "8"]) == 0
+    assert main([folder, statistics]) == 0
     for argv, words in (
         (
             [data, data],
@@ -554,7 +573,12 @@ def test_data_sets_are_cropped_to_the_size_of_the_other_images(tmp_path, capsys)
             f"REFERENCE {folder} is no data set, so a split (val) has no",
         ),
     ):
-        assert main(argv) == 2 and words in capsys.readouterr().err
+        assert main(argv) == 2
+        assert words in capsys.readouterr().err
+
+
+def raise_key_error(images):
+    raise KeyError("sizes")
 
 
 def score_on_a_rank(rank, folder):
@@ -570,7 +594,7 @@ def score_on_a_rank(rank, folder):
     for name in ("forward", "to"):
         broken = Tiny()
         if rank == 1:
-            setattr(broken, name, lambda x: (_ for _ in ()).throw(KeyError("sizes")))
+            setattr(broken, name, raise_key_error)
         try:  # one process fails; the other learns of it instead of waiting
             score(iter([images(40)]), images(40), extractor=broken, batch_size=8)
         except RuntimeError as error:
@@ -580,16 +604,17 @@ def score_on_a_rank(rank, folder):
 
 
 def test_two_processes_give_the_result_of_one(tmp_path):
-    write_folder(tmp_path / "a", images(61)), write_folder(tmp_path / "b", images(50, 1))
+    write_folder(tmp_path / "a", images(61))
+    write_folder(tmp_path / "b", images(50, 1))
     on_two_ranks(score_on_a_rank, tmp_path)
     want = score(tmp_path / "a", tmp_path / "b", extractor=Tiny(), batch_size=8)
     for rank in range(2):
         got = json.loads((tmp_path / f"{rank}.json").read_text())
         assert got.keys() == want.keys()
         for name, value in want.items():
-            assert got[name] == (
-                pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
-            ), name
+            if isinstance(value, float):
+                value = pytest.approx(value, rel=1e-6)
+            assert got[name] == value, name
         assert "5 reference images for 12 features" in (tmp_path / f"{rank}.txt").read_text()
         for name in ("forward", "to"):
             assert (tmp_path / f"{rank}.{name}").read_text() == "KeyError: 'sizes'"

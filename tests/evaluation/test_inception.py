@@ -15,7 +15,7 @@ from moh_vision.evaluation.fidelity import Inception, TimmExtractor, make_extrac
 from moh_vision.evaluation.fidelity.__main__ import main as command
 from moh_vision.evaluation.fidelity.extractors import PUBLISHED
 from tests.support.benchmarks import benchmark
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +35,17 @@ def images(n, seed=0):
 
 
 def test_one_pass_gives_all_features(weights):
-    inception, x = Inception(weights), images(3)
+    inception = Inception(weights)
     seen = {}
-    inception.network.Mixed_6d.branch1x1.conv.register_forward_hook(
-        lambda m, i, o: seen.update(conv=o)
-    )
-    out = inception(x)
-    assert (
-        out.pooled.shape == (3, 2048)
-        and out.spatial.shape == (3, 2023)
-        and out.logits.shape == (3, 1008)
-    )
+
+    def keep(module, arguments, output):
+        seen["conv"] = output
+
+    inception.network.Mixed_6d.branch1x1.conv.register_forward_hook(keep)
+    out = inception(images(3))
+    assert out.pooled.shape == (3, 2048)
+    assert out.spatial.shape == (3, 2023)
+    assert out.logits.shape == (3, 1008)
     torch.testing.assert_close(
         out.logits, out.pooled @ inception.network.fc.weight.T
     )  # without the bias
@@ -64,17 +64,14 @@ def test_one_pass_gives_all_features(weights):
 
 
 def test_weights_that_cannot_be_used(weights, tmp_path):
-    file, words = (
-        tmp_path / "w.pth",
-        "w.pth: not the weights of Inception in torch-fidelity's layout",
-    )
-    refuse("w.pth: no such file", Inception, file, kind=FileNotFoundError)
+    file = tmp_path / "w.pth"
+    refuse("w.pth: no such file", Inception, file, error=FileNotFoundError)
+    words = "w.pth: not the weights of Inception in torch-fidelity's layout"
     file.write_bytes(weights.read_bytes()[:1000])
     refuse(words, Inception, file)
-    for content in (
-        nn.Linear(2, 2).state_dict(),
-        {"x": tmp_path},
-    ):  # a path is an object that unpickling would build
+    of_another_network = nn.Linear(2, 2).state_dict()
+    with_an_object = {"x": tmp_path}  # unpickling would build a path
+    for content in (of_another_network, with_an_object):
         torch.save(content, file)
         refuse(words, Inception, file)
 
@@ -85,14 +82,18 @@ def test_weights_that_cannot_be_fetched_say_where_to_put_them(tmp_path, monkeypa
         torch.hub, "download_url_to_file", mock.Mock(side_effect=OSError("no network"))
     )
     words = f"{PUBLISHED}, are neither at {tmp_path}.*no network.*--inception-weights FILE.*--extractor RUN"
-    refuse(words, make_extractor, "inception", kind=FileNotFoundError)
+    refuse(words, make_extractor, "inception", error=FileNotFoundError)
 
 
-test_unknown_extractors = each_refused(
-    make_extractor,
-    ("inceptoin", "is not inception, timm:NAME"),
-    ("timm:resnet51x", "timm has no model"),
+@pytest.mark.parametrize(
+    "extractor, words",
+    [
+        pytest.param("inceptoin", "is not inception, timm:NAME", id="misspelt"),
+        pytest.param("timm:resnet51x", "timm has no model", id="a model that timm lacks"),
+    ],
 )
+def test_unknown_extractors(extractor, words):
+    refuse(words, make_extractor, extractor)
 
 
 def test_a_timm_model_is_named():
@@ -100,16 +101,15 @@ def test_a_timm_model_is_named():
     result = score(
         images(20), images(20, 1), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
     )
-    assert (
-        result["label"] == "FD-resnet10t@20"
-        and result["fd"] > 0
-        and len(result["weights_sha256"]) == 64
-    )
+    assert result["label"] == "FD-resnet10t@20"
+    assert result["fd"] > 0
+    assert len(result["weights_sha256"]) == 64
     again = score(
         images(20), images(20), extractor=TimmExtractor(model, "resnet10t"), allow_biased=True
     )
     assert abs(again["fd"]) < 1e-3
-    network, x = TimmExtractor(model, "x"), images(20)
+    network = TimmExtractor(model, "x")
+    x = images(20)
     resized = nn.functional.interpolate(
         x / 255, network.size, mode=network.interpolation, antialias=True
     ).clamp(0, 1)
@@ -122,14 +122,15 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
     """With the preprocessing in its config.json, at its own size or at another; statistics of one are not the other's."""
     sizes = dict(img_size=32, patch_size=8, embed_dim=16, depth=1, num_heads=2, num_classes=0)
     model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
-    own = dict(
+    preprocessing = dict(
         mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bilinear", input_size=(3, 32, 32)
     )
-    folder, file = tmp_path / "vit", tmp_path / "b.saved.npz"
-    model.pretrained_cfg = {**model.pretrained_cfg, **own}
+    folder = tmp_path / "vit"
+    file = tmp_path / "b.saved.npz"
+    model.pretrained_cfg = {**model.pretrained_cfg, **preprocessing}
     timm.models.save_for_hf(model, folder, model_args=sizes, safe_serialization=True)
     x = images(30)[:, :, :24, :24]
-    mean, std = (torch.tensor(own[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
+    mean, std = (torch.tensor(preprocessing[name]).view(1, 3, 1, 1) for name in ("mean", "std"))
     network = make_extractor(f"timm:local-dir:{folder}")
     resized = nn.functional.interpolate(x / 255, (32, 32), mode="bilinear", antialias=True)
     with torch.no_grad():
@@ -137,21 +138,18 @@ def test_a_folder_of_timms_is_an_extractor(tmp_path, capsys):
     assert network.name == f"vit_tiny_patch16_224 of {folder}"
     for name, seed in (("a", 1), ("b", 2)):
         np.savez(tmp_path / f"{name}.npz", arr_0=images(30, seed).permute(0, 2, 3, 1).numpy())
-    large = ["--extractor", f"timm:local-dir:{folder}@64"]
-    assert command([str(tmp_path / "b.npz"), "--save-statistics", str(file), *large]) == 0
-    assert (
-        command([str(tmp_path / "a.npz"), str(file), *large, "--out", str(tmp_path / "s.json")])
-        == 0
+    saved, generated, scores_file = (
+        str(path) for path in (file, tmp_path / "a.npz", tmp_path / "s.json")
     )
+    small = ["--extractor", f"timm:local-dir:{folder}"]
+    large = ["--extractor", f"timm:local-dir:{folder}@64"]
+    assert command([str(tmp_path / "b.npz"), "--save-statistics", saved, *large]) == 0
+    assert command([generated, saved, *large, "--out", scores_file]) == 0
     scores = json.loads((tmp_path / "s.json").read_text())
     assert scores["label"] == f"FD-vit_tiny_patch16_224 of {folder}@64" and scores["fd"] > 0
-    assert (
-        scores["versions"]["torch"] == torch.__version__.split("+")[0]
-        and "torch-fidelity" in scores["versions"]
-    )
-    assert (
-        command([str(tmp_path / "a.npz"), str(file), *large[:1], large[1].removesuffix("@64")]) == 2
-    )
+    assert scores["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert "torch-fidelity" in scores["versions"]
+    assert command([generated, saved, *small]) == 2
     assert f"was made by vit_tiny_patch16_224 of {folder}@64" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"torn")
     refuse(
@@ -177,14 +175,29 @@ def test_the_numbers_are_torch_fidelitys(weights, tmp_path):
         for i, image in enumerate(images(30, seed)):
             Image.fromarray(image.permute(1, 2, 0).numpy()).save(tmp_path / name / f"{i:03}.png")
     theirs = calculate_metrics(
-        input1=str(tmp_path / "a"), input2=str(tmp_path / "b"), cuda=False, fid=True, isc=True, kid=True, prc=True,
-        feature_extractor="inception-v3-compat", feature_extractor_weights_path=str(weights), samples_shuffle=False,
-        isc_splits=1, kid_subset_size=30, verbose=False, cache=False,
-    )  # fmt: skip
+        input1=str(tmp_path / "a"),
+        input2=str(tmp_path / "b"),
+        cuda=False,
+        fid=True,
+        isc=True,
+        kid=True,
+        prc=True,
+        feature_extractor="inception-v3-compat",
+        feature_extractor_weights_path=str(weights),
+        samples_shuffle=False,
+        isc_splits=1,
+        kid_subset_size=30,
+        verbose=False,
+        cache=False,
+    )
     ours = score(tmp_path / "a", tmp_path / "b", inception_weights=weights, allow_biased=True)
-    for name, key in (
-        ("fd", "frechet_inception_distance"), ("class_score", "inception_score_mean"), ("precision", "precision"),
-        ("recall", "recall"), ("kernel_distance", "kernel_inception_distance_mean"),
-    ):  # fmt: skip
+    their_names = dict(
+        fd="frechet_inception_distance",
+        class_score="inception_score_mean",
+        precision="precision",
+        recall="recall",
+        kernel_distance="kernel_inception_distance_mean",
+    )
+    for name, key in their_names.items():
         assert ours[name] == pytest.approx(theirs[key], rel=1e-4, abs=1e-4), name
     assert np.isfinite(ours["spatial_fd"]) and ours["label"].endswith("@30")

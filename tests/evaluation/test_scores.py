@@ -9,17 +9,22 @@ from moh_vision.evaluation.fidelity.metrics import frechet_distance
 
 
 def test_accuracy_counts_every_sample_once_over_ranks():
-    logits, labels, sums = torch.randn(23, 7), torch.randint(0, 7, (23,)), []
+    logits = torch.randn(23, 7)
+    labels = torch.randint(0, 7, (23,))
+    sums = []
 
     def predict(images, asked):
         return logits[images], asked
 
+    def kept(rank_sums):
+        sums.append(rank_sums)
+        return rank_sums
+
     for rank in range(3):
-        batches = [
-            dict(images=own, labels=labels[own]) for own in torch.arange(rank, 23, 3).split(4)
-        ]
-        evaluate(predict, batches, "cpu", lambda own: sums.append(own) or own)
-    scores = evaluate(predict, [], "cpu", lambda own: sum(sums))
+        parts = torch.arange(rank, 23, 3).split(4)
+        batches = [dict(images=part, labels=labels[part]) for part in parts]
+        evaluate(predict, batches, "cpu", kept)
+    scores = evaluate(predict, [], "cpu", lambda _: sum(sums))
     hits = logits.topk(5).indices == labels[:, None]
     top1, top5 = (100 * hits[:, :k].any(1).double().mean().item() for k in (1, 5))
     loss = torch.nn.functional.cross_entropy(logits, labels).item()
@@ -29,9 +34,10 @@ def test_accuracy_counts_every_sample_once_over_ranks():
 @pytest.mark.parametrize("classes, shown", [(5, False), (6, True)])
 def test_top_5_of_five_classes_is_not_told(classes, shown):
     """It is 100 % whatever the model does."""
-    logits, labels = torch.randn(20, classes), torch.randint(0, classes, (20,))
+    logits = torch.randn(20, classes)
+    labels = torch.randint(0, classes, (20,))
     batches = [dict(images=logits, labels=labels)]
-    scores = evaluate(lambda *both: both, batches, "cpu", lambda own: own)
+    scores = evaluate(lambda *both: both, batches, "cpu", lambda sums: sums)
     assert ("top5" in scores) == shown
     line = summary(dict(scores, unreadable=0, images_per_s=1.0, peak_memory_mib=1))
     assert ("top-5" in line) == shown and f"top-1 {scores['top1']:.2f} %" in line
@@ -57,23 +63,23 @@ def test_score_with_classifier():
         x[torch.arange(len(labels)), labels] += 2
         return x
 
-    labels, asked = torch.arange(300) % 3, torch.arange(300) % 3
+    labels = torch.arange(300) % 3
+    asked = torch.arange(300) % 3
     asked[:30] = (asked[:30] + 1) % 3
     reference = [dict(images=images(part), labels=part) for part in labels.split(100)]
     fake = images(labels)
     batches = [dict(images=x, labels=y) for x, y in zip(fake.split(70), asked.split(70))]
     scores = score_with_classifier(Brightest(), iter(batches), iter(reference), "cpu")
-    assert (scores["recognised"], scores["recognised_real"]) == (pytest.approx(0.9), 1.0)
+    assert scores["recognised"] == pytest.approx(0.9)
+    assert scores["recognised_real"] == 1.0
     features = (
         x.mean((2, 3)).double() for x in (fake, torch.cat([b["images"] for b in reference]))
     )
     want = frechet_distance(*(moment for x in features for moment in (x.mean(0), x.T.cov())))
     assert scores["frechet_distance"] == pytest.approx(want) and 0 < want < 0.01
-    assert (scores["num_generated"], scores["num_reference"], scores["num_features"]) == (
-        300,
-        300,
-        3,
-    )
+    assert scores["num_generated"] == 300
+    assert scores["num_reference"] == 300
+    assert scores["num_features"] == 3
     few = [dict(images=fake[:3], labels=asked[:3])]
     assert score_with_classifier(Brightest(), few, reference, "cpu")["frechet_distance"] is None
 

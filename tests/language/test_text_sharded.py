@@ -27,11 +27,11 @@ MT = WIDTH + (
 )
 
 
-def arguments(kind, data, run, steps, *more):
+def arguments(settings, data, run, steps, *more):
     common = (
         f"--log-every 1 --optim.lr 3e-3 --optim.warmup_steps 5 --max-steps {steps} --output {run}"
     )
-    return [*kind.split(), *common.split(), "--data.root", str(data), *map(str, more)]
+    return [*settings.split(), *common.split(), "--data.root", str(data), *map(str, more)]
 
 
 def sharded(folder, argv, policy="no_wrap"):
@@ -83,7 +83,8 @@ def test_layers_gathered_one_by_one(precision, tmp_path):
     """configs/accelerate/fsdp2_layers.yaml: the weights and the balance loss of a model that is gathered as a whole."""
     data = write_plain(tmp_path / "plain", val=37)
     options = ["--balance_weight", 0.1, "--mixed-precision", precision]
-    runs, units = {}, {"no_wrap": 1, "transformer_based_wrap": 3}  # the task; and its two layers
+    runs = {}
+    units = {"no_wrap": 1, "transformer_based_wrap": 3}  # the task; and its two layers
     for policy, count in units.items():
         sharded(tmp_path, arguments(CLM, data, tmp_path / policy, 5, *options), policy)
         assert (tmp_path / "units").read_text() == str(count)
@@ -91,7 +92,7 @@ def test_layers_gathered_one_by_one(precision, tmp_path):
             load_file(tmp_path / policy / "model.safetensors"),
             logged(tmp_path / policy),
         )
-    (whole, looks), (layers, others) = runs.values()
+    (whole, looks), (layers, looks_by_layers) = runs.values()
     assert whole.keys() == layers.keys()
     near = 1e-4 if precision == "no" else 2e-2
     for name, tensor in whole.items():
@@ -100,7 +101,7 @@ def test_layers_gathered_one_by_one(precision, tmp_path):
         ):  # in 16 bits the sign of a gradient of nearly nothing is chance
             torch.testing.assert_close(layers[name], tensor, rtol=near, atol=near / 10)
     assert len(looks) == 5
-    for one, two in zip(looks, others, strict=True):
+    for one, two in zip(looks, looks_by_layers, strict=True):
         assert all(
             one[key] == pytest.approx(two[key], rel=near)
             for key in ("nll", "balance_loss", "grad_norm")

@@ -42,7 +42,7 @@ SIZES = dict(
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def texts(tmp_path_factory):
     """plain/: text; ids/: the same as ids; old/, new/: tokenizers of 13 and 20 tokens; llama/: a model of the old one."""
     folder = tmp_path_factory.mktemp("clm")
     write_plain(folder / "plain")
@@ -73,11 +73,11 @@ def refused(run, capsys, *more):
     return error
 
 
-def test_the_two_stages(place, tmp_path, capsys):
+def test_the_two_stages(texts, tmp_path, capsys):
     """A dense LLaMA grows its vocabulary and learns; then it gets routed heads and learns on."""
     for name in ("plain", "ids"):
-        (tmp_path / name).symlink_to(place / name)
-    (tmp_path / "val.txt").write_text((place / "plain" / "valid.txt").read_text())
+        (tmp_path / name).symlink_to(texts / name)
+    (tmp_path / "val.txt").write_text((texts / "plain" / "valid.txt").read_text())
     sources = [dict(root="plain", weight=1), dict(root="ids", weight=3)]
     data = [
         "--data.root",
@@ -85,12 +85,12 @@ def test_the_two_stages(place, tmp_path, capsys):
         "--data.mixture",
         json.dumps(sources),
         "--data.tokenizer",
-        place / "new",
+        texts / "new",
         *CLM,
     ]
     first = tmp_path / "one"
     lines = train(
-        first, 20, *data, "--model.pretrained", place / "llama", "--optim.accumulation", 2
+        first, 20, *data, "--model.pretrained", texts / "llama", "--optim.accumulation", 2
     )
     out = capsys.readouterr().out
     assert (
@@ -104,10 +104,8 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert validation["loss"] < 0.8 * steps[0]["nll"] and validation["word_perplexity"] > 1
 
     # The folder is one of transformers.
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(first),
-        AutoTokenizer.from_pretrained(first),
-    )
+    model = AutoModelForCausalLM.from_pretrained(first)
+    tokenizer = AutoTokenizer.from_pretrained(first)
     assert (
         model.config.vocab_size == 20
         and model.config.moh is None
@@ -150,12 +148,12 @@ def test_the_two_stages(place, tmp_path, capsys):
     assert "routed heads already" in refused(tmp_path / "three", capsys, *data, *again)
 
 
-def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
+def test_pretrained_brings_its_tokenizer(texts, tmp_path, capsys):
     """A new vocabulary would number other tokens than the model has learnt."""
     llama = tmp_path / "llama"
-    shutil.copytree(place / "llama", llama)
-    shutil.copy(place / "old" / "tokenizer.json", llama)
-    train(tmp_path / "run", 1, "--data.root", place / "plain", *CLM, "--model.pretrained", llama)
+    shutil.copytree(texts / "llama", llama)
+    shutil.copy(texts / "old" / "tokenizer.json", llama)
+    train(tmp_path / "run", 1, "--data.root", texts / "plain", *CLM, "--model.pretrained", llama)
     assert (tmp_path / "run" / "tokenizer.json").read_bytes() == (
         llama / "tokenizer.json"
     ).read_bytes()
@@ -163,13 +161,13 @@ def test_pretrained_brings_its_tokenizer(place, tmp_path, capsys):
     # Another may add tokens, not move them.
     options = [
         "--data.root",
-        place / "plain",
+        texts / "plain",
         *CLM,
         "--model.pretrained",
         llama,
         "--data.tokenizer",
     ]
-    train(tmp_path / "grown", 1, *options, place / "new")
+    train(tmp_path / "grown", 1, *options, texts / "new")
     other = words(tmp_path / "other", ENGLISH[::-1])
     error = refused(tmp_path / "moved", capsys, *options, other)
     assert f"token 3 is {ENGLISH[-1]!r}" in error and f"tokenizer.json {ENGLISH[0]!r}" in error
@@ -198,7 +196,7 @@ def chat_folder(folder, extra=("<|user|>", "<|end|>")):
 
 
 @pytest.mark.parametrize("form", ["one file", "files of transformers 4"])
-def test_what_a_foreign_tokenizer_and_model_say_is_carried_over(place, tmp_path, form):
+def test_what_a_foreign_tokenizer_and_model_say_is_carried_over(texts, tmp_path, form):
     """Of a chat model its template, left padding, length, extra special tokens and end tokens, in every folder."""
     llama = chat_folder(tmp_path / "llama")
     if form == "files of transformers 4":
@@ -211,7 +209,7 @@ def test_what_a_foreign_tokenizer_and_model_say_is_carried_over(place, tmp_path,
         (llama / "tokenizer_config.json").write_text(json.dumps(companion))
         (llama / "special_tokens_map.json").write_text(json.dumps(special))
     run = tmp_path / "run"
-    data = ["--data.root", place / "plain", "--keep-weights-every", 1]
+    data = ["--data.root", texts / "plain", "--keep-weights-every", 1]
     train(run, 1, *data, *CLM, "--model.pretrained", llama)
     train(tmp_path / "next", 1, *data, *CLM, "--model.pretrained", run)
     assert command(["publish", str(run), "--output", str(tmp_path / "out")]) == 0
@@ -235,19 +233,19 @@ def test_what_a_foreign_tokenizer_and_model_say_is_carried_over(place, tmp_path,
         assert model.generation_config.temperature == 0.6
 
 
-def test_ids_and_rows_to_spare(place, tmp_path, capsys):
+def test_ids_and_rows_to_spare(texts, tmp_path, capsys):
     """Such a run is resumed too, with the same ids."""
-    shutil.copytree(place / "ids", tmp_path / "ids")
+    shutil.copytree(texts / "ids", tmp_path / "ids")
     options = [
         "--data.root",
         tmp_path / "ids",
         "--data.tokenizer",
-        place / "new",
+        texts / "new",
         "--data.vocab_size",
         24,
         *CLM,
     ]
-    options += ["--model.pretrained", place / "llama"]
+    options += ["--model.pretrained", texts / "llama"]
     train(tmp_path / "whole", 4, *options)
     train(tmp_path / "run", 2, *options)
     train(tmp_path / "run", 4, *options)
@@ -256,7 +254,7 @@ def test_ids_and_rows_to_spare(place, tmp_path, capsys):
     assert about["vocab_size"] == 24 and about["eos_token_id"] == 2
     opened = moh_vision.open_run(tmp_path / "run")
     assert opened.scores()["loss"] == pytest.approx(results(tmp_path / "run")["validation"]["loss"])
-    rewritten = ["tokenise", str(place / "plain" / "valid.txt"), "--tokenizer", str(place / "new")]
+    rewritten = ["tokenise", str(texts / "plain" / "valid.txt"), "--tokenizer", str(texts / "new")]
     shutil.rmtree(tmp_path / "ids" / "train-00000")
     assert command([*rewritten, "--out", str(tmp_path / "ids")]) == 0
     argv = [*FAST.split(), "--max-steps", 6, "--output", tmp_path / "run", *options]
@@ -265,11 +263,11 @@ def test_ids_and_rows_to_spare(place, tmp_path, capsys):
     )
 
 
-def test_from_scratch(place, tmp_path):
+def test_from_scratch(texts, tmp_path):
     """Its own byte pairs, trained on all the text there is."""
     options = [
         "--data.root",
-        place / "plain",
+        texts / "plain",
         "--data.merges",
         30,
         "--model.name",
@@ -284,7 +282,7 @@ def test_from_scratch(place, tmp_path):
     steps = [e for e in train(tmp_path / "run", 12, *options) if "loss" in e]
     assert steps[-1]["nll"] < 0.9 * steps[0]["nll"] and steps[-1]["balance_loss"] > 0
     model, tokenizer = (
-        kind.from_pretrained(tmp_path / "run") for kind in (AutoModelForCausalLM, AutoTokenizer)
+        loader.from_pretrained(tmp_path / "run") for loader in (AutoModelForCausalLM, AutoTokenizer)
     )
     assert model.config.vocab_size == len(tokenizer) and (
         tokenizer.eos_token,
@@ -315,19 +313,19 @@ def test_from_scratch(place, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "folder")
     assert tokenizer.padding_side == "left"
     assert tokenizer.model_max_length == model.config.max_position_embeddings
-    texts = ["one two three four five", "seven"]
-    batch = tokenizer(texts, return_tensors="pt", padding=True)
+    sentences = ["one two three four five", "seven"]
+    batch = tokenizer(sentences, return_tensors="pt", padding=True)
     assert batch.attention_mask[1, 0] == 0
     told = dict(max_new_tokens=3, min_new_tokens=3, do_sample=False)
     together = model.generate(**batch, **told)[:, -3:]
-    for text, row in zip(texts, together):
+    for text, row in zip(sentences, together):
         alone = model.generate(**tokenizer(text, return_tensors="pt"), **told)
         assert alone[0, -3:].tolist() == row.tolist()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
     assert tokenizer.padding_side == "left"
 
     # The perplexity of one text, which needs no training split: as token by token, each behind what its window holds.
-    lines = (place / "plain" / "valid.txt").read_text().splitlines()[:6]
+    lines = (texts / "plain" / "valid.txt").read_text().splitlines()[:6]
     (tmp_path / "val.txt").write_text("\n".join(lines))
     one = [
         "--data.root",
@@ -340,7 +338,8 @@ def test_from_scratch(place, tmp_path):
     ]
     train(tmp_path / "scored", 0, *one, "--data.context", 12)  # windows of 16, 4 apart
     ids = torch.tensor([2, *(i for line in lines for i in (*tokenizer(line)["input_ids"], 2))])
-    nats, last = [], len(ids) - 1
+    nats = []
+    last = len(ids) - 1
     for t in range(1, len(ids)):
         end = min(last, 16 + 4 * max(0, math.ceil((t - 16) / 4)))
         with torch.no_grad():
@@ -352,14 +351,16 @@ def test_from_scratch(place, tmp_path):
     assert scores["word_perplexity"] == pytest.approx(math.exp(sum(nats) / words), rel=1e-4)
 
 
-def test_mistakes(place, tmp_path, capsys):
-    llama, config, broken = place / "llama", place / "llama" / "config.json", tmp_path / "broken"
+def test_mistakes(texts, tmp_path, capsys):
+    llama = texts / "llama"
+    config = llama / "config.json"
+    broken = tmp_path / "broken"
     shutil.copytree(llama, broken)
     (broken / "model.safetensors").write_bytes(
         (broken / "model.safetensors").read_bytes()[:5000]
     )  # cut off
-    ids = ["--data.root", place / "ids"]
-    sized = [*ids, "--data.tokenizer", place / "new"]
+    ids = ["--data.root", texts / "ids"]
+    sized = [*ids, "--data.tokenizer", texts / "new"]
     taken = [*CLM, *sized, "--model.pretrained", llama]
     for told, *options in (
         (
@@ -371,7 +372,7 @@ def test_mistakes(place, tmp_path, capsys):
         ),
         ("not clm_moh_small_75", "--model.name", "clm_moh_small_75", "--model.pretrained", llama),
         ("needs model.pretrained", *CLM, "--model.convert.head_budget", 0.5),
-        ("model_type", *CLM, *sized, "--model.pretrained", place / "plain"),
+        ("model_type", *CLM, *sized, "--model.pretrained", texts / "plain"),
         ("model.convert: there is no 'head_budge'", *taken, "--model.convert.head_budge", 0.5),
         ("model.convert: router 'moa'", *taken, "--model.convert.router", "moa"),
         ("model.kwargs", *taken, "--model.kwargs.hidden_size", 8),
@@ -410,16 +411,16 @@ def test_mistakes(place, tmp_path, capsys):
         assert told in refused(tmp_path / "run", capsys, *options)
 
 
-def test_dry_run(place, tmp_path, capsys):
-    data = ["--data.root", place / "ids", "--data.tokenizer", place / "new"]
-    argv = [*HALVED, *data, "--model.pretrained", place / "llama", "--dry-run"]
+def test_dry_run(texts, tmp_path, capsys):
+    data = ["--data.root", texts / "ids", "--data.tokenizer", texts / "new"]
+    argv = [*HALVED, *data, "--model.pretrained", texts / "llama", "--dry-run"]
     train_text.main([*FAST.split(), "--output", str(tmp_path / "run"), *map(str, argv)])
     assert "active heads: 4 of 8" in capsys.readouterr().out and not (tmp_path / "run").exists()
 
 
-def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
+def test_a_bad_id_in_the_middle_ends_the_run(texts, tmp_path):
     """In one line, from a process of the loader, which must not be waited for."""
-    shutil.copytree(place / "ids", tmp_path / "ids")
+    shutil.copytree(texts / "ids", tmp_path / "ids")
     file = tmp_path / "ids" / "train-00000" / "ids.bin"
     ids = np.fromfile(file, "<u2")
     ids[len(ids) // 2] = 77
@@ -427,9 +428,9 @@ def test_a_bad_id_in_the_middle_ends_the_run(place, tmp_path):
     meta = file.with_name("meta.json")  # of a writer with that fault: damage is found before step 0
     written = dict(json.loads(meta.read_text()), sha256=sha256_of(file, file.with_name("ends.npy")))
     meta.write_text(json.dumps(written))
-    argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", place / "new", *CLM]
+    argv = [*FAST.split(), "--data.root", tmp_path / "ids", "--data.tokenizer", texts / "new", *CLM]
     argv += ["--data.workers", 1, "--max-steps", 900]
-    argv += ["--model.pretrained", place / "llama", "--output", tmp_path / "run"]
+    argv += ["--model.pretrained", texts / "llama", "--output", tmp_path / "run"]
     # A process, because its end is what might wait.
     command = [sys.executable, ROOT / "train_text.py", *map(str, argv)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

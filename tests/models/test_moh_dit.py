@@ -94,9 +94,9 @@ def test_budgets_and_routers_by_name():
     assert {layer["heads"] for layer in budget["layers"]} == {8, 16, 24}
     assert moh_vision.head_budget(tiny("dit_small_patch2", router="moh"))["share"] == 0.75
     assert moh_vision.head_budget(tiny(router="dense", head_budget=None))["share"] == 1.0
-    refuse("nonsense", tiny, "dit_small_patch2", router_kwargs=dict(nonsense=1), kind=TypeError)
+    refuse("nonsense", tiny, "dit_small_patch2", router_kwargs=dict(nonsense=1), error=TypeError)
     words = "No pretrained weights are named for dit_small_patch2"
-    refuse(words, timm.create_model, "dit_small_patch2", pretrained=True, kind=RuntimeError)
+    refuse(words, timm.create_model, "dit_small_patch2", pretrained=True, error=RuntimeError)
 
 
 @pytest.mark.parametrize("route_by", ["condition", "timestep"])

@@ -34,7 +34,7 @@ def test_options():
     assert moh_vision.head_budget(dense)["share"] == 1.0
     assert not any(".router." in name for name, _ in dense.named_parameters())
     assert tiny(pos_embed_std=0.5).pos_embed.std() > 0.3 > tiny().pos_embed.std()
-    refuse("head_bugdet", tiny, head_bugdet=0.5, kind=TypeError)
+    refuse("head_bugdet", tiny, head_bugdet=0.5, error=TypeError)
 
 
 IMPOSSIBLE = {

@@ -30,8 +30,8 @@ def test_class_names_that_are_too_few_or_no_text(tmp_path):
         not_opened(tmp_path, words)
 
 
-def not_opened(root, words, kind=ValueError):
-    refuse(words, open_source, str(root), "train", kind=kind)
+def not_opened(root, words, error=ValueError):
+    refuse(words, open_source, str(root), "train", error=error)
 
 
 def test_empty_folders(tmp_path, capsys):

@@ -97,7 +97,7 @@ READ = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_read_is_named(name):
     data, words = REFUSED[name]
-    refuse(f"^some/{name}: .*({words})", decode_image, data, f"some/{name}", kind=UnreadableImage)
+    refuse(f"^some/{name}: .*({words})", decode_image, data, f"some/{name}", error=UnreadableImage)
 
 
 @pytest.mark.parametrize("name", READ)
@@ -271,7 +271,7 @@ def test_files_deleted_while_reading_are_counted(tmp_path):
             3,
             17,
         }
-    refuse("(3|7).png: No such file", trained_on, source, 10, 2, kind=UnreadableImage)
+    refuse("(3|7).png: No such file", trained_on, source, 10, 2, error=UnreadableImage)
 
 
 @pytest.mark.parametrize("fault", ["deleted", "cut", "cut while it is open", "replaced"])
@@ -291,6 +291,6 @@ def test_a_shard_that_changes_during_a_run_is_named(tmp_path, fault):
         os.replace(other / "train-000001.tar", shard)
     assert source.image(3).size == (6, 4)
     words = r"train-000001.tar.*(No such file|has changed since its index|at byte \d+: \d+ bytes of \d+ are there)"
-    refuse(words, source.image, 13, kind=UnreadableImage)
+    refuse(words, source.image, 13, error=UnreadableImage)
     counted = BadSamples(20, 0.5)
     assert evaluated(source, counted) == 10 and set(counted.seen) == set(range(10, 20))

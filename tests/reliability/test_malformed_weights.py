@@ -167,7 +167,7 @@ def test_files_that_are_not_there(tmp_path, vit):
         lambda: init_from(vit, str(tmp_path / "w.pth")),
         lambda: load_statistics(tmp_path / "s.npz"),
     ):
-        refuse(str(tmp_path), read, kind=FileNotFoundError)
+        refuse(str(tmp_path), read, error=FileNotFoundError)
 
 
 # ---------------------------------------------------------------- statistics

@@ -274,7 +274,7 @@ def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monke
 
     monkeypatch.setattr(saver, "seal", seal_late)
     monkeypatch.setattr(TrainingLoop, "step", step_until_3)
-    refuse("of the code", script("cls").main, arguments("cls", tmp_path, 10, 3), kind=RuntimeError)
+    refuse("of the code", script("cls").main, arguments("cls", tmp_path, 10, 3), error=RuntimeError)
     assert checkpoint_steps(tmp_path) == [3]
 
 

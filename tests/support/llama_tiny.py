@@ -11,7 +11,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-WORDS, DEPTH, HEADS, GROUPS = 40, 2, 8, 4
+WORDS = 40
+DEPTH = 2
+HEADS = 8
+GROUPS = 4
 SIZES = dict(vocab_size=WORDS, hidden_size=32, intermediate_size=24, num_hidden_layers=DEPTH)
 SIZES.update(num_attention_heads=HEADS, num_key_value_heads=GROUPS, max_position_embeddings=64)
 SIZES.update(pad_token_id=0, bos_token_id=1, eos_token_id=None)
@@ -43,8 +46,10 @@ def words(rows=2, length=9, seed=1):
 
 def left_padded(rows=2, length=9, padding=3):
     """Tokens of which the last row begins with padding, and the attention mask."""
-    ids, mask = words(rows, length), torch.ones(rows, length, dtype=torch.long)
-    ids[-1, :padding], mask[-1, :padding] = 0, 0
+    ids = words(rows, length)
+    mask = torch.ones(rows, length, dtype=torch.long)
+    ids[-1, :padding] = 0
+    mask[-1, :padding] = 0
     return dict(input_ids=ids, attention_mask=mask)
 
 
@@ -65,7 +70,8 @@ def slow(model, ids, gates):
 
     gates(layer, queries [H, D] as projected) -> weight of each head [H].
     """
-    c, w = model.config, dict(model.named_parameters())
+    c = model.config
+    w = dict(model.named_parameters())
     H, G, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
     theta = c.rope_parameters["rope_theta"]
     x = w["model.embed_tokens.weight"][ids]  # [N, C]

@@ -8,26 +8,26 @@ import pytest
 
 
 @contextlib.contextmanager
-def one_line(words="", kind=ValueError):
-    """Expect an error of this kind; the regular expression `words` is found in its message, which is one line."""
-    with pytest.raises(kind, match=words) as error:
-        yield error
-    assert "\n" not in str(error.value), error.value
+def one_line(words="", error=ValueError):
+    """Expect an error of this class; the regular expression `words` is found in its message, which is one line."""
+    with pytest.raises(error, match=words) as raised:
+        yield raised
+    assert "\n" not in str(raised.value), raised.value
 
 
-def refuse(words, call, *arguments, kind=ValueError, **named):
-    """A call raises an error of this kind, in whose message of one line the regular expression `words` is found."""
-    with one_line(words, kind):
+def refuse(words, call, *arguments, error=ValueError, **named):
+    """A call raises an error of this class, in whose message of one line the regular expression `words` is found."""
+    with one_line(words, error):
         call(*arguments, **named)
 
 
-def each_refused(call, *rows, kind=ValueError):
+def each_refused(call, *rows, error=ValueError):
     """A test of every row: `call` with all but its last entry is refused with the words that are its last."""
 
     @pytest.mark.parametrize("row", rows, ids=[str(row[-1]) for row in rows])
     def test(row):
         *arguments, words = row
-        refuse(words, call, *arguments, kind=kind)
+        refuse(words, call, *arguments, error=error)
 
     return test
 

@@ -9,7 +9,8 @@ from moh_vision.models.weights import create
 from tests.support import refusals
 from tests.support.tiny_vae import no_longer_zero
 
-NAME, JUDGE = "moh_dit_small_patch2_75", "moh_vit_tiny_patch16_224"
+NAME = "moh_dit_small_patch2_75"
+JUDGE = "moh_vit_tiny_patch16_224"
 JUDGE_SIZES = dict(embed_dim=8, depth=1, num_heads=2, head_budget=[(1, 1)])
 
 
@@ -38,12 +39,8 @@ def refused(capsys, run, *more):
 def by_pipeline(pipe, labels, steps=4, **more):
     """What a pipeline draws with the noise of images 0, 1 and 2, [3, h, w, channels] in 0 .. 255."""
     generators = [torch.Generator().manual_seed(derive_seed(0, i)) for i in range(3)]
-    return (
-        255
-        * pipe(
-            labels, 2.0, num_inference_steps=steps, generator=generators, output_type="np", **more
-        ).images
-    )
+    options = dict(num_inference_steps=steps, generator=generators, output_type="np", **more)
+    return 255 * pipe(labels, 2.0, **options).images
 
 
 def exported(folder, name, classes, **arguments):

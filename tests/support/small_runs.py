@@ -28,9 +28,9 @@ SMALL = dict(
 WINGS = dict(cls="classification", dit="diffusion", text="language", clm="language")
 
 
-def script(kind):
+def script(name):
     """The module of a training script."""
-    return importlib.import_module(f"moh_vision.{WINGS[kind]}.train")
+    return importlib.import_module(f"moh_vision.{WINGS[name]}.train")
 
 
 @functools.cache
@@ -48,17 +48,23 @@ def plain() -> str:
     return str(write_plain(Path(plain.folder.name), train=60, val=10))
 
 
-def arguments(kind, output, steps, save_every, *more):
+def arguments(name, output, steps, save_every, *more):
+    """The command line of a small run: of "cls", "dit", "text" or "clm"."""
+    argv = SMALL[name].split()
+    if name == "text":
+        argv += ["--data.root", pairs()]
+    if name == "clm":
+        argv += ["--data.root", plain()]
     every = f"--log-every 1 --max-steps {steps} --save-every {save_every} --output {output}"
-    texts = dict(text=pairs, clm=plain)
-    data = ["--data.root", texts[kind]()] if kind in texts else []
-    return [*SMALL[kind].split(), *data, *every.split(), *map(str, more)]
+    return [*argv, *every.split(), *map(str, more)]
 
 
-def losses(folder, kind):
+def losses(folder, name):
     """[(step, loss in hexadecimal)] in the order they were made, replayed steps included."""
-    file = folder / f"{kind}.losses"
-    rows = [line.split(" ", 1) for line in file.read_text().splitlines()] if file.exists() else []
+    file = folder / f"{name}.losses"
+    if not file.exists():
+        return []
+    rows = [line.split(" ", 1) for line in file.read_text().splitlines()]
     return [(int(step), value) for step, value in rows]
 
 
@@ -82,11 +88,11 @@ def outcome(run):
     return found | {key: record[key] for key in ("step", "optimizers", "scaler")}
 
 
-def whole_and_resumed(kind, folder, stops, *more):
+def whole_and_resumed(name, folder, stops, *more):
     """Folders of a run of stops[-1] steps, and of one that ended at each of `stops`; both end with the same bits."""
-    for name, ends in (("whole", stops[-1:]), ("resumed", stops)):
+    for run, ends in (("whole", stops[-1:]), ("resumed", stops)):
         for steps in ends:
-            script(kind).main(arguments(kind, folder / name, steps, 100, *more))
+            script(name).main(arguments(name, folder / run, steps, 100, *more))
     assert outcome(folder / "whole") == outcome(folder / "resumed")
     assert logged(folder / "whole")[-1]["loss"] == logged(folder / "resumed")[-1]["loss"]
     return folder / "whole", folder / "resumed"
@@ -119,4 +125,6 @@ def same(one, other):
 def tensors(thing):
     if isinstance(thing, torch.nn.Module):
         return thing.state_dict()
-    return thing if isinstance(thing, dict) else load_file(thing)
+    if isinstance(thing, dict):
+        return thing
+    return load_file(thing)

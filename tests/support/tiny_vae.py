@@ -38,7 +38,8 @@ def layout(name, seed=0):
     """A VAE in the layout of a released one: its class, channels and way to scale, and fewer layers."""
     torch.manual_seed(seed)
     numbers = torch.Generator().manual_seed(seed)
-    mean, var = torch.randn(128, generator=numbers), torch.rand(128, generator=numbers) + 0.5
+    mean = torch.randn(128, generator=numbers)
+    var = torch.rand(128, generator=numbers) + 0.5
     if name == "SD3":
         return tiny_vae(seed, latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609)
     if name == "VA-VAE":  # 32 channels, downsampling 16

@@ -18,9 +18,9 @@ WORDS = [f"w{i}" for i in range(50)]
 
 def running_text(folder, lines, mask, skip_empty):
     vocabulary = train_vocabulary([" ".join(WORDS)], mask=mask)
-    write_store(
-        folder / "tokens", filter(None, lines) if skip_empty else lines, vocabulary, "lines"
-    )
+    if skip_empty:
+        lines = filter(None, lines)
+    write_store(folder / "tokens", lines, vocabulary, "lines")
     return vocabulary, Tokens([folder / "tokens"])
 
 
@@ -31,7 +31,8 @@ def some_lines(count, seed=0):
 
 def test_masking_rates():
     """15 % chosen; of those 80 % mask, 10 % random, 10 % kept: each within four standard deviations."""
-    size, blocks = 1000, 400
+    size = 1000
+    blocks = 400
     ids = np.concatenate([[BOS], np.random.default_rng(0).integers(5, size, 126), [EOS]])
     chosen = masked = kept = 0
     anything = Counter()
@@ -88,7 +89,8 @@ def test_blocks_hold_the_whole_text_once(tmp_path):
         found += np.where(labels == -100, inputs, labels)[1:].tolist()
     assert found == stream[: len(found)] and stream[len(found) :] in ([], [EOS])
     last = len(blocks) - 1
-    batch, real = blocks.collate([blocks[0, 0], blocks[1, last]]), len(blocks[0, last][0])
+    batch = blocks.collate([blocks[0, 0], blocks[1, last]])
+    real = len(blocks[0, last][0])
     assert real < 16 and batch["attention_mask"].tolist() == [
         [1] * 16,
         [1] * real + [0] * (16 - real),
@@ -117,29 +119,33 @@ def test_a_last_end_of_line_is_no_block_of_its_own(tmp_path):
 def texts(tmp_path_factory):
     """A function that opens the inputs of a task, or of two sources of different length."""
     folder = tmp_path_factory.mktemp("texts")
-    write_plain(folder), write_plain(folder / "more", train=90, seed=1), write_pairs(folder)
+    write_plain(folder)
+    write_plain(folder / "more", train=90, seed=1)
+    write_pairs(folder)
     sources = [dict(root=".", weight=2), dict(root="more", weight=3)]
     options = dict(mlm=dict(merges=9), clm=dict(words=0), mixture=dict(words=0, mixture=sources))
     options["mt"] = dict(source="de", target="en", max_length=30, max_tokens=60, merges=9)
 
-    def opened(kind):
-        data = TextDataConfig(root=str(folder), block=16, **options[kind])
-        return INPUTS.get(kind, CausalInputs)(data, str(folder / "cache"), 3)
+    def opened(task):
+        data = TextDataConfig(root=str(folder), block=16, **options[task])
+        return INPUTS.get(task, CausalInputs)(data, str(folder / "cache"), 3)
 
     return opened
 
 
-@pytest.mark.parametrize("kind", ["mt", "mlm", "clm", "mixture"])
-def test_streams_are_the_same_for_processes_workers_and_resumes(texts, kind):
-    text = texts(kind)
+@pytest.mark.parametrize("task", ["mt", "mlm", "clm", "mixture"])
+def test_streams_are_the_same_for_processes_workers_and_resumes(texts, task):
+    text = texts(task)
 
     def stream(workers=0, world=1, accumulation=1, start=0, **rank):
         """Rows of each micro-batch; a step of a translation is as many whole ones as there are."""
-        stop = 60 // (world * accumulation if kind == "mt" else 1)
-        place = dict(
+        stop = 60
+        if task == "mt":
+            stop //= world * accumulation
+        options = dict(
             rank=0, batch_size=4, world=world, accumulation=accumulation, start=start, stop=stop
         )
-        batches = load_batches(text.train, text.sampler(**{**place, **rank}), workers)
+        batches = load_batches(text.train, text.sampler(**{**options, **rank}), workers)
         return [list(zip(*(rows.tolist() for rows in batch.values()))) for batch in batches]
 
     whole = stream()
@@ -174,13 +180,16 @@ def test_windows_predict_each_token_once_with_the_context_they_promise(
     for n in range(len(windows)):
         inputs, labels = windows[0, n]
         assert len(inputs) == len(labels) == width
-        for place in np.flatnonzero(labels != -100):
+        for position in np.flatnonzero(labels != -100):
             t = len(predicted)  # in the order of the stream, none left out, none twice
-            assert labels[place] == stream[t]
-            context = inputs[: place + 1].tolist()
+            assert labels[position] == stream[t]
+            context = inputs[: position + 1].tolist()
             assert context == before[t + 1 - len(context) : t + 1]
-            assert place == t if n == 0 else width - stride <= place < width
-            predicted.append(labels[place])
+            if n == 0:
+                assert position == t
+            else:
+                assert width - stride <= position < width
+            predicted.append(labels[position])
     assert predicted == stream
 
 

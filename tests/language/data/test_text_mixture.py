@@ -2,12 +2,14 @@
 
 from collections import Counter, defaultdict
 
+import pytest
+
 from moh_vision.language.config import TextDataConfig
 from moh_vision.language.data.batches import load_batches
 from moh_vision.language.data.inputs import CausalInputs
 from moh_vision.language.data.mixture import LONGEST_ROUND, Mixture, MixtureSampler
 from moh_vision.language.data.vocabulary import train_vocabulary
-from tests.support.refusals import each_refused, refuse
+from tests.support.refusals import refuse
 from tests.support.small_text import write_ids
 
 TABLE_B = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]  # of Jin 2024
@@ -140,33 +142,52 @@ def test_text_and_ids_may_be_mixed(tmp_path):
     ]
 
 
-test_mistakes = each_refused(
-    lambda sources: TextDataConfig(mixture=sources),
-    ([], "data.mixture .* is out of range: at least one"),
-    ([dict(weight=1)], "data.mixture 0: root None"),
-    ([dict(root="a", weight=0)], "data.mixture 0: weight 0; expected a number above 0"),
-    ([dict(root="a", weight="much")], "data.mixture 0: weight 'much'"),
-    ([dict(root="a", weight=True)], "data.mixture 0: weight True"),
-    ([dict(root="a", weight=float("inf"))], "data.mixture 0: weight inf"),
-    (
-        [dict(root="a", weight=1, wait=2)],
-        "data.mixture 0: unknown key 'wait'; allowed are root, weight and name",
-    ),
-    ([dict(root="a", weight=1), dict(root="b/a/", weight=1)], "data.mixture 1: name 'a'"),
+@pytest.mark.parametrize(
+    "sources, words",
+    [
+        pytest.param([], "data.mixture .* is out of range: at least one", id="no source"),
+        pytest.param([dict(weight=1)], "data.mixture 0: root None", id="no root"),
+        pytest.param(
+            [dict(root="a", weight=0)],
+            "data.mixture 0: weight 0; expected a number above 0",
+            id="weight 0",
+        ),
+        pytest.param(
+            [dict(root="a", weight="much")], "data.mixture 0: weight 'much'", id="weight much"
+        ),
+        pytest.param(
+            [dict(root="a", weight=True)], "data.mixture 0: weight True", id="weight True"
+        ),
+        pytest.param(
+            [dict(root="a", weight=float("inf"))], "data.mixture 0: weight inf", id="weight inf"
+        ),
+        pytest.param(
+            [dict(root="a", weight=1, wait=2)],
+            "data.mixture 0: unknown key 'wait'; allowed are root, weight and name",
+            id="unknown key",
+        ),
+        pytest.param(
+            [dict(root="a", weight=1), dict(root="b/a/", weight=1)],
+            "data.mixture 1: name 'a'",
+            id="one name twice",
+        ),
+    ],
 )
+def test_mistakes(sources, words):
+    refuse(words, TextDataConfig, mixture=sources)
 
 
 def test_a_source_that_is_not_there(tmp_path):
     refuse(
         "no such folder",
         lambda: inputs(tmp_path, [dict(root="nowhere", weight=1)]),
-        kind=FileNotFoundError,
+        error=FileNotFoundError,
     )
     (tmp_path / "empty").mkdir()
     refuse(
         "no train.txt",
         lambda: inputs(tmp_path, [dict(root="empty", weight=1)]),
-        kind=FileNotFoundError,
+        error=FileNotFoundError,
     )
     refuse(
         "4 tokens, fewer than a block of 8",

@@ -21,16 +21,18 @@ def write(folder, **files):
     """name with _ for . -> lines; names that end in _gz are compressed."""
     folder.mkdir(exist_ok=True)
     for name, lines in files.items():
-        data = (
-            lines if isinstance(lines, bytes) else "".join(f"{line}\n" for line in lines).encode()
-        )
-        path = folder / name.replace("_", ".")
-        path.write_bytes(gzip.compress(data) if name.endswith("_gz") else data)
+        if isinstance(lines, bytes):
+            data = lines
+        else:
+            data = "".join(f"{line}\n" for line in lines).encode()
+        if name.endswith("_gz"):
+            data = gzip.compress(data)
+        (folder / name.replace("_", ".")).write_bytes(data)
     return str(folder)
 
 
 def message(call):
-    with one_line(kind=(ValueError, FileNotFoundError)) as error:
+    with one_line(error=(ValueError, FileNotFoundError)) as error:
         call()
     return str(error.value)
 
@@ -139,7 +141,9 @@ class Table(list):
 
     def __init__(self, rows, features):
         super().__init__(rows)
-        self.features, self.column_names, self._fingerprint = features, list(features), "f1"
+        self.features = features
+        self.column_names = list(features)
+        self._fingerprint = "f1"
 
 
 @pytest.fixture

@@ -83,13 +83,15 @@ def load_vocabulary(path):
 def test_one_or_several_stores_give_the_same_windows(tmp_path, parts):
     ids = np.random.default_rng(0).integers(4, 7, 400)
     for number, part in enumerate(np.split(ids, np.cumsum(parts)[:-1])):
-        write_ids(tmp_path / ("train" if len(parts) == 1 else f"train-{number:02d}"), part, LETTERS)
+        name = "train" if len(parts) == 1 else f"train-{number:02d}"
+        write_ids(tmp_path / name, part, LETTERS)
     tokens = read(tmp_path)
     assert len(tokens.ids) == tokens.words == 400 and (np.asarray(tokens.ids[0:400]) == ids).all()
     windows = CausalWindows(tokens, 16, 16, LETTERS)
     assert windows[0, 0][0][0] == LETTERS.eos
     assert [i for n in range(len(windows)) for i in windows[0, n][1] if i != -100] == ids.tolist()
-    again, last = pickle.loads(pickle.dumps(windows)), len(windows) - 1
+    again = pickle.loads(pickle.dumps(windows))
+    last = len(windows) - 1
     assert all((a == b).all() for a, b in zip(again[0, last], windows[0, last]))
     before = tokens.fingerprint()
     write_ids(tokens.paths[-1], [3] * parts[-1], LETTERS)
@@ -218,7 +220,8 @@ def test_tokenise(tmp_path, capsys, monkeypatch):
     assert all(meta["tokenizer"] == fingerprint and meta["eos"] == 1 for meta in tokens.metas)
     # What is finished stays; what a kill has cut off, which has no meta.json yet, is made again.
     first, second = (tmp_path / "o" / f"train-0000{i}" / "ids.bin" for i in range(2))
-    before, whole = first.stat().st_mtime_ns, second.read_bytes()
+    before = first.stat().st_mtime_ns
+    whole = second.read_bytes()
     second.write_bytes(b"cut")
     second.with_name("meta.json").unlink()
     capsys.readouterr()
@@ -289,7 +292,8 @@ def inputs(folder, **more):
 
 def test_ids_of_another_tokenizer_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a b c\n" * 9)
-    one, other = llama_like(tmp_path / "t"), llama_like(tmp_path / "u", "<bos>", "<eos>")
+    one = llama_like(tmp_path / "t")
+    other = llama_like(tmp_path / "u", "<bos>", "<eos>")
     assert run(tmp_path / "a.txt", "--tokenizer", one, "--out", tmp_path / "o") == 0
     text = inputs(tmp_path / "o", tokenizer=str(one))
     assert text.special_tokens() == dict(bos_token_id=0, eos_token_id=1)

@@ -31,10 +31,12 @@ def test_max_tokens_is_kept_and_used():
     for numbers in whole:
         assert padded_size(LENGTHS, numbers) <= 200
     # Greedy over the sorted lengths, sentence by sentence: the fewest batches there can be of neighbours.
-    count, batch = 1, []
+    count = 1
+    batch = []
     for size in sorted(LENGTHS.max(1)):
         if (len(batch) + 1) * size > 200:
-            count, batch = count + 1, []
+            count += 1
+            batch = []
         batch.append(size)
     assert whole.total == count
 
@@ -54,13 +56,17 @@ def test_every_epoch_has_each_sentence_once_and_as_many_batches():
 def test_sentences_of_equal_length_are_mixed_anew_and_batches_too():
     same = np.full((64, 2), 5)
     whole = batches(same, max_tokens=40, stop=16)
-    first, second = list(whole)[:8], list(whole)[8:]
+    rows = list(whole)
+    first = rows[:8]
+    second = rows[8:]
     assert {frozenset(b) for b in first}.isdisjoint({frozenset(b) for b in second})
     # Different lengths: the same batches, in another order.
     different = np.arange(1, 33)[:, None].repeat(2, 1)
     whole = batches(different, max_tokens=32, stop=2 * 31)
     n = whole.total
-    first, second = list(whole)[:n], list(whole)[n : 2 * n]
+    rows = list(whole)
+    first = rows[:n]
+    second = rows[n : 2 * n]
     assert first != second and {frozenset(b) for b in first} == {frozenset(b) for b in second}
     order = [max(b) for b in first]
     assert order != sorted(order)
@@ -88,11 +94,12 @@ TARGET = ["x y", "x", "y", "x x", "z z z z z", "y x y x y x y"]
 
 @pytest.fixture(scope="module")
 def caches(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("tokens"), []
+    folder = tmp_path_factory.mktemp("tokens")
+    stores = []
     for name, lines in (("source", SOURCE), ("target", TARGET)):
         write_store(folder / name, lines, train_vocabulary(lines), name)
-        made.append(Tokens([folder / name]))
-    return made
+        stores.append(Tokens([folder / name]))
+    return stores
 
 
 def lines_of(pairs):
@@ -126,13 +133,9 @@ def test_shares_are_nested(caches):
 def test_a_batch(caches):
     pairs = ParallelTokens(*caches)
     batch = pairs.collate([pairs[0], pairs[3]])  # a b c -> x y; a a -> z z z z z
-    (a, b, c, x, y, z) = (
-        caches[0][0][0],
-        caches[0][0][1],
-        caches[0][0][2],
-        *caches[1][0][:2],
-        caches[1][4][0],
-    )
+    a, b, c = caches[0][0][:3]
+    x, y = caches[1][0][:2]
+    z = caches[1][4][0]
     assert {k: v.tolist() for k, v in batch.items()} == dict(
         input_ids=[[a, b, c, EOS], [a, a, EOS, PAD]],
         attention_mask=[[1, 1, 1, 1], [1, 1, 1, 0]],

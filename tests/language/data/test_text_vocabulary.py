@@ -108,10 +108,10 @@ def changed(data, **entries):
     content = json.loads(data)
     for path, value in entries.items():
         *parents, last = path.split("__")
-        place = content
+        inner = content
         for key in parents:
-            place = place[key]
-        place[last] = value
+            inner = inner[key]
+        inner[last] = value
     return json.dumps(content).encode()
 
 
@@ -183,7 +183,8 @@ def vocabularies(folder, cache, **options):
 
 
 def test_vocabularies_are_trained_once(pair, tmp_path, capsys):
-    folder, cache = tmp_path / "d", tmp_path / "cache"
+    folder = tmp_path / "d"
+    cache = tmp_path / "cache"
     joint, same = vocabularies(folder, cache, merges=60)
     assert joint is same
     source, target = vocabularies(folder, cache, merges=60, target_merges=40)
@@ -211,8 +212,9 @@ def test_cached_tokens_are_used_checked_and_made_again(pair, tmp_path, monkeypat
     assert isinstance(first.ids, np.memmap) and first.words == sum(
         len(line.split()) + 1 for line in GERMAN * 3
     )
-    (place,) = first.paths
-    files, damages = {path: path.read_bytes() for path in place.iterdir()}, 0
+    (store,) = first.paths
+    files = {path: path.read_bytes() for path in store.iterdir()}
+    damages = 0
     times = [path.stat().st_mtime_ns for path in files]
     assert encoded(pair.source, vocabulary, cache).paths == first.paths and len(files) == 3
     assert [path.stat().st_mtime_ns for path in files] == times

@@ -52,7 +52,9 @@ LAYERS = {
 
 def slowly(layer, k, batches):
     """Entropy, load and PMI sentence by sentence and token by token, in plain Python."""
-    entropies, load, pairs = [], Counter(), Counter()
+    entropies = []
+    load = Counter()
+    pairs = Counter()
     for x, tokens, padding in batches:
         probs = layer(x, padding_mask=padding)[1].probs
         for b in range(len(tokens)):
@@ -64,14 +66,13 @@ def slowly(layer, k, batches):
                 entropies.append(-math.fsum(q * math.log(q) for q in p))
                 for e in sorted(range(len(p)), key=lambda e: -p[e])[:k]:
                     load[e] += 1
-                    members = (
-                        [n]
-                        if not whole
-                        else [m for m in range(tokens.shape[1]) if not padding[b, m]]
-                    )
+                    members = [n]
+                    if whole:
+                        members = [m for m in range(tokens.shape[1]) if not padding[b, m]]
                     pairs.update((tokens[b, m].item(), e) for m in members)
     total = sum(pairs.values())
-    token, expert = Counter(), Counter()
+    token = Counter()
+    expert = Counter()
     for (t, e), count in pairs.items():
         token[t] += count
         expert[e] += count
@@ -81,10 +82,10 @@ def slowly(layer, k, batches):
     return math.fsum(entropies) / len(entropies), load, pmi, token
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("name", LAYERS)
 @torch.no_grad()
-def test_against_slow_counting(kind):
-    make, k = LAYERS[kind]
+def test_against_slow_counting(name):
+    make, k = LAYERS[name]
     torch.manual_seed(0)
     layer = make()
     batches = [batch(seed) for seed in range(5)]

@@ -103,13 +103,13 @@ def test_the_suites_tasks_and_metrics_are_in_the_harness():
         include_path=[f"{root}/{folder}" for folder in where], include_defaults=False
     )
     for row in {row for suite in SUITES.values() for row in suite.rows}:
-        metric, _, kind = row.metric.partition(",")
+        metric, _, metric_filter = row.metric.partition(",")
         for task in row.tasks:
             config = manager.task_index[task].cfg
             metrics = config.get("metric_list") or config["aggregate_metric_list"]
             assert metric in [entry["metric"] for entry in metrics], task
             filters = [entry["name"] for entry in config.get("filter_list", [])] or ["none"]
-            assert kind in filters, task
+            assert metric_filter in filters, task
             if metric == "acc":  # acc_norm is taken wherever it says something else
                 letters = config.get("group") in ("ceval-valid", "cmmlu")
                 assert letters or "acc_norm" not in [entry["metric"] for entry in metrics], task
@@ -171,37 +171,37 @@ def counted_by_hand(net, ids):
     ]
 
 
-@pytest.mark.parametrize("kind", ("routed", "clm_moh_small_50"))
-def test_heads_are_counted_in_every_forward(kind, request):
+@pytest.mark.parametrize("source", ("routed", "clm_moh_small_50"))
+def test_heads_are_counted_in_every_forward(source, request):
     """Also while text is generated, one token at a time, where nobody else asks for statistics."""
     from moh_vision.language.models.create import create_text_model
 
     small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    if kind == "routed":
-        net = transformers.AutoModelForCausalLM.from_pretrained(
-            request.getfixturevalue(kind)
-        ).eval()
+    if source == "routed":
+        folder = request.getfixturevalue("routed")
+        net = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     else:
-        net = create_text_model(kind, vocab_size=258, **small).eval()
+        net = create_text_model(source, vocab_size=258, **small).eval()
     load = HeadLoad(moh_vision.head_budget(net)["layers"], {"task": ["a", "b"]})
     ids = torch.randint(2, 258, (1, 9))
     with torch.no_grad():
         with counted(net, load, 0):
             net(ids)
         with counted(net, load, 1):
-            made = net.generate(
+            generated = net.generate(
                 ids, max_new_tokens=6, min_new_tokens=6, do_sample=False, pad_token_id=1
             )
         net(ids)  # is not counted
         for number, want in enumerate(
-            zip(counted_by_hand(net, ids), counted_by_hand(net, made[:, :-1]))
+            zip(counted_by_hand(net, ids), counted_by_hand(net, generated[:, :-1]))
         ):
             assert load.runs()[number].tolist() == [*want]
 
 
 @needs_harness
 def test_head_load_of_tasks(routed, model, tmp_path, capsys):
-    tasks, out = tmp_path / "tasks", tmp_path / "load.json"
+    tasks = tmp_path / "tasks"
+    out = tmp_path / "load.json"
     write_task(tasks, "tiny_a", QUESTIONS, CHOICE)
     write_task(tasks, "tiny_b", QUESTIONS[:2], CHOICE)
     common = ["--tasks", "tiny_a,tiny_b", "--include-path", tasks, "--head-load", out]
@@ -260,10 +260,8 @@ def test_generated_text_is_greedy_and_compared(routed, tmp_path):
     rows = []
     for i, row in enumerate(QUESTIONS):
         ids = tokenizer(row["q"], return_tensors="pt")["input_ids"]
-        made = net.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)[
-            0, ids.shape[1] :
-        ]
-        text = tokenizer.decode(made, skip_special_tokens=True)
+        generated = net.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=1)
+        text = tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True)
         rows.append(dict(q=row["q"], t=text if i < 5 else text + "?"))
     tasks = write_task(tmp_path / "tasks", "tiny_generate", rows, GENERATE)
     out = tmp_path / "scores.json"
@@ -292,11 +290,8 @@ def test_names_and_data_sets_of_the_harness_itself(model, capsys, monkeypatch):
     import datasets
     import huggingface_hub
 
-    for place, name in (
-        (datasets.config, "HF_HUB_OFFLINE"),
-        (huggingface_hub.constants, "HF_HUB_OFFLINE"),
-    ):
-        monkeypatch.setattr(place, name, True)
+    for settings in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
     text = mistake(capsys, "--model", model, "--tasks", "helaswag")
     assert text == "--tasks: no suite or task is named helaswag; did you mean hellaswag?"
     text = mistake(capsys, "--model", model, "--tasks", "moh-llm")
@@ -381,10 +376,8 @@ def test_mistakes_are_one_line(model, tmp_path, capsys, monkeypatch):
 
 
 def test_models_that_do_not_fit(tmp_path):
-    silent, small = (
-        write_model(tmp_path / "silent", eos=False),
-        write_model(tmp_path / "small", vocab=100),
-    )
+    silent = write_model(tmp_path / "silent", eos=False)
+    small = write_model(tmp_path / "small", vocab=100)
     refuse("names neither an eos_token nor a bos_token", opened, silent)
     refuse("100 tokens, its tokenizer has 258", opened, small)
     (tmp_path / "small" / "model.safetensors").write_bytes(b"nothing")

@@ -58,7 +58,8 @@ def test_mean_over_labelled_tokens(random_tokens):
 
 def test_small_terms_are_not_lost_in_the_sum():
     """In float32 the sum of a few million tokens stops growing digit by digit."""
-    nll, labels = torch.full((1, 2**17), 0.1), torch.zeros(1, 2**17, dtype=torch.long)
+    nll = torch.full((1, 2**17), 0.1)
+    labels = torch.zeros(1, 2**17, dtype=torch.long)
     scores = perplexity(lambda b: b["nll"], [dict(nll=nll, labels=labels)] * 40, "cpu", alone)
     assert scores["loss"] == pytest.approx(nll[0, 0].double().item(), rel=1e-12)
     hopeless = perplexity(lambda b: 1e5 * b["nll"], [dict(nll=nll, labels=labels)], "cpu", alone)
@@ -73,7 +74,8 @@ def test_what_is_not_finite_is_named(random_tokens):
         perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)["tokens"] == tokens
     )
     where = (labels != -100).nonzero()
-    nll[tuple(where[3])], nll[tuple(where[-1])] = math.nan, math.inf
+    nll[tuple(where[3])] = math.nan
+    nll[tuple(where[-1])] = math.inf
     with pytest.raises(ValueError, match=f"^the loss of 2 of {tokens} tokens is not finite$"):
         perplexity(lambda b: b["nll"], batches_of(nll, labels, 4), "cpu", alone)
     refuse(

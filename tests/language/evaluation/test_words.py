@@ -111,9 +111,9 @@ def test_perplexity_per_word_of_text_without_words_is_said(tmp_path, capsys):
         for split in ("train", "valid"):
             file = folder / f"{split}.txt"
             lines = (tmp_path / "plain" / f"{split}.txt").read_text().splitlines()
-            place = tmp_path / "changed" / file.name
-            place.parent.mkdir(exist_ok=True)
-            place.write_text("".join(f"{change(line)}\n" for line in lines))
+            changed = tmp_path / "changed" / file.name
+            changed.parent.mkdir(exist_ok=True)
+            changed.write_text("".join(f"{change(line)}\n" for line in lines))
         argv = arguments("clm", tmp_path / f"run{len(words)}", 1, 100)
         train_text.main([*argv, "--data.root", str(tmp_path / "changed"), "--data.block", "4"])
         out = capsys.readouterr().out

@@ -31,9 +31,8 @@ from tests.support.refusals import one_line, refuse
 
 
 def head_contributions(model, batches):
-    return head_lengths(
-        model.model, [layer.self_attn for layer in model.model.layers], batches, use_cache=False
-    )
+    attentions = [layer.self_attn for layer in model.model.layers]
+    return head_lengths(model.model, attentions, batches, use_cache=False)
 
 
 def pairs_of(model):
@@ -43,30 +42,24 @@ def pairs_of(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_in_place_without_new_parameters(family):
     model = dense(family)
-    config, parameters, modules = (
-        model.config,
-        dict(model.named_parameters()),
-        set(map(id, model.modules())),
-    )
+    config = model.config
+    parameters = dict(model.named_parameters())
+    modules = set(map(id, model.modules()))
     before = [layer.self_attn for layer in model.model.layers]
     assert moh_vision.convert(model, head_budget=0.75) is model
     assert type(model).__name__ == f"MoH{FAMILIES[family][1].__name__}"
     assert model.config.model_type == f"moh_{family}" and model.config.moh["router"] == "query_norm"
-    assert config.model_type == family and not hasattr(
-        config, "moh"
-    )  # which another model may have too
+    assert config.model_type == family
+    assert not hasattr(config, "moh")  # another model may have this configuration too
     assert {id(m.config) for m in model.modules() if hasattr(m, "config")} == {id(model.config)}
     after = dict(model.named_parameters())
-    assert list(after) == list(parameters) and all(
-        after[name] is p for name, p in parameters.items()
-    )
-    new = [m for m in model.modules() if id(m) not in modules]
-    assert {
-        type(m).__name__ for m in new if any(True for _ in m.parameters(recurse=False))
-    } == set()
-    assert all(
-        isinstance(layer.self_attn, type(old)) for layer, old in zip(model.model.layers, before)
-    )
+    assert list(after) == list(parameters)
+    assert all(after[name] is p for name, p in parameters.items())
+    for module in model.modules():
+        if id(module) not in modules:
+            assert not list(module.parameters(recurse=False))
+    for layer, old in zip(model.model.layers, before):
+        assert isinstance(layer.self_attn, type(old))
 
 
 @pytest.mark.parametrize(
@@ -88,27 +81,24 @@ def test_in_place_without_new_parameters(family):
 )
 def test_which_heads_are_shared(spec, options, pairs):
     model = moh_vision.convert(dense(), head_budget=spec, **options)
-    assert pairs_of(model) == pairs and model.config.moh["head_budget"] == [
-        list(pair) for pair in pairs
-    ]
+    assert pairs_of(model) == pairs
+    assert model.config.moh["head_budget"] == [list(pair) for pair in pairs]
 
 
 def test_a_new_moh_router_is_the_dense_model_while_all_heads_run():
     plain = dense()
     model = moh_vision.convert(copy.deepcopy(plain), router="moh")
     assert torch.equal(model(words()).logits, plain(words()).logits)
-    added = {name for name, _ in model.named_parameters()} - {
-        name for name, _ in plain.named_parameters()
-    }
+    dense_names = {name for name, _ in plain.named_parameters()}
+    added = {name for name, _ in model.named_parameters()} - dense_names
     assert len(added) == 2 * DEPTH  # one shared head has no gate
     assert all(".self_attn.router." in name for name in added)
     moh_vision.set_head_budget(model, 0.75)
     assert not torch.equal(model(words()).logits, plain(words()).logits)
     _, _, stats = model.routed_loss(words(), input_ids=words())
     load_balance_loss(stats).backward()
-    assert all(
-        dict(model.named_parameters())[name].grad is not None for name in added if "routed" in name
-    )
+    parameters = dict(model.named_parameters())
+    assert all(parameters[name].grad is not None for name in added if "routed" in name)
 
 
 @pytest.mark.parametrize("options", [{}, dict(router="moh"), dict(group=True, executor="packed")])
@@ -123,17 +113,14 @@ def test_saved_and_loaded(family, options, tmp_path):
             moh_vision.set_head_budget(model, budget)
             assert not torch.equal(model(words()).logits, before)
         model.save_pretrained(tmp_path)
-        assert (
-            not list(tmp_path.glob("*.py"))
-            and "auto_map" not in (tmp_path / "config.json").read_text()
-        )
-        for kind in (type(model), AutoModelForCausalLM):
-            loaded = kind.from_pretrained(tmp_path)
+        assert not list(tmp_path.glob("*.py"))
+        assert "auto_map" not in (tmp_path / "config.json").read_text()
+        for model_class in (type(model), AutoModelForCausalLM):
+            loaded = model_class.from_pretrained(tmp_path)
             assert type(loaded) is type(model) and loaded.config.moh == model.config.moh
             assert pairs_of(loaded) == pairs_of(model) == (budget or [(2, 4), (2, 2)])
-            assert [layer.executor for layer in attention_layers(loaded)] == [
-                options.get("executor", "auto")
-            ] * DEPTH
+            executors = [layer.executor for layer in attention_layers(loaded)]
+            assert executors == [options.get("executor", "auto")] * DEPTH
             assert torch.equal(loaded(words()).logits, model(words()).logits)
 
 
@@ -155,9 +142,8 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
     batches[1]["attention_mask"][0, 4:] = 0
     strength = head_contributions(plain, batches)
     first, second = words(2, 6, seed=3).split(1)  # padding does not count
-    torch.testing.assert_close(
-        strength, head_contributions(plain, [words(2, 7), first[:, :4], second])
-    )
+    without_padding = head_contributions(plain, [words(2, 7), first[:, :4], second])
+    torch.testing.assert_close(strength, without_padding)
     model = moh_vision.convert(copy.deepcopy(plain), head_budget=1.0, calibrate=batches)
     torch.testing.assert_close(model(words()).logits, plain(words()).logits)
     for before, after in zip(strength, head_contributions(model, batches)):
@@ -165,10 +151,8 @@ def test_calibration_puts_the_strongest_first_and_keeps_the_output(family):
         assert (groups.sum(1).diff() <= 1e-6).all() and (groups.diff(dim=1) <= 1e-6).all()
         torch.testing.assert_close(after.sort().values, before.sort().values)
         assert not torch.equal(before, after)
-    one, listed = (
-        moh_vision.convert(dense(family), head_budget=0.5, calibrate=b)
-        for b in (batches[1], batches[1:])
-    )
+    one = moh_vision.convert(dense(family), head_budget=0.5, calibrate=batches[1])
+    listed = moh_vision.convert(dense(family), head_budget=0.5, calibrate=batches[1:])
     assert torch.equal(one(words()).logits, listed(words()).logits)
 
 
@@ -178,22 +162,21 @@ def test_the_released_layout(tmp_path):
     plain.config.save_pretrained(tmp_path)
     torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
     config = json.loads((tmp_path / "config.json").read_text())
-    theta, code = config.pop("rope_parameters")["rope_theta"], "modeling_llama.LlamaForCausalLM"
     config.update(
-        rope_theta=theta, architectures=["LlamaForCausalLM"], transformers_version="4.33.1"
+        rope_theta=config.pop("rope_parameters")["rope_theta"],
+        architectures=["LlamaForCausalLM"],
+        transformers_version="4.33.1",
+        auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"},
     )
-    (tmp_path / "config.json").write_text(
-        json.dumps(dict(config, auto_map={"AutoModelForCausalLM": code}))
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "modeling_llama.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     model = load_moh_llama3(tmp_path)
     assert pairs_of(model) == [(4, 2)] * DEPTH and moh_vision.head_budget(model)["share"] == 0.75
     assert not (tmp_path / "ran").exists()
     ids = words(2, 6)
     with torch.no_grad():
-        want = torch.stack(
-            [slow(plain.double(), row, by_norm([(4, 2)] * DEPTH)) for row in ids]
-        ).float()
+        rows = [slow(plain.double(), row, by_norm([(4, 2)] * DEPTH)) for row in ids]
+        want = torch.stack(rows).float()
         torch.testing.assert_close(model(ids).logits, want, rtol=1e-3, atol=1e-3)
         assert (plain.float()(ids).logits - want).abs().max() > 0.1
     model.save_pretrained(tmp_path / "ours")
@@ -202,9 +185,8 @@ def test_the_released_layout(tmp_path):
     assert set(load_file(tmp_path / "ours" / "model.safetensors")) == set(plain.state_dict())
     with one_line("ours: config.json has model_type 'moh_llama' .*use from_pretrained"):
         load_moh_llama3(tmp_path / "ours")
-    assert (
-        load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed").dtype == torch.bfloat16
-    )
+    model = load_moh_llama3(tmp_path, dtype=torch.bfloat16, executor="packed")
+    assert model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -236,14 +218,13 @@ def test_the_released_layout(tmp_path):
 )
 def test_refused_options_leave_the_model_as_it_was(family, options, message):
     model = dense(family)
-    kind, config, want, modules = (
-        type(model),
-        model.config,
-        model(words()).logits,
-        list(model.modules()),
-    )
+    model_class = type(model)
+    config = model.config
+    want = model(words()).logits
+    modules = list(model.modules())
     refuse(message, lambda: moh_vision.convert(model, **options))
-    assert type(model) is kind and model.config is config and not hasattr(config, "moh")
+    assert type(model) is model_class
+    assert model.config is config and not hasattr(config, "moh")
     assert all(a is b for a, b in zip(modules, model.modules(), strict=True))
     assert torch.equal(model(words()).logits, want)
 
@@ -252,7 +233,8 @@ def test_refused_models():
     gpt = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20, n_positions=8))
     model = dense()
     model.model.layers[1].self_attn.k_proj = type("Quantised", (nn.Linear,), {})(32, 16, bias=False)
-    routed, other = moh_vision.convert(dense(), head_budget=0.5), nn.Sequential(dense())
+    routed = moh_vision.convert(dense(), head_budget=0.5)
+    other = nn.Sequential(dense())
     for refused, options, message in (
         (gpt, {}, "takes LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM .*not GPT2LMHead"),
         (other, {}, "Llama-, Qwen2- and Qwen3ForCausalLM.*not Sequential"),
@@ -267,36 +249,31 @@ HALF = "uniform:0.5"
 
 
 def test_offloaded_weights():
-    model, plain = moh_vision.convert(dense(), head_budget=HALF, executor="packed"), dense()
+    model = moh_vision.convert(dense(), head_budget=HALF, executor="packed")
+    plain = dense()
     want = model(words()).logits
     for each in (model, plain):
         cpu_offload(each, torch.device("cpu"))
     assert torch.equal(model(words()).logits, want)
-    refuse(
-        "convert before offloading",
-        lambda: moh_vision.convert(plain, head_budget=HALF, calibrate=[words()]),
-    )
+    words_of_error = "convert before offloading"
+    refuse(words_of_error, moh_vision.convert, plain, head_budget=HALF, calibrate=[words()])
 
 
 @torch.no_grad()
 def test_what_is_left_to_transformers():
     """Pages of continuous batching, which come as `cache`; but one token beside a cache reads its groups once, by ours."""
-    attn = (
-        moh_vision.convert(dense(), head_budget=HALF, executor="reference")
-        .model.layers[0]
-        .self_attn
-    )
+    model = moh_vision.convert(dense(), head_budget=HALF, executor="reference")
+    attn = model.model.layers[0].self_attn
 
     def executor(tokens, past=None, **kwargs):
-        x, rotary = (
-            torch.randn(1, tokens, 32),
-            (torch.ones(1, tokens, 4), torch.zeros(1, tokens, 4)),
-        )
+        x = torch.randn(1, tokens, 32)
+        rotary = (torch.ones(1, tokens, 4), torch.zeros(1, tokens, 4))
         routing, q = attn.route(x)
         return attn.executor_of(Call(x, routing, q=q, rotary=rotary), None, past, **kwargs)
 
     assert executor(3) is not None and executor(3, cache=object()) is None
-    attn.executor, past = "auto", DynamicCache(config=attn.config)
+    attn.executor = "auto"
+    past = DynamicCache(config=attn.config)
     past.update(*torch.randn(2, 1, GROUPS, 5, 4), 0)
     assert executor(1, past) is not None and executor(1) is None
 
@@ -313,7 +290,8 @@ def test_attention_matrices_by_the_config(executor):
 @pytest.mark.parametrize("executor", ["packed", "auto", "reference"])
 def test_gradients_under_left_padding_with_eager_attention(executor):
     """Rows of padding see no key, and the first real token is predicted from one."""
-    inputs, grads = left_padded(), {}
+    inputs = left_padded()
+    grads = {}
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     for each in ("masked", executor):
         model = moh_vision.convert(
@@ -327,12 +305,16 @@ def test_gradients_under_left_padding_with_eager_attention(executor):
 
 
 def test_hooks_of_the_dense_layers_stay():
-    model, seen = dense(), []
+    model = dense()
+    seen = []
+
+    def note(module, args, kwargs, *out):
+        seen.append(sorted(kwargs))
+
     attn = model.model.layers[0].self_attn
-    hooks = (attn.register_forward_pre_hook, attn.register_forward_hook)
     handles = [
-        hook(lambda module, args, kwargs, *out: seen.append(sorted(kwargs)), with_kwargs=True)
-        for hook in hooks
+        attn.register_forward_pre_hook(note, with_kwargs=True),
+        attn.register_forward_hook(note, with_kwargs=True),
     ]
     moh_vision.convert(model, head_budget=HALF)
     model(words())
@@ -346,9 +328,7 @@ def test_hooks_of_the_dense_layers_stay():
 def test_routing_given_to_from_pretrained_is_checked(tmp_path):
     dense().save_pretrained(tmp_path)
     model = MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(head_budget=HALF))
-    assert (
-        model.config.moh["head_budget"] == [[2, 2]] * 2
-        and model.config.moh["router"] == "query_norm"
-    )
+    assert model.config.moh["head_budget"] == [[2, 2]] * 2
+    assert model.config.moh["router"] == "query_norm"
     with pytest.raises(ValueError, match="router 'mae' is not for a causal model"):
         MoHLlamaForCausalLM.from_pretrained(tmp_path, moh=dict(router="mae"))

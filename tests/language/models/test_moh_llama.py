@@ -39,8 +39,8 @@ def routed(family="llama", pairs=PAIRS, executor="auto", dtype=torch.float64, **
 
 
 def generated(model, inputs, **options):
-    how = dict(max_new_tokens=5, do_sample=False, output_logits=True, return_dict_in_generate=True)
-    out = model.generate(**inputs, **how, **options)
+    greedy = dict(max_new_tokens=5, do_sample=False, output_logits=True)
+    out = model.generate(**inputs, **greedy, return_dict_in_generate=True, **options)
     return out.sequences, torch.stack(out.logits)
 
 
@@ -54,7 +54,9 @@ def by_executors(model, *executors):
 
 def in_pieces(model, ids, ends, cache=None, **inputs):
     """Logits by a cache of pieces that end at `ends`; attention_mask and position_ids [B, N] are cut alike."""
-    cache, parts = cache or DynamicCache(config=model.config), []
+    if cache is None:
+        cache = DynamicCache(config=model.config)
+    parts = []
     for begin, end in zip([0, *ends], ends):
         cuts = dict(attention_mask=slice(end), position_ids=slice(begin, end))
         piece = {name: value[:, cuts[name]] for name, value in inputs.items()}
@@ -70,10 +72,9 @@ def test_all_heads_are_the_dense_model_bit_for_bit(family, attention):
     for inputs in (dict(input_ids=words()), left_padded()):
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
         for options in ({}, dict(cache_implementation="static")):
-            for got, want in zip(
-                generated(model, inputs, **options), generated(plain, inputs, **options)
-            ):
-                assert torch.equal(got, want)
+            got = generated(model, inputs, **options)
+            want = generated(plain, inputs, **options)
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(got, want))
     labels = words()
     for each in (model, plain):
         each.train()(input_ids=words(), labels=labels).loss.backward()
@@ -89,27 +90,36 @@ def test_equal_to_a_slow_rewrite(family, executor):
         model = routed(family, executor=executor, attention=attention)
         with torch.no_grad():
             want = torch.stack([slow(model, row, by_norm(PAIRS)) for row in ids])
-            torch.testing.assert_close(
-                model(ids).logits, want, rtol=1e-4, atol=3e-5
-            )  # rotation is in float32
+            # Rotation is in float32.
+            torch.testing.assert_close(model(ids).logits, want, rtol=1e-4, atol=3e-5)
             everything = torch.stack(
                 [slow(model, row, lambda i, q: torch.ones(HEADS)) for row in ids]
             )
             assert (want - everything).abs().max() > 0.1  # so heads were left out
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static"])
+@pytest.mark.parametrize("cache_class", ["dynamic", "static"])
 @pytest.mark.parametrize("executor", ["masked", "packed"])
-@pytest.mark.parametrize("attention", ATTENTION)
-def test_token_by_token_is_the_whole(attention, executor, kind):
-    # In float64 transformers' eager attention makes NaN of the rows of padding.
-    dtype, tolerance = (torch.float64, 1e-9) if attention == "sdpa" else (torch.float32, 1e-4)
-    model, inputs = routed(executor=executor, attention=attention, dtype=dtype), left_padded()
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+@pytest.mark.parametrize(
+    "attention, dtype, tolerance",
+    [
+        ("sdpa", torch.float64, 1e-9),
+        # In float64 transformers' eager attention makes NaN of the rows of padding.
+        ("eager", torch.float32, 1e-4),
+    ],
+    ids=ATTENTION,
+)
+def test_token_by_token_is_the_whole(attention, dtype, tolerance, executor, cache_class):
+    model = routed(executor=executor, attention=attention, dtype=dtype)
+    inputs = left_padded()
+    ids = inputs["input_ids"]
+    mask = inputs["attention_mask"]
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
         want = model(ids, attention_mask=mask, position_ids=positions).logits
-        cache = StaticCache(config=model.config, max_cache_len=16) if kind == "static" else None
+        cache = None
+        if cache_class == "static":
+            cache = StaticCache(config=model.config, max_cache_len=16)
         got = in_pieces(
             model, ids, (4, 6, 7, 8, 9), cache, attention_mask=mask, position_ids=positions
         )
@@ -118,7 +128,8 @@ def test_token_by_token_is_the_whole(attention, executor, kind):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generation_with_left_padding_and_beams(family):
-    model, inputs = routed(family), left_padded()
+    model = routed(family)
+    inputs = left_padded()
     alone = dict(
         input_ids=inputs["input_ids"][-1:, 3:], attention_mask=inputs["attention_mask"][-1:, 3:]
     )
@@ -134,14 +145,11 @@ def test_generation_with_left_padding_and_beams(family):
 def test_group_routing_runs_whole_key_value_groups():
     model = moh_vision.convert(dense(dtype=torch.float64), head_budget=0.5, group=True)
     size = HEADS // GROUPS
-    assert all(
-        b["shared"] % size == 0 == b["routed"] % size
-        for b in moh_vision.head_budget(model)["layers"]
-    )
+    budgets = moh_vision.head_budget(model)["layers"]
+    for budget in budgets:
+        assert budget["shared"] % size == budget["routed"] % size == 0
     assert moh_vision.head_budget(model)["share"] == 0.5
-    pairs = [
-        [b["shared"] // size, b["routed"] // size] for b in moh_vision.head_budget(model)["layers"]
-    ]
+    pairs = [[budget["shared"] // size, budget["routed"] // size] for budget in budgets]
 
     def gates(layer, queries):  # [H, D]: a group is one head of twice the width
         return by_norm(pairs)(layer, queries.view(GROUPS, -1)).repeat_interleave(size)
@@ -156,25 +164,27 @@ def test_group_routing_runs_whole_key_value_groups():
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_gradients_go_straight_through(family):
-    model, ids = routed(family, executor="packed").train(), words(1, 5)
+    model = routed(family, executor="packed").train()
+    ids = words(1, 5)
     weight = torch.randn(5, SIZES["vocab_size"], dtype=torch.float64)
     logits = [
         model(ids).logits[0],
-        *(slow(model, ids[0], by_norm(PAIRS, through)) for through in (True, False)),
+        slow(model, ids[0], by_norm(PAIRS, True)),
+        slow(model, ids[0], by_norm(PAIRS, False)),
     ]
     got, want, other = (
         torch.autograd.grad((each * weight).sum(), list(model.parameters())) for each in logits
     )
     for one, two in zip(got, want, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    index = [name for name, _ in model.named_parameters()].index(
-        "model.layers.0.self_attn.q_proj.weight"
-    )
+    names = [name for name, _ in model.named_parameters()]
+    index = names.index("model.layers.0.self_attn.q_proj.weight")
     assert (other[index] - got[index]).norm() > 0.01 * got[index].norm()
 
 
 def test_losses_per_token_and_statistics_without_padding():
-    model, inputs = routed(), left_padded()
+    model = routed()
+    inputs = left_padded()
     labels = words(seed=5)
     labels[:, :4] = -100
     loss, nll, stats = model.routed_loss(labels, label_smoothing=0.1, **inputs)
@@ -189,15 +199,15 @@ def test_losses_per_token_and_statistics_without_padding():
         assert isinstance(entry, RoutingStats) and torch.equal(entry.probs, other.probs)
         assert entry.probs.shape == (2, 9, HEADS - shared)
         assert entry.counts.sum(1).tolist() == [9 * (shared + chosen), 6 * (shared + chosen)]
-        assert (entry.probs[1, :3] == 0).all() and (
-            entry.probs[1, 3:].sum(-1) - 1
-        ).abs().max() < 1e-6
+        assert (entry.probs[1, :3] == 0).all()
+        assert (entry.probs[1, 3:].sum(-1) - 1).abs().max() < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable.*:FutureWarning")
 @pytest.mark.parametrize("all_heads_on_top", [False, True])
 def test_activation_checkpointing_keeps_gradients_and_statistics(all_heads_on_top):
-    ids, labels = words(), words(seed=2)
+    ids = words()
+    labels = words(seed=2)
 
     def gradients(model):
         loss, _, stats = model.routed_loss(labels, input_ids=ids)
@@ -233,21 +243,26 @@ def test_budgets_of_table_a(preset):
     model = empty(preset)
     assert type(model) is MoHLlamaForCausalLM and task_of(preset) == "clm"
     share = {"75": 0.75, "50": 0.5}.get(preset[-2:], 1.0)
-    layers = moh_vision.head_budget(model)["layers"]
-    assert {(b["active"], b["shared"]) for b in layers} == {
-        (round(share * b["heads"]), round(0.45 * share * b["heads"]) if share < 1 else b["heads"])
-        for b in layers
-    }
-    assert all(b["shared"] > 0.4 * b["active"] for b in layers)  # the advice of section 4.5
-    assert model.config.moh is None if share == 1 else model.config.moh["router"] == "moh"
+    for layer in moh_vision.head_budget(model)["layers"]:
+        heads = layer["heads"]
+        shared = heads if share == 1 else round(0.45 * share * heads)
+        assert (layer["active"], layer["shared"]) == (round(share * heads), shared)
+        assert layer["shared"] > 0.4 * layer["active"]  # the advice of section 4.5
+    if share == 1:
+        assert model.config.moh is None
+    else:
+        assert model.config.moh["router"] == "moh"
 
 
 def test_macs_of_table_a():
     for preset, active in (("clm_small", 12), ("clm_moh_small_75", 9)):
         found = count_macs(empty(preset), torch.zeros(1, 512, dtype=torch.long))
         N, C, H, D, V = 512, 768, 12, 64, 65_536
-        mlp, head = 12 * 3 * N * C * 2048, N * C * V
-        router = 0 if active == H else N * C * (8 + 4 + 2)
+        mlp = 12 * 3 * N * C * 2048
+        head = N * C * V
+        router = N * C * (8 + 4 + 2)
+        if active == H:
+            router = 0
         attention = 12 * (N * C * D * (2 * active + 2 * H) + router)
         # Older versions of transformers multiply positions and frequencies as matrices.
         assert found.linears == pytest.approx(mlp + head + attention, rel=1e-6)

@@ -6,7 +6,9 @@ from torch import nn
 
 from moh_vision.language.models.adaptive import AdaptiveVocabulary
 
-DIM, VOCAB, CUTOFFS = 16, 30, [8, 20]
+DIM = 16
+VOCAB = 30
+CUTOFFS = [8, 20]
 
 
 @pytest.fixture
@@ -43,10 +45,14 @@ def test_nll_equals_the_full_softmax_in_value_and_gradient(vocabulary):
 
 
 def test_nll_never_computes_words_of_bands_that_do_not_occur(vocabulary, monkeypatch):
-    rows, rare = [], vocabulary._rare
-    monkeypatch.setattr(
-        vocabulary, "_rare", lambda h, band: (rows.append((band, len(h))), rare(h, band))[1]
-    )
+    rows = []
+    rare = vocabulary._rare
+
+    def note_and_compute(hidden, band):
+        rows.append((band, len(hidden)))
+        return rare(hidden, band)
+
+    monkeypatch.setattr(vocabulary, "_rare", note_and_compute)
     vocabulary.nll(torch.randn(5, DIM, dtype=torch.float64), torch.tensor([0, 9, 3, 10, 1]))
     assert rows == [(1, 2), (2, 0)]
 
@@ -60,7 +66,8 @@ def test_torchs_adaptive_softmax_with_the_same_weights_agrees(vocabulary):
         for band in (1, 2):
             oracle.tail[band - 1][0].weight.copy_(vocabulary.projections[band].weight.T)
             oracle.tail[band - 1][1].weight.copy_(vocabulary.embeddings[band].weight)
-    hidden, words = torch.randn(40, DIM, dtype=torch.float64), torch.randint(0, VOCAB, (40,))
+    hidden = torch.randn(40, DIM, dtype=torch.float64)
+    words = torch.randint(0, VOCAB, (40,))
     log_probs = vocabulary.log_probs(hidden)
     torch.testing.assert_close(log_probs, oracle.log_prob(hidden))
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(40, dtype=torch.float64))
@@ -77,7 +84,8 @@ def test_every_weight_has_a_gradient_though_a_band_does_not_occur(vocabulary):
 def test_without_cutoffs_it_is_a_tied_embedding():
     vocabulary = AdaptiveVocabulary(VOCAB, DIM).double()
     assert [name for name, _ in vocabulary.named_parameters()] == ["embeddings.0.weight"]
-    ids, hidden = torch.tensor([[3, 29]]), torch.randn(4, DIM, dtype=torch.float64)
+    ids = torch.tensor([[3, 29]])
+    hidden = torch.randn(4, DIM, dtype=torch.float64)
     table = vocabulary.embeddings[0].weight
     assert torch.equal(vocabulary(ids), table[ids])
     torch.testing.assert_close(vocabulary.log_probs(hidden), (hidden @ table.T).log_softmax(-1))

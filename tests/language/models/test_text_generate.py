@@ -7,9 +7,8 @@ from moh_vision.language.models.cache import DecoderLayerCache
 from tests.support.text_tiny import ATTENTIONS, VOCAB, tiny, words
 
 ROUTED = sorted(ATTENTIONS)
-SEARCHED = [
-    name for name in ROUTED if name not in ("uni_mae", "moa_bias")
-]  # in evaluation as dense, nearly as moa
+# In evaluation uni_mae is as dense, and moa_bias nearly as moa.
+SEARCHED = [name for name in ROUTED if name not in ("uni_mae", "moa_bias")]
 EOS = 2
 
 
@@ -23,12 +22,12 @@ def next_log_probs(model, source, prefixes):
 
 def beam_search(model, source, prefix, steps, beams, length_penalty):
     """The textbook's: a hypothesis is finished with eos; stop with as many finished ones as beams. One beam is greedy."""
-    running, finished = [(0.0, list(prefix))], []
+    running = [(0.0, list(prefix))]
+    finished = []
     for step in range(1, steps + 1):
         candidates = []
-        following = next_log_probs(
-            model, source, [hypothesis for _, hypothesis in running]
-        ).tolist()
+        hypotheses = [hypothesis for _, hypothesis in running]
+        following = next_log_probs(model, source, hypotheses).tolist()
         for (score, hypothesis), log_probs in zip(running, following):
             for word, log_p in enumerate(log_probs):
                 candidates.append((score + log_p, [*hypothesis, word]))
@@ -48,14 +47,18 @@ def beam_search(model, source, prefix, steps, beams, length_penalty):
 def trimmed(row):
     """Up to the first eos. (After it transformers' beam search writes eos again, not padding, where padding is word 0.)"""
     row = row.tolist()
-    return row[: row.index(EOS) + 1] if EOS in row else row
+    if EOS in row:
+        return row[: row.index(EOS) + 1]
+    return row
 
 
 def sentences(model):
     """Sources of unequal length for translation, starts of one length for language models."""
     if model.config.is_encoder_decoder:
-        source, mask = words(3, 7), torch.ones(3, 7, dtype=torch.long)
-        mask[1, 4:], mask[2, 2:] = 0, 0
+        source = words(3, 7)
+        mask = torch.ones(3, 7, dtype=torch.long)
+        mask[1, 4:] = 0
+        mask[2, 2:] = 0
         source = source * mask
         alone = [(source[b : b + 1, : mask[b].sum()], [1]) for b in range(3)]
         return dict(input_ids=source, attention_mask=mask), alone
@@ -82,16 +85,19 @@ def likes_to_end(model, bonus=2.0):
 def test_greedy_and_beam_search(preset, attention, monkeypatch):
     model = likes_to_end(tiny(preset, attention))
     inputs, alone = sentences(model)
-    out, slow = (
-        model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=kept)
-        for kept in (True, False)
-    )
+    out = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=True)
+    slow = model.generate(**inputs, max_new_tokens=8, do_sample=False, use_cache=False)
     assert torch.equal(out, slow)
     for row, (source, prefix) in zip(out, alone):
         assert trimmed(row) == beam_search(model, source, prefix, 8, 1, 0.0)[1]
-    moves, reorder = [], DecoderLayerCache.reorder_cache
-    spy = lambda self, rows: (moves.append(rows), reorder(self, rows))[1]  # noqa: E731
-    monkeypatch.setattr(DecoderLayerCache, "reorder_cache", spy)
+    moves = []
+    reorder = DecoderLayerCache.reorder_cache
+
+    def note_and_reorder(cache, rows):
+        moves.append(rows)
+        return reorder(cache, rows)
+
+    monkeypatch.setattr(DecoderLayerCache, "reorder_cache", note_and_reorder)
     settings = dict(
         max_new_tokens=6, num_beams=3, early_stopping=True, length_penalty=0.6, do_sample=False
     )
@@ -117,12 +123,14 @@ def test_starts_of_unequal_length_are_padded_on_the_left(attention):
 @pytest.mark.parametrize("attention", ROUTED)
 def test_words_one_by_one_equal_the_whole(attention):
     causal = tiny("clm_wt103_base", attention)
-    ids, cache = words(2, 9), causal.new_cache()
+    ids = words(2, 9)
+    cache = causal.new_cache()
     parts = [causal(ids[:, i:j], past_key_values=cache).logits for i, j in ((0, 4), (4, 5), (5, 9))]
     torch.testing.assert_close(torch.cat(parts, 1), causal(ids).logits, rtol=0, atol=1e-10)
     assert cache.get_seq_length() == 9
     model = tiny("mt_transformer_base", attention)
-    source, mask = words(2, 6, seed=3), torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
+    source = words(2, 6, seed=3)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]])
     inputs = dict(
         encoder_outputs=model.encoder(source, mask),
         attention_mask=mask,
@@ -135,12 +143,13 @@ def test_words_one_by_one_equal_the_whole(attention):
 
 def test_moa_caches_one_key_and_value_head():
     model = tiny("mt_transformer_base", "moa")
-    for layer in model(
-        input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True
-    ).past_key_values.layers:
-        own, kept = layer.self_attention, layer.cross_attention
-        assert [t[:, :, :5].shape for t in (own.keys, own.values)] == [(2, 1, 5, 6)] * 2
-        assert kept.keys.shape == kept.values.shape == (2, 1, 7, 6)
+    out = model(input_ids=words(2, 7), decoder_input_ids=words(2, 5), use_cache=True)
+    for layer in out.past_key_values.layers:
+        words_so_far = layer.self_attention
+        source = layer.cross_attention
+        for tensor in (words_so_far.keys, words_so_far.values):
+            assert tensor[:, :, :5].shape == (2, 1, 5, 6)
+        assert source.keys.shape == source.values.shape == (2, 1, 7, 6)
 
 
 def test_sampling_and_several_answers():
@@ -150,9 +159,8 @@ def test_sampling_and_several_answers():
     torch.manual_seed(3)
     out = model.generate(**inputs, **settings, num_return_sequences=4)
     torch.manual_seed(3)
-    assert torch.equal(
-        out, model.generate(**inputs, **settings, num_return_sequences=4, use_cache=False)
-    )
+    slow = model.generate(**inputs, **settings, num_return_sequences=4, use_cache=False)
+    assert torch.equal(out, slow)
     assert out.shape[0] == 12 and len({tuple(row) for row in out.tolist()}) > 6
     beams = model.generate(
         **inputs, max_new_tokens=6, num_beams=4, num_return_sequences=2, do_sample=False
@@ -181,8 +189,10 @@ def test_a_cache_does_what_transformers_asks():
 @pytest.mark.parametrize("attention", ["mae_7", "moa"])
 def test_rows_of_a_cache_of_translations_change_places_with_their_sources(attention):
     model = tiny("mt_transformer_base", attention)
-    source, mask = words(3, 6), torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 2 + [0] * 4])
-    target, rows = words(3, 5, seed=2), torch.tensor([2, 0])
+    source = words(3, 6)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2, [1] * 2 + [0] * 4])
+    target = words(3, 5, seed=2)
+    rows = torch.tensor([2, 0])
     first = model(
         input_ids=source, attention_mask=mask, decoder_input_ids=target[:, :3], use_cache=True
     )
@@ -205,7 +215,6 @@ def test_going_on_from_a_cache():
         first.sequences, past_key_values=first.past_key_values, max_new_tokens=4, do_sample=False
     )
     assert torch.equal(on, whole)
-    with pytest.raises(
-        ValueError, match="cache_implementation='static': this model has its own cache"
-    ):
+    words_of_error = "cache_implementation='static': this model has its own cache"
+    with pytest.raises(ValueError, match=words_of_error):
         model.generate(start, max_new_tokens=2, cache_implementation="static")

@@ -18,7 +18,9 @@ def attend(layer, x, context, allowed, heads=4):
     width = x.shape[-1] // heads
     q_w, k_w, v_w = layer.qkv.weight.chunk(3)
     q_b, k_b, v_b = layer.qkv.bias.chunk(3)
-    q, k, v = x @ q_w.T + q_b, context @ k_w.T + k_b, context @ v_w.T + v_b
+    q = x @ q_w.T + q_b
+    k = context @ k_w.T + k_b
+    v = context @ v_w.T + v_b
     parts = []
     for h in range(heads):
         at = slice(h * width, (h + 1) * width)
@@ -28,7 +30,8 @@ def attend(layer, x, context, allowed, heads=4):
 
 
 def norm(layer, x):
-    mean, var = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
+    mean = x.mean(-1, keepdim=True)
+    var = x.var(-1, keepdim=True, unbiased=False)
     return (x - mean) / (var + 1e-5).sqrt() * layer.weight + layer.bias
 
 
@@ -37,7 +40,8 @@ def position_table(length, dim):
     for p in range(length):
         for i in range(dim // 2):
             angle = p / 10_000 ** (i / (dim // 2 - 1))
-            table[p, i], table[p, dim // 2 + i] = math.sin(angle), math.cos(angle)
+            table[p, i] = math.sin(angle)
+            table[p, dim // 2 + i] = math.cos(angle)
     return table
 
 
@@ -55,7 +59,9 @@ def encoded(layers, x, allowed, activation=torch.relu):
 
 def test_the_dense_translation_model_is_the_transformer():
     model = tiny("mt_transformer_base")
-    source, target, real = words(2, 7), words(2, 5, seed=2), torch.ones(2, 7, dtype=torch.bool)
+    source = words(2, 7)
+    target = words(2, 5, seed=2)
+    real = torch.ones(2, 7, dtype=torch.bool)
     real[1, 4:] = False
     table = model.encoder.embedding.weight
     x = table[source] * math.sqrt(32) + position_table(7, 32)
@@ -108,11 +114,8 @@ def test_expert_biases_are_weighed_like_their_experts():
             for e in best:
                 at = slice(6 * e, 6 * e + 6)
                 o = (q[b, n, at] @ k[b].T / math.sqrt(6)).softmax(-1) @ v[b]
-                expected[b, n] += (
-                    p[b, n, e]
-                    / p[b, n, best].sum()
-                    * (layer.proj.weight[:, at] @ o + layer.head_bias[e])
-                )
+                weight = p[b, n, e] / p[b, n, best].sum()
+                expected[b, n] += weight * (layer.proj.weight[:, at] @ o + layer.head_bias[e])
     torch.testing.assert_close(y, expected, rtol=0, atol=1e-10)
 
 
@@ -121,7 +124,8 @@ def test_noisy_gates_of_moa(bias):
     """Zhang 2022, eq. 3: other experts from call to call in training, none without; an expert's bias goes with it."""
     spec = {"router": "moa", "top_k": 2, "experts": 5, "head_dim": 6, "bias": bias, "noisy": True}
     model = tiny("mlm_base", attention=spec)
-    layer, x = attention_layers(model)[0], torch.randn(2, 6, 32, dtype=torch.float64)
+    layer = attention_layers(model)[0]
+    x = torch.randn(2, 6, 32, dtype=torch.float64)
     assert torch.equal(layer(x)[0], layer(x)[0])
     layer.train()
     assert not torch.equal(layer(x)[0], layer(x)[0])
@@ -140,19 +144,22 @@ def test_noisy_gates_of_moa(bias):
 @pytest.mark.parametrize("attention", ROUTED)
 def test_decoders_see_no_later_token(attention, train):
     source = words(2, 6)
-    early, late = words(2, 9, seed=2), words(2, 9, seed=3)
+    early = words(2, 9, seed=2)
+    late = words(2, 9, seed=3)
     late[:, :5] = early[:, :5]
-    for preset, inputs in (("clm_wt103_base", {}), ("mt_transformer_base", {"input_ids": source})):
+    for preset, target_key, inputs in (
+        ("clm_wt103_base", "input_ids", {}),
+        ("mt_transformer_base", "decoder_input_ids", {"input_ids": source}),
+    ):
         logits = []
         for target in (early, late):
-            model = tiny(preset, attention).train(
-                train
-            )  # anew: in training the gates' batch norms move
+            # A model for each: in training the gates' batch norms move.
+            model = tiny(preset, attention).train(train)
             for layer in attention_layers(model):
                 if getattr(layer.router, "out", None) is not None:
                     layer.router.set_mode("soft")  # drawn experts would differ by chance
                     layer.router.dropout.p = 0.0
-            inputs["decoder_input_ids" if "mt" in preset else "input_ids"] = target
+            inputs[target_key] = target
             logits.append(model(**inputs).logits)
         torch.testing.assert_close(logits[0][:, :5], logits[1][:, :5], rtol=0, atol=1e-12)
         assert not torch.allclose(logits[0][:, 5:], logits[1][:, 5:], atol=1e-3)
@@ -160,16 +167,18 @@ def test_decoders_see_no_later_token(attention, train):
 
 @pytest.mark.parametrize("attention", ROUTED)
 def test_padding_changes_nothing(attention):
-    lengths, target_lengths = [7, 4, 2], [3, 6, 5]
-    source, target = words(3, 7), words(3, 6, seed=2)
+    lengths = [7, 4, 2]
+    target_lengths = [3, 6, 5]
     mask = (torch.arange(7) < torch.tensor(lengths)[:, None]).long()
     target_mask = torch.arange(6) < torch.tensor(target_lengths)[:, None]
-    source, target = source * mask, target * target_mask
+    source = words(3, 7) * mask
+    target = words(3, 6, seed=2) * target_mask
     model, encoder, causal = (
         tiny(preset, attention) for preset in ("mt_transformer_base", "mlm_base", "clm_wt103_base")
     )
     together = model(input_ids=source, attention_mask=mask, decoder_input_ids=target).logits
-    masked, right = encoder(source, mask).logits, causal(source, mask).logits
+    masked = encoder(source, mask).logits
+    right = causal(source, mask).logits
     left_ids = torch.stack([row.roll(7 - n) for row, n in zip(source, lengths)])
     left_mask = torch.stack([row.roll(7 - n) for row, n in zip(mask, lengths)])
     left = causal(left_ids, left_mask).logits
@@ -185,9 +194,8 @@ def test_padding_changes_nothing(attention):
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("preset", ["mt_transformer_base", "mlm_base", "clm_wt103_base"])
 def test_losses_per_token(preset, smoothing):
-    model = tiny(
-        preset, "moa", dtype=torch.float32, **({"adaptive_cutoffs": []} if "clm" in preset else {})
-    )
+    options = dict(adaptive_cutoffs=[]) if "clm" in preset else {}
+    model = tiny(preset, "moa", dtype=torch.float32, **options)
     labels = words(3, 6, seed=4)
     labels[0, 2:] = -100
     inputs = {"input_ids": words(3, 6), "attention_mask": torch.ones(3, 6, dtype=torch.long)}
@@ -199,29 +207,26 @@ def test_losses_per_token(preset, smoothing):
         logits.transpose(1, 2), labels, reduction="none", label_smoothing=smoothing
     )
     torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(
-        nll, F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-    )
-    assert (
-        loss.dtype == nll.dtype == torch.float32
-        and (loss[0, 2:] == 0).all()
-        and (nll[0, 2:] == 0).all()
-    )
+    plain = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    torch.testing.assert_close(nll, plain)
+    assert loss.dtype == nll.dtype == torch.float32
+    assert (loss[0, 2:] == 0).all() and (nll[0, 2:] == 0).all()
     assert len(stats) == len(again) == len(attention_layers(model))
 
 
 def test_statistics_come_in_the_order_of_the_modules_and_leave_padding_out():
-    kinds = [{"router": "moa", "top_k": 1, "experts": e, "head_dim": 4} for e in (2, 3, 5)]
+    attentions = [{"router": "moa", "top_k": 1, "experts": e, "head_dim": 4} for e in (2, 3, 5)]
     names = ("encoder_attention", "decoder_attention", "cross_attention")
-    model = tiny("mt_transformer_base", **dict(zip(names, kinds)))
-    source, target = words(2, 7), words(2, 6, seed=2)
-    source[1, 4:], target[0, 2:] = 0, 0
+    model = tiny("mt_transformer_base", **dict(zip(names, attentions)))
+    source = words(2, 7)
+    target = words(2, 6, seed=2)
+    source[1, 4:] = 0
+    target[0, 2:] = 0
     _, stats = model.forward_routed(
         input_ids=source, attention_mask=source != 0, decoder_input_ids=target
     )
-    assert [s.probs.shape[-1] for s in stats] == [
-        layer.budget.heads for layer in attention_layers(model)
-    ]
+    heads = [layer.budget.heads for layer in attention_layers(model)]
+    assert [s.probs.shape[-1] for s in stats] == heads
     assert [s.probs.shape[-1] for s in stats] == [2, 2, 3, 5, 3, 5]
     assert [s.counts.sum(1).tolist() for s in stats] == [[7, 4]] * 2 + [[2, 6]] * 4
 
@@ -266,9 +271,7 @@ def test_activation_checkpointing_leaves_gradients_equal(preset, attention, reen
 def test_loss_of_separate_vocabularies():
     model = tiny("mt_transformer_base", target_vocab_size=12)
     assert model.encoder.embedding.weight.shape == (VOCAB, 32)
-    assert model.output.weight is model.decoder.embedding.weight and model.output.weight.shape == (
-        12,
-        32,
-    )
+    assert model.output.weight is model.decoder.embedding.weight
+    assert model.output.weight.shape == (12, 32)
     target = torch.randint(5, 12, (2, 4))
     assert model(input_ids=words(2, 5), decoder_input_ids=target).logits.shape == (2, 4, 12)

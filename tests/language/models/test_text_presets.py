@@ -6,7 +6,7 @@ import moh_vision
 from moh_vision.attention import attention_layers
 from moh_vision.language.config import LanguageConfig, TextModelConfig
 from moh_vision.language.models.create import create_text_model, list_text_presets
-from tests.support.refusals import each_refused
+from tests.support.refusals import refuse
 from tests.support.text_tiny import empty
 
 
@@ -14,16 +14,21 @@ def test_every_preset_is_built_and_routes_as_its_name_says():
     for preset in list_text_presets():
         layers = attention_layers(empty(preset))
         router = type(layers[0].router).__name__.lower()
-        named = [kind for kind in ("mae", "moa", "moh") if f"_{kind}_" in preset]
-        expected = named[0] if named else "mae" if "nobcd" in preset else "dense"
+        if "nobcd" in preset:
+            expected = "mae"
+        else:
+            named = [name for name in ("mae", "moa", "moh") if f"_{name}_" in preset]
+            expected = named[0] if named else "dense"
         assert router == f"{expected}router", preset
-        if "_mae_" in preset or "nobcd" in preset:
+        if expected == "mae":
+            heads = 28 if preset.endswith("_6") else 8
             assert layers[0].router.mode == ("uniform" if "_uni_" in preset else "soft")
-            assert layers[0].router.members.shape == ((28 if preset.endswith("_6") else 8), 8)
+            assert layers[0].router.members.shape == (heads, 8)
 
 
 def test_where_gates_of_mae_pool():
-    translation, language = empty("mt_mae_7"), empty("clm_wt103_mae_7")
+    translation = empty("mt_mae_7")
+    language = empty("clm_wt103_mae_7")
     assert {layer.self_attn.router.pool for layer in translation.encoder.layers} == {"sequence"}
     assert {layer.self_attn.router.pool for layer in translation.decoder.layers} == {"running"}
     assert all(layer.cross_attn.by_context for layer in translation.decoder.layers)
@@ -32,60 +37,69 @@ def test_where_gates_of_mae_pool():
     }
 
 
-test_refusals_are_one_line = each_refused(
-    lambda preset, overrides: empty(preset, **overrides),
-    ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
-    ("nonsense", {}, "there is no text model 'nonsense': only .*mt_transformer_base"),
-    ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
-    ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
-    ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
-    ("mt_mae_7", {"head_budget": 0.5}, "attention: router 'mae' has no 'head_budget'"),
-    ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
-    ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
-    ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
-    ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
-    (
-        "mt_mae_7",
-        {"attention": {"router": "mae", "leave": 1}},
-        "has no 'leave', did you mean leave_out",
-    ),
-    (
-        "mt_mae_7",
-        {"cross_attention": {"router": "moe"}},
-        "cross_attention: .*not a dict with a router out of",
-    ),
-    (
-        "mt_moh_75",
-        {"attention": {"router": "moh", "head_budget": 2}},
-        "head_budget 2 is not understood",
-    ),
-    (
-        "clm_wt103_base",
-        {"adaptive_cutoffs": [9, 5]},
-        r"adaptive_cutoffs=\[9, 5\] are not increasing",
-    ),
-    ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
-    ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
-    ("clm_small", {"hidden_sise": 8}, "clm_small has no 'hidden_sise': did you mean hidden_size"),
-    ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
-    ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
-    ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
-    (
-        "clm_small",
-        {"num_hidden_layers": 0},
-        "num_hidden_layers=0 is not a whole number of at least 1",
-    ),
-    (
-        "clm_small",
-        {"num_key_value_heads": 5},
-        "num_key_value_heads=5 does not divide num_attention_heads=12",
-    ),
-    (
-        "clm_moh_small_75",
-        {"router_kwargs": {"twostage": 1}},
-        "router 'moh' has no 'twostage', it takes gate_scale",
-    ),
+@pytest.mark.parametrize(
+    "preset, overrides, words",
+    [
+        ("mt_mae_8", {}, "there is no text model 'mt_mae_8': did you mean mt_mae_"),
+        ("nonsense", {}, "there is no text model 'nonsense': only .*mt_transformer_base"),
+        ("mt_moa_9K8E128D", {}, "top_k=9 of only 8 experts"),
+        ("mt_moa_0K8E128D", {}, "needs top_k, a whole number of at least 1, not 0"),
+        ("mlm_base", {"encoder_layers": 3}, "mlm_base has no 'encoder_layers': "),
+        ("mt_mae_7", {"head_budget": 0.5}, "attention: router 'mae' has no 'head_budget'"),
+        ("mt_mae_7", {"encoder_layer": 3}, "did you mean encoder_layers"),
+        ("mt_mae_7", {"dropout": 1.0}, "dropout=1.0 is out of range"),
+        ("mt_mae_7", {"encoder_layers": 0}, "encoder_layers=0 is not a whole number"),
+        ("mt_mae_7", {"num_attention_heads": 5}, "no multiple of num_attention_heads=5"),
+        (
+            "mt_mae_7",
+            {"attention": {"router": "mae", "leave": 1}},
+            "has no 'leave', did you mean leave_out",
+        ),
+        (
+            "mt_mae_7",
+            {"cross_attention": {"router": "moe"}},
+            "cross_attention: .*not a dict with a router out of",
+        ),
+        (
+            "mt_moh_75",
+            {"attention": {"router": "moh", "head_budget": 2}},
+            "head_budget 2 is not understood",
+        ),
+        (
+            "clm_wt103_base",
+            {"adaptive_cutoffs": [9, 5]},
+            r"adaptive_cutoffs=\[9, 5\] are not increasing",
+        ),
+        ("clm_wt103_base", {"vocab_size": 40}, "between 0 and vocab_size=40"),
+        ("clm_moh_smal_75", {}, "did you mean clm_moh_small_75"),
+        (
+            "clm_small",
+            {"hidden_sise": 8},
+            "clm_small has no 'hidden_sise': did you mean hidden_size",
+        ),
+        ("clm_small", {"head_budget": 0.5}, "clm_small is dense: head_budget needs router="),
+        ("clm_small", {"hidden_size": 30, "num_attention_heads": 4}, "30.* is not a multiple of"),
+        ("clm_small", {"hidden_size": "wide"}, "clm_small: .*hidden_size.*'wide'"),
+        (
+            "clm_small",
+            {"num_hidden_layers": 0},
+            "num_hidden_layers=0 is not a whole number of at least 1",
+        ),
+        (
+            "clm_small",
+            {"num_key_value_heads": 5},
+            "num_key_value_heads=5 does not divide num_attention_heads=12",
+        ),
+        (
+            "clm_moh_small_75",
+            {"router_kwargs": {"twostage": 1}},
+            "router 'moh' has no 'twostage', it takes gate_scale",
+        ),
+    ],
+    ids=str,
 )
+def test_refusals_are_one_line(preset, overrides, words):
+    refuse(words, empty, preset, **overrides)
 
 
 def test_the_head_budget_of_a_text_model_is_spelt_as_that_of_an_image_model():

@@ -18,7 +18,8 @@ from tests.support.refusals import refuse
 from tests.support.small_runs import same
 from tests.support.text_tiny import ATTENTIONS, TINY, tiny, words
 
-MT, MLM = "mt_transformer_base", "mlm_base"
+MT = "mt_transformer_base"
+MLM = "mlm_base"
 CLASSES = {
     MT: (TranslationModel, AutoModelForSeq2SeqLM),
     MLM: (MaskedLMModel, AutoModelForMaskedLM),
@@ -28,7 +29,9 @@ CLASSES = {
 
 def inputs_of(preset):
     inputs = {"input_ids": words(2, 6)}
-    return {**inputs, "decoder_input_ids": words(2, 5, seed=2)} if "mt" in preset else inputs
+    if "mt" in preset:
+        inputs["decoder_input_ids"] = words(2, 5, seed=2)
+    return inputs
 
 
 @pytest.mark.parametrize("attention", sorted(ATTENTIONS))
@@ -36,15 +39,12 @@ def inputs_of(preset):
 def test_a_loaded_model_is_the_saved_one(preset, attention, tmp_path):
     model = tiny(preset, attention, dtype=torch.float32)
     model.save_pretrained(tmp_path)
-    for kind in CLASSES[preset]:
-        loaded = kind.from_pretrained(tmp_path)
+    for model_class in CLASSES[preset]:
+        loaded = model_class.from_pretrained(tmp_path)
         assert type(loaded) is type(model)
-        fields, others = model.config.to_dict(), ("_name_or_path", "dtype", "architectures")
-        assert all(
-            getattr(loaded.config, name) == value
-            for name, value in fields.items()
-            if name not in others
-        )
+        for name, value in model.config.to_dict().items():
+            if name not in ("_name_or_path", "dtype", "architectures"):
+                assert getattr(loaded.config, name) == value
         assert same(loaded, model)
         buffers = dict(loaded.named_buffers())
         for name, value in model.named_buffers():
@@ -73,8 +73,8 @@ def test_tied_weights_are_saved_once_and_stay_one(tmp_path):
         saved = load_file(tmp_path / preset / "model.safetensors")
         assert sum(value.shape == (40, 32) for value in saved.values()) == 1
         for each in (model, CLASSES[preset][0].from_pretrained(tmp_path / preset)):
-            first, *others = (each.get_submodule(name).weight for name in names)
-            assert all(other is first for other in others)
+            first, *tied = (each.get_submodule(name).weight for name in names)
+            assert all(weight is first for weight in tied)
 
 
 def test_missing_weights_are_made_anew_as_in_a_new_model(tmp_path):
