@@ -21,7 +21,8 @@ def run(*words, **options) -> str:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """(wheel, source distribution); the wheel is built from the latter, as pip does it."""
-    clone, folder = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("dist")
+    clone = tmp_path_factory.mktemp("clone")
+    folder = tmp_path_factory.mktemp("dist")
     files = run("git", "ls-files", "-z", cwd=ROOT).split("\0")[:-1]
     subprocess.run(["tar", "-cf", clone / "all.tar", *files], cwd=ROOT, check=True)
     run("tar", "-xf", "all.tar", cwd=clone)
@@ -36,10 +37,8 @@ def test_the_wheel_holds_the_package_alone(built):
     tracked = run("git", "ls-files", "-z", "moh_vision", "configs", cwd=ROOT).split("\0")[:-1]
     expected = {name if name.startswith("moh_vision") else f"moh_vision/{name}" for name in tracked}
     expected.discard("moh_vision/configs")  # the link
-    inside, info = (
-        {n for n in names if n.startswith("moh_vision/")},
-        {n for n in names if ".dist-info/" in n},
-    )
+    inside = {n for n in names if n.startswith("moh_vision/")}
+    info = {n for n in names if ".dist-info/" in n}
     assert inside == expected
     assert names == inside | info
     assert any(name.endswith("/licenses/LICENSE") for name in info)

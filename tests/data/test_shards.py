@@ -85,7 +85,8 @@ def test_a_folder_of_classes_is_divided(tmp_path, capfd):
 @pytest.mark.parametrize("val", ["val", "validation"])
 def test_both_splits_are_written_and_read_by_training(tmp_path, val):
     """Also by webdataset; the record has their sums, and members no time and owner."""
-    root, out = tmp_path / "images", tmp_path / "out"
+    root = tmp_path / "images"
+    out = tmp_path / "out"
     write_folder(root / "train")
     write_folder(root / val, each=2, first=50)
     assert run(root, out, "--samples-per-shard", 7) == 0
@@ -102,10 +103,10 @@ def test_both_splits_are_written_and_read_by_training(tmp_path, val):
             assert source.classes[source.labels[i]] == path.split("/")[0]
             assert source.read(i) == sample["png"] == (folder / path).read_bytes()
         record = json.loads((out / f"{split}.shards.json").read_text())
-        made_from, entries = record["made_from"], record["shards"]
-        assert [
-            made_from[f"--{key}"] for key in ("size", "quality", "samples-per-shard", "seed")
-        ] == [None, None, 7, 0]
+        made_from = record["made_from"]
+        entries = record["shards"]
+        options = ("size", "quality", "samples-per-shard", "seed")
+        assert [made_from[f"--{option}"] for option in options] == [None, None, 7, 0]
         assert all(
             made_from[f"images of class {name}"] == len(files) // 3 for name in source.classes
         )
@@ -176,7 +177,8 @@ def test_reduction_is_antialiased():
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_rotated_photographs_are_turned_upright_when_reencoded(orientation):
-    image, exif = photograph(), Image.Exif()
+    image = photograph()
+    exif = Image.Exif()
     image.paste(120, (0, 0, 30, 10))
     exif[0x0112] = orientation
     data = save(image, "JPEG", exif=exif, quality=95)
@@ -211,7 +213,8 @@ def slow_encoding(data, size, quality):
 
 
 def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    root = write_folder(tmp_path / "images")
+    out = tmp_path / "out"
     (root / "dog" / "03.png").write_bytes(b"")
     assert run(root, out, workers=2) == 2
     words = f"{root}/dog/03.png: cannot identify the image format (0 bytes) (1 unreadable so far, allowed are --max-bad"
@@ -236,10 +239,8 @@ def test_bad_images_stop_it_or_are_left_out_and_listed(tmp_path, capfd):
     assert sorted(listed) == [
         f"{name}\tcannot identify the image format ({size} bytes)" for name, size in bad
     ]
-    source, files = (
-        Shards(str(fresh), "train"),
-        (fresh / "train.files.txt").read_text().splitlines(),
-    )
+    source = Shards(str(fresh), "train")
+    files = (fresh / "train.files.txt").read_text().splitlines()
     assert len(source) == len(files) == 22
     assert all(source.classes[c] == f.split("/")[0] for c, f in zip(source.labels, files))
     assert run(root, fresh, "--samples-per-shard", 6) == 2, (
@@ -273,7 +274,8 @@ def control_c(*_):
 
 
 def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
-    root, out = write_folder(tmp_path / "images"), tmp_path / "out"
+    root = write_folder(tmp_path / "images")
+    out = tmp_path / "out"
     # Tests that a shell started in the background inherit that SIGINT is ignored.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -291,11 +293,13 @@ def test_an_interrupted_run_cleans_up_and_goes_on(tmp_path, capfd, monkeypatch):
 
 def test_shards_store_every_format_that_folders_have(tmp_path):
     """The bytes of a file unchanged, whether its samples are read by number or as they stream."""
-    root, endings = tmp_path / "images", [ending.removeprefix(".") for ending in IMAGES]
+    root = tmp_path / "images"
+    endings = [ending.removeprefix(".") for ending in IMAGES]
     for ending in endings:
         write_folder(root, each=1, extension=ending, first=endings.index(ending))
     assert run(root, tmp_path / "out") == 0
-    folder, shards = ImageFolder(root), Shards(str(tmp_path / "out"), "train")
+    folder = ImageFolder(root)
+    shards = Shards(str(tmp_path / "out"), "train")
     read = {shards.read(i) for i in range(len(shards))}
     assert read == {folder.read(i) for i in range(len(folder))} and len(shards) == 3 * len(endings)
     stream = ShardStream([str(shards.paths[0])], shards.classes, len(shards), "out")

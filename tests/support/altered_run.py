@@ -9,20 +9,25 @@ import sys
 
 import torch
 
-how, *where = sys.argv[1].split(":")
-if how == "in_float64":
+alteration, *where = sys.argv[1].split(":")
+if alteration == "in_float64":
     torch.set_default_dtype(torch.float64)  # before anything is imported
 
 from moh_vision.classification import scores  # noqa: E402
 from tests.support.small_runs import script  # noqa: E402
 
 module = script(sys.argv[2])
-batches, evaluate = module.training_loader, scores.evaluate
+batches = module.training_loader
+evaluate = scores.evaluate
+
+
+def double(tensor):
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 def in_float64(*args, **kwargs):
     for batch in batches(*args, **kwargs):
-        yield {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+        yield {key: double(tensor) for key, tensor in batch.items()}
 
 
 def overflow(*args, **kwargs):
@@ -32,9 +37,11 @@ def overflow(*args, **kwargs):
         yield batch
 
 
-module.training_loader = globals()[how]
-if how == "in_float64":
-    scores.evaluate = lambda predict, *more: evaluate(
-        lambda images, labels: predict(images.double(), labels), *more
-    )
+def evaluate_in_float64(predict, *more):
+    return evaluate(lambda images, labels: predict(images.double(), labels), *more)
+
+
+module.training_loader = globals()[alteration]
+if alteration == "in_float64":
+    scores.evaluate = evaluate_in_float64
 module.main(sys.argv[3:])

@@ -21,17 +21,6 @@ def refuse(words, call, *arguments, error=ValueError, **named):
         call(*arguments, **named)
 
 
-def each_refused(call, *rows, error=ValueError):
-    """A test of every row: `call` with all but its last entry is refused with the words that are its last."""
-
-    @pytest.mark.parametrize("row", rows, ids=[str(row[-1]) for row in rows])
-    def test(row):
-        *arguments, words = row
-        refuse(words, call, *arguments, error=error)
-
-    return test
-
-
 def refused(capsys, main, *argv, silent=False) -> str:
     """The one line of standard error with which a script or command, `main(argv)`, refuses its arguments."""
     capsys.readouterr()

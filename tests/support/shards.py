@@ -25,9 +25,11 @@ def append(path, name, data):
         tar.addfile(info, io.BytesIO(data))
 
 
-def info(name, size=0, kind=tarfile.REGTYPE, link="") -> tarfile.TarInfo:
+def info(name, size=0, member_type=tarfile.REGTYPE, link="") -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
-    member.size, member.type, member.linkname = size, kind, link
+    member.size = size
+    member.type = member_type
+    member.linkname = link
     return member
 
 

@@ -18,11 +18,11 @@ def write_model(folder, eos=True, vocab=258, budget=None):
     """`budget`: converted to MoH with that share of heads."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     inner = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, []))
-    inner.pre_tokenizer, inner.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    names = dict(bos_token="<s>", eos_token="</s>") if eos else {}
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    names = {}
+    if eos:
+        names = dict(bos_token="<s>", eos_token="</s>")
     PreTrainedTokenizerFast(tokenizer_object=inner, **names).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
