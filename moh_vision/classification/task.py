@@ -35,7 +35,7 @@ class ClassificationTask(RoutedTask):
     ):
         """Return the losses and batch_accuracy; in eval mode (logits [B, classes], routing statistics).
 
-        Validation calls the task too, for what wraps it.
+        Validation calls the task, too, and not the model alone: what wraps the task for training then wraps it there.
 
         Args:
             images: [B, C, h, w].

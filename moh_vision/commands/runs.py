@@ -58,7 +58,7 @@ TEXT = {"mt": "translation", "mlm": "masked language models", "clm": "causal lan
 NAMES = "one for each RUN (the model, and what tells it from the others); runs of one row have the first's"  # --names
 FEW = 10  # classes: with so few top-5 says little
 STARTED = ("device", "cores", "processes", "versions", "commit", "command")  # of environment.jsonl
-# Keys, or sections, that change neither weights nor scores. Scores say how samples were scored.
+# Keys, or sections, that change neither weights nor scores. `score` is among them: a file of scores has its own settings.
 WITHOUT_EFFECT = (
     "output",
     "seed",
@@ -86,7 +86,9 @@ class ScoredRun(NamedTuple):
     steps: int  # that were done
     scores: dict[str, float | None]  # by key of COLUMNS, or title of a suite's task
     scored_on: str  # what the scores are of
-    sampling: dict[str, Any] = {}  # how images were drawn; head_budget if not the run's own
+    sampling: dict[
+        str, Any
+    ] = {}  # how images were drawn; with head_budget only if it differs from the run's
     error: str = ""  # of this run's scores alone, for a note
     saved: SavedConfig | None = None  # config.yaml as it was read
 
@@ -104,7 +106,7 @@ class ScoredRun(NamedTuple):
         }
 
     def identity(self, over: str | None = None) -> str:
-        """Return a text, equal for runs that differ only in the seed, or also in `over` and steps."""
+        """Return a text that is equal for runs to be averaged: only the seed differs, or with `over` that key and the steps, too."""
         compared = [self.settings(over), self.scored_on]
         # Where patience ends a text run, the number of steps depends on the seed.
         if not over and self.wing != "text":
@@ -183,12 +185,12 @@ def number_at(tree: Any, keys: Sequence[str], file: Path) -> float | None:
 
 
 @contextlib.contextmanager
-def as_written(these: str) -> Iterator[None]:
-    """Raise ValueError, beginning with `these`, if a file is not as a run writes it."""
+def as_written(subject: str) -> Iterator[None]:
+    """Raise ValueError if a file is not as a run writes it; `subject` is how the message begins, "RUN: its scores are"."""
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{these} not as a run writes them ({reason_of(error)})") from None
+        raise ValueError(f"{subject} not as a run writes them ({reason_of(error)})") from None
 
 
 def having(runs: dict[str, ScoredRun], file: str, maker: str) -> tuple[dict[str, Path], list[str]]:
@@ -336,9 +338,10 @@ def _of_text(run: ScoredRun, results: dict) -> ScoredRun:
 
 
 def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
-    """Return runs with an elastic budget, which differ only in the seed, at each share that was scored at their end.
+    """Return {share: the runs with their scores at it} of runs with an elastic budget that differ only in the seed.
 
-    Empty without such shares. The last one is the share that they are saved with, which has all scores.
+    It has the shares that all of them were scored at, and is empty without such shares. The last share is the one that
+    they are saved with, and has all scores; the others have those of a validation alone.
     """
     found = [run.json("results.json").get("by_share") or {} for run in group]
     with as_written(f"{group[0].folder}: its scores by share are"):
@@ -356,7 +359,7 @@ def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
 
 
 def _at_share(run: ScoredRun, scores: dict) -> dict[str, float | None]:
-    """Return the scores of a validation at a share by key of COLUMNS; those that the run does not show stay None."""
+    """Return the scores of a validation at a share by key of COLUMNS."""
     tree = {**scores, "validation": scores}
     file = run.folder / "results.json"
     return {

@@ -25,9 +25,9 @@ from torch import Tensor
 __version__ = "0.1.0"  # of moh_vision, written into files; pyproject.toml reads it here
 CONFIG = "config.yaml"  # what a run was started with
 LOCK = ".lock"
-# What DDP and torch.compile put into the names of tensors, in either order; torch.compile also of a single block.
+# Prefixes of DDP and torch.compile in names of tensors, in either order. A compiled block has its prefix inside the name.
 WRAPPED = re.compile(r"^(module\.|_orig_mod\.)+|_orig_mod\.")
-# To get a lock: a process killed just now, or its children, may end a moment later.
+# Attempts to get a lock: a process that was killed just now, or its children, may need a moment to end.
 ATTEMPTS = 20
 PAUSE = 0.1  # seconds between them
 
@@ -42,7 +42,7 @@ def cache_folder() -> Path:
 
 
 def run_of(path: str | Path) -> Path:
-    """Return the folder of the run of a path: RUN, RUN/checkpoints/step_N, or a file in one of them."""
+    """Return RUN for a path that is RUN, RUN/checkpoints/step_N or a file in one of them."""
     folder = Path(path)
     if not folder.is_dir():
         folder = folder.parent
@@ -72,8 +72,6 @@ def by_age(parent: Path) -> list[tuple[int, Path]]:
 def memory_limit(device) -> int | None:
     """Return the bytes of a torch device that a process can have, or None if they are not known."""
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.get_device_properties(device).total_memory
     if device.type != "cpu":
         return None
@@ -85,7 +83,7 @@ def memory_limit(device) -> int | None:
 
 @contextlib.contextmanager
 def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator[None]:
-    """Let one process at a time write into a folder, which exists; `option` named it.
+    """Let one process at a time write into a folder, which exists. Messages name `option`, by which it was given.
 
     The lock is on `folder`/.lock, which names the owner's process and host. The system releases it when the process
     ends in any way; an unlocked .lock that a killed process left does not matter. Over NFS the server keeps the lock
@@ -105,8 +103,9 @@ def only_one(folder: Path, option: str, with_children: bool = False) -> Iterator
             file = opened.enter_context(open(path, "a+"))
             try:
                 lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Else the owner has just removed this file: try again.
                 if _is_named(file, path):
-                    break  # otherwise its owner removed it just now
+                    break
             except (BlockingIOError, PermissionError):  # POSIX allows both
                 if attempt == ATTEMPTS:
                     file.seek(0)
@@ -142,7 +141,7 @@ def whole_file(path: Path, shared: bool = False) -> Iterator[BinaryIO]:
     """Open a file for writing that gets the name `path` at the end; after an error there is nothing.
 
     Its folder is made, and an earlier file replaced. A `shared` file may be written by several processes at
-    once: the last rename stands. An OSError names a file.
+    once: the last rename stands. An OSError always has a filename.
     """
     hidden = hidden_path(path, shared)
     try:
@@ -181,6 +180,7 @@ def write_tensors(
     path: Path, tensors: dict[str, Tensor], metadata: dict[str, object], shared: bool = False
 ) -> None:
     """Write contiguous CPU tensors, and metadata as JSON, to a safetensors file, whole or not at all."""
+    # A folder, because safetensors makes a temporary file of its own.
     folder = hidden_path(path, shared)
     try:
         shutil.rmtree(folder, ignore_errors=True)
@@ -193,8 +193,9 @@ def write_tensors(
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, object]) -> None:
-    """Write a safetensors file, which makes a temporary one beside it."""
-    from safetensors.torch import save_file  # the core imports this file, and needs torch alone
+    """Write a safetensors file; the library makes a temporary file in the same folder."""
+    # Imported late: attention imports this module, and must not need safetensors.
+    from safetensors.torch import save_file
 
     texts = {name: json.dumps(value) for name, value in metadata.items()}
     save_file(tensors, path, metadata={"format": "pt", **texts})
@@ -216,7 +217,10 @@ def tensor_files(path: Path) -> list[Path]:
 
 
 class TensorFiles:
-    """The tensors of `tensor_files`, and the metadata of the first. A part has rows of a tensor, or all of it."""
+    """The tensors of one file or of its parts, see `tensor_files`; the metadata are those of the first.
+
+    A tensor lies in one part, or is split by rows over several.
+    """
 
     def __init__(self, path: Path):
         from safetensors import safe_open
@@ -245,7 +249,7 @@ class TensorFiles:
         return self.parts[name][0][...]
 
     def join(self, path: Path) -> None:
-        """Write all tensors to one file, from main memory."""
+        """Write all tensors to one file; all of them must fit into main memory."""
         write_tensors(path, {name: self.read(name) for name in self.shapes}, self.metadata)
 
     def rows(self, name: str, start: int, stop: int) -> Tensor:
@@ -253,6 +257,7 @@ class TensorFiles:
         pieces = []
         begin = 0  # of a part
         for part in self.parts[name]:
+            # The rows of this part that lie in start .. stop - 1.
             count = part.get_shape()[0]
             first = min(max(start - begin, 0), count)
             last = min(max(stop - begin, 0), count)
@@ -319,13 +324,13 @@ def sha256_of(*paths: Path) -> str:
     digest = hashlib.sha256()
     for path in paths:
         with open(path, "rb") as file:
-            hashlib.file_digest(file, lambda: digest)
+            hashlib.file_digest(file, lambda: digest)  # goes on with the same digest
     return digest.hexdigest()
 
 
 def places_beside(folder: Path, name: str) -> tuple[Path, Path]:
     """Return where a file about a folder's files may be: in it, and in the user's cache."""
-    # Other folders have the same name.
+    # Folders of equal names have different files in the cache.
     which = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
     return folder / name, cache_folder() / "index" / f"{folder.name}-{which}" / name
 

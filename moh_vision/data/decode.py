@@ -24,7 +24,10 @@ class UnreadableImage(BadData):
 
 
 class BadSamples:
-    """Counts different samples that cannot be decoded, of all processes; more than `option` allows raise UnreadableImage."""
+    """Counts the samples that cannot be decoded, over all processes and each once.
+
+    More than the share set by `option` raise UnreadableImage.
+    """
 
     def __init__(
         self, total: int, max_fraction: float = 0.0, option: str = "data.max_bad_fraction"
@@ -35,24 +38,24 @@ class BadSamples:
         # Exact, where 0.29 * 100 in floats is below 29.
         self.allowed = math.floor(Fraction(str(max_fraction)) * total)
         self.seen: dict[int | str, str] = {}  # sample -> message
-        self.new = False
+        self.new = False  # whether some were found since the last `share`
 
     def check(self, bad: Iterable[tuple[int | str, str]]) -> None:
         """Take note of (sample, message) of a batch or shard."""
         known = len(self.seen)
-        self.seen |= bad
+        self.seen.update(bad)
         count = len(self.seen)
         self.new = self.new or count > known
         if count > self.allowed:
             *_, last = self.seen.values()
-            # 3 decimals, or the first that is not 0.
+            # The share that would allow these, rounded up at 3 decimals or its first that is not 0.
             digits = max(3, math.ceil(math.log10(self.total / count)))
             enough = math.ceil(Fraction(count, self.total) * 10**digits) / 10**digits
             allowed = f"{self.option} {self.max_fraction:g} of {self.total} images; {enough:g} allows these"
             raise UnreadableImage(f"{last} ({count} unreadable so far, allowed are {allowed})")
 
     def share(self, gather: Callable[[list], list]) -> None:
-        """Tell all processes what each has seen; every process calls it. `gather`: lists of each -> one list on all."""
+        """Tell all processes what each has seen; every process calls it. `gather` joins their lists."""
         self.check(gather(list(self.seen.items())))
         self.new = False
 
@@ -96,7 +99,7 @@ def is_transparent(data: bytes) -> bool:
 
 
 def decode_image(data: bytes, where: str = "", convert: Callable = in_8_bits):
-    """Return `convert` of the bytes of an image file; raise UnreadableImage with the reason, which names it `where`."""
+    """Decode the bytes of an image file and `convert` the image. UnreadableImage's message names the image `where`."""
     try:
         return convert(open_image(io.BytesIO(data)))
     except UnidentifiedImageError:
@@ -119,7 +122,8 @@ def upright(image: Image.Image) -> Image.Image:
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
     """Return width and height of `upright` from the header of an image; its pixels are not read."""
-    try:  # PIL's getexif of a PNG would read them, to find what stands behind
+    # Not image.getexif: of a PNG it decodes the pixels, to find EXIF that stands behind them.
+    try:
         turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) >= 5
     except Exception:
         turned = False
@@ -144,7 +148,7 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def shorten(image: Image.Image) -> Image.Image:
-    """Cut an image that is more than LONGEST times as long as wide or high to its middle, before a crop of the centre.
+    """Cut an image to its middle so that its longer side is at most LONGEST times the shorter, before a crop of the centre.
 
     Enlarging a whole image of 1 x 60,000 pixels until the shorter side fits would take gigabytes.
     """

@@ -24,9 +24,11 @@ def is_sharded(model: nn.Module) -> bool:
 def whole_weights(task: nn.Module) -> Iterator[None]:
     """Keep all weights gathered, so that each process may call any module as often as it likes.
 
-    Outside, a sharded module's forward gathers its weights and waits for all processes: one with fewer batches would
-    block the others forever. Every process enters and leaves. Without FSDP, or in another such context, nothing is
-    done. The `task` is what accelerate wraps, or holds it.
+    Without it every forward of a sharded module is a collective: a process with fewer batches would block the others
+    forever. Every process enters and leaves. Without FSDP, or inside another `whole_weights`, nothing is done.
+
+    Args:
+        task: the module that accelerate wraps, or one that holds it.
     """
     units: list[FSDPModule] = []
     if is_sharded(task):
@@ -39,11 +41,14 @@ def whole_weights(task: nn.Module) -> Iterator[None]:
     finally:
         for unit in units:
             unit.reshard()
-            unit.set_reshard_after_forward(True, recurse=False)  # as configured
+            unit.set_reshard_after_forward(True, recurse=False)  # as FSDP was set up by accelerate
 
 
 def load_whole(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Load whole weights, tied ones stored once, into a model that may be sharded; for every process."""
+    """Load whole weights into a model that may be sharded; a collective.
+
+    Not strict, because a tied weight is stored under one of its names alone.
+    """
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
@@ -70,13 +75,14 @@ class ModelEma(ModelEmaV3):
             average.copy_(value)
 
 
-LEFT = 0.01  # from this share of the first weights on an average is said to hold them
+LEFT = 0.01  # a smaller share of the first weights in an average counts as none
 
 
 def first_weights_left(ema: EmaConfig, steps: int) -> float:
-    """Return the share of an average, after so many steps, that is still of the weights after step 1; 0 for a trace."""
-    some = nn.LayerNorm(1)  # made without random numbers
-    average = ModelEmaV3(some, decay=ema.decay, use_warmup=ema.warmup)
+    """Return the share of the weights of step 1 in their average after so many steps; 0 below LEFT."""
+    # ModelEmaV3 wants a module, of which only the schedule of the decay is used. This one draws no random numbers.
+    unused = nn.LayerNorm(1)
+    average = ModelEmaV3(unused, decay=ema.decay, use_warmup=ema.warmup)
     share = 1.0
     for step in range(2, steps + 1):  # the first update copies the weights
         share *= average.get_decay(step)
@@ -86,8 +92,9 @@ def first_weights_left(ema: EmaConfig, steps: int) -> float:
 
 
 def short_enough(ema: EmaConfig, steps: int) -> str:
-    """Return what to set for an average that forgets the first weights in so many steps."""
-    forgets = 1 - LEFT ** (1 / max(1, steps - 1))  # the smallest share that a step must bring
+    """Suggest, in words, settings with which an average forgets the first weights in so many steps."""
+    forgets = 1 - LEFT ** (1 / max(1, steps - 1))  # 1 - decay, where decay ** (steps - 1) is LEFT
+    # Rounded down at its first decimal that is not 0, so that it forgets at least as fast.
     digits = math.ceil(-math.log10(forgets))
     decay = round(1 - math.ceil(forgets * 10**digits) / 10**digits, digits)
     choices = [f"ema.decay {decay:g}"]
@@ -106,7 +113,7 @@ def make_ema(model: nn.Module, ema: EmaConfig | None, device) -> ModelEma | None
 
 
 def gathered(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and tensors of a state dict, FSDP's shards whole; for every process together."""
+    """Yield names and tensors of a state dict, FSDP's shards whole; a collective, which every process goes through to its end."""
     for name, value in model.state_dict().items():
         if isinstance(value, DTensor):
             value = value.full_tensor()

@@ -15,7 +15,8 @@ from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.mae import mae_routers
 
 LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}  {name}"
-LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")  # in a module's name: blocks.3.mlp
+# Before, number and behind of the last number in a module's name: "blocks.3.mlp" -> "blocks.", "3", ".mlp".
+LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")
 # Arguments that make a model of another size than its name says.
 SIZES = (
     "patch_size",
@@ -45,7 +46,7 @@ def full_name(name: str, arguments: dict) -> str:
         name = f"{name} ({Path(source).name})"
     changed = [f"{key} {arguments[key]}" for key in SIZES if arguments.get(key) is not None]
     budget = arguments.get("head_budget")
-    if isinstance(budget, (int, float, str)):  # a list, one entry a layer, is in the table below
+    if isinstance(budget, (int, float, str)):  # a list is left out: `describe` shows every layer
         changed.append(f"head_budget {budget}")
     if not changed:
         return name
@@ -86,7 +87,7 @@ def in_short(name: str, model: nn.Module) -> str:
 
 
 def mae_mixture(router: MAERouter) -> str:
-    """Describe MAE's experts: budgets call all heads shared, as every head may run."""
+    """Describe MAE's experts, which a budget does not show: it counts every head as shared."""
     experts, heads = router.members.shape
     if router.out is None:
         mixture = "an even mixture takes"
@@ -119,12 +120,13 @@ def module_table(macs: Macs) -> list[str]:
 
 def _groups(macs: Macs) -> list[tuple]:
     """Return (label, number, parameters, dense, ideal) of like modules; one row for all without MACs."""
-    size = Counter()  # of a module; equal names with different sizes are not alike
+    size = Counter()  # dense MACs by name: modules are alike only if these are equal, too
     for row in macs.modules:
         size[row.name] += row.dense
     groups: dict[tuple, list] = {}
     small: list[tuple] = []  # modules without MACs
     for row in macs.modules:
+        # Embeddings compute nothing, but have a row of their own.
         if row.part == "table" or row.dense or row.ideal:
             stem = LAST_NUMBER.sub(r"\1*\3", row.name)
             groups.setdefault((stem, row.part, size[row.name]), []).append(row)
@@ -149,7 +151,7 @@ def _label(stem: str, part: str, rows: Sequence[tuple]) -> str:
         return f"{stem} {part}".rstrip()
     numbers = sorted(int(LAST_NUMBER.sub(r"\2", row.name)) for row in rows)
     ranges = []
-    # Numbers that follow one another lie equally far above their index.
+    # In a run of consecutive numbers, the number minus its index is constant.
     for _, pairs in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
         consecutive = [number for _, number in pairs]
         if len(consecutive) == 1:

@@ -50,7 +50,7 @@ def set_up_model(
     Args:
         config: an `ImageRunConfig`.
         wing: "classification" or "diffusion".
-        name, arguments: for `create`; the result's have the image size and the trained budget, too.
+        name, arguments: for `create`. `ModelSetup.arguments` adds the image size and the trained budget.
         classes: of the data.
         checkpoint: that the run goes on from; its weights are loaded later. None: weights of config.init_from or
             config.model.pretrained are loaded, if these are given.
@@ -67,16 +67,17 @@ def set_up_model(
         side = getattr(model, "pretrained_cfg", {}).get("input_size", [None])[-1]
         arguments = dict(arguments, img_size=side)
     if checkpoint:
+        # The run began with the shared heads of the weights that it started from.
         keep_shared_heads(model, checkpoint)
     elif config.init_from or not config.dry_run:
-        # A dry run skips those of model.pretrained, which fit and may need a download.
+        # A dry run does not load the weights of model.pretrained: they always fit, and may need a download.
         load_source(model, config, classes, say)
     elastic = elastic_budget(model, config)
     inputs = [torch.zeros(1, arguments["in_chans"], side, side)]
     if wing == "diffusion":
         inputs += [torch.zeros(1, dtype=torch.long)] * 2  # timestep and class
     description = ""
-    if config.dry_run:  # shows an elastic budget's largest share
+    if config.dry_run:  # the model is described at the largest share of an elastic budget
         shown = describe(full_name(name, arguments), model, *inputs)
         description = with_elastic(shown, elastic, "\n")
     train_only(model, config.train_only)
@@ -114,7 +115,8 @@ def check_memory(
     limit = memory_limit(device)
     if limit is None:
         return
-    if config.checkpointing or config.train_only != "all":  # then much less is kept
+    # The estimate does not hold for these: they keep fewer activations for the backward.
+    if config.checkpointing or config.train_only != "all":
         return
     inputs = model_setup.inputs
     bytes_each = 2

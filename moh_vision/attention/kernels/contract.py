@@ -31,10 +31,10 @@ def differentiate(
     Args:
         name: name with that of its library, "moh_vision::attend".
         oracle: the operator's function in PyTorch, of the same inputs; returns its differentiable outputs.
-        backward: gradients of the outputs, inputs, kept outputs -> gradients of the first inputs, by an operator.
-        kept: numbers of the outputs that `backward` reads.
-        constant: numbers of the outputs that have no gradient.
-        dropped: numbers of the inputs that are not kept for `backward`, which gets None for them: they have no gradient.
+        backward: function (gradients of the outputs, inputs, kept outputs) -> gradients of the first inputs, by an operator.
+        kept: indices of the outputs that `backward` reads.
+        constant: indices of the outputs that have no gradient.
+        dropped: indices of the inputs that are not kept for `backward`, which gets None for them: they have no gradient.
         reads_outputs: the oracle gets the list of kept outputs before the inputs.
     """
 
@@ -72,20 +72,20 @@ def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> l
     """Compute the gradients of the oracle at `inputs`, with a graph through which they are differentiated again."""
     device = next(value.device for value in inputs if isinstance(value, Tensor))
     inputs = list(inputs)
-    numbers = []  # of the inputs that want a gradient
+    indices = []  # of the inputs that want a gradient
     wanted = []
     for i, value in enumerate(inputs):
         if isinstance(value, Tensor) and value.requires_grad:
-            # A view: a tensor that is two inputs at once has two gradients.
+            # A view each: where one tensor is two inputs, autograd must tell the two apart.
             inputs[i] = value.view_as(value)
-            numbers.append(i)
+            indices.append(i)
             wanted.append(inputs[i])
     with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         outputs = oracle(*inputs)
     differentiable = []
     their_grads = []
     for output, grad in zip(outputs, grads):
-        # The gate of one shared head alone is constant.
+        # An output may be constant: with one shared head and nothing else its gate is 1.
         if grad is not None and output.requires_grad:
             differentiable.append(output)
             their_grads.append(grad)
@@ -93,7 +93,7 @@ def again(oracle: Callable, grads: tuple[Tensor | None, ...], inputs: list) -> l
         differentiable, wanted, their_grads, create_graph=True, allow_unused=True
     )
     gradients: list[Tensor | None] = [None] * len(inputs)
-    for i, gradient in zip(numbers, computed):
+    for i, gradient in zip(indices, computed):
         gradients[i] = gradient
     return gradients
 
@@ -111,8 +111,10 @@ def describe_route(library: str, lists_pairs: bool) -> None:
     def _(x, weight, candidates, shared, routed, gate_form, padding):
         B, N, _ = x.shape
         H = shared + candidates
-        shapes = (B, N, H), (B, N, weight.shape[0]), (B, N, candidates), (B, H)
-        weights, rows, probs, counts = (x.new_empty(shape, dtype=torch.float32) for shape in shapes)
+        weights = x.new_empty((B, N, H), dtype=torch.float32)
+        rows = x.new_empty((B, N, weight.shape[0]), dtype=torch.float32)
+        probs = x.new_empty((B, N, candidates), dtype=torch.float32)
+        counts = x.new_empty((B, H), dtype=torch.float32)
         outputs = weights, x.new_empty((B, N, H), dtype=torch.bool), rows, probs, counts
         if not lists_pairs:
             return outputs

@@ -27,8 +27,10 @@ META = "meta.json"
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 TEXTS_AT_ONCE = 2000
 CHARACTERS_AT_ONCE = 1 << 23
-# What is read of meta.json: words are separated by blanks, with one for each text's end; tokenizer is the sha256 of its
-# tokenizer.json, sha256 that of ids.bin and ends.npy.
+# What is read of meta.json.
+# words: those separated by blanks, and one for the end of each text.
+# tokenizer: sha256 of the tokenizer.json.
+# sha256: of ids.bin and ends.npy.
 META_FIELDS = dict(dtype=str, tokens=int, words=int, tokenizer=str, sha256=str)
 
 
@@ -93,7 +95,7 @@ class Joined:
     def __getitem__(self, span: slice) -> np.ndarray:
         """Return a piece of the whole, int64."""
         first, end, _ = span.indices(len(self))
-        pieces = [np.empty(0, np.int64)]
+        pieces = [np.empty(0, np.int64)]  # an empty slice is possible, and the result is int64
         first_part = np.searchsorted(self.starts, first, "right") - 1
         for number in range(first_part, np.searchsorted(self.starts, end)):
             start = self.starts[number]
@@ -102,7 +104,7 @@ class Joined:
 
 
 def cache_beside(run: str) -> str:
-    """Return the folder of encoded text and vocabularies that runs in one folder share."""
+    """Return the folder in which the runs of one parent folder share encoded texts and vocabularies."""
     return str(Path(run).resolve().with_name(".index") / "text")
 
 
@@ -143,7 +145,7 @@ def write_store(
     words = 0
     largest = 0
     digest = hashlib.sha256()
-    marked: Counter = Counter()  # texts by the first special token that stands in them
+    marked: Counter = Counter()  # special token -> number of texts in which it is the first
     try:
         with whole_file(store / IDS, shared=True) as file:
             for batch in _batched(texts):
@@ -155,7 +157,7 @@ def write_store(
                 largest = max(largest, int(ids.max()))
                 digest.update(ids)
                 file.write(ids)
-            if sum(lengths) == len(lengths):
+            if sum(lengths) == len(lengths):  # each text is its end alone
                 raise ValueError(f"{name}: no text but empty lines")
     except BaseException:
         with contextlib.suppress(OSError):
@@ -187,7 +189,7 @@ def write_store(
 
 
 def sums_of(store: Path, meta: dict) -> dict:
-    """Return the SHA-256 of a store's files by its meta.json, for `moh_vision.data.records.check_sums`."""
+    """Return {name: (files, the SHA-256 that meta.json states of them)}, for `moh_vision.data.records.check_sums`."""
     return {IDS: ([store / IDS, store / ENDS], meta["sha256"])}
 
 
@@ -222,7 +224,7 @@ def _mapped(file: Path, meta: dict) -> np.ndarray:
 
 
 def _batched(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield texts, so many at a time that memory does not grow with their number."""
+    """Yield lists of at most TEXTS_AT_ONCE texts, or about CHARACTERS_AT_ONCE characters."""
     batch: list[str] = []
     characters = 0
     for text in texts:

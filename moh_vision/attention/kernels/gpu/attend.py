@@ -1,4 +1,4 @@
-"""Attention of the pairs that run, gated and put in place, in Triton: forward, and what launches share.
+"""Attention of the pairs of heads and tokens that run, times their gates, in Triton: forward, and what launches share.
 
 Letters as in `moh_vision.attention.kernels`. Segment s = h * B + b of the list holds the tokens of sequence b that run
 head h. A tile is up to BLOCK_M neighbouring pairs of one segment: its queries lie apart in memory, and all of them read
@@ -65,8 +65,8 @@ def attend_keys(
         real = key < M
         k_block = load_keys(k_tiles, k, b, g, start, k_by, real, EDGE, spec)
         scores = product(q, k_block, spec)  # [BLOCK_M, BLOCK_N]
-        mask_tile = mask[:, None] + key[None, :]
-        scores = see(scores, mask_tile, n[:, None], key[None, :], M, root, EDGE, spec)
+        mask_pointers = mask[:, None] + key[None, :]
+        scores = see(scores, mask_pointers, n[:, None], key[None, :], M, root, EDGE, spec)
 
         new = tl.maximum(top, tl.max(scores, 1))
         base = new
@@ -124,7 +124,7 @@ def forward_kernel(
     )
     # fmt: on
 
-    total = tl.where(total == 0.0, 1.0, total)  # it saw no key: output 0, and -inf from `top`
+    total = tl.where(total == 0.0, 1.0, total)  # no visible key: output 0, and -inf from `top`
     tl.store(lse + pair, (top * scale + tl.log2(total)) / LOG2E, mask=real)
     factor = 1.0 / total
     if spec.GATED:
@@ -169,7 +169,7 @@ def forward(
 
 
 def unit_of(*rows: Tensor) -> int:
-    """Return of how many numbers the strides of rows are multiples: 8 or 1.
+    """Return 8 if the strides of all rows are multiples of 8 numbers, else 1.
 
     Triton knows that a number is divisible by 16, but a row of 72 numbers is only by 8: unless it is told, it loads
     them one at a time.
@@ -253,7 +253,7 @@ class Given(NamedTuple):
         numbers = numbers_of(q.dtype)
         row = row_of(numbers, card_of(q.device), D, self.mask is not None, q.shape[2])
         block: Block = getattr(row, kernel)
-        # A descriptor reads one part, and a tile of D numbers.
+        # TMA reads one block of width D: head widths in two parts, or padded ones, need pointers.
         tma = block.tma and widths(D) == (D, 0) and fits_descriptor(k) and fits_descriptor(v)
         spec = Spec(
             D,
