@@ -71,14 +71,14 @@ DTYPES += [(dtype, path) for dtype in ("float32", "bfloat16") for path in ("cpp"
 
 # Budgets of the same router differ in no kernel: one run of each kind is enough.
 EVERY = [
-    (router, case, *how)
+    (router, case, dtype, path)
     for router in EVERY_ROUTER
     for case in (
         CASES
         if router != "query_norm, groups"
         else ["self", "causal", "padding", "cross", "one token"]
     )
-    for how in (DTYPES if router in ROUTERS else DTYPES[:2])
+    for dtype, path in (DTYPES if router in ROUTERS else DTYPES[:2])
 ]
 
 

@@ -73,7 +73,8 @@ def test_six_kinds_of_attention_an_elastic_budget_and_sizes_of_one():
     tasks = [("attend", *case) for case in SIX]
     tasks += [("route", 90, "bfloat16", 23, 1, routed) for routed in BUDGETS]
     tasks += [("weigh", 89, 72, "float16"), ("ones", 90)]
-    kernels, of = compiled(tasks), dict(attend=[], route=[], weigh=[], ones=[])
+    kernels = compiled(tasks)
+    of = dict(attend=[], route=[], weigh=[], ones=[])
     for kernel in kernels:
         of[kernel["task"][0]].append(kernel)
     assert len(of["attend"]) == len(ATTENTION) * len(SIX)
@@ -126,7 +127,8 @@ def matrix(cards, widths):
 
     Both kinds of 16-bit numbers have the same blocks: one is compiled for all calls.
     """
-    numbers, masks = ["float32", "tf32", "bfloat16"], ["none", "causal", "bool", "float"]
+    numbers = ["float32", "tf32", "bfloat16"]
+    masks = ["none", "causal", "bool", "float"]
     yield from itertools.product(["attend"], cards, widths, numbers, TOKENS, masks)
     yield from itertools.product(["attend"], cards, widths, ["float16"], TOKENS[:1], masks)
 
@@ -195,7 +197,8 @@ def attend(D, dtype, tokens, mask, H=4, G=2):
     gates = torch.zeros(H, 1, tokens, requires_grad=True).permute(1, 2, 0)
     token = torch.zeros(tokens * H, dtype=torch.int32)
     offsets = torch.zeros(H + 1, dtype=torch.int32)
-    shape, dtypes = (1, 1, tokens, tokens), dict(bool=torch.bool, float=dtype)
+    shape = 1, 1, tokens, tokens
+    dtypes = dict(bool=torch.bool, float=dtype)
     given = torch.zeros(shape, dtype=dtypes[mask]) if mask in dtypes else None
     rest = gates, token, offsets, mask == "causal", given
     gpu.attend_product(product, H, G, *rest)[0].sum().backward()
@@ -229,7 +232,8 @@ def of_sequences(D, dtype, H=6, K=3, tokens=200):
     dtype = products_in(dtype)
     active = torch.zeros(2, 1, H, dtype=torch.bool)
     plan = OPS.plan(active, torch.zeros(2, 1, H), K, D)
-    x, weight = torch.zeros(2, tokens, H * D, dtype=dtype), torch.zeros(3 * H * D, H * D).to(dtype)
+    x = torch.zeros(2, tokens, H * D, dtype=dtype)
+    weight = torch.zeros(3 * H * D, H * D).to(dtype)
     OPS.project_heads(x, weight, weight[:, 0].contiguous(), *plan)
     OPS.combine_heads(torch.zeros(2, tokens, K, D, dtype=dtype), weight[: H * D], None, plan[2])
 

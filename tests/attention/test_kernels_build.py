@@ -53,22 +53,23 @@ def test_build_every_source_once_then_load(tmp_path, capsys, caplog):
     (tmp_path / "csrc" / "two.h").write_text("#define TWO 2\n")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert main([]) == 0
-        place = building.library_path()
+        library_path = building.library_path()
         first_line, second_line = capsys.readouterr().out.splitlines()
         assert first_line == "building the C++ operators: up to a minute"
-        assert second_line.startswith("built the C++ operators with ") and place.is_file()
-        library, first = ctypes.CDLL(str(place)), place.stat()
+        assert second_line.startswith("built the C++ operators with ") and library_path.is_file()
+        library = ctypes.CDLL(str(library_path))
+        first = library_path.stat()
         assert (library.one(), library.two()) == (1, 2)
-        assert main([]) == 0 and place.stat() == first
-        assert capsys.readouterr().out == f"the C++ operators are built already: {place}\n"
-        assert main(["--force"]) == 0 and place.stat().st_ino != first.st_ino
+        assert main([]) == 0 and library_path.stat() == first
+        assert capsys.readouterr().out == f"the C++ operators are built already: {library_path}\n"
+        assert main(["--force"]) == 0 and library_path.stat().st_ino != first.st_ino
         assert kernels.path() == kernels.path() == "cpp"
     assert caplog.messages == [
         "attention runs on the C++ operators; MOH_VISION_KERNELS=off skips them"
     ]
-    assert [file.name for file in place.parent.iterdir()] == [place.name]
+    assert [file.name for file in library_path.parent.iterdir()] == [library_path.name]
     (tmp_path / "csrc" / "two.h").write_text("#define TWO 3\n")
-    assert building.library_path() != place
+    assert building.library_path() != library_path
 
 
 @needs_compiler
@@ -83,10 +84,11 @@ def test_build_every_source_once_then_load(tmp_path, capsys, caplog):
 def test_errors_of_the_compiler_are_one_line(tmp_path, capsys, line, said):
     """A function that no library has is found while linking; otherwise it would fail when the library is loaded."""
     (tmp_path / "csrc" / "one.cpp").write_text(line)
-    error, place = refused(capsys, main), building.library_path()
+    error = refused(capsys, main)
+    library_path = building.library_path()
     assert "cannot compile the operators: " in error and said in error
-    assert not place.exists() and not building.load()
-    report = place.with_name("compiler.log")
+    assert not library_path.exists() and not building.load()
+    report = library_path.with_name("compiler.log")
     assert str(report) in error and "one.cpp" in report.read_text()
 
 
@@ -126,15 +128,15 @@ def test_what_cannot_be_built_is_one_line(monkeypatch, tmp_path, capsys):
 
 
 def test_a_damaged_library_counts_as_absent(caplog, capsys):
-    place = building.library_path()
-    place.parent.mkdir(parents=True)
-    place.write_bytes(b"half")
+    library_path = building.library_path()
+    library_path.parent.mkdir(parents=True)
+    library_path.write_bytes(b"half")
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         assert kernels.path() == kernels.path() == "torch"
     warning, info = caplog.records
     assert (
         warning.levelname == "WARNING"
-        and str(place) in warning.message
+        and str(library_path) in warning.message
         and "--force" in warning.message
     )
     assert info.message.startswith(
@@ -252,11 +254,12 @@ def replaced(check, monkeypatch):
 
 
 class Operators:
-    def __init__(self, real, others):
-        self.real, self.others = real, others
+    def __init__(self, real, replacements):
+        self.real = real
+        self.replacements = replacements
 
     def __getattr__(self, name):
-        return self.others.get(name) or getattr(self.real, name)
+        return self.replacements.get(name) or getattr(self.real, name)
 
 
 def layer_and_tokens(executor):
@@ -326,12 +329,12 @@ BROKEN = [  # what is broken, how, what a layer of all heads and one that skips 
 ]
 
 
-@pytest.mark.parametrize("name, how, launched, said", BROKEN, ids=[case[0] for case in BROKEN])
+@pytest.mark.parametrize("name, function, launched, said", BROKEN, ids=[case[0] for case in BROKEN])
 def test_a_kernel_that_is_wrong_on_a_gpu_is_left_to_pytorch(
-    name, how, launched, said, replaced, caplog
+    name, function, launched, said, replaced, caplog
 ):
     """That kernel and no other; one line says which."""
-    replaced(name, how)
+    replaced(name, function)
     for executor, names in zip(("masked", "packed"), launched):
         layer, x = layer_and_tokens(executor)
         for _ in range(2):
@@ -346,8 +349,8 @@ def test_a_kernel_that_is_wrong_on_a_gpu_is_left_to_pytorch(
 
 @pytest.mark.parametrize("wrong", ["choice", "gradient", "NaN"])
 def test_a_router_that_is_wrong_in_one_dtype_runs_in_others(wrong, check, replaced, caplog):
-    def route(operator, x, *others):
-        weights, active, *outputs = operator(x, *others)
+    def route(operator, x, *rest):
+        weights, active, *outputs = operator(x, *rest)
         if x.dtype == torch.float32 and wrong == "choice":
             active = active.flip(-1)
         if x.dtype == torch.float32 and wrong == "NaN":
@@ -475,9 +478,9 @@ def test_the_command_compares_all_kernels_on_a_gpu(replaced, monkeypatch, capsys
         monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
     replaced("weigh_backward", raises)
 
-    def attend_product(operator, product, *others):
-        o, lse = operator(product, *others)
-        return (o * 1.1 if product.dtype == torch.float16 and others[-1] is not None else o), lse
+    def attend_product(operator, product, *rest):
+        o, lse = operator(product, *rest)
+        return (o * 1.1 if product.dtype == torch.float16 and rest[-1] is not None else o), lse
 
     monkeypatch.setattr(
         numerics,

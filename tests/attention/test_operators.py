@@ -180,34 +180,37 @@ def some_active(B, N, H, share=None, counts=None):
     return active
 
 
-def draw_mask(kind, *shape):
+def draw_mask(name, *shape):
     """Where heads and tokens are told apart, some rows that run see no key."""
-    if kind == "transposed":
+    if name == "transposed":
         return torch.randn(*shape[:1:-1]).t()[None, None]
-    seen, added = torch.rand(shape) < 0.6, torch.randn(shape)
+    seen = torch.rand(shape) < 0.6
+    added = torch.randn(shape)
     seen[0, 0, 0] = seen[0, :, -1] = seen[-1, -2, 3:4] = False
-    return MASKS[kind](seen, added) if kind else None
+    return MASKS[name](seen, added) if name else None
 
 
 def draw(case, dtype=torch.float32):
     """What `attend` is given, by name."""
-    B, N, H, G, D, M = case.B, case.N, case.H, case.G, case.D, case.N if case.M is None else case.M
+    B, N, H, G, D = case.B, case.N, case.H, case.G, case.D
+    M = case.N if case.M is None else case.M
     q = torch.randn(B, H, N, D)
     k, v = torch.randn(1 if case.source else B, M, 2, G, D).permute(2, 0, 3, 1, 4)
     if case.keys == "fused" and M == N and G == H:  # views of one product
         q, k, v = torch.randn(B, N, 3, H, D).permute(2, 0, 3, 1, 4)
     if case.keys == "contiguous":
-        k, v = k.contiguous(), v.contiguous()
+        k = k.contiguous()
+        v = v.contiguous()
     if case.keys == "of one sequence, across":
         q = torch.randn(B, H, D, N).transpose(2, 3)
         k, v = (torch.randn(1, H, M, D).expand(B, -1, -1, -1) for _ in range(2))
     active = some_active(B, N, H, case.share, case.counts)
     gates = None if case.gates is None else torch.rand(B, N if case.gates == "tokens" else 1, H)
-    how = dict(is_causal=case.is_causal, mask=draw_mask(case.mask, B, H, N, M))
+    options = dict(is_causal=case.is_causal, mask=draw_mask(case.mask, B, H, N, M))
     if case.source:
-        how["source"] = torch.tensor(case.source, dtype=torch.int32)
+        options["source"] = torch.tensor(case.source, dtype=torch.int32)
     q, k, v = ((x * scale).to(dtype) for x, scale in ((q, case.scale), (k, 1), (v, 1)))
-    return dict(q=q, k=k, v=v, gates=gates, active=active, **how)
+    return dict(q=q, k=k, v=v, gates=gates, active=active, **options)
 
 
 def slope_of(given):
@@ -236,7 +239,8 @@ def test_attend_equals_a_loop(backend, name, request):
     if case.small_blocks and backend.path == "triton":
         request.getfixturevalue("small_blocks")
     given = draw(case, backend.dtype)
-    gates, active = given["gates"], given["active"]
+    gates = given["gates"]
+    active = given["active"]
     if gates is not None and backend == TRITON:
         gates *= active if case.gates == "tokens" else 1
         first = tuple(active.nonzero()[0]) if case.gates == "tokens" else (0, 0, 0)
@@ -260,13 +264,15 @@ def test_attend_equals_a_loop(backend, name, request):
         assert got["lse"].dtype == torch.float32
     assert got["o"].dtype == backend.dtype
     for key, exactly in want.items():
-        have, finite = got[key], exactly.isfinite()
+        have = got[key]
+        finite = exactly.isfinite()
         assert have.shape == exactly.shape, key
         assert torch.equal(have.isfinite(), finite) and torch.equal(
             have[~finite].double(), exactly[~finite]
         ), key
         if finite.any():
-            error, size = (have - exactly)[finite].abs().max(), exactly[finite].abs().max()
+            error = (have - exactly)[finite].abs().max()
+            size = exactly[finite].abs().max()
             rounding = 1e-6 if backend in PAIRS else 0
             assert error <= backend.tolerance * size.clamp_min(1e-3) + rounding, (
                 f"{key}: {error} of {size}"
@@ -289,7 +295,8 @@ def use_blocks(monkeypatch, queries, keys, tma):
 
 def assert_near(got, want, tolerance):
     for key, exactly in want.items():
-        error, size = (got[key] - exactly).abs().max(), exactly.abs().max()
+        error = (got[key] - exactly).abs().max()
+        size = exactly.abs().max()
         assert error <= tolerance * size, f"{key}: {error} of {size}"
 
 
@@ -327,8 +334,8 @@ PRODUCTS = {
 def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monkeypatch):
     """The same bits, in one gradient; by pointers also of rows that lie apart."""
     use_blocks(monkeypatch, 16, 16, tma)
-    how = dict(gates="tokens") | PRODUCTS[name]
-    case = Case((), 2, 19, 4, share=0.5, **how)
+    options = dict(gates="tokens") | PRODUCTS[name]
+    case = Case((), 2, 19, 4, share=0.5, **options)
     H, G, D = case.H, case.G, case.D
     given = draw(case)
     rest = [
@@ -402,13 +409,15 @@ def weighed(o, weights):
 
 def project_and_combine(x, w, bias, gates, wo, out_bias, active):
     """Queries of the pairs that run as if they were what attention gives."""
-    pairs, H = kernels.list_pairs(active), active.shape[2]
+    pairs = kernels.list_pairs(active)
+    H = active.shape[2]
     return kernels.combine(kernels.project(x, w, bias, pairs, H), gates, wo, out_bias, pairs, H)
 
 
 def draw_linears(B, N, H, D, C, share):
     """What `project_and_combine` is given."""
-    T, shapes = B * N, ((H * D, C), (H * D,), (B * N, H), (C, H * D), (C,))
+    T = B * N
+    shapes = (H * D, C), (H * D,), (B * N, H), (C, H * D), (C,)
     return [torch.randn(T, C), *map(torch.randn, shapes)], some_active(B, N, H, share)
 
 
@@ -474,7 +483,9 @@ def test_nan_stays_in_its_row(backend, small_blocks):
     dirty = outputs_and_gradients(backend, **given, do=do)
     rows = dict(o=(1, 7, 0), lse=given["q"].shape[2] + 7, dq=(1, 0, 7))
     for name in ("o", "lse", "dq") if backend.path == "cpp" else ("o",):
-        have, want, row = dirty[name].clone(), clean[name].clone(), rows[name]
+        have = dirty[name].clone()
+        want = clean[name].clone()
+        row = rows[name]
         assert have[row].isnan().all(), name
         have[row] = want[row] = 0
         assert torch.equal(have, want) if backend.path == "cpp" else not have.isnan().any(), name
@@ -485,7 +496,8 @@ def test_what_does_not_run_is_not_read(backend, small_blocks):
     """NaN in the queries, gates and output gradients of heads that are off, and in keys that no token sees."""
     given = draw(Case((backend,), 2, 20, 3, 3, 16, share=0.5, gates="tokens", is_causal=True))
     given["active"][1, :, 2] = False
-    off, do = ~given["active"], slope_of(given)
+    off = ~given["active"]
+    do = slope_of(given)
     expected = outputs_and_gradients(backend, **given, do=do)
     given |= {name: given[name].clone() for name in ("q", "k", "v", "gates")}
     given["q"].transpose(1, 2)[off] = given["gates"][off] = do[off] = math.nan
@@ -497,14 +509,13 @@ def test_what_does_not_run_is_not_read(backend, small_blocks):
 @on(*TRITON16[1:])
 def test_sequences_far_apart(backend, small_blocks):
     """2^31 numbers between two sequences, in memory that is hardly touched."""
-    B, N, H, D, far = 2, 9, 2, 16, 2**31
+    B, N, H, D = 2, 9, 2, 16
+    far = 2**31
     near = torch.randn(B, N, 3, H, D).permute(2, 0, 3, 1, 4).half().to(DEVICE)
     memory = torch.empty(far + near[:, 0].numel(), dtype=near.dtype, device=DEVICE)
     apart = memory.as_strided(near.shape, (H * D, far, D, 3 * H * D, 1)).copy_(near)
-    pairs, do = (
-        list_for_triton(some_active(B, N, H, 0.5)),
-        torch.randn(B, N, H * D, device=DEVICE).half(),
-    )
+    pairs = list_for_triton(some_active(B, N, H, 0.5))
+    do = torch.randn(B, N, H * D, device=DEVICE).half()
     results = []
     for rows in (near, apart):
         leaves = [x.detach().requires_grad_() for x in rows]
@@ -522,12 +533,11 @@ def test_same_bits(backend, N, small_blocks):
     case = Case((backend,), 2, N, 4, *((1, 72) if backend == CPP else (2, 64)))
     if backend == TRITON:
         case = Case((backend,), 2, N, 2, 2, 16, share=0.5, gates="tokens", is_causal=True)
-    given, (tensors, active), results = (
-        draw(case, backend.dtype),
-        draw_linears(2, N, 4, 72, 100, None),
-        [],
-    )
-    tensors, do = [t.requires_grad_() for t in tensors], slope_of(given)
+    given = draw(case, backend.dtype)
+    tensors, active = draw_linears(2, N, 4, 72, 100, None)
+    tensors = [t.requires_grad_() for t in tensors]
+    do = slope_of(given)
+    results = []
     for count in (1, 2) if backend == TRITON else (1, 2, 3):
         with backends.threads(count):
             results.append([*outputs_and_gradients(backend, **given, do=do).values()])
@@ -544,7 +554,8 @@ def arguments(dtype=torch.float32, N=37, D=24):
     pairs = kernels.list_pairs(active)
     given = draw(Case((), 2, N, 3, 3, D), dtype)
     q = kernels.select(given["q"].transpose(1, 2), pairs, 3).float()
-    k, v = given["k"], given["v"]
+    k = given["k"]
+    v = given["v"]
     q, k, v, x, w, b, gates, wo = (
         t.detach().requires_grad_() for t in (q.to(dtype), k, v, x, w, b, gates, wo)
     )
@@ -559,10 +570,8 @@ def arguments_of_triton(dtype=torch.float32):
     drawn = torch.randn(1, 6, 3, 2, 16, device=DEVICE, dtype=dtype).permute(2, 0, 3, 1, 4)
     q, k, v = (x.requires_grad_() for x in drawn.unbind())
     weights = torch.rand(1, 6, 2, device=DEVICE, requires_grad=True)
-    pairs, mask = (
-        list_for_triton(some_active(1, 6, 2, 0.5), tail=0),
-        torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8,
-    )
+    pairs = list_for_triton(some_active(1, 6, 2, 0.5), tail=0)
+    mask = torch.rand(1, 1, 6, 6, device=DEVICE) < 0.8
     return q, k, v, weights, *pairs, False, mask
 
 
@@ -580,9 +589,10 @@ def test_operators_are_registered_as_torch_asks(backend):
 @on(TRITON, TRITON16[1])
 def test_operators_of_triton_are_registered_as_torch_asks(backend):
     """Every one, with its backward."""
-    ops, given = backend.operators, {}
+    ops = backend.operators
     q, k, v, *rest = arguments_of_triton(backend.dtype)
     product = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).flatten(2).detach().requires_grad_()
+    given = {}
     given["attend"] = q, k, v, *rest
     given["attend_product"] = product, 2, 2, *rest
     for name in ("attend", "attend_product"):
@@ -621,7 +631,8 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
 def test_masks_spread_over_every_dimension(backend):
     B, H, N, D = 2, 3, 20, 16
     pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
-    q, k, v = torch.randn(len(pairs.token), D), *torch.randn(2, B, H, N, D)
+    q = torch.randn(len(pairs.token), D)
+    k, v = torch.randn(2, B, H, N, D)
     near = 1e-5 if backend == CPP else 0.02
     for mask in map(torch.randn, ((1, 1, N, 1), (B, 1, 1, N), (1, H, 1, 1))):
         got = kernels.attend(*(t.to(backend.dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
@@ -684,7 +695,8 @@ def test_lists_that_point_beyond_their_tensors_are_refused(backend, wrong):
 @on(CPP)
 @pytest.mark.parametrize("source", [[0, 1, 2, 3, 4, 6], [0, 1, -1, 3, 4, 5], [0, 1, 2, 3, 4]])
 def test_sources_that_are_no_keys_are_refused(backend, source):
-    q, k, v = torch.randn(30, 16), *torch.randn(2, 1, 6, 5, 16)
+    q = torch.randn(30, 16)
+    k, v = torch.randn(2, 1, 6, 5, 16)
     pairs = kernels.list_pairs(torch.ones(2, 5, 3, dtype=torch.bool))
     kernels.attend(q, k, v, pairs, 3, 5, source=torch.arange(6, dtype=torch.int32))
     with pytest.raises(ValueError, match="source"):
@@ -693,13 +705,14 @@ def test_sources_that_are_no_keys_are_refused(backend, source):
 
 @on(CPP)
 def test_gradients_of_other_sizes_are_refused(backend):
-    x, w = torch.randn(2, 5, 8), torch.randn(8, 8)  # 4 candidates, 2 shared heads, the balance
+    x = torch.randn(2, 5, 8)
+    w = torch.randn(8, 8)  # 4 candidates, 2 shared heads, the balance
     gates, active, rows, probs, *_ = OPS.route(x, w, 4, 2, 2, "released", None)
     rest = x, w, 4, 2, 2, "released", None
     OPS.route_backward(gates, probs, rows, rows, *rest)
-    for place, name in enumerate(("dweights", "dprobs", "drows", "rows")):
+    for index, name in enumerate(("dweights", "dprobs", "drows", "rows")):
         given = [gates, probs, rows, rows]
-        given[place] = given[place][:, 1:]
+        given[index] = given[index][:, 1:]
         with pytest.raises(ValueError, match=f"{name} is"):
             OPS.route_backward(*given, *rest)
 

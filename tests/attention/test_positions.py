@@ -11,7 +11,8 @@ from moh_vision.attention.masks import rotate, visible
 @pytest.mark.parametrize("pairs, x, y", [(False, 1, 3), (True, 2, 3)])
 def test_a_point_is_turned_by_its_angle(pairs, x, y):
     """Scores do not tell in which direction; cached keys do."""
-    angle, unit = torch.tensor(0.3), torch.eye(4)
+    angle = torch.tensor(0.3)
+    unit = torch.eye(4)
     turns = (angle * (unit[x] + unit[y])).unsqueeze(0)
     turned = rotate(unit[x].view(1, 1, 1, 4), (turns.cos(), turns.sin()), pairs)
     torch.testing.assert_close(turned.flatten(), angle.cos() * unit[x] + angle.sin() * unit[y])

@@ -41,10 +41,9 @@ ROUTERS = {
     "MoA, all": (8, 0, 8, "renormalised", False),
     "200 candidates": (200, 0, 5, "renormalised", False),
 }
-SEPARATE, TOGETHER = (
-    ((0,), (1,), (2,)),
-    ((0, 1, 2),),
-)  # which of `differentiable` a gradient comes through
+# Which of `differentiable` a gradient comes through.
+SEPARATE = (0,), (1,), (2,)
+TOGETHER = ((0, 1, 2),)
 on_every = on(CPP, TRITON, EAGER)
 on_compiled = on(CPP, TRITON)  # one operator: they differ from plain PyTorch in what a test says
 
@@ -209,7 +208,8 @@ def test_a_bad_token_spoils_itself_only(backend, name, bad):
     x, weight = make(backend, name)
     with torch.no_grad():
         x[0, 3, 5] = bad
-    ours, want = route(x, LinearRouter(weight, *ROUTERS[name])), oracle(x, weight, name)
+    ours = route(x, LinearRouter(weight, *ROUTERS[name]))
+    want = oracle(x, weight, name)
     assert (ours.active.sum(-1) == shared + routed).all() and torch.equal(ours.active, want.active)
     assert (ours.weights[~ours.active] == 0).all()  # plain PyTorch writes NaN here too
     torch.testing.assert_close(ours.weights[ours.active], want.weights[want.active], equal_nan=True)
@@ -263,7 +263,8 @@ def test_pairs_are_sorted_by_head_sequence_and_token(backend, shape):
         active[1, :, 0] = False  # a head that no token of a sequence runs
         active[0, :, 1] = True
     h, b, n = active.permute(2, 0, 1).nonzero().T
-    token, segment = b * shape[1] + n, h * shape[0] + b
+    token = b * shape[1] + n
+    segment = h * shape[0] + b
     want = token.tolist(), [int((segment < s).sum()) for s in range(shape[2] * shape[0] + 1)]
     active = active.to(backend.device)
     for same in (active, active.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -344,9 +345,10 @@ def small_moa(backend, noisy=False):
 
 
 @on_compiled
-@pytest.mark.parametrize("kind", [small_moh, small_moa])
-def test_routers_take_the_operator(backend, kind):
-    router, x = kind(backend), torch.randn(2, 9, 16, device=backend.device)
+@pytest.mark.parametrize("make_router", [small_moh, small_moa])
+def test_routers_take_the_operator(backend, make_router):
+    router = make_router(backend)
+    x = torch.randn(2, 9, 16, device=backend.device)
     ours = router(x)
     kernels.use("torch")
     want = router(x)
@@ -363,7 +365,8 @@ def test_routers_take_the_operator(backend, kind):
 
 @on_every
 def test_autocast_does_not_reach_the_router(backend):
-    x, router = torch.randn(2, 9, 16, device=backend.device), small_moh(backend)
+    x = torch.randn(2, 9, 16, device=backend.device)
+    router = small_moh(backend)
     answers = []
     for enabled in (False, True):
         router.zero_grad()
@@ -406,10 +409,10 @@ def node(x, weight, bias, router_weight, name, padding=None):
     return project_and_route(x, weight, bias, LinearRouter(router_weight, *ROUTERS[name]), padding)
 
 
-def gradients(routing, product, slopes, leaves, **how):
+def gradients(routing, product, slopes, leaves, **options):
     ends = product, *differentiable(routing)
     loss = sum((end * slope).sum() for end, slope in zip(ends, slopes))
-    return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True, **how)
+    return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True, **options)
 
 
 def in_double(leaves):
@@ -465,9 +468,9 @@ def test_a_node_of_which_one_half_is_used(backend):
     ends = product, *differentiable(routing)
     for end, exactly in zip(ends, (exact_product, *differentiable(want))):
         slope = torch.randn(end.shape, device=end.device)
-        how = dict(retain_graph=True, allow_unused=True, materialize_grads=True)
-        got = torch.autograd.grad(end, leaves, slope, **how)
-        assert_near(got, torch.autograd.grad(exactly, exact, slope.double(), **how), 1e-4)
+        options = dict(retain_graph=True, allow_unused=True, materialize_grads=True)
+        got = torch.autograd.grad(end, leaves, slope, **options)
+        assert_near(got, torch.autograd.grad(exactly, exact, slope.double(), **options), 1e-4)
 
 
 @on(TRITON)

@@ -83,16 +83,16 @@ def test_the_reference_against_differences(router, scope):
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
 @pytest.mark.parametrize("executor", ["packed", "masked"])
 @pytest.mark.parametrize(
-    "how, loss",
+    "case, loss",
     [("plain", "sum"), ("causal", "squares"), ("mask", "sum"), ("longer list", "squares")],
 )
-def test_triton_equals_the_reference(how, loss, executor, path):
+def test_triton_equals_the_reference(case, loss, executor, path):
     """A list of pairs is longer than what runs where sequences choose."""
-    scope = "sample" if how == "longer list" else "token"
+    scope = "sample" if case == "longer list" else "token"
     layer = build(scope=scope, width=16, kv_heads=3, executor=executor, **ROUTERS["moh"]).eval()
     x = torch.randn(B, N, C, requires_grad=True)
     calls = dict(causal=dict(is_causal=True), mask=dict(attn_mask=torch.rand(B, 1, N, N) < 0.6))
-    got = twice(layer, x, LOSSES[loss], **calls.get(how, {}))
+    got = twice(layer, x, LOSSES[loss], **calls.get(case, {}))
     layer.executor = "reference"
-    for a, b in zip(got, twice(layer, x, LOSSES[loss], **calls.get(how, {})), strict=True):
+    for a, b in zip(got, twice(layer, x, LOSSES[loss], **calls.get(case, {})), strict=True):
         assert (a - b).norm() <= 1e-3 * (1 + b.norm())

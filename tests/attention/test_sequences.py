@@ -24,7 +24,8 @@ def triton():
 
 def slots_of(active, weights, count):
     """Heads and gates of every sequence by a loop: those that run in rising order, then others with gate 0."""
-    heads, gates = [], []
+    heads = []
+    gates = []
     for runs, gate in zip(active[:, 0].tolist(), weights[:, 0].tolist()):
         order = [h for h in range(len(runs)) if runs[h]] + [
             h for h in range(len(runs)) if not runs[h]
@@ -133,8 +134,10 @@ def test_opcheck(triton):
     weights = torch.rand(2, 1, 3, device=DEVICE) * active
     torch.library.opcheck(triton.plan.default, (active, weights, 2, 8))
     plan = triton.plan(active, weights, 2, 8)
-    x, o = torch.randn(2, 5, 24, device=DEVICE), torch.randn(2, 5, 2, 8, device=DEVICE)
-    weight, bias = torch.randn(72, 24, device=DEVICE), torch.randn(72, device=DEVICE)
+    x = torch.randn(2, 5, 24, device=DEVICE)
+    o = torch.randn(2, 5, 2, 8, device=DEVICE)
+    weight = torch.randn(72, 24, device=DEVICE)
+    bias = torch.randn(72, device=DEVICE)
     torch.library.opcheck(triton.project_heads.default, (x, weight, bias, *plan))
     torch.library.opcheck(triton.combine_heads.default, (o, weight[:24], None, plan[2]))
 
@@ -160,7 +163,8 @@ def test_one_condition_is_one_choice_and_counts_for_all():
 def test_one_condition_asks_the_device_nothing(monkeypatch):
     """The heads of one choice are tensors throughout: no value of them decides a shape."""
     layer = build((2, 2), scope="sample", executor="packed")
-    x, one = torch.randn(3, 7, C), torch.randn(1, C)
+    x = torch.randn(3, 7, C)
+    one = torch.randn(1, C)
     for name in ("item", "tolist", "__bool__", "__int__"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a value was read"))
     with torch.no_grad():

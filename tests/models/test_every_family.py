@@ -119,10 +119,8 @@ def test_routed_exported_and_saved(family, tmp_path):
         assert [s.counts.shape for s in stats] == [
             (1, layer.num_heads) for layer in attention_layers(model)
         ]
-        two, batch = (
-            tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs),
-            torch.export.Dim("batch"),
-        )
+        two = tuple(x.expand(2, *x.shape[1:]).clone() for x in inputs)
+        batch = torch.export.Dim("batch")
         program = torch.export.export(
             model, two, dynamic_shapes=tuple({0: batch} for _ in two)
         ).module()
@@ -180,7 +178,9 @@ def test_autocast(family, router):
     """Output and gradients stay near float32's; tokens whose heads are close to a tie may choose others."""
     model, inputs = FAMILIES[family](router)
     awake(model)
-    outputs, gradients, of_routers = [], [], []
+    outputs = []
+    gradients = []
+    of_routers = []
     for enabled in (False, True):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):

@@ -104,10 +104,8 @@ def test_a_folder_of_timm_becomes_moh(vit, tmp_path, capsys):
 def test_a_head_is_kept_only_for_the_same_classes(names, vit, tmp_path, capsys):
     """By name, of what timm has saved and of a run; weights that name none keep theirs, and it is said."""
     torch.manual_seed(0)
-    data, sizes = (
-        write_folder(tmp_path / "d", size=(32, 32), train=4, val=2),
-        {**VIT, "num_classes": 2},
-    )
+    data = write_folder(tmp_path / "d", size=(32, 32), train=4, val=2)
+    sizes = {**VIT, "num_classes": 2}
     dense = timm.create_model("vit_small_patch16_224", **sizes)
     torch.nn.init.normal_(dense.head.weight)
     timm.models.save_for_hf(
@@ -193,15 +191,15 @@ def test_patches_cover_the_whole_image(vit, tmp_path, capsys):
 )
 def test_models_of_others_become_moh(name, dit, tmp_path, capsys):
     torch.manual_seed(0)
-    main, (source, dense), x = train_dit.main, dit, [torch.randn(2, 1, 8, 8)]
+    main = train_dit.main
+    source, dense = dit
+    x = [torch.randn(2, 1, 8, 8)]
     if name == "diffusers":
         x += [torch.tensor([7, 800]), torch.tensor([1, 2])]
     else:
-        main, source, sizes = (
-            train_cls.main,
-            tmp_path / "vit",
-            dict(VIT, img_size=8, patch_size=2, num_classes=10),
-        )
+        main = train_cls.main
+        source = tmp_path / "vit"
+        sizes = dict(VIT, img_size=8, patch_size=2, num_classes=10)
         dense = timm.create_model(name, **sizes, in_chans=1).eval()
         for p in dense.parameters():  # Eva's head starts near 0
             p.data += 0.1 * torch.randn_like(p)
