@@ -48,7 +48,7 @@ def recorded(script_name, file, slow_save, argv):
 
 @pytest.fixture
 def start():
-    """start(script_name, argv, folder): a run in a process; folder/NAME.log has its output, folder/NAME.losses its losses."""
+    """start(script_name, argv, folder): a run in a process; folder/NAME.log has its output, NAME.losses its losses."""
     started = []
 
     def start_run(script_name, argv, folder, slow_save=0.0) -> Command:
