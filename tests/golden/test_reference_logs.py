@@ -33,10 +33,8 @@ def test_runs_begin_as_they_did(name, tmp_path):
     script = curves.train_cls if name.endswith("cls") else curves.train_dit
     short = f"--config {name} --output {tmp_path}/run --log_every 10 --max_steps {STEPS} --optim.schedule constant"
     script.main(short.split())
-    shipped, found = (
-        lines_of(CONFIGS / f"{name}.jsonl")[1:3],
-        lines_of(tmp_path / "run" / "metrics.jsonl")[:2],
-    )
+    shipped = lines_of(CONFIGS / f"{name}.jsonl")[1:3]
+    found = lines_of(tmp_path / "run" / "metrics.jsonl")[:2]
     for was, now in zip(shipped, found, strict=True):
         assert was["step"] == now["step"] and was["lr"] == pytest.approx(now["lr"])
         for key in ("loss", "balance_loss", "mse", "grad_norm"):

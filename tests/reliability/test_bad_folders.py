@@ -77,12 +77,15 @@ CONTENTS = {
 
 
 @pytest.mark.parametrize("content", CONTENTS)
-@pytest.mark.parametrize("kind, name", [(kind, name) for kind in RECORDS for name in RECORDS[kind]])
-def test_damaged_records_of_a_run_are_named(trained, tmp_path, capsys, kind, name, content):
+@pytest.mark.parametrize(
+    "script_name, name",
+    [(script_name, name) for script_name in RECORDS for name in RECORDS[script_name]],
+)
+def test_damaged_records_of_a_run_are_named(trained, tmp_path, capsys, script_name, name, content):
     """Training goes on without what is no more than a log's torn line, or refuses the file in one line."""
-    run = shutil.copytree(trained(kind, 2), tmp_path / "run")
+    run = shutil.copytree(trained(script_name, 2), tmp_path / "run")
     (run / name).write_bytes(CONTENTS[content])
-    command = functools.partial(script(kind).main, arguments(kind, run, 3, 100))
+    command = functools.partial(script(script_name).main, arguments(script_name, run, 3, 100))
     capsys.readouterr()
     try:
         command()
@@ -93,7 +96,8 @@ def test_damaged_records_of_a_run_are_named(trained, tmp_path, capsys, kind, nam
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path, capsys):
-    folder, shards = write_folder(tmp_path / "folder"), write_shards(tmp_path / "shards")
+    folder = write_folder(tmp_path / "folder")
+    shards = write_shards(tmp_path / "shards")
     os.mkfifo(folder / "train" / "cat" / "9.png")
     os.mkfifo(shards / "train-000009.tar")
     assert (
@@ -123,8 +127,10 @@ def test_links_are_followed_and_a_dangling_one_is_a_bad_image(tmp_path):
 def test_fewer_images_than_a_batch_and_fewer_shards_than_workers(tmp_path, workers):
     source = open_source(str(write_shards(tmp_path / "d", count=3, per_shard=3)), "train")
     images = LabelledImages(source, image_transform("none", 4, 3, [0.5] * 3, [0.5] * 3), 0)
-    how = dict(group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3)
-    order = PositionSampler(source.shard_sizes, **how)
+    order_options = dict(
+        group=8, seed=0, batch_size=7, accumulation=1, rank=0, world=1, start=0, stop=3
+    )
+    order = PositionSampler(source.shard_sizes, **order_options)
     seen = np.concatenate(
         [batch["labels"].numpy() for batch in training_loader(images, order, workers)]
     )

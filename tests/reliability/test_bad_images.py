@@ -37,9 +37,12 @@ def png(width, height, depth, color, rows) -> bytes:
     """A PNG whose pixel data are `rows`, compressed."""
     out = b"\x89PNG\r\n\x1a\n"
     header = struct.pack(">IIBBBBB", width, height, depth, color, 0, 0, 0)
-    for kind, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b"")):
+    for chunk_type, data in ((b"IHDR", header), (b"IDAT", zlib.compress(rows, 1)), (b"IEND", b"")):
         out += (
-            struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+            struct.pack(">I", len(data))
+            + chunk_type
+            + data
+            + struct.pack(">I", zlib.crc32(chunk_type + data))
         )
     return out
 
@@ -116,11 +119,11 @@ def labelled(source, **more):
 
 def trained_on(source, size, steps, counted=None, workers=0):
     """How many images each batch of a training has."""
-    how = dict(
+    order_options = dict(
         group=1, seed=0, batch_size=size, accumulation=1, rank=0, world=1, start=0, stop=steps
     )
     batches = training_loader(
-        labelled(source), PositionSampler(source.shard_sizes, **how), workers, counted
+        labelled(source), PositionSampler(source.shard_sizes, **order_options), workers, counted
     )
     return [len(batch["images"]) for batch in batches]
 
@@ -158,15 +161,14 @@ def test_the_bad_fraction_holds_to_the_sample(total, fraction, allowed):
         counted.check([(allowed, "new.png: bad")])
 
 
-@pytest.mark.parametrize("place", ["folder", "shards"])
-def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, place):
+@pytest.mark.parametrize("layout", ["folder", "shards"])
+def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, layout):
     """The message names file, or shard and member, and tells of a larger fraction, which the same command then takes."""
-    root, bad = write_folder(tmp_path / "images", train=8, val=1), "dog/3.png"
-    if place == "shards":
-        root, bad = (
-            write_shards(tmp_path / "shards", count=15),
-            "train-000001.tar, a/long.name/9.png at byte ",
-        )
+    root = write_folder(tmp_path / "images", train=8, val=1)
+    bad = "dog/3.png"
+    if layout == "shards":
+        root = write_shards(tmp_path / "shards", count=15)
+        bad = "train-000001.tar, a/long.name/9.png at byte "
         for end, data in (("png", b"bad"), ("cls", b"0")):
             append(root / "train-000001.tar", f"a/long.name/9.{end}", data)
     argv = [
@@ -180,7 +182,7 @@ def test_a_run_goes_on_where_more_images_may_be_bad(tmp_path, capsys, place):
     ]
     argv = [str(a) for a in (*argv, "--preview.every", 0, "--optim.batch_size", 4, "--max-steps")]
     dit.main([*argv, "1"])
-    if place == "folder":
+    if layout == "folder":
         (root / "train" / bad).write_bytes(b"bad")
     assert bad in (line := refused(capsys, dit.main, *argv, 8)) and "; 0.063 allows these)" in line
     dit.main([*argv, "8", "--data.max_bad_fraction", "0.063"])
@@ -206,7 +208,8 @@ def cost(work) -> SimpleNamespace:
         )
 
     def measured():
-        before, since = resident("VmRSS"), time.monotonic()
+        before = resident("VmRSS")
+        since = time.monotonic()
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         try:
             result = work()
@@ -226,7 +229,8 @@ def cost(work) -> SimpleNamespace:
 @pytest.mark.parametrize("door", ["training", "shards", "shards with a size", "latents", "scores"])
 def test_a_bomb_is_refused_at_once_and_in_little_memory(tmp_path, door):
     root = write_folder(tmp_path, classes=("cat",), train=1, val=1)
-    path, data = root / "train" / "cat" / "0.png", bomb()
+    path = root / "train" / "cat" / "0.png"
+    data = bomb()
     path.write_bytes(data)
     source = open_source(str(root), "train")
     crop = image_transform("none", 16, 3, [0.5] * 3, [0.5] * 3, fit="crop")

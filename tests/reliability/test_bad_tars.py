@@ -48,31 +48,32 @@ def test_a_tar_cut_at_100_places(tmp_path, layout):
     rng = cases(100, f"cuts of {layout}")
     # Ends of members and of headers are where a cut is hardest to see.
     edges = [k for k in range(0, end + 1, 512)]
-    places = [*rng.sample(edges, 30), end, end + 1, end + 511, end + 512]
-    places += [rng.randrange(len(data)) for _ in range(66)]
-    folder, refused = tmp_path / "cut", 0
+    cuts = [*rng.sample(edges, 30), end, end + 1, end + 511, end + 512]
+    cuts += [rng.randrange(len(data)) for _ in range(66)]
+    folder = tmp_path / "cut"
+    refused = 0
     folder.mkdir()
-    for place in places:
-        (folder / "train-000000.tar").write_bytes(data[:place])
+    for cut in cuts:
+        (folder / "train-000000.tar").write_bytes(data[:cut])
         try:
             found = Shards(str(folder), "train")
         except ValueError as error:
             assert str(error).startswith(str(folder / "train-000000.tar")) and "\n" not in str(
                 error
-            ), (place, error)
+            ), (cut, error)
             refused += 1
         else:
-            assert place >= end + 512 and len(found) == 12 and found.image(11).size, place
+            assert cut >= end + 512 and len(found) == 12 and found.image(11).size, cut
             (folder / ".train-000000.tar.index.npy").unlink()
-    assert len(places) == 100 and refused == sum(place < end + 512 for place in places) >= 60
+    assert len(cuts) == 100 and refused == sum(cut < end + 512 for cut in cuts) >= 60
 
 
 def zeroed(data, first, end=None):
     return data[:first] + bytes(len(data[first:end])) + data[first:][len(data[first:end]) :]
 
 
-def flipped(data, place):
-    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+def flipped(data, offset):
+    return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
 TORN = {
@@ -85,9 +86,9 @@ TORN = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("way", ["exact", "stream", "pipe"])
+@pytest.mark.parametrize("reader", ["exact", "stream", "pipe"])
 @pytest.mark.parametrize("fault", TORN)
-def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, way):
+def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, reader):
     """A power cut or a torn download leaves blocks of zeros; cat joins tars. What stands behind was lost in silence."""
     path = write_shards(tmp_path / "d", count=40, per_shard=40) / "train-000000.tar"
     with tarfile.open(path) as tar:
@@ -96,11 +97,11 @@ def test_zeros_inside_a_tar_are_not_its_end(tmp_path, fault, way):
     data, words = TORN[fault](whole, listed)
     path.write_bytes(data)
     words = words.format(size=len(whole), offset=listed[20].offset, data=listed[20].offset_data)
-    if way == "exact":
+    if reader == "exact":
         refuse(f"^{path}: {words}", Shards, str(tmp_path / "d"), "train")
         assert not list((tmp_path / "d").glob(".*"))
     else:
-        url = f"pipe:cat {path}" if way == "pipe" else str(path)
+        url = f"pipe:cat {path}" if reader == "pipe" else str(path)
         with one_line(f"^{url}: {words}"):
             list(
                 itertools.islice(
@@ -184,15 +185,15 @@ LINKS = {
 }
 
 
-@pytest.mark.parametrize("kind", LINKS)
-def test_links_and_devices_are_no_images(tmp_path, kind):
+@pytest.mark.parametrize("member", LINKS)
+def test_links_and_devices_are_no_images(tmp_path, member):
     (tmp_path / "secret.png").write_bytes(PNG)
     folder = tmp_path / "d"
     folder.mkdir()
     path = shard(folder / "train-000000.tar", [("0.png", PNG), ("0.cls", b"0"), ("1.cls", b"0")])
     before = tree(tmp_path)
     with tarfile.open(path, "a") as tar:
-        tar.addfile(LINKS[kind])
+        tar.addfile(LINKS[member])
     refuse("train-000000.tar: sample 1 has no image", Shards, str(folder), "train")
     shard(path, [("1.jpg", PNG)], "a")  # beside a real image it is passed over
     source = Shards(str(folder), "train")
@@ -285,10 +286,8 @@ def shorten(folder):
 @pytest.mark.parametrize("url", ["{}/train-000001.tar", "pipe:cat {}/train-000001.tar"])
 def test_a_stream_is_what_its_record_says(written, capsys, fault, url):
     words = fault(written).partition(": ")[2]
-    url, size = (
-        url.format(written),
-        "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8",
-    )
+    url = url.format(written)
+    size = "--model.depth 1 --model.embed_dim 32 --model.num_heads 2 --data.img_size 8"
     argv = [
         *size.split(),
         *f"--optim.batch_size 4 --max-steps 9 --output {written}/run --data.root {written}".split(),
@@ -342,8 +341,8 @@ def test_an_index_that_cannot_be_right_is_named(tmp_path, change):
     Shards(str(folder), "train")
     index = folder / ".train-000001.tar.index.npy"
     make, words = CHANGES[change]
-    made = make(np.load(index))
-    index.write_bytes(made) if isinstance(made, bytes) else np.save(index, made)
+    damaged = make(np.load(index))
+    index.write_bytes(damaged) if isinstance(damaged, bytes) else np.save(index, damaged)
     told = f"{index}: not an index .*{words}.*; delete it to build it again"
     if words == ANOTHER:
         told = f"train-000001.tar {words} {index} was made; delete the index to build it again"

@@ -55,12 +55,12 @@ class Evil:
 
 @pytest.fixture
 def canary(tmp_path):
-    place = tmp_path / "canary"
-    pickle.loads(pickle.dumps(Evil(place)))
-    assert place.is_dir(), "the canary itself must work"
-    place.rmdir()
-    yield place
-    assert not place.exists(), "code of a file was run"
+    folder = tmp_path / "canary"
+    pickle.loads(pickle.dumps(Evil(folder)))
+    assert folder.is_dir(), "the canary itself must work"
+    folder.rmdir()
+    yield folder
+    assert not folder.exists(), "code of a file was run"
 
 
 def pickles(canary) -> dict:
@@ -143,10 +143,10 @@ def doors(folder) -> dict:
     places["archive"] = folder / "a.npz", read_archive
     places["reference"] = folder / "r.npz", lambda f: score(stats, f, extractor=module)
     places["generated"] = folder / "g.npz", lambda f: score(f, stats, extractor=module)
-    for kind in (ClsConfig, DitConfig):
-        places[f"config {kind.__name__}"] = (
+    for config_class in (ClsConfig, DitConfig):
+        places[f"config {config_class.__name__}"] = (
             folder / "c.yaml",
-            lambda f, k=kind: parse_config(k, ["--config", str(f)], "t"),
+            lambda f, k=config_class: parse_config(k, ["--config", str(f)], "t"),
         )
     vae = folder / "vae"
     for name in (
@@ -244,7 +244,9 @@ FORMS = ["zip", "legacy", "bare", "old", "namespace", "npy", "npz"]
 )
 def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
     """A pickle in every door: none runs, and each is refused or, where it is not looked at, read past."""
-    tried, through, evil = 0, [], pickles(canary)
+    tried = 0
+    through = []
+    evil = pickles(canary)
     assert sorted(evil) == sorted(FORMS)
     for name, (file, read) in doors(world).items():
         good = file.read_bytes() if file.exists() else None
@@ -257,8 +259,8 @@ def test_no_place_that_reads_a_file_unpickles_it(world, canary, capfd, forms):
             except (ValueError, OSError, AssertionError, RuntimeError, KeyError, TypeError):
                 pass  # what is said is looked at below
             except Exception as error:  # timm, diffusers and safetensors have their own
-                own = ("safetensors", "safetensors_rust", "_pickle", "zipfile")
-                assert type(error).__module__.split(".")[0] in own, name
+                libraries = ("safetensors", "safetensors_rust", "_pickle", "zipfile")
+                assert type(error).__module__.split(".")[0] in libraries, name
             assert not canary.exists(), f"{form} in {name}"
             tried += 1
         file.unlink()
@@ -283,7 +285,9 @@ OTHERS = (
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.reliability)])
 def test_random_damage(world, count):
     """Each file that is read, damaged in one of many ways: read all the same, or refused in one line that names it."""
-    rng, refused, slowest = cases(count, "damaged files"), 0, 0.0
+    rng = cases(count, "damaged files")
+    refused = 0
+    slowest = 0.0
     places = {name: door for name, door in doors(world).items() if not name.startswith(OTHERS)}
     whole = {
         name: (file, read, file.read_bytes())
@@ -332,9 +336,9 @@ def changed(text, path, value):
     return json.dumps(tree)
 
 
-@pytest.mark.parametrize("kind", ["latents", "shards"])
-def test_records_that_are_damaged_are_not_written_on(world, capsys, kind):
-    file, start = doors(world)[f"{kind} record"]
+@pytest.mark.parametrize("data_form", ["latents", "shards"])
+def test_records_that_are_damaged_are_not_written_on(world, capsys, data_form):
+    file, start = doors(world)[f"{data_form} record"]
     whole = file.read_text()
     texts = ["null", "5", "{}", "[]", "[" * 100_000, b"\xff\xfe"]
     for path in (("format",), ("made_from",), ("made_from", "--seed"), ("shards",), ("shards", 0)):
@@ -433,20 +437,21 @@ def test_inception_is_read_once_and_never_freely(tmp_path, canary, monkeypatch):
 
 
 def test_only_namespaces_are_let_through(tmp_path, canary):
-    model, before = classifier(), set(torch.serialization.get_safe_globals())
+    model = classifier()
+    before = set(torch.serialization.get_safe_globals())
     state = {"model": model.state_dict(), "args": argparse.Namespace(lr=1)}
     torch.save(state, tmp_path / "fine.pth")
     moh_vision.load_checkpoint(classifier(), tmp_path / "fine.pth")
-    beside = r"holds a \S+ beside tensors, which is not read"
-    for kind, thing, words in (
-        ("path", tmp_path, beside),
-        ("class", Image.Image, beside),
+    not_read = r"holds a \S+ beside tensors, which is not read"
+    for name, thing, words in (
+        ("path", tmp_path, not_read),
+        ("class", Image.Image, not_read),
         ("function", os.system, "would call posix.system, .* may be an attack"),
         ("module", Evil(canary), "would call posix.mkdir, .* may be an attack"),
     ):
-        torch.save({**state, "args": thing}, tmp_path / f"{kind}.pth")
-        with one_line(f"{kind}.pth: {words}"):
-            moh_vision.load_checkpoint(classifier(), tmp_path / f"{kind}.pth")
+        torch.save({**state, "args": thing}, tmp_path / f"{name}.pth")
+        with one_line(f"{name}.pth: {words}"):
+            moh_vision.load_checkpoint(classifier(), tmp_path / f"{name}.pth")
     assert set(torch.serialization.get_safe_globals()) == before
 
 
@@ -458,21 +463,21 @@ YAMLS = [
 
 
 @pytest.mark.parametrize("text", YAMLS)
-@pytest.mark.parametrize("kind", [ClsConfig, ValidateConfig])
-def test_a_configuration_runs_no_code(tmp_path, canary, text, kind):
+@pytest.mark.parametrize("config_class", [ClsConfig, ValidateConfig])
+def test_a_configuration_runs_no_code(tmp_path, canary, text, config_class):
     """Of a file, and of a run that is validated."""
     (tmp_path / "config.yaml").write_text(text.format(canary))
     argv = (
         ["--config", str(tmp_path / "config.yaml")]
-        if kind is ClsConfig
+        if config_class is ClsConfig
         else ["--checkpoint", str(tmp_path)]
     )
     if (
         "kwargs" in text
     ):  # a mapping like any other: nothing of it is imported, and the model refuses the argument
-        assert "class_path" in str(parse_config(kind, argv, "t").model)
+        assert "class_path" in str(parse_config(config_class, argv, "t").model)
         return
-    refuse("not readable as YAML|Expected|unknown key", parse_config, kind, argv, "t")
+    refuse("not readable as YAML|Expected|unknown key", parse_config, config_class, argv, "t")
 
 
 # ---------------------------------------------------------------- the code itself

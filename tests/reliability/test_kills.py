@@ -20,15 +20,13 @@ from tests.support.repeat import cases
 from tests.support.small_runs import arguments, checkpoint_steps, logged, losses, outcome, script
 
 
-def recorded(kind, file, slow_save, argv):
+def recorded(script_name, file, slow_save, argv):
     """The real main(); each step's loss, as a hexadecimal number, is appended by one write, which a kill cannot tear."""
     losses = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    real, exact = (
-        SimpleNamespace(
-            average=training_loop.average_over_step, metrics=RunLog.metrics, save=Saver.save
-        ),
-        [],
+    real = SimpleNamespace(
+        average=training_loop.average_over_step, metrics=RunLog.metrics, save=Saver.save
     )
+    exact = []
 
     def average(accelerator, values):
         exact[:] = [float(v["loss"].detach()).hex() for v in values]
@@ -42,18 +40,22 @@ def recorded(kind, file, slow_save, argv):
         time.sleep(slow_save)
         return real.save(*args, **kwargs)
 
-    training_loop.average_over_step, RunLog.metrics, Saver.save = average, metrics, save
-    script(kind).main(argv)
+    training_loop.average_over_step = average
+    RunLog.metrics = metrics
+    Saver.save = save
+    script(script_name).main(argv)
 
 
 @pytest.fixture
 def start():
-    """start(kind, argv, folder): a run in a process; it prints to folder/KIND.log, its losses go to folder/KIND.losses."""
+    """start(script_name, argv, folder): a run in a process; folder/NAME.log has its output, NAME.losses its losses."""
     started = []
 
-    def start_run(kind, argv, folder, slow_save=0.0) -> Command:
-        main = functools.partial(recorded, kind, str(folder / f"{kind}.losses"), slow_save)
-        started.append(Command(main, argv, folder / f"{kind}.log"))
+    def start_run(script_name, argv, folder, slow_save=0.0) -> Command:
+        main = functools.partial(
+            recorded, script_name, str(folder / f"{script_name}.losses"), slow_save
+        )
+        started.append(Command(main, argv, folder / f"{script_name}.log"))
         return started[-1]
 
     yield start_run
@@ -77,7 +79,7 @@ MORE = {
 }
 
 
-def disturbed(start, tmp_path, kind, signals, ahead, save_every):
+def disturbed(start, tmp_path, script_name, signals, ahead, save_every):
     """A run that gets a signal again and again is, in the end, the undisturbed one; returns how many steps it did twice.
 
     SIGKILL comes at any time from the start of the process to when it will have done about `ahead` steps, by the pace of
@@ -85,31 +87,31 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
     pace of the machine lets the run end first. Every other start has a loader process.
     """
     steps = 3 * ahead * (len(signals) + 1)
-    whole, folder, random = (
-        tmp_path / "whole",
-        tmp_path / "disturbed",
-        cases(len(signals), f"signals to {kind}"),
-    )
+    whole = tmp_path / "whole"
+    folder = tmp_path / "disturbed"
+    random = cases(len(signals), f"signals to {script_name}")
     whole.mkdir(), folder.mkdir()
 
     def begin(folder, save_every, number=0):
-        workers = [] if kind == "text" else ["--data.workers", number % 2]
+        workers = [] if script_name == "text" else ["--data.workers", number % 2]
         return start(
-            kind, arguments(kind, folder / "run", steps, save_every, *MORE[kind], *workers), folder
+            script_name,
+            arguments(script_name, folder / "run", steps, save_every, *MORE[script_name], *workers),
+            folder,
         )
 
     since = time.monotonic()
     command = begin(whole, 10**6)
-    assert command.until(lambda: losses(whole, kind)), command.said()[-3000:]
+    assert command.until(lambda: losses(whole, script_name)), command.said()[-3000:]
     first = time.monotonic()
     assert command.wait(within=1200) == 0, command.said()[-3000:]
     beyond = ahead * (time.monotonic() - first) / steps
     in_training = 0
     for count, number in enumerate(signals):
-        before = losses(folder, kind)
+        before = losses(folder, script_name)
 
         def more(before=before):
-            return len(losses(folder, kind)) - len(before)
+            return len(losses(folder, script_name)) - len(before)
 
         command = begin(folder, save_every, count)
         if number != signal.SIGKILL:
@@ -120,22 +122,24 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
         there = command.until(lambda: time.monotonic() >= instant or more() >= 2 * ahead)  # noqa: B023
         assert there, command.said()[-3000:]
         os.kill(command.pid, number)
-        status, made = command.wait(), losses(folder, kind)[len(before) :]
+        status = command.wait()
+        added = losses(folder, script_name)[len(before) :]
         assert status == CODES[number], f"signal {count}: {status}\n{command.said()[-3000:]}"
-        if before and made:
+        if before and added:
             # A checkpoint that was being written is lost too; the next one would have waited for it.
-            assert made[0][0] > before[-1][0] + 1 - 2 * save_every, (
+            assert added[0][0] > before[-1][0] + 1 - 2 * save_every, (
                 "more steps than two saves apart were lost"
             )
         if number != signal.SIGKILL:
-            assert checkpoint_steps(folder / "run")[-1] == made[-1][0], "not the step it was at"
-        in_training += bool(made)
+            assert checkpoint_steps(folder / "run")[-1] == added[-1][0], "not the step it was at"
+        in_training += bool(added)
     command = begin(folder, save_every)
     assert command.wait(within=600) == 0, command.said()[-3000:]
 
-    expected, made = dict(losses(whole, kind)), losses(folder, kind)
-    assert len(expected) == steps and all(expected[step] == value for step, value in made)
-    assert {step for step, _ in made} == set(expected)
+    expected = dict(losses(whole, script_name))
+    done = losses(folder, script_name)
+    assert len(expected) == steps and all(expected[step] == value for step, value in done)
+    assert {step for step, _ in done} == set(expected)
     assert outcome(folder / "run") == outcome(whole / "run")
     assert [e["step"] for e in logged(folder / "run")] == sorted(
         expected
@@ -149,32 +153,34 @@ def disturbed(start, tmp_path, kind, signals, ahead, save_every):
     )
     noted = [number for number in signals if number != signal.SIGKILL]
     assert text.count("finishing this step and saving") == len(noted) and "Traceback" not in text
-    twice = len(made) - steps
+    twice = len(done) - steps
     print(
-        f"{kind}: {len(signals)} signals, {in_training} of them after a step; {twice} steps done twice, none lost"
+        f"{script_name}: {len(signals)} signals, {in_training} of them after a step; {twice} steps done twice, none lost"
     )
     assert in_training >= len(signals) // 8
     return twice
 
 
-@pytest.mark.parametrize("kind", ["cls", "dit"])
-def test_a_kill_and_a_signal(start, tmp_path, kind):
-    disturbed(start, tmp_path, kind, [signal.SIGKILL, signal.SIGTERM], ahead=10, save_every=5)
+@pytest.mark.parametrize("script_name", ["cls", "dit"])
+def test_a_kill_and_a_signal(start, tmp_path, script_name):
+    disturbed(
+        start, tmp_path, script_name, [signal.SIGKILL, signal.SIGTERM], ahead=10, save_every=5
+    )
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("kind, kills", [("cls", 50), ("dit", 50), ("text", 20)])
-def test_many_kills(start, tmp_path, kind, kills):
+@pytest.mark.parametrize("script_name, kills", [("cls", 50), ("dit", 50), ("text", 20)])
+def test_many_kills(start, tmp_path, script_name, kills):
     kills = int(os.environ.get("KILLS", kills))
-    disturbed(start, tmp_path, kind, [signal.SIGKILL] * kills, ahead=20, save_every=10)
+    disturbed(start, tmp_path, script_name, [signal.SIGKILL] * kills, ahead=20, save_every=10)
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("kind", ["cls", "dit", "text"])
-def test_many_signals(start, tmp_path, kind):
+@pytest.mark.parametrize("script_name", ["cls", "dit", "text"])
+def test_many_signals(start, tmp_path, script_name):
     signals = [signal.SIGTERM, signal.SIGINT] * (int(os.environ.get("KILLS", 20)) // 2)
     # Nothing but what a signal saves is saved, so that no step is done twice.
-    assert disturbed(start, tmp_path, kind, signals, ahead=15, save_every=10**6) == 0
+    assert disturbed(start, tmp_path, script_name, signals, ahead=15, save_every=10**6) == 0
 
 
 def test_a_signal_before_the_first_step_leaves_nothing(start, tmp_path):
@@ -219,17 +225,18 @@ def test_a_signal_in_the_last_save_still_ends_the_run(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.reliability
-@pytest.mark.parametrize("kind, workers", [("cls", 0), ("cls", 1), ("dit", 0)])
-def test_two_thousand_steps(start, tmp_path, kind, workers):
+@pytest.mark.parametrize("script_name, workers", [("cls", 0), ("cls", 1), ("dit", 0)])
+def test_two_thousand_steps(start, tmp_path, script_name, workers):
     """Memory, open files and files on disk stay bounded."""
     argv = arguments(
-        kind, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers
+        script_name, tmp_path / "run", 2000, 100, "--keep-checkpoints", 2, "--data.workers", workers
     )
-    command, seen = start(kind, argv, tmp_path), []
+    command = start(script_name, argv, tmp_path)
+    seen = []
     process = psutil.Process(command.pid)
     with contextlib.suppress(psutil.Error, ValueError):  # it has ended
         while True:
-            steps = len(losses(tmp_path, kind))
+            steps = len(losses(tmp_path, script_name))
             seen.append((steps, process.memory_info().rss / 2**20, process.num_fds()))
             time.sleep(0.1)
     assert command.wait() == 0, command.said()[-2000:]
@@ -239,7 +246,7 @@ def test_two_thousand_steps(start, tmp_path, kind, workers):
     assert len(steps) > 30, "too few looks at it"
     slope = 1000 * np.polyfit(steps, mib, 1)[0]
     print(
-        f"{kind}, {workers} workers: {slope:+.2f} MB per 1,000 steps at {mib.mean():.0f} MB, {files.max()} files"
+        f"{script_name}, {workers} workers: {slope:+.2f} MB per 1,000 steps at {mib.mean():.0f} MB, {files.max()} files"
     )
     assert slope <= 1.0
     assert np.median(files[-10:]) <= np.median(files[:10])

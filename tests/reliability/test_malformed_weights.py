@@ -117,8 +117,10 @@ def test_a_zip_that_unpacks_to_gigabytes_is_refused(tmp_path, vit, end):
 
 
 def test_a_bad_npz_leaves_the_model_as_it_was(tmp_path, vit):
-    file, model = tmp_path / "w.npz", copy.deepcopy(vit)
-    kernel, bias = np.ones((16, 16, 3, 32), np.float32), np.ones(32, np.float32)
+    file = tmp_path / "w.npz"
+    model = copy.deepcopy(vit)
+    kernel = np.ones((16, 16, 3, 32), np.float32)
+    bias = np.ones(32, np.float32)
     np.savez(file, **{"embedding/kernel": kernel, "embedding/bias": bias})
     for words in ("not the weights of such a ViT", "not"):
         refuse(f"w.npz: {words}", moh_vision.load_checkpoint, model, file)

@@ -74,7 +74,8 @@ class Given(torch.nn.Module):
 @pytest.mark.parametrize("loss, gradient", [(math.nan, 1.0), (1.0, math.inf)])
 def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gradient):
     """Such as a loss that overflows in a term whose gradient is cut off. A good step between them begins a new count."""
-    accelerator, task = Accelerator(cpu=True), Given()
+    accelerator = Accelerator(cpu=True)
+    task = Given()
     optimizer = torch.optim.AdamW(task.parameters(), lr=0.1)
     loop = small_loop(accelerator, task, optimizer, clip_norm=1.0)
     weight = task.model.weight
@@ -100,7 +101,8 @@ def test_a_loss_or_a_gradient_alone_that_is_not_finite_changes_nothing(loss, gra
 def test_a_gradient_scalers_first_skips_do_not_count():
     """float16 begins with a scale that overflows; only below 1 it is the model that is broken."""
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
-    accelerator, task = Accelerator(cpu=True), Given()
+    accelerator = Accelerator(cpu=True)
+    task = Given()
     accelerator.scaler = scaler  # accelerate makes one for a GPU alone
     loop = small_loop(accelerator, task, torch.optim.SGD(task.parameters(), lr=0.1))
     batch = dict(loss=1.0, gradient=math.inf)

@@ -25,9 +25,11 @@ ALTERED = ROOT / "tests" / "support" / "altered_run.py"
 class Launched:
     """A training script in processes of its own; what they print goes to FOLDER/log."""
 
-    def __init__(self, folder, processes, kind, argv, alteration=None):
+    def __init__(self, folder, processes, script_name, argv, alteration=None):
         self.log = folder / "log"
-        script = [ALTERED, alteration, kind] if alteration else [ROOT / f"train_{kind}.py"]
+        script = (
+            [ALTERED, alteration, script_name] if alteration else [ROOT / f"train_{script_name}.py"]
+        )
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", processes]
         command = [sys.executable, *(torchrun if processes > 1 else []), *script, *argv]
         env = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
@@ -70,7 +72,8 @@ def differ(one, two):
 
 
 def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
-    run, random = tmp_path / "run", cases(10, "signals to rank 1")
+    run = tmp_path / "run"
+    random = cases(10, "signals to rank 1")
     trained(tmp_path, 2, "dit", arguments("dit", tmp_path / "whole", 600, 10**6))
     argv = arguments("dit", run, 600, 10**6)
     for stop in range(10):
@@ -87,24 +90,22 @@ def test_a_signal_to_the_second_process_stops_both_at_one_step(tmp_path):
     assert 'train_dit.py", line' not in text  # the launcher prints a traceback of its own
 
 
-@pytest.mark.parametrize("kind", ["cls", "text"])
-def test_killed_twice(tmp_path, kind):
+@pytest.mark.parametrize("script_name", ["cls", "text"])
+def test_killed_twice(tmp_path, script_name):
     """SIGKILL to the launcher and both processes, nothing of the scripts replaced: the bits of an undisturbed run."""
-    run, whole, random = (
-        tmp_path / "run",
-        tmp_path / "whole",
-        cases(2, f"kills of two processes, {kind}"),
-    )
-    trained(tmp_path, 2, kind, arguments(kind, whole, 200, 10**6))
-    argv = arguments(kind, run, 200, 7)
+    run = tmp_path / "run"
+    whole = tmp_path / "whole"
+    random = cases(2, f"kills of two processes, {script_name}")
+    trained(tmp_path, 2, script_name, arguments(script_name, whole, 200, 10**6))
+    argv = arguments(script_name, run, 200, 7)
     for _ in range(2):
         before = len(logged(run)) if (run / "metrics.jsonl").exists() else 0
-        launched = Launched(tmp_path, 2, kind, argv).reach(run, before + 10)
+        launched = Launched(tmp_path, 2, script_name, argv).reach(run, before + 10)
         time.sleep(random.uniform(0, 0.3))
         for pid in [launched.process.pid, *launched.ranks().values()]:
             os.kill(pid, signal.SIGKILL)
         launched.end()
-    trained(tmp_path, 2, kind, argv)
+    trained(tmp_path, 2, script_name, argv)
     assert (tmp_path / "log").read_text().count("resuming") == 2
     assert outcome(run) == outcome(whole)
     losses = [[entry["loss"] for entry in logged(folder)] for folder in (run, whole)]
@@ -140,22 +141,25 @@ def test_twenty_runs_end_with_0(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, more",
+    "script_name, more",
     [("cls", ""), ("dit", ""), ("cls", "--budget_range 0.5 1 --model.head_budget 0.5")],
 )
-def test_one_process_then_two_then_one(tmp_path, kind, more):
+def test_one_process_then_two_then_one(tmp_path, script_name, more):
     """100 steps in float64: the weights of one process to 1e-10."""
-    one, mixed = tmp_path / "one", tmp_path / "mixed"
+    one = tmp_path / "one"
+    mixed = tmp_path / "mixed"
     for output, processes, until in (
         (one, 1, 100),
         (mixed, 1, 30),
         (mixed, 2, 70),
         (mixed, 1, 100),
     ):
-        argv = arguments(kind, output, until, 10**6, "--optim.schedule", "constant", *more.split())
-        trained(tmp_path, processes, kind, argv, "in_float64")
+        argv = arguments(
+            script_name, output, until, 10**6, "--optim.schedule", "constant", *more.split()
+        )
+        trained(tmp_path, processes, script_name, argv, "in_float64")
     worst = differ(one, mixed)
-    print(f"{kind}: largest relative difference of the weights after 100 steps {worst:.1e}")
+    print(f"{script_name}: largest relative difference of the weights after 100 steps {worst:.1e}")
     weights = load_file(one / "model.safetensors")
     assert weights[next(iter(weights))].dtype == torch.float64 and worst <= 1e-10
     assert [e["step"] for e in logged(mixed)] == list(range(1, 101))

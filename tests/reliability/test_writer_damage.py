@@ -39,13 +39,14 @@ def falls_back(run, reason):
     return True
 
 
-def flipped(data, place):
-    return data[: place // 8] + bytes([data[place // 8] ^ 1 << place % 8]) + data[place // 8 + 1 :]
+def flipped(data, bit):
+    return data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :]
 
 
-@pytest.mark.parametrize("kind", ["truncated", "flipped"])
-def test_200_damages(run, kind):
-    numbers, found = cases(200, kind), 0
+@pytest.mark.parametrize("fault", ["truncated", "flipped"])
+def test_200_damages(run, fault):
+    numbers = cases(200, fault)
+    found = 0
     for trial in range(200):
         file = run / "checkpoints" / "step_4" / FILES[trial % 5]
         data = file.read_bytes()
@@ -53,27 +54,28 @@ def test_200_damages(run, kind):
         length = [0, len(data) - 1, numbers.randrange(len(data))][min(trial // 5, 2)]
         file.write_bytes(
             data[:length]
-            if kind == "truncated"
+            if fault == "truncated"
             else flipped(data, numbers.randrange(8 * len(data)))
         )
         found += falls_back(run, f"{file.name} ")
         file.write_bytes(data)
     assert latest_checkpoint(run)[0] == 4
-    print(f"{found} of 200 files {kind} found")
+    print(f"{found} of 200 files {fault} found")
 
 
 def test_bits_of_a_record(run):
     """Most of them leave readable JSON, so the record has a sum of itself."""
-    folder, readable = run / "checkpoints" / "step_4", 0
+    folder = run / "checkpoints" / "step_4"
+    readable = 0
     data = (folder / "step.json").read_bytes()
-    for place in range(0, 8 * len(data), 3):  # every bit of some byte in three
-        changed = flipped(data, place)
+    for bit in range(0, 8 * len(data), 3):  # every bit of some byte in three
+        changed = flipped(data, bit)
         (folder / "step.json").write_bytes(changed)
         try:
             readable += isinstance(json.loads(changed), dict)
         except ValueError:
             pass
-        assert (damage(folder, 4) or "").startswith("step.json"), place
+        assert (damage(folder, 4) or "").startswith("step.json"), bit
     assert readable > len(data) // 3
     print(f"all flipped bits of a record are found, {readable} of them in readable JSON")
 

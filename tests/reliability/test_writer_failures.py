@@ -42,7 +42,8 @@ def largest_file(n):
 
 
 def test_disk_full_at_every_point_of_a_save(training, tmp_path):
-    run, points = tmp_path, []
+    run = tmp_path
+    points = []
     training.step(1)
     assert training.save(run, 1, 2) is None
     training.step(2)
@@ -98,9 +99,11 @@ def test_files_that_cannot_grow(tmp_path):
 
 def test_a_step_waits_for_the_one_that_is_written(training, tmp_path, monkeypatch):
     """Training goes on meanwhile: what is written is the state after its step."""
-    told, may_end = [], threading.Event()
+    told = []
+    may_end = threading.Event()
     monkeypatch.setattr(saver, "say", lambda text: (told.append(text), may_end.set()))
-    saves, states = training.saver(tmp_path, 9), {}
+    saves = training.saver(tmp_path, 9)
+    states = {}
     with watched(lambda point: may_end.wait(60) if point.startswith("save_tensors") else None):
         for step in (1, 2):
             training.step(step)
@@ -123,7 +126,8 @@ def test_where_there_are_no_links_the_weights_are_copied(training, tmp_path, mon
     monkeypatch.setattr("os.link", no_links)
     assert training.save(tmp_path, 1, 1) is None and hidden(tmp_path) == []
     for name in ("model.safetensors", "ema.safetensors"):
-        copy, saved = tmp_path / name, tmp_path / "checkpoints" / "step_1" / name
+        copy = tmp_path / name
+        saved = tmp_path / "checkpoints" / "step_1" / name
         assert not copy.samefile(saved) and copy.read_bytes() == saved.read_bytes()
 
 
@@ -186,7 +190,7 @@ def test_unwritable_output_is_found_before_any_work(readable, tmp_path):
     for folder in (readable / "run", readable / "run" / "not yet"):
         assert (
             unprivileged(
-                lambda place=folder: not_writable(place, ": Permission denied"), readable / "run"
+                lambda folder=folder: not_writable(folder, ": Permission denied"), readable / "run"
             )
             == 0
         )
@@ -260,7 +264,8 @@ def test_training_goes_on_and_is_saved_later_until_three_saves_failed_in_a_row(
 
 
 def test_an_error_waits_for_the_checkpoint_that_is_being_written(tmp_path, monkeypatch):
-    seal, step = saver.seal, TrainingLoop.step
+    seal = saver.seal
+    step = TrainingLoop.step
 
     def seal_late(*arguments):
         time.sleep(0.5)
@@ -289,19 +294,20 @@ def saves_that_fail_on_one(rank, folder):
     training = SmallTraining()
     assert training.accelerator.num_processes == 2 and training.accelerator.process_index == rank
     assert training.save(folder, 1, 2) is None
-    earlier, linked = sums(folder / "checkpoints"), "rename .model.safetensors.tmp"
-    for place in (
+    earlier = sums(folder / "checkpoints")
+    linked = "rename .model.safetensors.tmp"
+    for failing in (
         "mkdir .step_2.tmp",
         "save_tensors ema.safetensors",
         "write_text step.json",
         linked,
     ):
         problem = training.save(
-            folder, 2, 2, lambda point, place=place: point == place and disk_full("the disk")
+            folder, 2, 2, lambda point, failing=failing: point == failing and disk_full("the disk")
         )
         assert problem and "No space left" in problem and "the disk" in problem, problem
         training.accelerator.wait_for_everyone()  # the main process has tidied up
-        if place != linked:
+        if failing != linked:
             assert sums(folder / "checkpoints") == earlier and hidden(folder) == []
         training.accelerator.wait_for_everyone()
     assert training.save(folder, 3, 2) is None

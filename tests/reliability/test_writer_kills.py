@@ -62,7 +62,9 @@ OTHERS = [steps_2_and_4, step_6_is_there_and_damaged, killed_before]
 )
 def test_killed_at_every_point_of_a_save(training, tmp_path, before):
     """One checkpoint is kept, so that there is never another one to fall back to."""
-    base, run, states = tmp_path / "base", tmp_path / "run", {}
+    base = tmp_path / "base"
+    run = tmp_path / "run"
+    states = {}
     for step in range(1, 7):
         training.step(step)
         if step in (2, 4):
@@ -116,7 +118,8 @@ def test_killed_at_every_point_of_a_save(training, tmp_path, before):
 def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, monkeypatch):
     """What a kill cannot show, because the system keeps what a dead process wrote: only a power cut loses it."""
     calls = []
-    fsync, rename = os.fsync, os.rename
+    fsync = os.fsync
+    rename = os.rename
     monkeypatch.setattr(
         os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd))
     )
@@ -125,7 +128,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(training, tmp_path, m
     assert training.save(tmp_path, 1, 1) is None
     calls.clear()
     assert training.save(tmp_path, 2, 1) is None
-    tmp, final = checkpoints / ".step_2.tmp", checkpoints / "step_2"
+    tmp = checkpoints / ".step_2.tmp"
+    final = checkpoints / "step_2"
     named = calls.index((str(tmp), str(final)))
     flushed = {str(tmp), *(str(tmp / p.name) for p in final.iterdir())}
     assert len(flushed) == 5 and flushed <= set(calls[:named])
@@ -154,7 +158,8 @@ def test_a_whole_checkpoint_at_every_instant(training, tmp_path, keep):
     numbers = cases(n, "stops")
     assert training.save(tmp_path, 1, keep) is None
     child = fork(save_for_ever)
-    seen, torn = set(), 0
+    seen = set()
+    torn = 0
     for _ in range(n):
         time.sleep(numbers.uniform(0, 0.03))
         os.kill(child, signal.SIGSTOP)

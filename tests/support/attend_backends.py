@@ -114,7 +114,8 @@ def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=N
     if backend.path == "cpp":
         o, lse = OPS.attend(rows, k, v, *pairs, H, N, source, is_causal, mask)
     else:
-        o, lse = eager.attend(rows, k, v, *pairs, H, N, source, is_causal, mask), None
+        o = eager.attend(rows, k, v, *pairs, H, N, source, is_causal, mask)
+        lse = None
     where = eager.rows_of_pairs(*pairs, H)
     if gates is not None:
         o = o * gates.expand(B, N, H).reshape(-1, 1)[where].to(o.dtype)
@@ -124,11 +125,13 @@ def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=N
 def attend_in_a_loop(q, k, v, gates, active, is_causal=False, mask=None, source=None):
     """The equation, one head of one sequence at a time."""
     (B, H, N, D), (G, M) = q.shape, k.shape[1:3]
-    outputs, sums = [], []
+    outputs = []
+    sums = []
     for h in range(H):
         for b in range(B):
             read = b * G + h * G // H if source is None else int(source[h * B + b])
-            key, value = k.flatten(0, 1)[read], v.flatten(0, 1)[read]
+            key = k.flatten(0, 1)[read]
+            value = v.flatten(0, 1)[read]
             n = active[b, :, h].nonzero().squeeze(1)
             scores = q[b, h, n] @ key.t() / math.sqrt(D)
             if mask is not None:
@@ -163,12 +166,12 @@ def fresh_memory_is_nan():
         torch.use_deterministic_algorithms(False)
 
 
-def outputs_and_gradients(backend, q, k, v, gates, active, do, **how):
+def outputs_and_gradients(backend, q, k, v, gates, active, do, **options):
     """o, lse, and gradients of queries, keys, values and gates by name."""
     tensors = dict(q=q, k=k, v=v, gates=gates)
     leaves = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
     with fresh_memory_is_nan():
-        o, lse = attend(backend, **{**tensors, **leaves}, active=active, **how)
+        o, lse = attend(backend, **{**tensors, **leaves}, active=active, **options)
     with fresh_memory_is_nan():
         grads = torch.autograd.grad(o, list(leaves.values()), do)
     return dict(o=o, lse=lse) | {f"d{name}": grad for name, grad in zip(leaves, grads)}

@@ -43,17 +43,17 @@ OTHERS = (
 
 def mutated(data: bytes, rng) -> bytes:  # noqa: C901
     """One of the ways in which a file can be wrong."""
-    kind = rng.choice([*DAMAGES])
+    damage = rng.choice([*DAMAGES])
     damaged = bytearray(data)
     safetensors = data[8:9] == b"{"
-    if kind == "cut":
+    if damage == "cut":
         return data[: rng.randrange(len(data))]
-    if kind == "other":
+    if damage == "other":
         return rng.choice(OTHERS)
-    if kind == "insert":
-        place = rng.randrange(len(data))
-        return data[:place] + rng.randbytes(rng.choice((1, 8, 100))) + data[place:]
-    if kind == "bytes" or not safetensors:
+    if damage == "insert":
+        offset = rng.randrange(len(data))
+        return data[:offset] + rng.randbytes(rng.choice((1, 8, 100))) + data[offset:]
+    if damage == "bytes" or not safetensors:
         for _ in range(rng.choice((1, 3, 50))):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         if not safetensors:  # the pickle and the directory, where most of the meaning is
@@ -64,25 +64,25 @@ def mutated(data: bytes, rng) -> bytes:  # noqa: C901
                 )
         return bytes(damaged)
     (length,) = struct.unpack("<Q", data[:8])
-    if kind == "header bytes":
+    if damage == "header bytes":
         for _ in range(rng.choice((1, 3))):
             damaged[8 + rng.randrange(length)] = rng.randrange(32, 127)
         return bytes(damaged)
-    if kind == "length":
+    if damage == "length":
         lengths = (2**62, 2**64 - 1, 2**31, 0, 1, length - 1, length + 1, len(data))
         return struct.pack("<Q", rng.choice(lengths)) + data[8:]
 
     def change(header):
         entry = named(header, rng)
-        if kind == "offsets":
+        if damage == "offsets":
             a, b = entry["data_offsets"]
             offsets = ([b, a], [a, 2**62], [-4, b], [a + 4, b], [0, 2**64], [a, b + 4], [0, 0], [])
             entry["data_offsets"] = rng.choice(offsets)
-        elif kind == "dtype":
+        elif damage == "dtype":
             entry["dtype"] = rng.choice(
                 ("I64", "BOOL", "F8_E4M3", "F4", "U8", "C64", "evil", "", None, 3)
             )
-        elif kind == "shape":
+        elif damage == "shape":
             shapes = (
                 [],
                 [2**62],
@@ -94,7 +94,7 @@ def mutated(data: bytes, rng) -> bytes:  # noqa: C901
                 [0],
             )
             entry["shape"] = rng.choice(shapes)
-        elif kind == "name":
+        elif damage == "name":
             old = rng.choice(sorted(k for k in header if k != "__metadata__"))
             header[rng.choice(("../../x", "", "a" * 10_000, "\u0000", "blocks.99.x"))] = header.pop(
                 old

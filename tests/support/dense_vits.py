@@ -4,7 +4,9 @@ import timm
 import torch
 
 SMALL = dict(img_size=32, patch_size=8, embed_dim=48, depth=3, num_heads=6, num_classes=5)
-VIT, DINOV3, EVA02 = "vit_small_patch16_224", "vit_small_patch16_dinov3", "eva02_tiny_patch14_224"
+VIT = "vit_small_patch16_224"
+DINOV3 = "vit_small_patch16_dinov3"
+EVA02 = "eva02_tiny_patch14_224"
 DEIT = "deit_tiny_distilled_patch16_224"
 
 

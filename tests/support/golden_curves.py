@@ -99,8 +99,9 @@ CASES = {
 
 def write_data(folder: Path) -> dict:
     """The data of all cases, by the names in their options."""
-    made = dict(pairs=write_pairs(folder / "pairs", train=60), plain=write_plain(folder / "plain"))
-    made["words"], made["llama"] = words(folder / "words", ENGLISH), folder / "llama"
+    paths = dict(pairs=write_pairs(folder / "pairs", train=60), plain=write_plain(folder / "plain"))
+    paths["words"] = words(folder / "words", ENGLISH)
+    paths["llama"] = folder / "llama"
     torch.manual_seed(0)
     sizes = dict(
         hidden_size=32,
@@ -111,11 +112,14 @@ def write_data(folder: Path) -> dict:
     )
     LlamaForCausalLM(
         LlamaConfig(vocab_size=13, max_position_embeddings=64, **sizes)
-    ).save_pretrained(made["llama"])
-    vae, made["latents"] = save_tiny_vae(folder / "vae"), folder / "latents"
-    argv = f"--vae {vae} --data digits --out {made['latents']} --size 8 --dtype float32 --workers 0"
+    ).save_pretrained(paths["llama"])
+    vae = save_tiny_vae(folder / "vae")
+    paths["latents"] = folder / "latents"
+    argv = (
+        f"--vae {vae} --data digits --out {paths['latents']} --size 8 --dtype float32 --workers 0"
+    )
     assert write_latents(argv.split()) == 0
-    return made
+    return paths
 
 
 def in_float64(batch: dict) -> dict:
@@ -132,7 +136,9 @@ def recorded(double: bool):
     normals are drawn again until none is outside, as by torch of today: earlier releases drew others.
     """
     rows = []
-    make_descent, do_step, all_steps = BlockDescent.__init__, TrainingLoop.step, TrainingLoop.steps
+    make_descent = BlockDescent.__init__
+    do_step = TrainingLoop.step
+    all_steps = TrainingLoop.steps
 
     def recorded_step(self, batches, *arguments, **more):
         do_step(self, map(in_float64, batches) if double else batches, *arguments, **more)

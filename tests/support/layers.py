@@ -6,8 +6,11 @@ from torch import nn
 from moh_vision.attention import HeadBudget, HeadMixtureAttention, SeparateHeadMixtureAttention
 from moh_vision.attention.routers.gate_norm import GateNorm
 
-C, H, D = 24, 6, 4
-B, N = 3, 7  # of the cases
+C = 24
+H = 6
+D = 4
+B = 3  # of the cases
+N = 7  # of the cases
 ROUTERS = {
     "moh": dict(router="moh", budget=(2, 2)),
     "query_norm": dict(router="query_norm", budget=(2, 2)),
@@ -77,7 +80,8 @@ def angles(tokens, start=0, dtype=torch.float32, width=D):
 
 def call_of(options, dtype, width=D):
     """Tokens [B, N, C] of a case, what the layer is called with beside them, and the options that make it."""
-    options, call = dict(options), {}
+    options = dict(options)
+    call = {}
     x = torch.randn(
         options.pop("batch", B), options.pop("tokens", N), C, dtype=dtype, requires_grad=True
     )
@@ -105,7 +109,8 @@ def call_of(options, dtype, width=D):
 
 
 def output_and_gradients(layer, executor, x, call):
-    layer.executor, layer.fused_attn = executor.split(",")[0], "unfused" not in executor
+    layer.executor = executor.split(",")[0]
+    layer.fused_attn = "unfused" not in executor
     hook = (
         layer.projections[0].register_forward_hook(lambda *_: None)
         if "called" in executor
@@ -133,14 +138,12 @@ def assert_equal(layer, executors, x, **call):
     ]
     # Relative in norm. What is small by cancellation (a router's gradient through its softmax, a key's bias) is held to
     # the rounding of what it is the difference of.
-    beside = 0.04 * max(g.norm() for g in grads_ref)
+    cancelled_scale = 0.04 * max(g.norm() for g in grads_ref)
     for executor in executors:
         y, grads = output_and_gradients(layer, executor, x, call)
         for name, got, want in zip(names, [y, *grads], [y_ref, *grads_ref], strict=True):
-            error, scale = (
-                (got - want).norm().item(),
-                (want.norm() + (0 if name == "y" else beside)).item(),
-            )
+            error = (got - want).norm().item()
+            scale = (want.norm() + (0 if name == "y" else cancelled_scale)).item()
             assert error <= TOLERANCE[x.dtype] * scale, (
                 f"{executor}, {name}: {error:.2e} of {scale:.2e}"
             )

@@ -72,7 +72,9 @@ def slow(model, ids, gates):
     """
     c = model.config
     w = dict(model.named_parameters())
-    H, G, D = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+    H = c.num_attention_heads
+    G = c.num_key_value_heads
+    D = c.head_dim
     theta = c.rope_parameters["rope_theta"]
     x = w["model.embed_tokens.weight"][ids]  # [N, C]
     for i in range(c.num_hidden_layers):
@@ -92,7 +94,8 @@ def slow(model, ids, gates):
             )
         rows = []
         for n in range(len(ids)):
-            weights, heads = gates(i, raw[n]), []
+            weights = gates(i, raw[n])
+            heads = []
             for h in range(H):
                 g = h // (H // G)
                 query = turned(q[n, h], n, theta)

@@ -6,7 +6,10 @@ import torch
 from diffusers import DiTTransformer2DModel
 from torch.nn import functional as F
 
-GRID, C, D, CLASSES = 4, 32, 8, 5
+GRID = 4
+C = 32
+D = 8
+CLASSES = 5
 HEADS = [2, 4, 6]
 BUDGET = [(2, 0), (2, 1), (3, 2)]
 SHAPE = dict(img_size=8, in_chans=4, num_classes=CLASSES, embed_dim=C, depth=3)
@@ -81,15 +84,17 @@ def official_gates(x, state, prefix, shared, routed):
     gates = torch.zeros_like(probs("wg")).scatter(-1, top.indices, weights)
     if shared == 0:
         return gates
-    own = probs("wg_1") * shared if shared > 1 else torch.ones_like(x[..., :1])
+    shared_gates = probs("wg_1") * shared if shared > 1 else torch.ones_like(x[..., :1])
     both = probs("wg_0") * 2
-    return torch.cat([both[..., :1] * own, both[..., 1:] * gates], -1)
+    return torch.cat([both[..., :1] * shared_gates, both[..., 1:] * gates], -1)
 
 
 def official_forward(state, heads, head_dim, routed=None, dtype=torch.float64):
     """DiT with adaLN-Zero (Peebles 2023, section 3), in another form than the model's: float64, loops, einsum."""
     s = {name: tensor.to(dtype) for name, tensor in state.items()}
-    x, t, y = INPUT[0].to(dtype), INPUT[1], INPUT[2]
+    x = INPUT[0].to(dtype)
+    t = INPUT[1]
+    y = INPUT[2]
 
     def linear(x, name):
         return x @ s[f"{name}.weight"].T + s[f"{name}.bias"]

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 def sharding(make, policy, folder):
     """`make_accelerator`, with its state set to what it would be on GPUs; `folder/units` is how many modules are sharded."""
 
-    def made(*args, **kwargs):
+    def make_sharded(*args, **kwargs):
         accelerator = make(*args, **kwargs)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy=policy, reshard_after_forward=True, state_dict_type="SHARDED_STATE_DICT",
@@ -34,7 +34,7 @@ def sharding(make, policy, folder):
         accelerator.prepare = counted
         return accelerator
 
-    return made
+    return make_sharded
 
 
 def run(rank, argv, folder, policy):

@@ -26,7 +26,8 @@ class Task(torch.nn.Module):
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.beside = model, torch.nn.Linear(3, 2)
+        self.model = model
+        self.beside = torch.nn.Linear(3, 2)
 
     def forward(self, x):
         return self.beside(self.model(x)).square().mean()
@@ -38,8 +39,8 @@ def watched(at):
 
     def then_at(call, name, file, *args, **more):
         done = call(file, *args, **more)
-        place = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
-        at(f"{name} {os.path.basename(place)}")
+        path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else os.fspath(file)
+        at(f"{name} {os.path.basename(path)}")
         return done
 
     with contextlib.ExitStack() as patches:

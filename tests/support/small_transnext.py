@@ -26,7 +26,8 @@ def official_names(model):
     for name, tensor in model.state_dict().items():
         part = name.split(".")
         if part[0] == "stages":
-            i, rest = int(part[1]) + 1, ".".join(part[3:])
+            i = int(part[1]) + 1
+            rest = ".".join(part[3:])
             name = {"downsample": f"patch_embed{i}.", "blocks": f"block{i}.", "norm": f"norm{i}."}[
                 part[2]
             ] + rest
@@ -35,10 +36,8 @@ def official_names(model):
             name = name.replace(f"attn.router.{ours}.", f"attn.{theirs}.")
         if ".attn.qkv." in name and not name.startswith("block4"):
             C = tensor.shape[0] // 3
-            result[name.replace("qkv", "q")], result[name.replace("qkv", "kv")] = (
-                tensor[:C],
-                tensor[C:],
-            )
+            result[name.replace("qkv", "q")] = tensor[:C]
+            result[name.replace("qkv", "kv")] = tensor[C:]
         else:
             result[name] = tensor
     return result
