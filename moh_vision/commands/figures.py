@@ -12,7 +12,7 @@ import matplotlib
 from moh_vision.common.io import write_whole
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402  after the backend is chosen
+from matplotlib import pyplot as plt
 
 
 class Line(NamedTuple):

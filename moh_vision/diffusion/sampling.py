@@ -335,7 +335,7 @@ def sample_images(  # noqa: PLR0913
     shape: Sequence[int],
     seeds: Iterable[int],
     null_label: int,
-    guidance: Guidance = Guidance(),  # noqa: B008  frozen
+    guidance: Guidance = Guidance(),
     on_step: OnStep = None,
     weak: Callable | None = None,
 ) -> Tensor:

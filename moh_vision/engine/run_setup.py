@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from accelerate import Accelerator
 
-from moh_vision.attention.executors.measurement_table import processor
+from moh_vision.attention.executors.measurement_table import device_name
 from moh_vision.common.errors import MISTAKES, BadData, lost_a_process, user_errors
 from moh_vision.engine.accelerator import finish, make_accelerator
 from moh_vision.engine.attention_record import AttentionRecord, keep_settings
@@ -198,10 +197,3 @@ def set_up_run(name: str, config_class: type, argv: list[str] | None = None) -> 
         with setup.reporting():
             yield setup
         finish(accelerator, signals.stopped)
-
-
-def device_name(device: torch.device) -> str:
-    """Return the name of a GPU, or of the processor."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return processor()

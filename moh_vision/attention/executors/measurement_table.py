@@ -161,10 +161,12 @@ def cache_file() -> Path:
     return cache_folder() / "measured" / f"{device}-{digest.hexdigest()[:12]}.json"
 
 
-def device_name() -> str:
-    """Return the name of the GPU, or of the processor where there is none."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+def device_name(device: torch.device | None = None) -> str:
+    """Return the name of a GPU, or of the processor; None: of the GPU where there is one."""
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     return processor()
 
 
