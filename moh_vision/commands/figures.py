@@ -12,7 +12,7 @@ import matplotlib
 from moh_vision.common.io import write_whole
 
 matplotlib.use("Agg")
-from matplotlib import pyplot as plt
+from matplotlib import pyplot as plt  # after the backend is chosen
 
 
 class Line(NamedTuple):

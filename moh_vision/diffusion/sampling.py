@@ -335,7 +335,7 @@ def sample_images(  # noqa: PLR0913
     shape: Sequence[int],
     seeds: Iterable[int],
     null_label: int,
-    guidance: Guidance = Guidance(),
+    guidance: Guidance = Guidance(),  # frozen: one object may be the default of all calls
     on_step: OnStep = None,
     weak: Callable | None = None,
 ) -> Tensor:
