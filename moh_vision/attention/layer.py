@@ -12,8 +12,8 @@ from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors import (
     EXECUTORS,
     Executor,
+    InPlace,
     Masked,
-    OnGpu,
     Reference,
     Sequences,
     Tokens,
@@ -64,7 +64,7 @@ class HeadMixtureAttention(nn.Module):
 
     # Classes of executors. Names in EXECUTORS, which a user gives as `executor`, choose among them: those that skip heads,
     # in the order of trial; that of all heads; that where `fused_attn` is False; the oracle.
-    skipping_executors: tuple[type[Executor], ...] = (WholeSequences, Sequences, OnGpu, Tokens)
+    skipping_executors: tuple[type[Executor], ...] = (WholeSequences, Sequences, InPlace, Tokens)
     all_heads_executor: type[Executor] = Masked
     unfused_executor: type[Executor] = Unfused
     reference_executor: type[Executor] = Reference

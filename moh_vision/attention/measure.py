@@ -42,7 +42,7 @@ PATIENCE = 10.0  # seconds that a user who asks for it waits at least
 WHOLE_ROUNDS = 3  # of the whole model, with and without skipping
 # Executors that skip heads in the words of the table.
 WORDS = dict(
-    WholeSequences="per sequence, C++", Sequences="per sequence, PyTorch", OnGpu="Triton kernels",
+    WholeSequences="per sequence, C++", Sequences="per sequence, PyTorch", InPlace="attention alone",
     Tokens="per token, C++", AggregatedPairs="per token, C++", CosinePairs="per token, C++",
 )  # fmt: skip
 LONGEST = 60.0  # seconds that a run measures at most, however slow its steps are

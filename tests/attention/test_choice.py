@@ -12,7 +12,7 @@ from moh_vision.attention import (
     KeyValueCache,
     kernels,
 )
-from moh_vision.attention.executors import Executor, Masked, Reference, Unfused
+from moh_vision.attention.executors import Executor, Masked, Reference, Unfused, known
 from moh_vision.attention.executors.choice import first_that_skips, key_of, say
 from moh_vision.attention.routing import Call
 
@@ -79,47 +79,55 @@ def test_packed(kwargs, cpp, torch_, path):
 
 PER_SEQUENCE = "needs heads that are chosen per sequence"
 SHARED_KEYS = "keys are cached, or shared by groups of heads"
-NO_TRITON = "no Triton kernel runs the call"
+LESS_THAN_PRODUCTS = "in float32 the C++ operators leave out products too"
+NO_OPERATOR = "no compiled operator runs the call (attention runs on the C++ operators"
 HOOKED = "the projections carry hooks or are not plain linear layers"
 
 
 def same(reason):
-    return dict.fromkeys(("WholeSequences", "Sequences", "OnGpu", "Tokens"), reason)
+    return dict.fromkeys(("WholeSequences", "Sequences", "InPlace", "Tokens"), reason)
 
 
 REASONS = {  # by call on a CPU with operators: why each executor cannot take it
     "per token": (
         dict(budget=(2, 4)),
-        dict(WholeSequences=PER_SEQUENCE, Sequences=PER_SEQUENCE, OnGpu=NO_TRITON, Tokens=""),
+        dict(
+            WholeSequences=PER_SEQUENCE,
+            Sequences=PER_SEQUENCE,
+            InPlace=LESS_THAN_PRODUCTS,
+            Tokens="",
+        ),
     ),
     "per sequence": (
         dict(budget=(2, 4), scope="sample"),
-        dict(WholeSequences="", Sequences="", OnGpu=NO_TRITON, Tokens=""),
+        dict(WholeSequences="", Sequences="", InPlace=LESS_THAN_PRODUCTS, Tokens=""),
     ),
     "per sequence, shared keys": (
         dict(budget=(2, 4), scope="sample", kv_heads=4),
-        dict(WholeSequences=SHARED_KEYS, Sequences=SHARED_KEYS, OnGpu=NO_TRITON, Tokens=""),
+        dict(
+            WholeSequences=SHARED_KEYS, Sequences=SHARED_KEYS, InPlace=LESS_THAN_PRODUCTS, Tokens=""
+        ),
     ),
     "per sequence, hooked": (
         dict(budget=(2, 4), scope="sample", hooked=True),
-        dict(WholeSequences=HOOKED, Sequences=HOOKED, OnGpu=NO_TRITON, Tokens=HOOKED),
+        dict(WholeSequences=HOOKED, Sequences=HOOKED, InPlace=LESS_THAN_PRODUCTS, Tokens=HOOKED),
     ),
     "per sequence, compiled": (
         dict(budget=(2, 4), scope="sample", compiling=True),
         dict(
             WholeSequences="compiled, or the router has projected the queries",
             Sequences="",
-            OnGpu=NO_TRITON,
+            InPlace=LESS_THAN_PRODUCTS,
             Tokens="",
         ),
     ),
     "per sequence, 64 bits": (
         dict(budget=(2, 4), scope="sample", dtype=torch.float64),
         dict(
-            WholeSequences="no compiled operator runs the call (attention runs on the C++ operators",
+            WholeSequences=NO_OPERATOR,
             Sequences="",
-            OnGpu=NO_TRITON,
-            Tokens="no compiled operator runs the call (attention runs on the C++ operators",
+            InPlace=NO_OPERATOR,
+            Tokens=NO_OPERATOR,
         ),
     ),
     "no tokens": (dict(budget=(2, 4), tokens=0), same("there are no tokens")),
@@ -203,14 +211,43 @@ def test_the_key_of_a_call_names_all_that_changes_its_time():
     ids=str,
 )
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
-def test_auto_without_measurements(kwargs, picked, path):
+def test_auto_without_measurements(kwargs, picked, path, intel):
     assert choice(**kwargs) == picked
+
+
+@pytest.fixture
+def intel(monkeypatch):
+    """A processor on which MKL's products are as fast as the operators'."""
+    monkeypatch.setattr(known, "_is_amd", lambda: False)
+
+
+@pytest.mark.parametrize("path", ["cpp"], indirect=True)
+@pytest.mark.parametrize(
+    "scope, executor", [("token", "Tokens"), ("sample", "WholeSequences")], ids=str
+)
+def test_on_amd_the_operators_pay_up_to_all_heads(scope, executor, path, monkeypatch):
+    monkeypatch.setattr(known, "_is_amd", lambda: True)
+    assert choice((2, 9), scope=scope) == executor
+
+
+@pytest.mark.parametrize(
+    "capability, width, share",
+    [
+        ("AVX512", 64, known.MOST),
+        ("AVX512", 72, known.MOST_OF_UNEVEN_WIDTHS),
+        ("AVX2", 72, known.MOST),
+    ],
+)
+def test_what_is_known_depends_on_the_instruction_set(capability, width, share, intel, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert known.share_in_float32(width) == share
+    assert f"up to {share:.0%} of the heads, from 25,000 numbers" in known.rule(share)
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"], indirect=True)
 def test_elsewhere_auto_computes_all_heads_without_measurements(path):
     assert choice((3, 3), 33, 1) == choice((3, 3), 33, 1, scope="sample") == "Masked"
-    assert choice((3, 3), 33, 1, executor="packed") == ("OnGpu" if path == "triton" else "Masked")
+    assert choice((3, 3), 33, 1, executor="packed") == ("InPlace" if path == "triton" else "Masked")
     for other in (
         dict(call=dict(dropout_p=0.1)),
         dict(dtype=torch.float64),
@@ -228,13 +265,15 @@ def test_16_bits_are_the_operators_where_the_processor_has_products(path, availa
     monkeypatch.setattr(
         kernels, "OPS", type("", (), dict(brgemm_available=staticmethod(lambda dtype: available)))
     )
-    assert choice((4, 5), tokens=64, dtype=torch.bfloat16) == ("Tokens" if available else "Masked")
+    for budget in ((4, 5), (4, 7)):  # 11 of 12 heads too
+        found = choice(budget, tokens=64, dtype=torch.bfloat16)
+        assert found == ("InPlace" if available else "Masked")
     per_sample = choice((4, 5), tokens=64, dtype=torch.bfloat16, scope="sample")
     assert per_sample == ("Sequences" if available else "Masked")
 
 
 @pytest.mark.parametrize("path", ["cpp"], indirect=True)
-def test_logs_what_it_picked_once(path, caplog):
+def test_logs_what_it_picked_once(path, caplog, intel):
     say.cache_clear()
     with caplog.at_level(logging.INFO, "moh_vision.attention"):
         for _ in range(2):

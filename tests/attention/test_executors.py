@@ -114,10 +114,14 @@ def test_triton_equals_the_reference(router, case, path):
 
 
 NODE = ["project_and_route", "pairs", "attend_product"]
-APART = ["route", "pairs", "attend"]  # the product may not be read as one
+APART = ["route", "pairs", "attend_in_place"]  # the product may not be read as one
 ONE_PRODUCT = ["route", "pairs", "attend_product"]
 NO_ROUTER = ["pairs", "attend_product"]  # of Triton's: PyTorch routes
-OF_PARTS = ["project_and_route", "pairs", "attend"]  # queries or keys are changed after the product
+OF_PARTS = [
+    "project_and_route",
+    "pairs",
+    "attend_in_place",
+]  # queries or keys are changed after the product
 
 
 def count_calls(module, hook):

@@ -115,7 +115,7 @@ def test_the_table_names_every_executor_that_was_refused(path, takes, capsys):
     assert [re.split(r"  +", line.strip()) for line in of_training] == [
         ["per sequence, C++", "needs heads that are chosen per sequence"],
         ["per sequence, PyTorch", "needs heads that are chosen per sequence"],
-        ["Triton kernels", "no Triton kernel runs the call"],
+        ["attention alone", "no compiled operator runs the call (dropout)"],
         ["per token, C++", "no compiled operator runs the call (dropout)"],
     ]
     assert inference == f"inference, {sizes}: all heads are computed"
@@ -268,17 +268,19 @@ def test_the_interpreter_of_triton(path, takes):
     layer = HeadMixtureAttention(32, HeadBudget(2, 16, 0, 1)).eval()
     x = torch.randn(1, 5, 32)
     rows = moh_vision.measure(layer, x)
-    assert [found[0][4:] for found in rows.values()] == [["OnGpu", 0.5]]
-    assert picked(layer, x) == ["OnGpu"]
+    assert [found[0][4:] for found in rows.values()] == [["InPlace", 0.5]]
+    assert picked(layer, x) == ["InPlace"]
     table = json.loads(json.dumps(measurement_table.current_table().as_record()))
-    other = dict(table, device="another card")
+    measurement_table.use_table(dict(table, device="another processor"))
+    on_gpu = {key.replace(" cpu ", " cuda "): found for key, found in table["rows"].items()}
+    other = dict(rows=on_gpu, device="another card")
     refuse("measured on another card, this is", measurement_table.use_table, other)
 
 
 @pytest.mark.parametrize("path", ["triton"], indirect=True)
 @pytest.mark.parametrize(
     "module, name",
-    [(routing_kernels, "_routing"), (kernels, "attend_product_on_gpu")],
+    [(routing_kernels, "_routing"), (kernels, "attend_product")],
     ids=["router", "attention of one product"],
 )
 def test_kernels_are_held_to_pytorch_and_not_to_other_kernels(

@@ -12,12 +12,15 @@ import torch
 from torch.nn import functional as F
 
 from moh_vision.attention import kernels
+from moh_vision.attention.kernels.contract import split_product
+from moh_vision.attention.routing import Routing
 from tests.support import attend_backends as backends
 from tests.support.attend_backends import (
     CPP,
     CPP16,
     DEVICE,
     EAGER,
+    IN_PLACE,
     OPS,
     TRITON,
     TRITON16,
@@ -95,7 +98,7 @@ CASES = {
     "700 keys": Case(CPP16, 2, 40, 4, 2, 64, M=700),
     # Segments read any of six rows of keys, as where sequences choose their heads: one nothing, since it is empty, some the
     # same; nobody reads row 2.
-    "source": Case(ON_CPU, 2, 60, 4, 6, 64, source=[5, 0, -1, 3, 1, 5, 4, 4]),
+    "source": Case(PAIRS, 2, 60, 4, 6, 64, source=[5, 0, -1, 3, 1, 5, 4, 4]),
     "source, mask": Case(
         PAIRS, 2, 30, 4, 6, 16, M=21, source=[5, 0, -1, 3, 1, 5, 4, 4], mask="bool"
     ),
@@ -138,7 +141,7 @@ CASES = {
     ),
     **{
         f"gates, {D=} {is_causal=}": Case(
-            (TRITON,), 2, 20, 3, 3, D, share=0.5, gates="tokens", is_causal=is_causal
+            IN_PLACE, 2, 20, 3, 3, D, share=0.5, gates="tokens", is_causal=is_causal
         )
         for D, is_causal in ((24, False), (32, True), (72, True), (80, False))
     },
@@ -151,12 +154,14 @@ CASES = {
     "gates, 16 bits": Case(
         TRITON16, 1, 40, 2, 2, 72, share=0.5, gates="tokens", small_blocks=False
     ),
-    "gates, few pairs": Case((TRITON,), 1, 40, 3, 3, 24, share=0.1, gates="tokens"),
+    "gates, few pairs": Case(IN_PLACE, 1, 40, 3, 3, 24, share=0.1, gates="tokens"),
+    "gates, odd width": Case(CPP16, 2, 30, 4, 2, 33, gates="tokens"),
+    "gates, several tasks a head": Case(CPP16, 1, 700, 2, 1, 32, share=0.5, gates="tokens"),
     "sequences choose": Case(
-        (TRITON,), 3, 21, 4, 4, 16, counts=[[0, 21, 0], [0, 0, 21], [21] * 3, [0, 21, 0]], gates=1
+        IN_PLACE, 3, 21, 4, 4, 16, counts=[[0, 21, 0], [0, 0, 21], [21] * 3, [0, 21, 0]], gates=1
     ),
     "sequences choose, gates": Case(
-        (TRITON,), 2, 20, 3, 3, 24, counts=[[20, 0], [20, 0], [0, 20]], gates="tokens"
+        IN_PLACE, 2, 20, 3, 3, 24, counts=[[20, 0], [20, 0], [0, 20]], gates="tokens"
     ),
     **{
         f"gates, causal, {M=}": Case(
@@ -241,7 +246,7 @@ def test_attend_equals_a_loop(backend, name, request):
     given = draw(case, backend.dtype)
     gates = given["gates"]
     active = given["active"]
-    if gates is not None and backend == TRITON:
+    if gates is not None:
         gates *= active if case.gates == "tokens" else 1
         first = tuple(active.nonzero()[0]) if case.gates == "tokens" else (0, 0, 0)
         gates[first] = 0  # a head that runs with gate 0 has a gradient
@@ -281,7 +286,7 @@ def test_attend_equals_a_loop(backend, name, request):
     assert not got["o"][off].any() and not got["dq"].transpose(1, 2)[off].any()
     if case.gates == "tokens":
         assert not got["dgates"][off].any()
-        assert backend != TRITON or got["dgates"][first] != 0
+        assert got["dgates"][first] != 0
 
 
 def use_blocks(monkeypatch, queries, keys, tma):
@@ -330,33 +335,39 @@ PRODUCTS = {
 
 @pytest.mark.parametrize("tma", [True, False], ids=["descriptors", "pointers"])
 @pytest.mark.parametrize("name", PRODUCTS)
-@on(TRITON)
+@on(*IN_PLACE)
 def test_attention_of_one_product_is_that_of_its_parts(backend, name, tma, monkeypatch):
     """The same bits, in one gradient; by pointers also of rows that lie apart."""
-    use_blocks(monkeypatch, 16, 16, tma)
+    if backend == TRITON:
+        use_blocks(monkeypatch, 16, 16, tma)
     options = dict(gates="tokens") | PRODUCTS[name]
     case = Case((), 2, 19, 4, share=0.5, **options)
     H, G, D = case.H, case.G, case.D
     given = draw(case)
-    rest = [
-        *list_for_triton(given["active"]),
-        given["is_causal"],
-        None if given["mask"] is None else given["mask"].to(DEVICE),
-    ]
+    pairs = kernels.list_pairs(given["active"])
+    if backend == TRITON:
+        pairs = list_for_triton(given["active"])
+    mask = given["mask"]
+    if mask is not None:
+        mask = mask.to(backend.device)
+    rest = [*pairs, given["is_causal"], mask]
     gates = given["gates"]
-    gates = None if gates is None else gates.to(DEVICE).requires_grad_()
-    product = torch.randn(2, 19, (H + 2 * G) * D + 8, device=DEVICE)[..., :-8]
+    if gates is not None:
+        gates = gates.to(backend.device).requires_grad_()
+    numbers = dict(device=backend.device, dtype=backend.dtype)
+    product = torch.randn(2, 19, (H + 2 * G) * D + 8, **numbers)[..., :-8]
     product = (product.contiguous() if tma else product).detach().requires_grad_()
-    do = torch.randn(2, 19, H * D, device=DEVICE)
+    do = torch.randn(2, 19, H * D, **numbers)
+    operators = backend.operators
     leaves = [product] if gates is None else [product, gates]
     results = []
     for whole in (True, False):
         with backends.fresh_memory_is_nan():
             if whole:
-                o, lse = backends.gpu.attend_product(product, H, G, gates, *rest)
+                o, lse = operators.attend_product(product, H, G, gates, *rest)
             else:
-                parts = backends.gpu.split_product(product, H, G)
-                o, lse = backends.gpu.attend(*parts, gates, *rest)
+                parts = split_product(product, H, G)
+                o, lse = operators.attend_in_place(*parts, gates, *rest)
             grads = torch.autograd.grad(o, leaves, do)
         results.append([o, lse[: rest[1][-1]], *grads])
     assert all(map(torch.equal, *results))
@@ -548,22 +559,33 @@ def test_same_bits(backend, N, small_blocks):
         assert all(map(torch.equal, results[0], other))
 
 
-def arguments(dtype=torch.float32, N=37, D=24):
-    """Of the C++ operators, by name."""
+def arguments(N=37, D=24):
+    """Of the C++ operators in float32, by name."""
     (x, w, b, gates, wo, _), active = draw_linears(2, N, 3, D, 40, 0.5)
     pairs = kernels.list_pairs(active)
-    given = draw(Case((), 2, N, 3, 3, D), dtype)
-    q = kernels.select(given["q"].transpose(1, 2), pairs, 3).float()
+    given = draw(Case((), 2, N, 3, 3, D))
+    q = kernels.select(given["q"].transpose(1, 2), pairs, 3)
     k = given["k"]
     v = given["v"]
     q, k, v, x, w, b, gates, wo = (
-        t.detach().requires_grad_() for t in (q.to(dtype), k, v, x, w, b, gates, wo)
+        t.detach().requires_grad_() for t in (q, k, v, x, w, b, gates, wo)
     )
     return dict(
         project=(x, w, b, *pairs, 3),
-        attend=(q, k, v, *pairs, 3, N, None, dtype != torch.float32, None),
+        attend=(q, k, v, *pairs, 3, N, None, False, None),
         combine=(q, gates, wo, None, *pairs, 3),
     )
+
+
+def arguments_in_place(dtype, N=37, D=24):
+    """Of the C++ operators in 16 bits, by name."""
+    H = 3
+    product = torch.randn(2, N, 3 * H * D).to(dtype).requires_grad_()
+    q, k, v = (t.detach().requires_grad_() for t in split_product(product, H, H))
+    gates = torch.rand(2, N, H, requires_grad=True)
+    pairs = kernels.list_pairs(some_active(2, N, H, 0.5))
+    rest = gates, *pairs, True, None
+    return dict(attend_in_place=(q, k, v, *rest), attend_product=(product, H, H, *rest))
 
 
 def arguments_of_triton(dtype=torch.float32):
@@ -575,15 +597,37 @@ def arguments_of_triton(dtype=torch.float32):
     return q, k, v, weights, *pairs, False, mask
 
 
-@on(CPP, *CPP16)
+def detached(given):
+    return [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
+
+
+@on(CPP)
 def test_operators_are_registered_as_torch_asks(backend):
-    given = arguments(backend.dtype)
-    for name in ["attend"] if backend in CPP16 else given:
-        torch.library.opcheck(getattr(OPS, name).default, given[name])
-    q, k, v, *rest = given["attend"]
-    o, lse = OPS.attend(q, k, v, *rest)
-    inputs = [x.detach() if isinstance(x, torch.Tensor) else x for x in (o, q, k, v, o, lse, *rest)]
-    assert {x.dtype for x in (o, *OPS.attend_backward(*inputs)[:3])} == {backend.dtype}
+    for name, given in arguments().items():
+        torch.library.opcheck(getattr(OPS, name).default, given)
+
+
+@on(*CPP16)
+def test_operators_in_16_bits_are_registered_as_torch_asks(backend):
+    """Each one, with its backward."""
+    for name, given in arguments_in_place(backend.dtype).items():
+        torch.library.opcheck(getattr(OPS, name).default, given)
+        inputs = detached(of_backward(name, given))
+        torch.library.opcheck(getattr(OPS, f"{name}_backward").default, inputs)
+        *computed, dgates = getattr(OPS, f"{name}_backward")(*inputs)
+        assert {x.dtype for x in computed} == {backend.dtype}
+        assert dgates.dtype == torch.float32
+
+
+def of_backward(name, given):
+    """What the backward of an operator of `arguments_in_place` gets."""
+    o, lse = getattr(OPS, name)(*given)
+    tensors = given[:3]
+    numbers = ()
+    if name == "attend_product":
+        tensors = given[:1]
+        numbers = given[1:3]
+    return o, *tensors, o, lse, *numbers, *given[3:]
 
 
 @on(TRITON, TRITON16[1])
@@ -593,9 +637,9 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
     q, k, v, *rest = arguments_of_triton(backend.dtype)
     product = torch.stack([q, k, v]).permute(1, 3, 0, 2, 4).flatten(2).detach().requires_grad_()
     given = {}
-    given["attend"] = q, k, v, *rest
+    given["attend_in_place"] = q, k, v, *rest
     given["attend_product"] = product, 2, 2, *rest
-    for name in ("attend", "attend_product"):
+    for name in ("attend_in_place", "attend_product"):
         o, lse = getattr(ops, name)(*given[name])
         tensors, numbers = ([product], (2, 2)) if "product" in name else ([q, k, v], ())
         given[f"{name}_backward"] = o, *tensors, o, lse, *numbers, *rest
@@ -627,17 +671,24 @@ def test_operators_of_triton_are_registered_as_torch_asks(backend):
         torch.library.opcheck(getattr(ops, name).default, inputs)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 20, 1), (2, 1, 1, 20), (1, 3, 1, 1)], ids=str)
 @on(CPP, *CPP16[:1])
-def test_masks_spread_over_every_dimension(backend):
+def test_masks_spread_over_every_dimension(backend, shape):
     B, H, N, D = 2, 3, 20, 16
-    pairs = kernels.list_pairs(some_active(B, N, H, 0.5))
-    q = torch.randn(len(pairs.token), D)
-    k, v = torch.randn(2, B, H, N, D)
-    near = 1e-5 if backend == CPP else 0.02
-    for mask in map(torch.randn, ((1, 1, N, 1), (B, 1, 1, N), (1, H, 1, 1))):
-        got = kernels.attend(*(t.to(backend.dtype) for t in (q, k, v)), pairs, H, N, mask=mask)
-        want = kernels.attend(q, k, v, pairs, H, N, mask=mask.expand(B, H, N, N).contiguous())
-        torch.testing.assert_close(got.float(), want, rtol=near, atol=near)
+    active = some_active(B, N, H, 0.5)
+    pairs = kernels.list_pairs(active)
+    q, k, v = torch.randn(3, B, H, N, D).to(backend.dtype)
+    mask = torch.randn(shape)
+    full = mask.expand(B, H, N, N).contiguous()
+    if backend == CPP:
+        rows = kernels.select(q.transpose(1, 2), pairs, H)
+        got = kernels.attend(rows, k, v, pairs, H, N, mask=mask)
+        want = kernels.attend(rows, k, v, pairs, H, N, mask=full)
+    else:
+        routing = Routing(torch.ones(B, N, H), active, None)
+        got = kernels.attend_in_place(q, k, v, routing, False, mask.bfloat16().double())
+        want = kernels.attend_in_place(q, k, v, routing, False, full.bfloat16().float())
+    assert torch.equal(got, want)
 
 
 @on(CPP)
@@ -669,17 +720,20 @@ WRONG_LISTS = {
 }
 
 
-@on(CPP, *CPP16[:1])
+def changed_list(wrong, token, offsets):
+    changed = WRONG_LISTS[wrong](token, offsets)
+    if isinstance(changed, torch.Tensor):
+        changed = changed, offsets
+    return changed
+
+
+@on(CPP)
 @pytest.mark.parametrize("wrong", WRONG_LISTS)
 def test_lists_that_point_beyond_their_tensors_are_refused(backend, wrong):
-    for name, given in arguments(backend.dtype, N=5, D=16).items():
-        if backend != CPP and name != "attend":
-            continue
-        given = [t.detach() if isinstance(t, torch.Tensor) else t for t in given]
+    for name, given in arguments(N=5, D=16).items():
+        given = detached(given)
         at = {"project": 3, "attend": 3, "combine": 4}[name]
-        changed = WRONG_LISTS[wrong](*given[at : at + 2])
-        if isinstance(changed, torch.Tensor):
-            changed = changed, given[at + 1]
+        changed = changed_list(wrong, *given[at : at + 2])
         forward, backward = (getattr(OPS, name + end) for end in ("", "_backward"))
         outputs = forward(*given)
         if name == "attend":
@@ -690,6 +744,21 @@ def test_lists_that_point_beyond_their_tensors_are_refused(backend, wrong):
         for run, tensors in ((forward, given[:at]), (backward, inputs)):
             with pytest.raises((ValueError, RuntimeError)):
                 run(*tensors, *changed, *given[at + 2 :])
+
+
+@on(*CPP16[:1])
+@pytest.mark.parametrize("wrong", WRONG_LISTS)
+def test_lists_in_16_bits_that_point_beyond_their_tensors_are_refused(backend, wrong):
+    for name, given in arguments_in_place(backend.dtype, N=5, D=16).items():
+        given = detached(given)
+        inputs = detached(of_backward(name, given))
+        for run, right in ((name, given), (f"{name}_backward", inputs)):
+            at = len(right) - 4  # token, offsets, is_causal, mask
+            operator = getattr(OPS, run)
+            operator(*right)
+            changed = changed_list(wrong, *right[at : at + 2])
+            with pytest.raises((ValueError, RuntimeError)):
+                operator(*right[:at], *changed, *right[at + 2 :])
 
 
 @on(CPP)

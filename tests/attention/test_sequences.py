@@ -110,7 +110,7 @@ def test_what_a_gpu_takes(tokens, grad, products, triton):
         layer.executor = "reference"
         torch.testing.assert_close(packed, layer(x)[0], rtol=0, atol=1e-5)
     if products is None:
-        assert type(executor).__name__ == "OnGpu"
+        assert type(executor).__name__ == "InPlace"
     else:
         assert type(executor.products) is products
 

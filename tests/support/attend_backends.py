@@ -65,6 +65,7 @@ class Backend(NamedTuple):
 EAGER, CPP, TRITON = (Backend(path) for path in ("torch", "cpp", "triton"))
 CPP16 = Backend("cpp", torch.bfloat16), Backend("cpp", torch.float16)
 TRITON16 = Backend("triton", torch.bfloat16), Backend("triton", torch.float16)
+IN_PLACE = TRITON, *CPP16  # they have `attend_in_place` and `attend_product`
 
 
 class Launched(TorchDispatchMode):
@@ -110,6 +111,9 @@ def attend(backend, q, k, v, gates, active, is_causal=False, mask=None, source=N
         o, lse = gpu.attend(*on_device[:4], token, offsets, is_causal, on_device[4])
         return o.cpu().unflatten(2, (H, D)), lse[: offsets[-1]].cpu()
     pairs = kernels.list_pairs(active)
+    if backend in CPP16:
+        o, lse = OPS.attend_in_place(q, k, v, gates, *pairs, is_causal, mask)
+        return o.unflatten(2, (H, D)), lse
     rows = kernels.select(q.transpose(1, 2), pairs, H)
     if backend.path == "cpp":
         o, lse = OPS.attend(rows, k, v, *pairs, H, N, source, is_causal, mask)

@@ -7,19 +7,13 @@ import torch
 from torch import nn
 
 from moh_vision.attention.executors.executor import Executor
+from moh_vision.attention.executors.known import SMALLEST_QUERIES, rule
 from moh_vision.attention.executors.measurement_table import look_up
 from moh_vision.attention.executors.reasons import one_choice_for_all, trains
 from moh_vision.attention.linear import is_traced, product_dtype
 from moh_vision.attention.routing import Call
 
 log = logging.getLogger("moh_vision.attention")
-
-# The rule of "auto" where a call was not measured: the operators in C++ skip heads where at most this share of them runs,
-# in calls with at least so many numbers in the queries of all heads.
-LARGEST_SHARE = 0.9
-SMALLEST_QUERIES = 25_000
-# It says nothing of the call: torch.compile cannot format sizes that are dynamic.
-RULE = f"not measured; skipping pays for up to {LARGEST_SHARE:.0%} of the heads, from {SMALLEST_QUERIES:,} numbers on"
 
 
 def select_executor(layer: nn.Module, call: Call) -> type[Executor]:
@@ -71,11 +65,12 @@ def faster(
                 if picked != executor.__name__:
                     executor = layer.all_heads_executor
                 return executor, "measured on this machine"
-    if not executor.skips_in_cpp(layer, call, compiling):
+    share = executor.pays_up_to(layer, call, compiling)
+    if share == 0:
         return layer.all_heads_executor, "not measured on this machine, see moh_vision.measure"
-    if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > LARGEST_SHARE:
-        return layer.all_heads_executor, RULE
-    return executor, RULE
+    if B * N * layer.q_dim < SMALLEST_QUERIES or K / layer.num_heads > share:
+        executor = layer.all_heads_executor
+    return executor, rule(share)
 
 
 def sizes_of(layer: nn.Module, call: Call) -> tuple[int, int, int, int]:

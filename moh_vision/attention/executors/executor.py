@@ -26,9 +26,12 @@ class Executor:
         return ""
 
     @staticmethod
-    def skips_in_cpp(layer: nn.Module, call: Call, compiling: bool) -> bool:
-        """Return whether the C++ operators skip the heads: then the rule of `auto` holds where nothing was measured."""
-        return False
+    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
+        """Return up to which share of the heads skipping is known to take less time than all heads, without measuring.
+
+        0 where nothing is known, see `known`. compiling: as under torch.compile.
+        """
+        return 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, ready for attention, in a form that `attend` reads."""

@@ -40,7 +40,11 @@ class MeasurementTable:
             ValueError: for rows that are malformed, and for those of Triton's kernels on another card.
         """
         rows = checked(record.get("rows", {}))
-        on_gpu = any(row[4] == "OnGpu" for of_calls in rows.values() for row in of_calls)
+        on_gpu = any(
+            " cuda " in key and row[4] == "InPlace"
+            for key, of_calls in rows.items()
+            for row in of_calls
+        )
         if on_gpu and record.get("device") != device_name():
             raise ValueError(f"measured on {record.get('device')}, this is {device_name()}")
         return cls(rows)

@@ -51,6 +51,20 @@ def no_operator(layer: nn.Module, call: Call) -> str:
     return f"no compiled operator runs the call ({reason})"
 
 
+def no_products(call: Call) -> str:
+    """Return why the C++ operators that leave out products cannot run a call."""
+    if kernels.native(call.x.device, product_dtype(call.x)):
+        return ""
+    return "no C++ operator projects such numbers"
+
+
+def unlisted(call: Call, compiling: bool) -> str:
+    """Return why the pairs of a call cannot be listed on a CPU."""
+    if compiling and call.routing.pairs is None:
+        return "compiled, and the list of pairs has no fixed length"
+    return ""
+
+
 def path_of(layer: nn.Module, call: Call) -> str:
     """Return the path that runs the attention of a call: "cpp", "triton" or "torch"."""
     dtype = product_dtype(call.x)

@@ -3,6 +3,7 @@
 from torch import Tensor, nn
 
 from moh_vision.attention import kernels
+from moh_vision.attention.executors import known
 from moh_vision.attention.executors.executor import Executor
 from moh_vision.attention.executors.masked import attend
 from moh_vision.attention.executors.products import (
@@ -51,8 +52,8 @@ class Sequences(Executor):
         return reason
 
     @staticmethod
-    def skips_in_cpp(layer: nn.Module, call: Call, compiling: bool) -> bool:
-        return not compiling and path_of(layer, call) == "cpp"
+    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
+        return known.MOST if path_of(layer, call) == "cpp" and not compiling else 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [B, K, N, D], k and v [B, K, M, D]."""

@@ -5,16 +5,20 @@ from torch.nn import functional as F
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.reasons import hidden_weights, no_operator, nothing_to_skip
+from moh_vision.attention.executors.known import share_in_float32
+from moh_vision.attention.executors.reasons import (
+    hidden_weights,
+    no_operator,
+    no_products,
+    nothing_to_skip,
+    unlisted,
+)
 from moh_vision.attention.linear import in_float
 from moh_vision.attention.routing import Call, Pairs
 
 
 class Tokens(Executor):
-    """Skips queries, attention and output projection. Other tokens need the keys and values of a head.
-
-    The operators are C++ for float32; for 16 bits attention alone is, and the projections are those of all heads.
-    """
+    """Skips queries, attention and output projection, in float32. Other tokens need the keys and values of a head."""
 
     def __init__(self, layer: nn.Module, call: Call):
         super().__init__(layer, call)
@@ -27,14 +31,17 @@ class Tokens(Executor):
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call) or no_operator(layer, call) or hidden_weights(layer)
-        if not reason and compiling and call.routing.pairs is None:
-            reason = "compiled, and the list of pairs has no fixed length"
-        return reason
+        return (
+            nothing_to_skip(layer, call)
+            or no_operator(layer, call)
+            or no_products(call)
+            or hidden_weights(layer)
+            or unlisted(call, compiling)
+        )
 
     @staticmethod
-    def skips_in_cpp(layer: nn.Module, call: Call, compiling: bool) -> bool:
-        return True
+    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
+        return share_in_float32(layer.head_dim)
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [P, D], k and v [B, G, M, D]."""

@@ -7,13 +7,13 @@ from moh_vision.attention import kernels
 from moh_vision.attention.executors.products import why_not_looked_up
 from moh_vision.attention.executors.reasons import (
     no_operator,
+    no_products,
     not_whole_heads,
     nothing_to_skip,
     one_choice_for_all,
     path_of,
 )
 from moh_vision.attention.executors.tokens import Tokens, of_pairs
-from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Call
 
 
@@ -29,11 +29,12 @@ class WholeSequences(Tokens):
             return "one choice serves all sequences, which plain products by a smaller weight do faster"
         path = path_of(layer, call)
         if path == "triton":  # for those who read the table: what `Sequences` lacks comes first
-            return why_not_looked_up(layer, call) or "no C++ operator projects such numbers"
+            return why_not_looked_up(layer, call) or no_products(call)
         if path == "torch":
             return no_operator(layer, call)
-        if not kernels.native(call.x.device, product_dtype(call.x)):
-            return "no C++ operator projects such numbers"
+        reason = no_products(call)
+        if reason:
+            return reason
         if call.q is not None or compiling:
             return "compiled, or the router has projected the queries"
         return ""

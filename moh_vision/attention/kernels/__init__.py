@@ -1,9 +1,16 @@
 """The operators under the executors that skip heads per token: C++ on a CPU, Triton on a GPU.
 
     route     tokens, W_router   -> gates, and the pairs that run (in `kernels.route`, for routers)
+
+In float32 on a CPU no product is made that is not needed:
+
     project   tokens, W_q        -> queries of the pairs that run
     attend    queries, all K, V  -> their outputs
     combine   outputs, gates     -> y, through W_O
+
+On a GPU, and in 16 bits on a CPU, the products of all heads are the library's, and between them stands one operator:
+
+    attend_in_place   all Q, K, V, gates -> weighted outputs of the pairs that run, 0 elsewhere
 
 A pair is a (head, sequence, token) that runs; they come as a sorted list (`Pairs`), never padded. `eager` has the same in
 plain PyTorch. Letters as in `moh_vision.attention`; T = B * N tokens, P pairs.
@@ -24,18 +31,14 @@ from moh_vision.attention.routing import Pairs, Routing
 OPS = torch.ops.moh_vision
 
 
-def native(device: torch.device, dtype: torch.dtype, operator: str = "project") -> bool:
-    """Return whether C++ runs `operator` for tensors of a dtype on a device.
+def native(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether C++ runs `project`, `attend` and `combine` for tensors of a dtype on a device."""
+    return dtype == torch.float32 and _in_cpp(device)
 
-    In 16 bits only "attend" does, where the processor has such products.
-    """
-    if device.type != "cpu" or path() != "cpp":
-        return False
-    if torch.compiler.is_exporting():  # an exported model runs where the operators may be missing
-        return False
-    if dtype in (torch.bfloat16, torch.float16):
-        return operator == "attend" and _has_products(dtype)
-    return dtype == torch.float32
+
+def _in_cpp(device: torch.device) -> bool:
+    # An exported model runs where the operators may be missing.
+    return device.type == "cpu" and path() == "cpp" and not torch.compiler.is_exporting()
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace an operator that returns no tensor
@@ -61,7 +64,9 @@ def attend_path(
     """
     learned = mask is not None and mask.requires_grad and torch.is_grad_enabled()
     if dropout_p == 0 and not learned:
-        if native(device, dtype, "attend"):
+        if native(device, dtype):
+            return "cpp"
+        if dtype in (torch.bfloat16, torch.float16) and _in_cpp(device) and _has_products(dtype):
             return "cpp"
         fits = dtype in DTYPES and head_dim <= WIDEST
         if path(device.type) == "triton" and fits and works("pairs", device):
@@ -76,10 +81,12 @@ def list_pairs(active: Tensor) -> Pairs:
     return eager.pairs(active)
 
 
-def attend_on_gpu(
+def attend_in_place(
     q: Tensor, k: Tensor, v: Tensor, routing: Routing, is_causal: bool, mask: Tensor | None
 ) -> Tensor:
-    """Attend with the pairs that run, by Triton; weigh the outputs and put them in place.
+    """Attend with the pairs that run; weigh the outputs and put them where the output projection reads them.
+
+    By Triton, or in 16 bits by C++. All tensors may have any strides: what lies in a product is not copied.
 
     Args:
         q: [B, H, N, D].
@@ -88,16 +95,19 @@ def attend_on_gpu(
         is_causal, mask: see `attend`.
 
     Returns:
-        [B, N, H*D]
+        [B, N, H*D], 0 where a head is off.
     """
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+    B, _, N, _ = q.shape
+    pairs = _pairs_of(routing, B, N)
+    gates = in_float(routing.weights).expand(B, -1, -1)
+    if path(q.device.type) == "triton":
+        from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
 
-    pairs = _list_on_gpu(routing, q.shape[0], q.shape[2])
-    gates = in_float(routing.weights).expand(q.shape[0], -1, -1)
-    return gpu.attend(q, k, v, gates, *pairs, is_causal, mask)[0]
+        return gpu.attend(q, k, v, gates, *pairs, is_causal, mask)[0]
+    return OPS.attend_in_place(q, k, v, gates, *pairs, is_causal, _with_rows(mask, k.shape[2]))[0]
 
 
-def attend_product_on_gpu(
+def attend_product(
     product: Tensor,
     heads: int,
     kv_heads: int,
@@ -105,27 +115,47 @@ def attend_product_on_gpu(
     is_causal: bool,
     mask: Tensor | None,
 ) -> Tensor:
-    """`attend_on_gpu` of queries, keys and values that are one product, whose gradient is one tensor too.
+    """`attend_in_place` of queries, keys and values that are one product, whose gradient is one tensor too.
 
     Args:
         product: [B, N, (H + 2 * G) * D].
         heads, kv_heads: H and G.
-        routing, is_causal, mask: see `attend_on_gpu`.
+        routing, is_causal, mask: see `attend_in_place`.
     """
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
-    pairs = _list_on_gpu(routing, *product.shape[:2])
+    B, N, _ = product.shape
+    pairs = _pairs_of(routing, B, N)
     gates = in_float(routing.weights)
-    return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
+    if path(product.device.type) == "triton":
+        from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+
+        return gpu.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
+    gates = gates.expand(B, -1, -1)
+    mask = _with_rows(mask, N)
+    return OPS.attend_product(product, heads, kv_heads, gates, *pairs, is_causal, mask)[0]
 
 
-def _list_on_gpu(routing: Routing, batch: int, tokens: int) -> Pairs:
-    from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
-
+def _pairs_of(routing: Routing, batch: int, tokens: int) -> Pairs:
+    """Return the pairs of a routing of so many sequences and tokens, listed where they are not yet."""
     if routing.pairs is not None and routing.active.shape[:2] == (batch, tokens):
         return routing.pairs
     active = routing.active.expand(batch, tokens, -1)
-    return Pairs(*gpu.OPS.pairs(active.contiguous(), routing.count))
+    if path(active.device.type) == "triton":
+        from moh_vision.attention.kernels.gpu import library as gpu  # imports Triton
+
+        return Pairs(*gpu.OPS.pairs(active.contiguous(), routing.count))
+    return list_pairs(active)
+
+
+def _with_rows(mask: Tensor | None, keys: int) -> Tensor | None:
+    """Return a mask as C++ reads it: bool or float32, and the M = `keys` numbers of a row side by side."""
+    if mask is None:
+        return None
+    if mask.dtype != torch.bool:
+        mask = mask.float()
+    mask = mask.expand(-1, -1, -1, keys)
+    if mask.stride(-1) != 1:
+        mask = mask.clone(memory_format=torch.contiguous_format)
+    return mask
 
 
 def looks_up_heads(x: Tensor) -> bool:
@@ -228,7 +258,7 @@ def attend(
     mask: Tensor | None = None,
     source: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the pairs to all keys of their sequence and head, in C++; scores are divided by sqrt(D).
+    """Attention of the pairs to all keys of their sequence and head, in C++ and float32; scores are divided by sqrt(D).
 
     Args:
         q: [P, D].
@@ -241,27 +271,28 @@ def attend(
     Returns:
         [P, D], not weighted; 0 where a query sees no key.
     """
-    if mask is not None:
-        if mask.dtype != torch.bool:
-            mask = mask.float()
-        mask = mask.expand(-1, -1, -1, k.shape[2])
-        if mask.stride(-1) != 1:
-            mask = mask.clone(memory_format=torch.contiguous_format)
+    mask = _with_rows(mask, k.shape[2])
     return OPS.attend(q, k, v, *pairs, heads, tokens, source, is_causal, mask)[0]
 
 
 def attend_all(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, mask: Tensor | None) -> Tensor:
-    """`attend` where every token has a query: q [B, K, N, D], k and v [B, K, M, D] -> [B, K, N, D]."""
+    """Attention in C++ where every token has a query: q [B, K, N, D], k and v [B, K, M, D] -> [B, K, N, D]."""
     B, K, N, D = q.shape
+    M = k.shape[2]
+    # One segment of pairs for every head and sequence, as they follow one another in a list.
+    offsets = torch.arange(0, K * B * N + 1, N, dtype=torch.int32)
+    if q.dtype != torch.float32:
+        token = torch.arange(B * N, dtype=torch.int32).repeat(K)
+        mask = _with_rows(mask, M)
+        o = OPS.attend_in_place(q, k, v, None, token, offsets, is_causal, mask)[0]
+        return o.view(B, N, K, D).transpose(1, 2)
     S = B * K  # the operator sees one sequence with that many heads
     token = torch.arange(N, dtype=torch.int32).repeat(S)
-    offsets = torch.arange(0, S * N + 1, N, dtype=torch.int32)
     if mask is not None and mask.shape[:2] != (1, 1):
         mask = mask.expand(B, K, -1, -1).flatten(0, 1).unsqueeze(0)
-    rows = q.reshape(-1, D)
-    k = k.reshape(1, S, -1, D)
-    v = v.reshape(1, S, -1, D)
-    o = attend(rows, k, v, Pairs(token, offsets), S, N, is_causal, mask)
+    k = k.reshape(1, S, M, D)
+    v = v.reshape(1, S, M, D)
+    o = attend(q.reshape(-1, D), k, v, Pairs(token, offsets), S, N, is_causal, mask)
     return o.view(q.shape)
 
 

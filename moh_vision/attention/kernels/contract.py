@@ -1,4 +1,4 @@
-"""What torch must know of the compiled operators, C++ and Triton, beside their code: gradients, and the shapes of `route`.
+"""What torch must know of the compiled operators, C++ and Triton, beside their code: gradients, and shapes.
 
 Gradients are operators themselves, so autograd keeps what they read and nothing else. Under `create_graph=True` the
 gradient is that of the same function in PyTorch, which autograd differentiates again.
@@ -139,3 +139,92 @@ def describe_route(library: str, lists_pairs: bool) -> None:
     if lists_pairs:
         constant += [5, 6]
     differentiate(f"{library}::route", oracle, backward, kept=(2,), constant=tuple(constant))
+
+
+def describe_attend(library: str) -> None:
+    """Tell torch the shapes and gradients of a library's `attend_in_place` and `attend_product`, and of their backwards.
+
+    Their inputs and outputs are those of `kernels.gpu.library.attend` and `attend_product`.
+
+    Args:
+        library: "moh_vision".
+    """
+    operators = getattr(torch.ops, library)
+    fake = torch.library.register_fake
+
+    @fake(f"{library}::attend_in_place")
+    def fake_attend(q, k, v, weights, token, offsets, is_causal, mask):
+        B, H, N, D = q.shape
+        return q.new_empty(B, N, H * D), q.new_empty(token.shape, dtype=torch.float32)
+
+    @fake(f"{library}::attend_product")
+    def _(product, heads, kv_heads, *gates_and_lists):
+        return fake_attend(*split_product(product, heads, kv_heads), *gates_and_lists)
+
+    @fake(f"{library}::attend_in_place_backward")
+    def _(grad, q, k, v, o, lse, weights, *lists):
+        dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
+        return dq, dk, dv, fake_dgates(lse, weights)
+
+    @fake(f"{library}::attend_product_backward")
+    def _(grad, product, o, lse, heads, kv_heads, weights, *lists):
+        dproduct = torch.empty_like(product, memory_format=torch.contiguous_format)
+        return dproduct, fake_dgates(lse, weights)
+
+    def fake_dgates(lse, weights):
+        if weights is None:
+            return lse.new_empty(0)
+        return lse.new_empty(weights.shape)
+
+    def attend_backward(grads, inputs, outputs):
+        q, k, v, weights, *lists = inputs
+        *computed, dgates = operators.attend_in_place_backward(
+            grads[0], q, k, v, *outputs, weights, *lists
+        )
+        if weights is None:
+            dgates = None
+        return *computed, dgates
+
+    def attend_product_backward(grads, inputs, outputs):
+        product, heads, kv_heads, weights, *lists = inputs
+        dproduct, dgates = operators.attend_product_backward(
+            grads[0], product, *outputs, heads, kv_heads, weights, *lists
+        )
+        if weights is None:
+            dgates = None
+        return dproduct, None, None, dgates
+
+    differentiate(
+        f"{library}::attend_in_place", attend_oracle, attend_backward, kept=(0, 1), constant=(1,)
+    )
+    differentiate(
+        f"{library}::attend_product",
+        attend_product_oracle,
+        attend_product_backward,
+        kept=(0, 1),
+        constant=(1,),
+    )
+
+
+def attend_oracle(q, k, v, weights, token, offsets, is_causal, mask) -> tuple[Tensor]:
+    """`attend_in_place` in PyTorch: the outputs alone."""
+    B, H, N, D = q.shape
+    token = token[: offsets[-1]]  # what follows the last pair means nothing
+    rows = eager.rows_of_pairs(token, offsets, H)
+    queries = q.transpose(1, 2).reshape(-1, D).index_select(0, rows)
+    o = eager.attend(queries, k, v, token, offsets, H, N, None, is_causal, mask)
+    if weights is not None:
+        gates = weights.expand(B, N, H).flatten().index_select(0, rows)
+        o = (o * gates.unsqueeze(1)).to(q.dtype)
+    return (eager.scatter(o, rows, B * N * H).view(B, N, H * D),)
+
+
+def attend_product_oracle(product, heads, kv_heads, *gates_and_lists) -> tuple[Tensor]:
+    """`attend_product` in PyTorch: the outputs alone."""
+    return attend_oracle(*split_product(product, heads, kv_heads), *gates_and_lists)
+
+
+def split_product(product: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
+    """Return views of a product [B, N, (H + 2 * G) * D]: q [B, H, N, D], k and v [B, G, N, D]."""
+    rows = product.unflatten(-1, (heads + 2 * kv_heads, -1))
+    return tuple(x.transpose(1, 2) for x in rows.split([heads, kv_heads, kv_heads], 2))

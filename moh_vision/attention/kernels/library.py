@@ -6,7 +6,7 @@ Imported once the library is loaded (see `build.load`).
 import torch
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.contract import describe_route, differentiate
+from moh_vision.attention.kernels.contract import describe_attend, describe_route, differentiate
 
 OPS = torch.ops.moh_vision
 FAKE = torch.library.register_fake
@@ -75,6 +75,7 @@ def _combine(grads, inputs, _):
 
 
 describe_route("moh_vision", lists_pairs=True)
+describe_attend("moh_vision")
 differentiate("moh_vision::project", lambda *inputs: (eager.project(*inputs),), _project)
 differentiate(
     "moh_vision::attend",

@@ -1,4 +1,7 @@
-// `attend` in bfloat16 and float16, forward and backward, on libtorch's brgemm.
+// `attend_in_place` and `attend_product` in bfloat16 and float16, forward and backward, on libtorch's brgemm.
+//
+// Queries, keys and values are read where they lie, in one product of all heads for instance; outputs are weighed and
+// written where the output projection reads them. See `kernels.attend_in_place` for the arguments.
 //
 // brgemm multiplies 16-bit matrices into float32 sums, on AMX tiles or by AVX512-BF16, whatever the processor has. Its
 // right matrix is packed in pairs: numbers (2 i, j) and (2 i + 1, j) share 32 bits. What is packed here is therefore an
@@ -11,8 +14,9 @@
 #include <ATen/native/CPUBlas.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
 
-#include "attend16.h"
+#include "brgemm.h"
 #include "lists.h"
 
 // brgemm takes bfloat16 only on processors with AVX512-BF16, so functions that run beside it may use its conversions,
@@ -203,39 +207,88 @@ struct Blocks {
   int64_t size(int64_t block) const { return begin(block + 1) - begin(block); }
 };
 
-// brgemm reads pairs of numbers: an odd width gets a column of zeros, which changes no product.
-Tensor even(const Tensor& x) { return (x.size(-1) % 2 ? at::constant_pad_nd(x, {0, 1}) : x).contiguous(); }
-
+// Rows that can be read in pairs of numbers: an odd width gets a column of zeros, which changes no product.
 Tensor even_rows(const Tensor& x) {
-  for (int dim = 0; dim < 3; dim++)
-    if (x.stride(dim) % 2) return even(x);
-  return x.size(3) % 2 || x.stride(3) != 1 ? even(x) : x;
+  bool fits = x.size(3) % 2 == 0 && x.stride(3) == 1;
+  for (int dim = 0; dim < 3; dim++) fits = fits && x.stride(dim) % 2 == 0;
+  if (fits) return x;
+  return (x.size(3) % 2 ? at::constant_pad_nd(x, {0, 1}) : x).contiguous();
 }
 
-// Without that column.
-Tensor narrow(const Tensor& x, int64_t width) { return x.size(-1) == width ? x : x.narrow(-1, 0, width).contiguous(); }
+Tensor with_contiguous_rows(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+// The gates of pairs, [B, N or 1, H]; without them every gate is 1.
+struct Gates {
+  const float* data = nullptr;
+  int64_t batch_stride = 0, token_stride = 0, head_stride = 0;
+
+  explicit Gates(const std::optional<Tensor>& weights) {
+    if (!weights) return;
+    data = weights->const_data_ptr<float>();
+    batch_stride = weights->stride(0);
+    token_stride = weights->size(1) > 1 ? weights->stride(1) : 0;
+    head_stride = weights->stride(2);
+  }
+  float at(int64_t b, int64_t n, int64_t h) const {
+    return data ? data[b * batch_stride + n * token_stride + h * head_stride] : 1;
+  }
+};
+
+// Numbers [B, N, H, width] side by side: outputs of all heads and their gradients.
+template <class T>
+struct Outputs {
+  T* data;
+  int64_t N, H, width;
+  T* row(int64_t b, int64_t n, int64_t h) const { return data + ((b * N + n) * H + h) * width; }
+};
 
 template <class T>
 struct Call {
-  const Tensor k_tensor, v_tensor;
-  const int64_t D, M, tokens, sources;  // sources: B * G
+  const Tensor q_tensor, k_tensor, v_tensor;
+  // Width of a head, and as it is multiplied: an even number.
+  const int64_t width, D;
+  const int64_t B, H, N, M, sources;  // sources: B * G
   const Pairs pairs;
-  const HeadRows<T> k, v;
+  const HeadRows<T> q, k, v;
   const std::vector<int32_t> source;  // of each segment
+  const Gates gates;
   const Mask mask;
   const float scale;
 
-  Call(const Tensor& k_, const Tensor& v_, const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens,
-       const std::optional<Tensor>& source_, bool is_causal, const std::optional<Tensor>& mask_)
-      : k_tensor(even_rows(k_)), v_tensor(even_rows(v_)), D(k_tensor.size(3)), M(k_.size(2)), tokens(tokens),
-        sources(k_.size(0) * k_.size(1)), pairs(token, offsets, H, tokens), k(k_tensor), v(v_tensor),
-        source(moh::sources(source_, pairs, H, k_)), mask(mask_, is_causal, pairs.segments / H),
-        scale(1 / std::sqrt(static_cast<float>(k_.size(3)))) {}
+  Call(const Tensor& q_, const Tensor& k_, const Tensor& v_, const std::optional<Tensor>& weights, const Tensor& token,
+       const Tensor& offsets, bool is_causal, const std::optional<Tensor>& mask_)
+      : q_tensor(with_contiguous_rows(q_)), k_tensor(even_rows(k_)), v_tensor(even_rows(v_)), width(q_.size(3)),
+        D(round_up(width, 2)), B(q_.size(0)), H(q_.size(1)), N(q_.size(2)), M(k_.size(2)), sources(B * k_.size(1)),
+        pairs(token, offsets, H, N), q(q_tensor), k(k_tensor), v(v_tensor),
+        source(moh::sources(std::nullopt, pairs, H, k_)), gates(weights), mask(mask_, is_causal, B),
+        scale(1 / std::sqrt(static_cast<float>(width))) {}
   bool masked() const { return mask.added || mask.seen; }
-  int64_t place(int64_t pair) const { return pairs.token[pair] % tokens; }  // row of the query in its sequence
+  int64_t sequence(int64_t segment) const { return segment % B; }
+  int64_t head(int64_t segment) const { return segment / B; }
+  int64_t place(int64_t pair) const { return pairs.token[pair] % N; }  // row of the query in its sequence
   // Keys that the query may see, as far as their order decides.
   int64_t visible(int64_t pair) const { return mask.causal ? std::min(M, place(pair) + 1) : M; }
+  float gate(int64_t segment, int64_t pair) const {
+    return gates.at(sequence(segment), place(pair), head(segment));
+  }
 };
+
+// Rows of the pairs of a tile, one after the other with D numbers each; `rows` of them, those behind the tile 0.
+// row(n) is that of token n.
+template <class T, class Row>
+void gather_rows(const Call<T>& call, const Piece& tile, int64_t rows, T* to, const Row& row) {
+  for (int64_t i = 0; i < tile.size(); i++, to += call.D) {
+    std::memcpy(to, row(call.place(tile.begin + i)), call.width * sizeof(T));
+    std::fill(to + call.width, to + call.D, T(0.f));
+  }
+  std::fill_n(to, (rows - tile.size()) * call.D, T(0.f));
+}
+
+template <class T>
+void gather_queries(const Call<T>& call, const Piece& tile, int64_t rows, T* to) {
+  const T* queries = call.q.at(call.sequence(tile.segment) * call.H + call.head(tile.segment));
+  gather_rows(call, tile, rows, to, [&](int64_t n) { return queries + n * call.q.stride; });
+}
 
 // The segments that read each source, in order; empty ones are left out.
 template <class T>
@@ -320,16 +373,11 @@ BESIDE_BRGEMM float soften(const float* scores, int64_t width, float scale, T* w
 }
 
 template <class T>
-void attend_tile(const PackedKeys<T>& packed, int64_t slot, const Piece& tile, const T* q, T* o, float* lse,
+void attend_tile(const PackedKeys<T>& packed, int64_t slot, const Piece& tile, const Outputs<T>& o, float* lse,
                  ForwardScratch<T>& s) {
   const Call<T>& call = packed.call;
   const int64_t D = call.D, rows = round_up(tile.size(), ROW_STEP), width = packed.blocks.width;
-  const T* queries = q + tile.begin * D;
-  if (tile.begin + rows > call.pairs.count) {  // no more rows follow the last tile
-    std::copy_n(queries, tile.size() * D, static_cast<T*>(s.queries));
-    std::fill(s.queries + tile.size() * D, s.queries + rows * D, T(0.f));
-    queries = s.queries;
-  }
+  gather_queries<T>(call, tile, rows, s.queries);
   std::fill_n(s.highest, tile.size(), -INF);
   std::fill_n(s.total, tile.size(), 0);
   const float scale = call.masked() ? 1 : call.scale;  // a mask is added to scaled scores
@@ -337,7 +385,7 @@ void attend_tile(const PackedKeys<T>& packed, int64_t slot, const Piece& tile, c
   const int64_t visible = call.visible(tile.end - 1);  // to any query: they are sorted
   for (int64_t block = 0; block < packed.blocks.count && packed.blocks.begin(block) < visible; block++) {
     const int64_t first = packed.blocks.begin(block), size = packed.blocks.size(block);
-    multiply16<T>(queries, D, packed.keys(slot, block), width, s.scores, width, rows, width, D, false);
+    multiply16<T>(s.queries, D, packed.keys(slot, block), width, s.scores, width, rows, width, D, false);
     for (int64_t i = 0; i < tile.size(); i++) {
       float* scores = s.scores + i * width;
       const int64_t seen = std::clamp<int64_t>(call.visible(tile.begin + i) - first, 0, size);
@@ -351,22 +399,20 @@ void attend_tile(const PackedKeys<T>& packed, int64_t slot, const Piece& tile, c
   }
 
   for (int64_t i = 0; i < tile.size(); i++) {
-    T* to = o + (tile.begin + i) * D;
+    const int64_t pair = tile.begin + i;
+    T* to = o.row(call.sequence(tile.segment), call.place(pair), call.head(tile.segment));
     if (s.total[i] == 0) {  // the query sees no key
-      std::fill_n(to, D, T(0.f));
-      lse[tile.begin + i] = INF;
+      std::fill_n(to, call.width, T(0.f));
+      lse[pair] = INF;
     } else {
-      store_row(to, s.sums + i * D, D, 1 / s.total[i]);
-      lse[tile.begin + i] = s.highest[i] * scale + std::log(s.total[i]);
+      store_row(to, s.sums + i * D, call.width, call.gate(tile.segment, pair) / s.total[i]);
+      lse[pair] = s.highest[i] * scale + std::log(s.total[i]);
     }
   }
 }
 
 template <class T>
-void attend_forward(const Call<T>& call, const Tensor& q_, const Tensor& o_, const Tensor& lse_) {
-  const T* q = q_.const_data_ptr<T>();
-  T* o = o_.data_ptr<T>();
-  float* lse = lse_.data_ptr<float>();
+void attend_forward(const Call<T>& call, const Outputs<T>& o, float* lse) {
   const auto readers = readers_of(call);
   if (call.sources >= 4 * at::get_num_threads()) {
     // Enough for all threads: a task packs one and runs all that reads it while it is in the cache.
@@ -378,7 +424,7 @@ void attend_forward(const Call<T>& call, const Tensor& q_, const Tensor& o_, con
       for (int64_t block = 0; block < s.packed.blocks.count && !readers[source].empty(); block++)
         s.packed.pack(source, block, 0);
       for (const int32_t segment : readers[source])
-        for_each_tile(call.pairs, segment, [&](const Piece& tile) { attend_tile(s.packed, 0, tile, q, o, lse, s); });
+        for_each_tile(call.pairs, segment, [&](const Piece& tile) { attend_tile(s.packed, 0, tile, o, lse, s); });
     });
   } else {
     PackedKeys<T> packed(call, call.sources);
@@ -390,19 +436,32 @@ void attend_forward(const Call<T>& call, const Tensor& q_, const Tensor& o_, con
     });
     const std::vector<Piece> tiles = pieces(call.pairs, 1, QUERIES);
     for_each_task(tiles.size(), [&] { return ForwardScratch<T>(call); }, [&](int64_t i, ForwardScratch<T>& s) {
-      attend_tile(packed, call.source[tiles[i].segment], tiles[i], q, o, lse, s);
+      attend_tile(packed, call.source[tiles[i].segment], tiles[i], o, lse, s);
     });
   }
 }
 
 // ---- backward: scores lie transposed, keys x queries, so that weights and gradients of scores are left matrices
 
+// Gradients of queries, keys or values [B, h, n, D] where they are written.
+template <class T>
+struct GradientRows {
+  T* data;
+  int64_t batch_stride, head_stride, stride;
+
+  explicit GradientRows(const Tensor& x)
+      : data(x.data_ptr<T>()), batch_stride(x.stride(0)), head_stride(x.stride(1)), stride(x.stride(2)) {}
+  T* row(int64_t b, int64_t h, int64_t n) const { return data + b * batch_stride + h * head_stride + n * stride; }
+};
+
 template <class T>
 struct Gradients {
-  const T *grad, *q, *o;
+  const Outputs<const T> grad, o;
   const float* lse;
-  T *dq, *dk, *dv;    // dk, dv: [B, M, G, D]
-  float* partial_dq;  // [parts][P][D]; null: one task sees all keys
+  const GradientRows<T> dq, dk, dv;
+  const Outputs<float> dgates;  // a number each
+  // Where keys are split among tasks: their shares of dq [parts][P][D] and dgates [parts][P], else null.
+  float *partial_dq, *partial_dgates;
 };
 
 template <class T>
@@ -416,7 +475,9 @@ struct BackwardScratch : BrgemmThread {
   Buffer<float> scores, d_weights;                              // [width][QUERIES]
   Buffer<T> weights, d_scores;                                  // [width][QUERIES]
   Buffer<uint32_t> d_score_pairs;                               // [width / 2][QUERIES]
-  float lse[QUERIES], delta[QUERIES];                           // delta: output times its gradient
+  Buffer<T> rows;                                               // queries, then gradients of outputs, [QUERIES][D]
+  float lse[QUERIES], delta[QUERIES];                           // delta: weighed output times its gradient
+  float gate[QUERIES], dgate[QUERIES];
   int32_t place[QUERIES];
 
   BackwardScratch(int64_t D, int64_t width, int64_t blocks)
@@ -424,11 +485,12 @@ struct BackwardScratch : BrgemmThread {
         last_keys(width * D), last_values(width * D), k_columns(blocks * width * D), k_pairs(D / 2 * width),
         dk(blocks * width * D), dv(blocks * width * D),
         dq(D * QUERIES), dq_rows(padded(D) * QUERIES), scores(width * QUERIES), d_weights(width * QUERIES),
-        weights(width * QUERIES), d_scores(width * QUERIES), d_score_pairs(width / 2 * QUERIES) {}
+        weights(width * QUERIES), d_scores(width * QUERIES), d_score_pairs(width / 2 * QUERIES), rows(QUERIES * D) {}
 };
 
-// From the scores of one key and queries i .. i + LANES - 1, which lie from `at` on: stores weights and gradients of
-// scores, and returns the latter.
+// From the scores of one key and queries i .. i + LANES - 1, which lie from `at` on: stores gated weights and gradients of
+// scores, and returns the latter. The gradient of a gate is the output before the gate times the gradient of that after
+// it, the sum over keys of weight * d_weight: so it is exact where the gate is 0.
 template <class T>
 BESIDE_BRGEMM MOH_INLINE Halves differentiate_lanes(
     BackwardScratch<T>& s, int64_t at, int64_t i, float score_scale, float scale, bool causal, int32_t key) {
@@ -437,9 +499,11 @@ BESIDE_BRGEMM MOH_INLINE Halves differentiate_lanes(
     const IntVec place = *reinterpret_cast<const IntVec*>(s.place + i);
     weight = place >= key ? weight : Vec{};
   }
-  const Vec d_score = weight * (load(s.d_weights + at) - load(s.delta + i)) * broadcast(scale);
+  const Vec gate = load(s.gate + i), d_weight = load(s.d_weights + at);
+  moh::store(s.dgate + i, load(s.dgate + i) + weight * d_weight);
+  const Vec d_score = weight * (gate * d_weight - load(s.delta + i)) * broadcast(scale);
   const Halves result = rounded<T>(d_score);
-  store(s.weights + at, rounded<T>(weight));
+  store(s.weights + at, rounded<T>(gate * weight));
   store(s.d_scores + at, result);
   return result;
 }
@@ -520,34 +584,48 @@ struct BackwardTask {
 
   // Rows that pad the tile get no weight.
   void load_queries(const Piece& tile, int64_t rows) {
-    const T *q = to.q + tile.begin * D, *grad = to.grad + tile.begin * D, *o = to.o + tile.begin * D;
-    pack_columns(q, D, tile.size(), D / 2, s.q_columns, rows);
-    pack_columns(grad, D, tile.size(), D / 2, s.grad_columns, rows);
-    pack_rows(q, D, tile.size(), D, s.q_rows, rows / 2);
-    pack_rows(grad, D, tile.size(), D, s.grad_rows, rows / 2);
+    gather_queries<T>(call, tile, rows, s.rows);
+    pack_columns<T>(s.rows, D, rows, D / 2, s.q_columns, rows);
+    pack_rows<T>(s.rows, D, rows, D, s.q_rows, rows / 2);
+    const int64_t b = call.sequence(tile.segment), h = call.head(tile.segment);
+    gather_rows<T>(call, tile, rows, s.rows, [&](int64_t n) { return to.grad.row(b, n, h); });
+    pack_columns<T>(s.rows, D, rows, D / 2, s.grad_columns, rows);
+    pack_rows<T>(s.rows, D, rows, D, s.grad_rows, rows / 2);
+    std::fill_n(s.dgate, rows, 0.f);
     for (int64_t i = 0; i < tile.size(); i++) {
+      const int64_t n = call.place(tile.begin + i);
       s.lse[i] = to.lse[tile.begin + i];
-      s.delta[i] = dot(grad + i * D, o + i * D, D);
-      s.place[i] = call.place(tile.begin + i);
+      s.delta[i] = dot(to.grad.row(b, n, h), to.o.row(b, n, h), call.width);
+      s.gate[i] = call.gate(tile.segment, tile.begin + i);
+      s.place[i] = n;
     }
-    for (int64_t i = tile.size(); i < rows; i++) s.lse[i] = INF, s.delta[i] = 0, s.place[i] = 0;
+    for (int64_t i = tile.size(); i < rows; i++) {
+      s.lse[i] = INF;
+      s.delta[i] = s.gate[i] = 0;
+      s.place[i] = 0;
+    }
   }
 
   void write_queries(const Piece& tile, int64_t rows) {
     transpose({s.dq, rows}, D, tile.size(), s.dq_rows, padded(D));
+    const int64_t b = call.sequence(tile.segment), h = call.head(tile.segment);
     for (int64_t i = 0; i < tile.size(); i++) {
+      const int64_t pair = tile.begin + i, n = call.place(pair);
       const float* row = s.dq_rows + i * padded(D);
-      if (to.partial_dq)
-        std::copy_n(row, D, to.partial_dq + (part * call.pairs.count + tile.begin + i) * D);
-      else
-        store_row(to.dq + (tile.begin + i) * D, row, D);
+      if (to.partial_dq) {
+        std::copy_n(row, D, to.partial_dq + (part * call.pairs.count + pair) * D);
+        to.partial_dgates[part * call.pairs.count + pair] = s.dgate[i];
+      } else {
+        store_row(to.dq.row(b, h, n), row, call.width);
+        *to.dgates.row(b, n, h) = s.dgate[i];
+      }
     }
   }
 
-  void write_keys(const float* sums, T* target) {
+  void write_keys(const float* sums, const GradientRows<T>& target) {
     const int64_t G = call.k.groups, b = source / G, g = source % G;
     for (int64_t key = blocks.begin(first); key < blocks.begin(last); key++, sums += D)
-      store_row(target + ((b * call.M + key) * G + g) * D, sums, D);
+      store_row(target.row(b, g, key), sums, call.width);
   }
 
   const T* key(int64_t block) const { return call.k.at(source) + blocks.begin(block) * call.k.stride; }
@@ -555,18 +633,23 @@ struct BackwardTask {
   T* k_columns(int64_t block) const { return s.k_columns + (block - first) * width * D; }
 };
 
-// dq = the sum of its parts, in order.
+// The gradients of queries and gates are the sums of their parts, in order.
 template <class T>
-void sum_parts(const float* parts, int64_t count, int64_t numbers, T* dq) {
-  constexpr int64_t CHUNK = 1024;
-  at::parallel_for(0, ceil_div(numbers, CHUNK), 16, [&](int64_t first, int64_t last) {
-    float sum[CHUNK];
-    for (int64_t chunk = first; chunk < last; chunk++) {
-      const int64_t begin = chunk * CHUNK, size = std::min(CHUNK, numbers - begin);
-      std::copy_n(parts + begin, size, sum);
-      for (int64_t part = 1; part < count; part++)
-        for (int64_t i = 0; i < size; i++) sum[i] += parts[part * numbers + begin + i];
-      store_row(dq + begin, sum, size);
+void sum_parts(const Call<T>& call, const Gradients<T>& to, int64_t parts) {
+  const int64_t D = call.D, P = call.pairs.count;
+  for_each_task(call.pairs.segments, [&] { return std::vector<float>(D); }, [&](int64_t segment, std::vector<float>& sum) {
+    const int64_t b = call.sequence(segment), h = call.head(segment);
+    for (int64_t pair = call.pairs.begin(segment); pair < call.pairs.end(segment); pair++) {
+      std::fill(sum.begin(), sum.end(), 0.f);
+      float dgate = 0;
+      for (int64_t part = 0; part < parts; part++) {
+        const float* row = to.partial_dq + (part * P + pair) * D;
+        for (int64_t d = 0; d < D; d++) sum[d] += row[d];
+        dgate += to.partial_dgates[part * P + pair];
+      }
+      const int64_t n = call.place(pair);
+      store_row(to.dq.row(b, h, n), sum.data(), call.width);
+      *to.dgates.row(b, n, h) = dgate;
     }
   });
 }
@@ -577,9 +660,12 @@ void attend_backward(const Call<T>& call, Gradients<T> to) {
   // Shapes alone decide on the number of parts, and so on the order of every sum.
   const int64_t wanted = ceil_div(BACKWARD_TASKS, std::max<int64_t>(1, call.sources));
   const int64_t parts = std::min(wanted, blocks.count);
-  const int64_t numbers = call.pairs.count * call.D;
-  const Buffer<float> partial_dq(parts > 1 ? parts * numbers : 0);
-  to.partial_dq = parts > 1 ? static_cast<float*>(partial_dq) : nullptr;
+  const int64_t partial = parts > 1 ? parts * call.pairs.count : 0;
+  const Buffer<float> partial_dq(partial * call.D), partial_dgates(partial);
+  if (parts > 1) {
+    to.partial_dq = partial_dq;
+    to.partial_dgates = partial_dgates;
+  }
   const auto readers = readers_of(call);
   for_each_task(
       call.sources * parts, [&] { return BackwardScratch<T>(call.D, blocks.width, ceil_div(blocks.count, parts)); },
@@ -588,7 +674,7 @@ void attend_backward(const Call<T>& call, Gradients<T> to) {
         const int64_t first = blocks.count * part / parts, last = blocks.count * (part + 1) / parts;
         BackwardTask<T>{call, to, blocks, source, part, first, last, scratch}.run(readers[source]);
       });
-  if (parts > 1) sum_parts(to.partial_dq, parts, numbers, to.dq);
+  if (parts > 1) sum_parts(call, to, parts);
 }
 
 // ---- availability and dispatch
@@ -622,28 +708,6 @@ bool brgemm_works() {
   return true;
 }
 
-template <class T>
-std::tuple<Tensor, Tensor> forward(const Call<T>& call, const Tensor& q_) {
-  const Tensor q = even(q_);
-  const Tensor o = at::empty(q.sizes(), q.options()), lse = at::empty({q.size(0)}, q.options().dtype(at::kFloat));
-  attend_forward(call, q, o, lse);
-  return {narrow(o, q_.size(1)), lse};
-}
-
-template <class T>
-std::tuple<Tensor, Tensor, Tensor> backward(
-    const Call<T>& call, const Tensor& grad_, const Tensor& q_, const Tensor& o_, const Tensor& lse_) {
-  const Tensor grad = even(grad_), q = even(q_), o = even(o_), lse = lse_.contiguous();
-  const int64_t D = q_.size(1);
-  const Tensor dq = at::empty(q.sizes(), q.options());
-  const Tensor dk = at::empty({call.k_tensor.size(0), call.M, call.k.groups, call.D}, q.options());
-  const Tensor dv = at::empty(dk.sizes(), q.options());
-  const Gradients<T> to{grad.const_data_ptr<T>(), q.const_data_ptr<T>(), o.const_data_ptr<T>(),
-                        lse.const_data_ptr<float>(), dq.data_ptr<T>(), dk.data_ptr<T>(), dv.data_ptr<T>(), nullptr};
-  attend_backward(call, to);
-  return {narrow(dq, D), narrow(dk, D).transpose(1, 2), narrow(dv, D).transpose(1, 2)};
-}
-
 }  // namespace
 
 bool brgemm_available(at::ScalarType dtype) {
@@ -652,21 +716,138 @@ bool brgemm_available(at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? bfloat16 : dtype == at::kHalf && float16;
 }
 
-std::tuple<Tensor, Tensor> attend16(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& token, const Tensor& offsets, int64_t H,
-    int64_t tokens, const std::optional<Tensor>& source, bool is_causal, const std::optional<Tensor>& mask) {
-  if (q.scalar_type() == at::kBFloat16)
-    return forward(Call<at::BFloat16>(k, v, token, offsets, H, tokens, source, is_causal, mask), q);
-  return forward(Call<at::Half>(k, v, token, offsets, H, tokens, source, is_causal, mask), q);
+namespace {
+
+// Calls f with a number of the type that is multiplied.
+template <class F>
+auto for_type(at::ScalarType dtype, const F& f) {
+  return dtype == at::kBFloat16 ? f(at::BFloat16()) : f(at::Half());
 }
 
-std::tuple<Tensor, Tensor, Tensor> attend16_backward(
+void check(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& weights,
+           const Tensor& offsets, const std::optional<Tensor>& mask) {
+  TORCH_CHECK(q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf, "q is ", q.scalar_type(),
+              ", not bfloat16 or float16");
+  TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "q, k and v differ in dtype");
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.sizes() == k.sizes(), "q, k and v are ", q.sizes(), ", ", k.sizes(), " and ",
+              v.sizes(), ", not [B, H, N, D] and twice [B, G, M, D]");
+  const int64_t B = q.size(0), H = q.size(1), N = q.size(2), G = k.size(1);
+  TORCH_CHECK(k.size(0) == B && k.size(3) == q.size(3) && G > 0 && H % G == 0, "q is ", q.sizes(), " and k ", k.sizes());
+  TORCH_CHECK(offsets.numel() - 1 == H * B, "the segments are not those of ", H, " heads and ", B, " sequences");
+  if (weights) {
+    const bool shaped = weights->dim() == 3 && weights->size(0) == B && weights->size(2) == H &&
+                        (weights->size(1) == N || weights->size(1) == 1);
+    TORCH_CHECK(shaped && weights->scalar_type() == at::kFloat, "weights are ", weights->scalar_type(), " ",
+                weights->sizes(), ", not float32 [", B, ", ", N, " or 1, ", H, "]");
+  }
+  check_mask(mask, B, H, N, k.size(2));
+}
+
+std::tuple<Tensor, Tensor> attend_in_place(const Tensor& q, const Tensor& k, const Tensor& v,
+                                           const std::optional<Tensor>& weights, const Tensor& token,
+                                           const Tensor& offsets, bool is_causal, const std::optional<Tensor>& mask) {
+  check(q, k, v, weights, offsets, mask);
+  const int64_t B = q.size(0), H = q.size(1), N = q.size(2), D = q.size(3);
+  const bool all_run = token.numel() == B * N * H;
+  const Tensor o = all_run ? at::empty({B, N, H * D}, q.options()) : at::zeros({B, N, H * D}, q.options());
+  const Tensor lse = at::empty({token.numel()}, q.options().dtype(at::kFloat));
+  for_type(q.scalar_type(), [&](auto number) {
+    using T = decltype(number);
+    attend_forward(Call<T>(q, k, v, weights, token, offsets, is_causal, mask), Outputs<T>{o.data_ptr<T>(), N, H, D},
+                   lse.data_ptr<float>());
+  });
+  return {o, lse};
+}
+
+// Writes the gradients of queries, keys and values into dq [B, H, N, D], dk and dv [B, G, M, D], with any strides but those
+// of a row's numbers, and returns those of the gates; without gates an empty tensor.
+Tensor write_gradients(const Tensor& grad_, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o_,
+                       const Tensor& lse_, const std::optional<Tensor>& weights, const Tensor& token,
+                       const Tensor& offsets, bool is_causal, const std::optional<Tensor>& mask, const Tensor& dq,
+                       const Tensor& dk, const Tensor& dv) {
+  check(q, k, v, weights, offsets, mask);
+  const int64_t B = q.size(0), H = q.size(1), N = q.size(2), D = q.size(3);
+  TORCH_CHECK(grad_.sizes() == at::IntArrayRef({B, N, H * D}) && o_.sizes() == grad_.sizes() && grad_.dtype() == q.dtype(),
+              "o and its gradient are ", o_.sizes(), " and ", grad_.sizes(), " of ", grad_.dtype());
+  TORCH_CHECK(lse_.numel() == token.numel(), "lse has ", lse_.numel(), " numbers for ", token.numel(), " pairs");
+  const Tensor grad = grad_.contiguous(), o = o_.contiguous(), lse = lse_.contiguous();
+  const Tensor dgates = at::zeros({B, N, H}, lse.options());
+  if (token.numel() < B * N * H) dq.zero_();
+  for_type(q.scalar_type(), [&](auto number) {
+    using T = decltype(number);
+    const Outputs<const T> grads{grad.const_data_ptr<T>(), N, H, D}, outputs{o.const_data_ptr<T>(), N, H, D};
+    const Gradients<T> to{grads, outputs, lse.const_data_ptr<float>(), GradientRows<T>(dq), GradientRows<T>(dk),
+                          GradientRows<T>(dv), Outputs<float>{dgates.data_ptr<float>(), N, H, 1}, nullptr, nullptr};
+    attend_backward(Call<T>(q, k, v, weights, token, offsets, is_causal, mask), to);
+  });
+  if (!weights) return at::empty({0}, lse.options());
+  return weights->size(1) < N ? dgates.sum(1, true) : dgates;
+}
+
+// In memory [B, n, h, D], the order of a product's columns.
+Tensor new_gradient(const Tensor& x) {
+  return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> attend_in_place_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse,
-    const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
-    bool is_causal, const std::optional<Tensor>& mask) {
-  if (q.scalar_type() == at::kBFloat16)
-    return backward(Call<at::BFloat16>(k, v, token, offsets, H, tokens, source, is_causal, mask), grad, q, o, lse);
-  return backward(Call<at::Half>(k, v, token, offsets, H, tokens, source, is_causal, mask), grad, q, o, lse);
+    const std::optional<Tensor>& weights, const Tensor& token, const Tensor& offsets, bool is_causal,
+    const std::optional<Tensor>& mask) {
+  TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "q, k and v are not [B, h, n, D]");
+  const Tensor dq = new_gradient(q), dk = new_gradient(k), dv = new_gradient(v);
+  const Tensor dgates =
+      write_gradients(grad, q, k, v, o, lse, weights, token, offsets, is_causal, mask, dq, dk, dv);
+  return {dq, dk, dv, dgates};
+}
+
+// Views of a product [B, N, (H + 2 * G) * D]: queries [B, H, N, D], keys and values [B, G, N, D].
+std::array<Tensor, 3> split_product(const Tensor& product, int64_t H, int64_t G) {
+  const int64_t heads = H + 2 * G;
+  TORCH_CHECK(product.dim() == 3 && H > 0 && G > 0 && product.size(2) % heads == 0, "the product is ", product.sizes(),
+              ", not [B, N, (H + 2 * G) * D] of H = ", H, " and G = ", G);
+  const Tensor rows = product.unflatten(2, {heads, product.size(2) / heads}).transpose(1, 2);  // [B, H + 2 * G, N, D]
+  return {rows.narrow(1, 0, H), rows.narrow(1, H, G), rows.narrow(1, H + G, G)};
+}
+
+std::tuple<Tensor, Tensor> attend_product(const Tensor& product, int64_t H, int64_t G, const std::optional<Tensor>& weights,
+                                          const Tensor& token, const Tensor& offsets, bool is_causal,
+                                          const std::optional<Tensor>& mask) {
+  const auto [q, k, v] = split_product(product, H, G);
+  return attend_in_place(q, k, v, weights, token, offsets, is_causal, mask);
+}
+
+std::tuple<Tensor, Tensor> attend_product_backward(const Tensor& grad, const Tensor& product, const Tensor& o,
+                                                   const Tensor& lse, int64_t H, int64_t G,
+                                                   const std::optional<Tensor>& weights, const Tensor& token,
+                                                   const Tensor& offsets, bool is_causal,
+                                                   const std::optional<Tensor>& mask) {
+  const Tensor dproduct = at::empty(product.sizes(), product.options());
+  const auto [q, k, v] = split_product(product, H, G);
+  const auto [dq, dk, dv] = split_product(dproduct, H, G);
+  const Tensor dgates =
+      write_gradients(grad, q, k, v, o, lse, weights, token, offsets, is_causal, mask, dq, dk, dv);
+  return {dproduct, dgates};
+}
+
+}  // namespace
+
+#define MOH_LISTS "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
+#define MOH_PRODUCT "int heads, int kv_heads, " MOH_LISTS
+
+TORCH_LIBRARY_FRAGMENT(moh_vision, m) {
+  m.def("brgemm_available(ScalarType dtype) -> bool", &brgemm_available);
+  m.def("attend_in_place(Tensor q, Tensor k, Tensor v, " MOH_LISTS ") -> (Tensor, Tensor)");
+  m.def("attend_in_place_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, " MOH_LISTS
+        ") -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("attend_product(Tensor product, " MOH_PRODUCT ") -> (Tensor, Tensor)");
+  m.def("attend_product_backward(Tensor grad, Tensor product, Tensor o, Tensor lse, " MOH_PRODUCT ") -> (Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(moh_vision, CPU, m) {
+  m.impl("attend_in_place", &attend_in_place);
+  m.impl("attend_in_place_backward", &attend_in_place_backward);
+  m.impl("attend_product", &attend_product);
+  m.impl("attend_product_backward", &attend_product_backward);
 }
 
 }  // namespace moh

@@ -114,6 +114,15 @@ inline Tensor with_room(const Tensor& matrix) {
   return room.narrow(0, 0, matrix.numel()).view(matrix.sizes()).copy_(matrix);
 }
 
+inline void check_mask(const std::optional<Tensor>& mask, int64_t B, int64_t H, int64_t N, int64_t M) {
+  if (!mask) return;
+  const int64_t full[] = {B, H, N, M};
+  for (int dim = 0; dim < 4; dim++)
+    TORCH_CHECK(mask->dim() == 4 && (mask->size(dim) == full[dim] || (dim < 3 && mask->size(dim) == 1)), "mask is ",
+                mask->sizes(), ", not [B or 1, H or 1, N or 1, M] of ", at::IntArrayRef(full, 4));
+  TORCH_CHECK(mask->stride(3) == 1 || mask->size(3) == 1, "rows of the mask are not contiguous");
+}
+
 // What hides keys from queries: an additive or boolean mask [B or 1, H or 1, N or 1, M], or the order of tokens.
 struct Mask {
   const float* added = nullptr;

@@ -6,7 +6,6 @@
 #include <ATen/ops/sum.h>
 #include <torch/library.h>
 
-#include "attend16.h"
 #include "lists.h"
 
 namespace moh {
@@ -247,15 +246,28 @@ struct Positions {
   }
 };
 
+void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& token, const Tensor& offsets,
+                  int64_t H, int64_t tokens, const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
+  TORCH_CHECK(k.dim() == 4 && v.sizes() == k.sizes(), "k and v are [B, G, M, D], not ", k.sizes(), " and ", v.sizes());
+  check_rows(q, "q", token.numel(), k.size(3));
+  check_float(q, "q");
+  check_float(k, "k");
+  check_float(v, "v");
+  TORCH_CHECK(source || offsets.numel() - 1 == H * k.size(0), "the segments are not those of H heads and B sequences");
+  check_mask(mask, (offsets.numel() - 1) / H, H, tokens, k.size(2));
+}
+
 struct ForwardScratch {
   Floats queries, scores, sums;
   explicit ForwardScratch(int64_t D) : queries(D * QUERIES), scores(KEYS * QUERIES), sums(QUERIES * padded(D)) {}
 };
 
-std::tuple<Tensor, Tensor> attend32(const Tensor& q, const Tensor& k_, const Tensor& v_, const Tensor& token,
-                                    const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
-                                    bool is_causal, const std::optional<Tensor>& mask_) {
+std::tuple<Tensor, Tensor> attend(const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& token,
+                                  const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
+                                  bool is_causal, const std::optional<Tensor>& mask_) {
+  check_attend(q_, k_, v_, token, offsets, H, tokens, source, mask_);
   const Pairs pairs(token, offsets, H, tokens);
+  const Tensor q = q_.contiguous();
   const int64_t D = q.size(1), M = k_.size(2), width = padded(D);
   const Tensor k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
@@ -326,13 +338,18 @@ struct BackwardScratch {
       : queries(D * QUERIES), grads(D * QUERIES), probs(KEYS * QUERIES), dscores(KEYS * QUERIES) {}
 };
 
-std::tuple<Tensor, Tensor, Tensor> attend32_backward(
-    const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& o, const Tensor& log_sums,
+std::tuple<Tensor, Tensor, Tensor> attend_backward(
+    const Tensor& grad_, const Tensor& q_, const Tensor& k_, const Tensor& v_, const Tensor& o_, const Tensor& log_sums_,
     const Tensor& token, const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source, bool is_causal,
     const std::optional<Tensor>& mask_) {
+  check_attend(q_, k_, v_, token, offsets, H, tokens, source, mask_);
+  check_rows(grad_, "grad", q_.size(0), q_.size(1));
+  check_rows(o_, "o", q_.size(0), q_.size(1));
+  TORCH_CHECK(log_sums_.numel() == q_.size(0), "lse has ", log_sums_.numel(), " numbers for ", q_.size(0), " queries");
   const Pairs pairs(token, offsets, H, tokens);
   const int64_t B = k_.size(0), G = k_.size(1), M = k_.size(2), D = q_.size(1);
-  const Tensor q = with_room(q_), grad = with_room(grad_.contiguous()), k = side_by_side(k_), v = side_by_side(v_);
+  const Tensor o = o_.contiguous(), log_sums = log_sums_.contiguous();
+  const Tensor q = with_room(q_.contiguous()), grad = with_room(grad_.contiguous()), k = side_by_side(k_), v = side_by_side(v_);
   const HeadRows<float> keys(k), values(v);
   const auto reads = sources(source, pairs, H, k);
   const Mask mask(mask_, is_causal, pairs.segments / H);
@@ -401,44 +418,6 @@ std::tuple<Tensor, Tensor, Tensor> attend32_backward(
   return {ranges == 1 ? partial[0] : at::sum(partial, 0), dk.transpose(1, 2), dv.transpose(1, 2)};
 }
 
-void check_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& token, const Tensor& offsets,
-                  int64_t H, int64_t tokens, const std::optional<Tensor>& source, const std::optional<Tensor>& mask) {
-  TORCH_CHECK(k.dim() == 4 && v.sizes() == k.sizes(), "k and v are [B, G, M, D], not ", k.sizes(), " and ", v.sizes());
-  check_rows(q, "q", token.numel(), k.size(3));
-  TORCH_CHECK(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type(), "q, k and v differ in dtype");
-  TORCH_CHECK(source || offsets.numel() - 1 == H * k.size(0), "the segments are not those of H heads and B sequences");
-  if (!mask) return;
-  const int64_t full[] = {(offsets.numel() - 1) / H, H, tokens, k.size(2)};
-  for (int dim = 0; dim < 4; dim++)
-    TORCH_CHECK(mask->dim() == 4 && (mask->size(dim) == full[dim] || (dim < 3 && mask->size(dim) == 1)), "mask is ",
-                mask->sizes(), ", not [B or 1, H or 1, N or 1, M] of ", at::IntArrayRef(full, 4));
-  TORCH_CHECK(mask->stride(3) == 1 || mask->size(3) == 1, "rows of the mask are not contiguous");
-}
-
-std::tuple<Tensor, Tensor> attend(const Tensor& q_, const Tensor& k, const Tensor& v, const Tensor& token,
-                                  const Tensor& offsets, int64_t H, int64_t tokens, const std::optional<Tensor>& source,
-                                  bool is_causal, const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, token, offsets, H, tokens, source, mask);
-  const Tensor q = q_.contiguous();
-  if (q.scalar_type() != at::kFloat) return attend16(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
-  return attend32(q, k, v, token, offsets, H, tokens, source, is_causal, mask);
-}
-
-std::tuple<Tensor, Tensor, Tensor> attend_backward(const Tensor& grad, const Tensor& q_, const Tensor& k, const Tensor& v,
-                                                   const Tensor& o, const Tensor& lse, const Tensor& token,
-                                                   const Tensor& offsets, int64_t H, int64_t tokens,
-                                                   const std::optional<Tensor>& source, bool is_causal,
-                                                   const std::optional<Tensor>& mask) {
-  check_attend(q_, k, v, token, offsets, H, tokens, source, mask);
-  check_rows(grad, "grad", q_.size(0), q_.size(1));
-  check_rows(o, "o", q_.size(0), q_.size(1));
-  TORCH_CHECK(lse.numel() == q_.size(0), "lse has ", lse.numel(), " numbers for ", q_.size(0), " queries");
-  const Tensor q = q_.contiguous();
-  if (q.scalar_type() != at::kFloat)
-    return attend16_backward(grad.contiguous(), q, k, v, o, lse, token, offsets, H, tokens, source, is_causal, mask);
-  return attend32_backward(grad, q, k, v, o.contiguous(), lse.contiguous(), token, offsets, H, tokens, source, is_causal, mask);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moh_vision, m) {
@@ -447,7 +426,6 @@ TORCH_LIBRARY_FRAGMENT(moh_vision, m) {
   m.def("combine(Tensor o, Tensor weights, Tensor weight, Tensor? bias, Tensor token, Tensor offsets, int heads) -> Tensor");
   m.def("combine_backward(Tensor grad, Tensor o, Tensor weights, Tensor weight, Tensor token, Tensor offsets, int heads) -> (Tensor, Tensor, Tensor)");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor token, Tensor offsets, int heads, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor)");
-  m.def("brgemm_available(ScalarType dtype) -> bool", &brgemm_available);
   m.def("attend_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor token, Tensor offsets, int heads, int tokens, Tensor? source, bool is_causal, Tensor? mask) -> (Tensor, Tensor, Tensor)");
 }
 

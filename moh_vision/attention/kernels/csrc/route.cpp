@@ -3,7 +3,7 @@
 // A task is a block of tokens. It multiplies them by the weight; then LANES tokens at a time are the lanes of softmax,
 // ranking and gates, so that nothing there works on rows as short as the number of heads. A second pass over the
 // sequences makes the list. routers/moh.py has the equations of the gates.
-#include "attend16.h"
+#include "brgemm.h"
 #include "lists.h"
 
 #include <string_view>

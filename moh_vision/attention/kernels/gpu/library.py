@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from moh_vision.attention.kernels import eager
-from moh_vision.attention.kernels.contract import DTYPES, WIDEST, describe_route, differentiate
+from moh_vision.attention.kernels.contract import (
+    DTYPES,
+    WIDEST,
+    describe_attend,
+    describe_route,
+    differentiate,
+    split_product,
+)
 from moh_vision.attention.kernels.gpu import project_route, route, sequences, weigh
 from moh_vision.attention.kernels.gpu.attend import forward as attend_forward
 from moh_vision.attention.kernels.gpu.attend_backward import Gradients
@@ -76,7 +83,7 @@ def attend(
         pair's scores [P], float32, -inf where it sees no key. The second has no gradient.
     """
     _check_attend(q, k, v, weights, token, offsets, mask)
-    return OPS.attend(q, k, v, weights, token, offsets, is_causal, mask)
+    return OPS.attend_in_place(q, k, v, weights, token, offsets, is_causal, mask)
 
 
 def _check_attend(q, k, v, weights, token, offsets, mask) -> None:
@@ -127,12 +134,6 @@ def attend_product(
     return OPS.attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask)
 
 
-def split_product(product: Tensor, heads: int, kv_heads: int) -> tuple[Tensor, ...]:
-    """Return views of a product [B, N, (H + 2 * G) * D]: q [B, H, N, D], k and v [B, G, N, D]."""
-    rows = product.unflatten(-1, (heads + 2 * kv_heads, -1))
-    return tuple(x.transpose(1, 2) for x in rows.split([heads, kv_heads, kv_heads], 2))
-
-
 def _run_attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask):
     q, k, v = split_product(product, heads, kv_heads)
     return attend_forward(q, k, v, weights, token, offsets, is_causal, mask)
@@ -164,97 +165,26 @@ def _run_attend_product_backward(
     return dproduct, dgates
 
 
-def _fake_attend(q, k, v, weights, token, offsets, is_causal, mask):
-    B, H, N, D = q.shape
-    return q.new_empty(B, N, H * D), q.new_empty(token.shape, dtype=torch.float32)
-
-
-def _fake_attend_product(product, heads, kv_heads, weights, token, offsets, is_causal, mask):
-    return _fake_attend(
-        *split_product(product, heads, kv_heads), weights, token, offsets, is_causal, mask
-    )
-
-
-def _fake_attend_backward(do, q, k, v, o, lse, weights, token, offsets, is_causal, mask):
-    dq, dk, dv = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (q, k, v))
-    return dq, dk, dv, _fake_dgates(lse, weights)
-
-
-def _fake_attend_product_backward(
-    do, product, o, lse, heads, kv_heads, weights, token, offsets, is_causal, mask
-):
-    dproduct = torch.empty_like(product, memory_format=torch.contiguous_format)
-    return dproduct, _fake_dgates(lse, weights)
-
-
-def _fake_dgates(lse, weights):
-    if weights is None:
-        return lse.new_empty(0)
-    return lse.new_empty(weights.shape)
-
-
-def _attend(grads, inputs, outputs):
-    q, k, v, weights, *remaining = inputs
-    *computed, dgates = OPS.attend_backward(grads[0], q, k, v, *outputs, weights, *remaining)
-    if weights is None:
-        dgates = None
-    return *computed, dgates
-
-
-def _attend_product(grads, inputs, outputs):
-    product, heads, kv_heads, weights, *remaining = inputs
-    dproduct, dgates = OPS.attend_product_backward(
-        grads[0], product, *outputs, heads, kv_heads, weights, *remaining
-    )
-    if weights is None:
-        dgates = None
-    return dproduct, None, None, dgates
-
-
-def _attend_oracle(q, k, v, weights, token, offsets, is_causal, mask):
-    B, H, N, D = q.shape
-    token = token[: offsets[-1]]  # what follows the last pair means nothing
-    rows = eager.rows_of_pairs(token, offsets, H)
-    queries = q.transpose(1, 2).reshape(-1, D).index_select(0, rows)
-    o = eager.attend(queries, k, v, token, offsets, H, N, None, is_causal, mask)
-    if weights is not None:
-        gates = weights.expand(B, N, H).flatten().index_select(0, rows)
-        o = (o * gates.unsqueeze(1)).to(q.dtype)
-    return (eager.scatter(o, rows, B * N * H).view(B, N, H * D),)
-
-
-def _attend_product_oracle(product, heads, kv_heads, *remaining):
-    return _attend_oracle(*split_product(product, heads, kv_heads), *remaining)
-
-
 _LISTS = "Tensor? weights, Tensor token, Tensor offsets, bool is_causal, Tensor? mask"
 _PRODUCT = f"int heads, int kv_heads, {_LISTS}"
 define(
-    f"attend(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)",
-    attend_forward,
-    _fake_attend,
+    f"attend_in_place(Tensor q, Tensor k, Tensor v, {_LISTS}) -> (Tensor, Tensor)", attend_forward
 )
 define(
-    f"attend_backward(Tensor do, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_LISTS})"
+    f"attend_in_place_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, {_LISTS})"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _run_attend_backward,
-    _fake_attend_backward,
 )
 define(
     f"attend_product(Tensor product, {_PRODUCT}) -> (Tensor, Tensor)",
     _run_attend_product,
-    _fake_attend_product,
 )
 define(
-    f"attend_product_backward(Tensor do, Tensor product, Tensor o, Tensor lse, {_PRODUCT})"
+    f"attend_product_backward(Tensor grad, Tensor product, Tensor o, Tensor lse, {_PRODUCT})"
     " -> (Tensor, Tensor)",
     _run_attend_product_backward,
-    _fake_attend_product_backward,
 )
-differentiate(f"{NAME}::attend", _attend_oracle, _attend, kept=(0, 1), constant=(1,))
-differentiate(
-    f"{NAME}::attend_product", _attend_product_oracle, _attend_product, kept=(0, 1), constant=(1,)
-)
+describe_attend(NAME)
 
 
 # ---- route

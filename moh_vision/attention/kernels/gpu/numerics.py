@@ -11,8 +11,9 @@ import torch
 import triton
 
 from moh_vision.attention.kernels import eager
+from moh_vision.attention.kernels.contract import attend_product_oracle
 from moh_vision.attention.kernels.gpu import check
-from moh_vision.attention.kernels.gpu.library import OPS, _attend_product_oracle
+from moh_vision.attention.kernels.gpu.library import OPS
 
 # Sequences, heads, key-value heads, and the widths of a head.
 B = 2
@@ -118,7 +119,7 @@ def attention(device: torch.device, dtype: torch.dtype, width: int, call: str) -
     dproduct, dgates = OPS.attend_product_backward(do, product, o, lse, *inputs)
 
     leaves = [x.cpu().double().requires_grad_() for x in (product, gates)]
-    (want,) = _attend_product_oracle(leaves[0], H, G, leaves[1], *pairs, is_causal, mask)
+    (want,) = attend_product_oracle(leaves[0], H, G, leaves[1], *pairs, is_causal, mask)
     exact_grads = torch.autograd.grad(want, leaves, do.cpu().double())
     dproduct_want, dgates_want = exact_grads
     compared = [

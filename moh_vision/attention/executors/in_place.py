@@ -1,22 +1,32 @@
-"""`OnGpu`: heads chosen per token or sequence, by Triton."""
+"""`InPlace`: heads chosen per token or sequence, by Triton, or in 16 bits by C++."""
 
 from torch import Tensor, nn
 
 from moh_vision.attention import kernels
 from moh_vision.attention.executors.executor import Executor
-from moh_vision.attention.executors.reasons import nothing_to_skip, path_of
+from moh_vision.attention.executors.reasons import no_operator, nothing_to_skip, path_of, unlisted
+from moh_vision.attention.linear import product_dtype
 from moh_vision.attention.routing import Call
 
 
-class OnGpu(Executor):
-    """All queries are projected. One kernel attends for the pairs that run, weighs, and puts in place."""
+class InPlace(Executor):
+    """The products are those of all heads. One operator attends for the pairs that run, weighs, and puts in place.
+
+    For where such products are so fast that leaving rows out gains less than gathering them costs.
+    """
 
     @staticmethod
     def why_not(layer: nn.Module, call: Call, compiling: bool) -> str:
-        reason = nothing_to_skip(layer, call)
-        if not reason and path_of(layer, call) != "triton":
-            reason = "no Triton kernel runs the call"
-        return reason
+        reason = nothing_to_skip(layer, call) or no_operator(layer, call)
+        if reason or path_of(layer, call) == "triton":
+            return reason
+        if kernels.native(call.x.device, product_dtype(call.x)):
+            return "in float32 the C++ operators leave out products too"
+        return unlisted(call, compiling)
+
+    @staticmethod
+    def pays_up_to(layer: nn.Module, call: Call, compiling: bool) -> float:
+        return 1.0 if path_of(layer, call) == "cpp" else 0.0
 
     def project(self) -> tuple[Tensor, Tensor, Tensor]:
         """Project as `Masked` does. Where q, k and v are views of one product, `attend` reads the product."""
@@ -29,7 +39,7 @@ class OnGpu(Executor):
         call = self.call
         if self.product is not None:
             # The product gets one gradient, and no gradients of q, k and v are joined afterwards.
-            return kernels.attend_product_on_gpu(
+            return kernels.attend_product(
                 self.product,
                 layer.num_heads,
                 layer.kv_heads,
@@ -41,7 +51,7 @@ class OnGpu(Executor):
         q = q.to(v.dtype)
         k = k.to(v.dtype).expand(B, -1, -1, -1)
         v = v.expand(B, -1, -1, -1)
-        return kernels.attend_on_gpu(q, k, v, call.routing, call.is_causal, call.attn_mask)
+        return kernels.attend_in_place(q, k, v, call.routing, call.is_causal, call.attn_mask)
 
     def combine(self, o: Tensor) -> Tensor:
         """Project o [B, N, H*D] to [B, N, C]."""
