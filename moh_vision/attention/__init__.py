@@ -2,7 +2,7 @@
 
     y_t = sum_h  w_h(x_t) * softmax(q_h(x_t) K_h^T / sqrt(D)) V_h  W_O^h            (*)
 
-`routers` say who works and how much, `executors` do the work, `layer` joins them.
+`routers` say who works and how much, `executors` do the work, `layer` joins them; `mlp` is the same without attention.
 Letters used in every file: B batch, N query tokens, M key tokens, C model width, H heads,
 E routed candidates, K active heads, D head width.
 """
@@ -18,16 +18,20 @@ from moh_vision.attention.losses import (
     moa_balance_loss,
     router_z_loss,
 )
+from moh_vision.attention.mlp import GroupMixtureMlp
 from moh_vision.attention.model_heads import (
+    ModelBudgets,
     attention_layers,
     budgets_at,
     head_budget,
     init_routers,
-    layer_budgets,
+    mlp_layers,
+    model_budgets,
     running,
     set_budgets,
     token_heads,
 )
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS, default_budget
 from moh_vision.attention.routing import Routing, RoutingStats, run_block
 from moh_vision.attention.separate import SeparateHeadMixtureAttention
@@ -37,9 +41,12 @@ __all__ = [
     "ROUTERS",
     "BudgetSpec",
     "ContextCache",
+    "GroupMixtureMlp",
     "HeadBudget",
     "HeadMixtureAttention",
     "KeyValueCache",
+    "ModelBudgets",
+    "RoutedLayer",
     "Routing",
     "RoutingStats",
     "SeparateHeadMixtureAttention",
@@ -51,9 +58,10 @@ __all__ = [
     "head_runs",
     "head_usage",
     "init_routers",
-    "layer_budgets",
     "load_balance_loss",
+    "mlp_layers",
     "moa_balance_loss",
+    "model_budgets",
     "router_z_loss",
     "resolve_budget",
     "run_block",

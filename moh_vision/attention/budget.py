@@ -6,7 +6,7 @@ What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. Of a 
                       new_budgets        models/head_budgets.py    resolve and note the budget of a model being built
                       resolve_budget     here                      the budgets of layers that are not there yet
     a model, read     head_budget        attention/model_heads.py  the table that users see
-                      layer_budgets      attention/model_heads.py  the budget of every layer
+                      model_budgets      attention/model_heads.py  the budget of every layer, of attention and MLPs
                       budgets_at         attention/model_heads.py  the budgets that its layers would have at another share
     set               set_head_budget    models/head_budgets.py    run another share from now on, and record it
     run with          running            attention/model_heads.py  run other budgets for a while
@@ -18,7 +18,8 @@ What users write (a `BudgetSpec`) becomes one `HeadBudget` per layer here. Of a 
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,25 +35,45 @@ SHARED_SHARE = 0.4
 
 SHAPES = ("ramp", "uniform")  # of a share over the layers
 
+# What a budget counts, by the name of the argument that gives it.
+PARTS = {"head_budget": "heads", "mlp_budget": "groups"}
+
 
 class BudgetError(ValueError):
-    """A share of heads that cannot be understood, or that the layers cannot run.
+    """A budget that cannot be understood, or that the layers cannot run.
 
     Attributes:
         reason: the message without the name of the argument.
-        advice: what to give for head_budget instead, the end of the message; "" where the reason says it.
+        advice: what to give instead, the end of the message; "" where the reason says it.
+        layer: number of the layer whose pair is refused; None: the budget as a whole.
+        argument: the name of the argument: "head_budget", or "mlp_budget" (see `naming`).
     """
 
-    def __init__(self, reason: str, advice: str = ""):
-        super().__init__(reason, advice)
+    def __init__(self, reason: str, advice: str = "", layer: int | None = None):
+        super().__init__(reason, advice, layer)
         self.reason = reason
         self.advice = advice
+        self.layer = layer
+        self.argument = "head_budget"
 
     def __str__(self) -> str:
-        message = f"head_budget {self.reason}"
+        if self.layer is None:
+            message = f"{self.argument} {self.reason}"
+        else:
+            message = f"{self.argument}, layer {self.layer}: {self.reason}"
         if self.advice:
             message += f"; {self.advice}"
         return message
+
+
+@contextmanager
+def naming(argument: str) -> Iterator[None]:
+    """Let errors of a budget name this argument."""
+    try:
+        yield
+    except BudgetError as error:
+        error.argument = argument
+        raise
 
 
 class Share(NamedTuple):
@@ -122,6 +143,7 @@ def resolve_budget(
     head_dim: int | Sequence[int],
     group: int = 1,
     shared_share: float = SHARED_SHARE,
+    argument: str = "head_budget",
 ) -> tuple[HeadBudget, ...]:
     """Turn what a user writes into one `HeadBudget` per layer.
 
@@ -144,10 +166,25 @@ def resolve_budget(
             must be whole groups.
         shared_share: the share of shared heads among the active ones where the spec does not say; see
             `moh_vision.attention.routers.shared_share`.
+        argument: the name that errors and warnings give the spec.
 
     Raises:
         ValueError: naming the layer and the numbers.
     """
+    with naming(argument):
+        return _resolve(spec, depth, heads, head_dim, group, shared_share, argument)
+
+
+def _resolve(
+    spec: BudgetSpec,
+    depth: int,
+    heads: int | Sequence[int],
+    head_dim: int | Sequence[int],
+    group: int,
+    shared_share: float,
+    argument: str,
+) -> tuple[HeadBudget, ...]:
+    """`resolve_budget`, whose arguments these are."""
     heads = _per_layer("heads", heads, depth)
     head_dim = _per_layer("head_dim", head_dim, depth)
     if group != 1:
@@ -161,13 +198,15 @@ def resolve_budget(
         pairs = _explicit_pairs(spec, depth)
     else:
         pairs = _pairs_of_share(spec, heads, shared_share)
+        active = sum(shared + routed for shared, routed in pairs)
+        _warn_once_of_rounding(spec, active, sum(heads), argument)
 
     budgets = []
     for layer, ((shared, routed), h, d) in enumerate(zip(pairs, heads, head_dim)):
         try:
             budgets.append(HeadBudget(h, d, shared, routed))
         except ValueError as error:
-            raise ValueError(f"head_budget, layer {layer}: {error}") from None
+            raise BudgetError(str(error), layer=layer) from None
     return tuple(budgets)
 
 
@@ -192,7 +231,6 @@ def _pairs_of_share(
                 f"{spec!r}: layer {layer} with {h} heads would run 0 of them, at least 1 must run; "
                 f"the smallest share is {smallest}"
             )
-    _warn_once_of_rounding(spec, sum(active), sum(heads))
     return [(s, a - s) for s, a in zip(shared, active)]
 
 
@@ -249,8 +287,8 @@ def change_budget(
         pairs = _explicit_pairs(spec, len(budgets))
         for layer, ((shared, _), b) in enumerate(zip(pairs, budgets)):
             if shared != b.shared:
-                raise ValueError(
-                    f"head_budget, layer {layer}: {b.shared} heads are shared and stay so, not {shared}"
+                raise BudgetError(
+                    f"{b.shared} heads are shared and stay so, not {shared}", layer=layer
                 )
     else:
         pairs = _changed_pairs_of_share(spec, budgets)
@@ -338,16 +376,16 @@ def _in_groups(
         try:
             check_groups(b, group)
         except ValueError as error:
-            raise ValueError(f"head_budget, layer {layer}: {error}") from None
+            raise BudgetError(str(error), layer=layer) from None
         wide.append(
             HeadBudget(b.heads // group, b.head_dim * group, b.shared // group, b.routed // group)
         )
     if isinstance(spec, (list, tuple)):
         for layer, (pair, group) in enumerate(zip(_explicit_pairs(spec, len(budgets)), groups)):
             if pair[0] % group or pair[1] % group:
-                raise ValueError(
-                    f"head_budget, layer {layer}: {pair} is not a pair of multiples of group={group}: heads are chosen "
-                    "in whole groups"
+                raise BudgetError(
+                    f"{pair} is not a pair of multiples of group={group}: heads are chosen in whole groups",
+                    layer=layer,
                 )
         spec = [(shared // group, routed // group) for (shared, routed), group in zip(spec, groups)]
     counted = f" (counted in groups of {', '.join(map(str, sorted(set(groups))))} heads)"
@@ -355,8 +393,8 @@ def _in_groups(
         decided = decide(spec, wide)
     except BudgetError as error:
         if error.advice:
-            raise BudgetError(error.reason, error.advice + counted) from None
-        raise BudgetError(error.reason + counted) from None
+            raise BudgetError(error.reason, error.advice + counted, error.layer) from None
+        raise BudgetError(error.reason + counted, layer=error.layer) from None
     except ValueError as error:
         raise ValueError(f"{error}{counted}") from None
     return tuple(
@@ -391,7 +429,7 @@ def _per_layer(name: str, value: int | Sequence[int], depth: int) -> list[int]:
 def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
     """Return the (shared, routed) pairs of a list; refuse a list that is not one of `depth` pairs."""
     if len(spec) != depth:
-        raise ValueError(f"head_budget lists {len(spec)} layers, the model has {depth}")
+        raise BudgetError(f"lists {len(spec)} layers, the model has {depth}")
     pairs = []
     for layer, pair in enumerate(spec):
         if (
@@ -399,8 +437,8 @@ def _explicit_pairs(spec: Sequence, depth: int) -> list[tuple[int, int]]:
             or len(pair) != 2
             or any(isinstance(n, bool) or not isinstance(n, int) for n in pair)
         ):
-            raise ValueError(
-                f"head_budget, layer {layer}: {pair!r} is not a pair of whole numbers (shared, routed)"
+            raise BudgetError(
+                f"{pair!r} is not a pair of whole numbers (shared, routed)", layer=layer
             )
         pairs.append((pair[0], pair[1]))
     return pairs
@@ -432,13 +470,17 @@ def parse_share(spec: object) -> Share:
     return Share(shape, active, shared)
 
 
-def warn_of_rounding(spec: BudgetSpec, active: int, heads: int) -> None:
+def warn_of_rounding(
+    spec: BudgetSpec, active: int, heads: int, argument: str = "head_budget"
+) -> None:
     """Log, at level WARNING, a share that whole heads miss by more than 5 points; "uniform" rounds in every layer."""
     if isinstance(spec, (list, tuple)):
         return
     if abs(active / heads - parse_share(spec).active) > NEAR:
+        parts = PARTS[argument]
         log.warning(
-            f"head_budget {spec!r} runs {active} of {heads} heads, {100 * active / heads:.1f} %, because a layer runs whole heads"
+            f"{argument} {spec!r} runs {active} of {heads} {parts}, {100 * active / heads:.1f} %, "
+            f"because a layer runs whole {parts}"
         )
 
 

@@ -11,7 +11,6 @@ from moh_vision.attention.budget import HeadBudget
 from moh_vision.attention.cache import ContextCache
 from moh_vision.attention.executors import (
     EXECUTORS,
-    Executor,
     InPlace,
     Masked,
     Reference,
@@ -19,11 +18,11 @@ from moh_vision.attention.executors import (
     Tokens,
     Unfused,
     WholeSequences,
-    select_executor,
 )
 from moh_vision.attention.kernels.route import project_and_route
 from moh_vision.attention.linear import is_traced, linear_rows, plain, unhooked
 from moh_vision.attention.masks import check_length, rotate, visible
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routers import ROUTERS
 from moh_vision.attention.routers.common import TopKRouter, masked_mean
 from moh_vision.attention.routing import Call, Routing, RoutingStats, expand_stats
@@ -34,7 +33,7 @@ SCOPES = ("token", "sample")
 ROUTE_BY = ("query", "context")
 
 
-class HeadMixtureAttention(nn.Module):
+class HeadMixtureAttention(RoutedLayer):
     """Multi-head attention in which a router chooses and weighs the heads.
 
     Args:
@@ -62,13 +61,10 @@ class HeadMixtureAttention(nn.Module):
     [C, H * D] (both as in timm and DiT); router.*.
     """
 
-    # Classes of executors. Names in EXECUTORS, which a user gives as `executor`, choose among them: those that skip heads,
-    # in the order of trial; that of all heads; that where `fused_attn` is False; the oracle.
-    skipping_executors: tuple[type[Executor], ...] = (WholeSequences, Sequences, InPlace, Tokens)
-    all_heads_executor: type[Executor] = Masked
-    unfused_executor: type[Executor] = Unfused
-    reference_executor: type[Executor] = Reference
-    variant = ""  # what decides the time of a call beside its sizes
+    skipping_executors = (WholeSequences, Sequences, InPlace, Tokens)
+    all_heads_executor = Masked
+    unfused_executor = Unfused
+    reference_executor = Reference
 
     def __init__(  # noqa: PLR0913
         self,
@@ -134,11 +130,6 @@ class HeadMixtureAttention(nn.Module):
             )
         self.add_output(dim, proj_bias, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
-
-    @property
-    def budget(self) -> HeadBudget:
-        """The budget of the router, which `set_budgets` changes."""
-        return self.router.budget
 
     @property
     def rows(self) -> list[int]:
@@ -241,10 +232,6 @@ class HeadMixtureAttention(nn.Module):
 
     if TYPE_CHECKING:
         __call__ = forward  # nn.Module's own says nothing of types
-
-    def make_executor(self, call: Call) -> Executor:
-        """Return the executor of a call."""
-        return select_executor(self, call)(self, call)
 
     def check(
         self,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routing import RoutingStats
 
 
@@ -111,7 +111,7 @@ class RoutedTask(nn.Module):
     """Holds a model with head routing and adds its routers' auxiliary losses to that of the task.
 
     Args:
-        model: its HeadMixtureAttention layers hand on their statistics in the order of `model.modules()`.
+        model: its routed layers hand on their statistics in the order of `model.modules()`.
         balance_weight: weight of MoH's load-balance loss (Jin 2024, eq. 7 times E, averaged over the layers, as released).
         moa_balance_weight, z_weight: weights of MoA's L_a and L_z, summed over its modules (Zhang 2022, eq. 17). The
             defaults are the paper's, for a task loss that is a mean over tokens.
@@ -129,7 +129,7 @@ class RoutedTask(nn.Module):
         self.balance_weight = balance_weight
         self.moa_balance_weight = moa_balance_weight
         self.z_weight = z_weight
-        layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+        layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
         # In the order of the statistics.
         self.aux_losses = [layer.router.aux_loss for layer in layers]
 

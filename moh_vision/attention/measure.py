@@ -21,7 +21,7 @@ from moh_vision.attention.executors.measurement_table import (
     current_table,
     measuring_is_off,
 )
-from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers
 from moh_vision.attention.routing import Call
@@ -44,6 +44,7 @@ WHOLE_ROUNDS = 3  # of the whole model, with and without skipping
 WORDS = dict(
     WholeSequences="per sequence, C++", Sequences="per sequence, PyTorch", InPlace="attention alone",
     Tokens="per token, C++", AggregatedPairs="per token, C++", CosinePairs="per token, C++",
+    GroupPairs="groups, C++", GroupsOfSequences="groups, PyTorch",
 )  # fmt: skip
 LONGEST = 60.0  # seconds that a run measures at most, however slow its steps are
 
@@ -99,7 +100,7 @@ def measure(model: nn.Module, *inputs: Any, **named: Any) -> Rows:
 
 def whole_times(model: nn.Module, forward: Callable) -> Iterator[str]:
     """Yield lines with the time of the whole model beside its time with all heads; see `measure`."""
-    layers = [m for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+    layers = [m for m in model.modules() if isinstance(m, RoutedLayer)]
     layers = [layer for layer in layers if layer.executor == "auto"]
     weights = [p for p in model.parameters() if p.requires_grad]
 
@@ -204,7 +205,7 @@ def collect(
     layers = [
         m
         for m in model.modules()
-        if isinstance(m, HeadMixtureAttention) and m.executor == "auto" and m.fused_attn
+        if isinstance(m, RoutedLayer) and m.executor == "auto" and m.fused_attn
     ]
     inputs: dict[nn.Module, tuple] = {}
 
@@ -255,7 +256,7 @@ def collect(
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Restore a model's modes, executors and buffers, such as the statistics of a batch norm, afterwards."""
     modes = [(m, m.training) for m in model.modules()]
-    executors = [(m, m.executor) for m in model.modules() if isinstance(m, HeadMixtureAttention)]
+    executors = [(m, m.executor) for m in model.modules() if isinstance(m, RoutedLayer)]
     buffers = [(b, b.clone()) for b in model.buffers()]
     try:
         yield

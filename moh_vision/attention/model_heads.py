@@ -1,16 +1,25 @@
 """Helpers that visit every attention layer of a model."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention.budget import BudgetSpec, HeadBudget, change_budget, log, shaped
+from moh_vision.attention.budget import (
+    BudgetSpec,
+    HeadBudget,
+    change_budget,
+    log,
+    naming,
+    shaped,
+)
 from moh_vision.attention.layer import HeadMixtureAttention
+from moh_vision.attention.mlp import GroupMixtureMlp
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routing import Routing
 
 
@@ -33,9 +42,34 @@ def attention_layers(model: nn.Module) -> list[HeadMixtureAttention]:
     return list(named_layers(model).values())
 
 
-def layer_budgets(model: nn.Module) -> list[HeadBudget]:
-    """Return the budget of every `HeadMixtureAttention` in a model, in order."""
-    return [layer.budget for layer in attention_layers(model)]
+def mlp_layers(model: nn.Module) -> list[GroupMixtureMlp]:
+    """Return every `GroupMixtureMlp` of a model, in order; none where the MLPs are dense."""
+    return [module for module in model.modules() if isinstance(module, GroupMixtureMlp)]
+
+
+class ModelBudgets(NamedTuple):
+    """What the routed layers of a model run."""
+
+    heads: tuple[HeadBudget, ...]  # of every attention layer, in order
+    groups: tuple[HeadBudget, ...] = ()  # of every routed MLP, in order
+
+    @property
+    def chosen(self) -> tuple[HeadBudget, ...]:
+        """The budgets of what is chosen: heads, or the groups of MLPs in a model that runs all its heads."""
+        if self.groups and not any(budget.candidates for budget in self.heads):
+            return self.groups
+        return self.heads
+
+    @property
+    def share(self) -> float:
+        """Active heads over all heads; of groups in a model that runs all its heads."""
+        return sum(b.active for b in self.chosen) / sum(b.heads for b in self.chosen)
+
+
+def model_budgets(model: nn.Module) -> ModelBudgets:
+    """Return the budget of every routed layer of a model."""
+    heads = tuple(layer.budget for layer in attention_layers(model))
+    return ModelBudgets(heads, tuple(layer.budget for layer in mlp_layers(model)))
 
 
 def head_groups(model: nn.Module) -> list[int]:
@@ -43,15 +77,44 @@ def head_groups(model: nn.Module) -> list[int]:
     return [getattr(layer.router, "group", 1) for layer in attention_layers(model)]
 
 
-def budgets_at(model: nn.Module, spec: BudgetSpec) -> tuple[HeadBudget, ...]:
-    """Return the budgets that a model's layers would have with another number of routed heads; the model stays as it is.
+def budgets_at(model: nn.Module, spec: BudgetSpec) -> ModelBudgets:
+    """Return the budgets that a model's layers would have at another share; the model stays as it is.
 
-    A plain share keeps the shape of the model's budget, see `shaped_as`.
+    A share is that of the heads and, where MLPs are routed, of their groups. A plain one keeps the shape that the model's
+    budgets have, see `shaped_as`. A list of pairs is of the heads alone.
 
     Raises:
         ValueError: see `change_budget`.
     """
-    return change_budget(shaped_as(model, spec), layer_budgets(model), head_groups(model))
+    heads, groups = model_budgets(model)
+    if groups and not isinstance(spec, (list, tuple)):
+        groups = groups_at(model, spec)[1]
+        if not any(budget.candidates for budget in heads):  # all heads run, and groups alone are chosen
+            return ModelBudgets(heads, groups)
+    return ModelBudgets(heads_at(model, spec), groups)
+
+
+def heads_at(model: nn.Module, spec: BudgetSpec) -> tuple[HeadBudget, ...]:
+    """Return the budgets that a model's attention layers would have with another number of routed heads."""
+    heads = model_budgets(model).heads
+    return change_budget(shaped_as(model, spec), heads, head_groups(model))
+
+
+def groups_at(model: nn.Module, spec: BudgetSpec) -> tuple[BudgetSpec, tuple[HeadBudget, ...]]:
+    """Return a spec with the shape of a model's mlp_budget, and the budgets that its routed MLPs would have.
+
+    Raises:
+        ValueError: for dense MLPs, and as `change_budget`.
+    """
+    groups = model_budgets(model).groups
+    if not groups:
+        raise ValueError(
+            f"mlp {spec!r}: the MLPs of {type(model).__name__} are dense; make it with mlp_budget, or convert a dense model "
+            "with moh_vision.convert(model, scope='sample', mlp_budget=...)"
+        )
+    with naming("mlp_budget"):
+        spec = shaped(spec, getattr(model, "mlp_budget_shape", None) or "ramp")
+        return spec, change_budget(spec, groups)
 
 
 def shaped_as(model: nn.Module, spec: BudgetSpec) -> BudgetSpec:
@@ -74,7 +137,7 @@ def _warn_once_of_shape() -> None:
     )
 
 
-def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBudget]) -> None:
+def set_budgets(layers: Sequence[RoutedLayer], budgets: Sequence[HeadBudget]) -> None:
     """Give layers other budgets. A layer with another number of shared heads gets a new, untrained router."""
     for layer, budget in zip(layers, budgets, strict=True):
         if budget.shared != layer.budget.shared:
@@ -82,7 +145,7 @@ def set_budgets(layers: Sequence[HeadMixtureAttention], budgets: Sequence[HeadBu
         layer.router.budget = budget
 
 
-def new_router(layer: HeadMixtureAttention, budget: HeadBudget) -> nn.Module:
+def new_router(layer: RoutedLayer, budget: HeadBudget) -> nn.Module:
     """Make an untrained router for a layer: class, options, device and mode stay, the budget is another."""
     weight = next(layer.parameters())
     router_class = type(layer.router)
@@ -108,11 +171,11 @@ def single_routed(model: nn.Module) -> str | None:
 
 
 @contextmanager
-def running(model: nn.Module, budgets: Sequence[HeadBudget]) -> Iterator[None]:
-    """Let a model run these heads for a while, see `set_budgets`; afterwards it runs those that it had."""
-    layers = attention_layers(model)
-    before = layer_budgets(model)
-    set_budgets(layers, budgets)
+def running(model: nn.Module, budgets: ModelBudgets) -> Iterator[None]:
+    """Let a model run these heads and groups for a while, see `set_budgets`; afterwards it runs those that it had."""
+    layers = [*attention_layers(model), *mlp_layers(model)]
+    before = [layer.budget for layer in layers]
+    set_budgets(layers, [*budgets.heads, *budgets.groups])
     try:
         yield
     finally:
@@ -122,7 +185,7 @@ def running(model: nn.Module, budgets: Sequence[HeadBudget]) -> Iterator[None]:
 def init_routers(model: nn.Module) -> None:
     """Set what a router's paper prescribes: MoA's first weights, MAE's experts. Call it after initialising a model."""
     for module in model.modules():
-        if isinstance(module, HeadMixtureAttention):
+        if isinstance(module, RoutedLayer):
             for name in ("init_weights", "init_non_persistent_buffers"):
                 initialise = getattr(module.router, name, None)
                 if initialise is not None:
@@ -134,15 +197,38 @@ def head_budget(model: nn.Module) -> dict:
 
     Returns:
         dict(layers=[dict(name, heads, head_dim, shared, routed, active), ...], active, heads, share): the last three
-        are head-weighted totals, the figure that the papers quote.
+        are head-weighted totals, the figure that the papers quote. Where groups of MLPs are routed, the entry "mlp" is
+        such a dict of them: their "heads" are groups, and "head_dim" is the width of one.
     """
-    budgets = {name: layer.budget for name, layer in named_layers(model).items()}
-    layers = [
-        dict(name=name, **asdict(budget), active=budget.active) for name, budget in budgets.items()
-    ]
-    active = sum(layer["active"] for layer in layers)
-    heads = sum(layer["heads"] for layer in layers)
-    return dict(layers=layers, active=active, heads=heads, share=active / heads)
+    budget = _totals(named_layers(model))
+    mlps = {
+        name: module for name, module in model.named_modules() if isinstance(module, GroupMixtureMlp)
+    }
+    if mlps:
+        budget["mlp"] = _totals(mlps)
+    return budget
+
+
+def _totals(layers: Mapping[str, RoutedLayer]) -> dict:
+    """Return the budgets of layers by their names, and the totals of all: see `head_budget`."""
+    rows = []
+    for name, layer in layers.items():
+        rows.append(dict(name=name, **asdict(layer.budget), active=layer.budget.active))
+    active = sum(row["active"] for row in rows)
+    heads = sum(row["heads"] for row in rows)
+    return dict(layers=rows, active=active, heads=heads, share=active / heads)
+
+
+def routed_layers(model: nn.Module) -> list[dict]:
+    """Return the budget of every routed layer, attention and MLPs, in the order of their statistics.
+
+    Returns:
+        Rows as the layers of `head_budget`.
+    """
+    budget = head_budget(model)
+    rows = budget["layers"] + budget.get("mlp", {}).get("layers", [])
+    by_name = {row["name"]: row for row in rows}
+    return [by_name[name] for name, _ in model.named_modules() if name in by_name]
 
 
 @torch.no_grad()

@@ -165,12 +165,16 @@ def open_images(config: OpenedClsConfig, split: str, accelerator):
     return source
 
 
+# Keys that set another budget in the model of a run.
+BUDGETS = ("model.head_budget", "model.mlp_budget")
+
+
 def open_classifier(
     config: OpenedClsConfig, images: int = 1, **arguments
 ) -> tuple[nn.Module, dict]:
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
-    A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
+    A run, or a folder saved by timm or publish, brings its model: only the keys in BUDGETS may change it. Other weights
     need the configuration's `model` and `arguments`. `images`, their number, decides the memory that they take.
     """
     path = config.checkpoint
@@ -195,13 +199,17 @@ def open_classifier(
             model, metadata = to_validate(path, name, asked_arguments, data.img_size)
     if metadata["of_run"]:
         for key in sorted(config.given):
-            if key.partition(".")[0] == "model" and key != "model.head_budget":
+            if key.partition(".")[0] == "model" and key not in BUDGETS:
                 raise ValueError(
                     f"{key} has no effect: --checkpoint {path} brings its model, {metadata['architecture']}; "
-                    "allowed is model.head_budget"
+                    f"allowed are {' and '.join(BUDGETS)}"
                 )
-        if "model.head_budget" in config.given and config.model.head_budget is not None:
-            set_head_budget(model, config.model.head_budget)
+        heads, groups = (
+            getattr(config.model, key.partition(".")[2]) if key in config.given else None
+            for key in BUDGETS
+        )
+        if heads is not None or groups is not None:
+            set_head_budget(model, heads, mlp=groups)
         if not by_timm:
             data = data_as_trained(data, config.given, metadata)
     prepare(model, data, metadata["arguments"].get("img_size"), metadata["classes"])

@@ -20,10 +20,10 @@ from torch import nn
 
 from moh_vision.attention import (
     HeadBudget,
+    ModelBudgets,
     attention_layers,
     budgets_at,
-    head_budget,
-    layer_budgets,
+    model_budgets,
     running,
 )
 from moh_vision.attention.budget import parse_share
@@ -42,7 +42,6 @@ SHARES = (0.5, 0.625, 0.75, 0.875, 1.0)
 ROUNDS = 15
 VISIT = 0.1  # seconds of one look at the clock
 DRAWN = ("top1", "fid", "fd", "frechet_distance", "recognised", "perplexity")  # the first one found
-Budgets = tuple[HeadBudget, ...]
 
 
 class Timed(NamedTuple):
@@ -51,27 +50,27 @@ class Timed(NamedTuple):
     milliseconds: list[float]
     """One number a round, in the end their quartiles."""
     model: nn.Module
-    budgets: Budgets
+    budgets: ModelBudgets
     forward: Callable[[], object]
     """Runs the model on one batch."""
 
 
-def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Budgets]:
+def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, ModelBudgets]:
     """Find budgets by the share of heads that they run, the model's own among them.
 
     Shares are rounded to whole heads. A plain number keeps the shape of the model's budget. None: the allowed ones of
-    SHARES. A dense model has one share.
+    SHARES. A dense model has one share. Groups of routed MLPs run at the same share as the heads.
     """
-    saved = tuple(layer_budgets(model))
+    saved = model_budgets(model)
     if is_dense(model):
         return {1.0: saved}
-    if not any(budget.candidates for budget in saved):
+    if not any(budget.candidates for budget in saved.chosen):
         raise ValueError(
             f"{type(model).__name__} has no routed heads to be chosen; moh_vision.convert gives it some"
         )
-    heads = sum(budget.heads for budget in saved)
+    heads = sum(budget.heads for budget in saved.chosen)
 
-    def allowed(share: str) -> Budgets | None:
+    def allowed(share: str) -> ModelBudgets | None:
         try:
             return budgets_at(model, share)
         except ValueError:
@@ -88,8 +87,7 @@ def budgets_of(model: nn.Module, shares: Sequence[str] | None) -> dict[float, Bu
             )
     by_share = {}
     for budgets in (*filter(None, found.values()), saved):
-        active = sum(budget.active for budget in budgets)
-        by_share[active / heads] = budgets
+        by_share[budgets.share] = budgets
     return dict(sorted(by_share.items()))
 
 
@@ -119,9 +117,10 @@ def measure(
             batch_size=size,
             scope=first.scope,
             executor=first.executor,
-            share=head_budget(one.model)["share"],
+            share=model_budgets(one.model).share,
             shares=list(by_share),
-            layers=[[[b.shared, b.routed] for b in chosen] for chosen in by_share.values()],
+            layers=[pairs(budgets.heads) for budgets in by_share.values()],
+            mlps=[pairs(budgets.groups) for budgets in by_share.values()],
             scores=[],
             milliseconds=[[] for _ in by_share],
         )
@@ -143,6 +142,11 @@ def measure(
                 f"{line['run']}: {100 * share:5.1f} % of the heads, {middle:.4g} ({low:.4g} to {high:.4g}) ms a batch"
             )
     return lines
+
+
+def pairs(budgets: Sequence[HeadBudget]) -> list[list[int]]:
+    """Return [shared, routed] of every layer."""
+    return [[budget.shared, budget.routed] for budget in budgets]
 
 
 def plain_values(scores: dict) -> dict:

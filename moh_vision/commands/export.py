@@ -30,7 +30,7 @@ from moh_vision.common.errors import reason_of
 from moh_vision.common.io import fsync, give_name
 from moh_vision.common.progress import say
 from moh_vision.engine.opened import Opened
-from moh_vision.models.fixed_heads import busiest, gather_heads, keep_heads
+from moh_vision.models.fixed_heads import busiest, computed_groups, gather_heads, keep_heads
 from moh_vision.models.head_budgets import set_head_budget
 from moh_vision.models.head_load import HeadLoad
 from moh_vision.models.weights import name_problem
@@ -203,10 +203,14 @@ def fix_heads(model: nn.Module, file: str) -> None:
     """Keep each layer's most run heads by a head load file, as many as a token runs."""
     load = HeadLoad.read(Path(file))
     layers = attention_layers(model)
-    counted = [(layer["heads"], layer["shared"]) for layer in load.layers]
+    # Routed MLPs are counted too: every image goes on to choose their groups.
+    mlps = {row["name"] for row in head_budget(model).get("mlp", {}).get("layers", ())}
+    of_attention = [n for n, layer in enumerate(load.layers) if layer["name"] not in mlps]
+    counted = [(load.layers[n]["heads"], load.layers[n]["shared"]) for n in of_attention]
     if counted != [(layer.num_heads, layer.budget.shared) for layer in layers]:
         raise ValueError(f"{file} counts (all, shared) heads {counted}, which are not the model's")
-    shares = [runs[:, :-1].sum(0) for runs in load.runs()]
+    runs = load.runs()
+    shares = [runs[n][:, :-1].sum(0) for n in of_attention]
     kept = [
         busiest(share, layer.budget.shared, layer.budget.active)
         for share, layer in zip(shares, layers)
@@ -228,6 +232,17 @@ def heads_text(model: nn.Module, heads: int, computed: int) -> str:
     active = head_budget(model)["active"]
     if active < heads:
         text += f": each token chooses its own {active}"
+    return text
+
+
+def groups_text(model: nn.Module) -> str:
+    """Say in one line how many groups of routed MLPs an export computes; "" where the MLPs are dense."""
+    computed, groups = computed_groups(model)
+    if groups == 0:
+        return ""
+    text = f"groups of MLPs: the graph computes {computed} of {groups}"
+    if computed < groups:
+        text += ", which each image chooses, and has the weights of all"
     return text
 
 
@@ -311,6 +326,7 @@ def options(add) -> None:
         metavar="S",
         help="share of heads that run, such as 0.5; left out: the model's",
     )
+    add("--mlp-budget", metavar="S", help="share of groups of routed MLPs, likewise")
     add(
         "--static-heads",
         metavar="FILE",
@@ -334,8 +350,8 @@ def work(options) -> None:
     opened = open_source(options.source, options.checkpoint)
     model = opened.model
     metadata = {key: opened.metadata[key] for key in ("architecture", "classes")}
-    if options.head_budget is not None:
-        set_head_budget(model, options.head_budget)
+    if options.head_budget is not None or options.mlp_budget is not None:
+        set_head_budget(model, options.head_budget, mlp=options.mlp_budget)
     heads = sum(layer.num_heads for layer in attention_layers(model))
     if options.static_heads:
         fix_heads(model, options.static_heads)
@@ -355,6 +371,8 @@ def work(options) -> None:
     cases = [cases_of(module, options.batch, seed) for seed in range(TRIES)]
     say(f"{opened.metadata['weights']} ({metadata['architecture']})")
     say(heads_text(model, heads, gather_heads(model)))
+    if text := groups_text(model):
+        say(text)
     write(module, output, form, options.batch, metadata, cases)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     say(f"{output}: {parameters:,} parameters, {output.stat().st_size:,} bytes")

@@ -58,6 +58,9 @@ ROUTING = (
     "router_kwargs",
     "head_budget",
     "head_budget_shape",
+    "mlp_budget",
+    "mlp_budget_shape",
+    "mlp_groups",
     "pos_embed_std",
 )
 # Entries of a timm configuration that describe only its original weights.
@@ -314,6 +317,7 @@ def make_card(
         metadata=metadata,
         file=Path(metadata["weights"]).name,
         share=100 * head_budget(model)["share"],
+        groups=100 * head_budget(model).get("mlp", {}).get("share", 0),
         run_task=run.task,
         size=describe(saved["model"], model, *inputs, **forward),
         data=data_of(run),

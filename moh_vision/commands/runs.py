@@ -15,7 +15,7 @@ from moh_vision.common.errors import reason_of
 from moh_vision.engine.command_line import SavedConfig, load_as, saved_config
 from moh_vision.language.evaluation.lm_suites import SUITES
 from moh_vision.models.counts import without_memory
-from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.head_budgets import set_head_budget, set_share
 from moh_vision.opening import open_run, wing_said
 
 
@@ -88,7 +88,7 @@ class ScoredRun(NamedTuple):
     scored_on: str  # what the scores are of
     sampling: dict[
         str, Any
-    ] = {}  # how images were drawn; with head_budget only if it differs from the run's
+    ] = {}  # how images were drawn; head_budget and mlp_budget if they differ from the run's; share: of an elastic budget
     error: str = ""  # of this run's scores alone, for a note
     saved: SavedConfig | None = None  # config.yaml as it was read
 
@@ -135,8 +135,11 @@ class ScoredRun(NamedTuple):
         Raises FileNotFoundError without weights.
         """
         opened = open_run(self.folder, saved=self.saved)
-        if self.sampling.get("head_budget") is not None:
-            set_head_budget(opened.model, self.sampling["head_budget"])
+        shares = {key: self.sampling.get(key) for key in ("head_budget", "mlp_budget")}
+        if any(share is not None for share in shares.values()):
+            set_head_budget(opened.model, shares["head_budget"], mlp=shares["mlp_budget"])
+        if "share" in self.sampling:
+            set_share(opened.model, self.sampling["share"])
         return without_memory(opened.model), *opened.example()
 
 
@@ -350,7 +353,7 @@ def at_shares(group: Sequence[ScoredRun]) -> dict[str, list[ScoredRun]]:
         for share in shares:
             split[share] = []
             for run, scores in zip(group, found):
-                sampling = dict(run.sampling, head_budget=share)
+                sampling = dict(run.sampling, share=share)
                 at_share = run._replace(sampling=sampling)
                 if share != shares[-1]:
                     at_share = at_share._replace(scores=_at_share(run, scores[share]))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, attention_layers, layer_budgets, running
+from moh_vision.attention import HeadBudget, attention_layers, model_budgets, running
 from moh_vision.attention.budget import spread
 from moh_vision.attention.model_heads import head_groups
 from moh_vision.common.io import write_whole
@@ -72,7 +72,7 @@ def search_budget(
         )
 
     def measured(budgets: Sequence[HeadBudget], where: str) -> float:
-        with running(model, budgets):
+        with running(model, model_budgets(model)._replace(heads=tuple(budgets))):
             loss = float(loss_of(model))
         if not math.isfinite(loss):
             raise ValueError(f"the loss with {where} is {loss}")
@@ -116,7 +116,7 @@ def cheapest(costs: Sequence[Losses], total: int) -> list[int]:
 
 def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[str, dict]:
     """Measure "searched" (`active`), "uniform" and "ramp" of equally many heads: dict(active, loss)."""
-    saved = layer_budgets(model)
+    saved = model_budgets(model).heads
     groups = head_groups(model)
     # Heads that share keys and values are chosen together: spread whole groups.
     in_groups = [
@@ -131,14 +131,14 @@ def compare(model: nn.Module, active: Sequence[int], loss_of: LossOf) -> dict[st
     compared = {}
     for name, heads in counts.items():
         budgets = [replace(budget, routed=k - budget.shared) for budget, k in zip(saved, heads)]
-        with running(model, budgets):
+        with running(model, model_budgets(model)._replace(heads=tuple(budgets))):
             compared[name] = dict(active=heads, loss=float(loss_of(model)))
     return compared
 
 
 def all_heads_of(model: nn.Module) -> list[HeadBudget]:
     """Return the budgets that run all routed heads."""
-    return [replace(b, routed=b.candidates) for b in layer_budgets(model)]
+    return [replace(b, routed=b.candidates) for b in model_budgets(model).heads]
 
 
 def refuse_budget(opened: Opened, option: str) -> None:

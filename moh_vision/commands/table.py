@@ -45,6 +45,7 @@ SIZES = {"parameters": "parameters, M", "macs": "MACs, M", "active": "active hea
 ANOTHER_MODEL = {
     "attention",
     "head_budget",
+    "mlp_budget",
     "router",
     "scope",
     "router_kwargs",

@@ -260,6 +260,8 @@ class SampleConfig(Guided):
     """"ema" (falls back to "model" where the run or the file has none) or "model"."""
     head_budget: HeadBudgets | None = key(None, ge=0)
     """Share of active heads such as 0.5, as `set_head_budget` takes it; left out: the run's."""
+    mlp_budget: HeadBudgets | None = key(None, ge=0)
+    """Share of active groups of routed MLPs, likewise."""
     protocol: Literal["adm"] | None = key(None)
     """"adm": as published FIDs are made (docs/guides/sampling.md): 50,000 images, random labels, EMA weights, 250 steps of
     ddpm, guidance of the first 3 channels in all steps, no mixed precision, ADM's statistics."""
@@ -280,7 +282,8 @@ class SampleConfig(Guided):
     """Scale of classifier-free guidance; 1: none."""
     guide: str | None = key(None, needs="guide_scale!=1")
     """A weak model to guide away from: another run, checkpoint or pipeline of the same images and classes, such as an
-    earlier checkpoint, of its EMA if any; or "heads:SHARE", the same model with fewer heads, such as heads:0.5."""
+    earlier checkpoint, of its EMA if any; or "heads:SHARE", the same model with fewer heads (and groups of routed MLPs), such
+    as heads:0.5."""
     guide_scale: float = key(1.0, ge=0, needs=f"guide; {DRAWS}")
     """Scale of autoguidance, away from what `guide` predicts; 1: none."""
     guide_channels: int | Literal["all"] | None = key(None, ge=1, needs="cfg_scale!=1 or guide")

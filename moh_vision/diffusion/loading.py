@@ -75,8 +75,8 @@ def make_pipeline(config: SampleConfig, model: nn.Module, metadata: dict) -> MoH
     vae = open_vae(config, model.config.in_channels, metadata["vae"])
     if vae is not None:
         vae.enable_slicing()  # one image at a time: memory does not grow with the batch
-    if config.head_budget is not None:
-        set_head_budget(model, config.head_budget)
+    if config.head_budget is not None or config.mlp_budget is not None:
+        set_head_budget(model, config.head_budget, mlp=config.mlp_budget)
     config.sampler = sampler_for(metadata["objective"], config, "--sampler")
     guidance = Guidance(channels=config.guide_channels)
     config.guide_channels = guidance.guided(model.config.in_channels)

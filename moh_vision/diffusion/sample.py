@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from moh_vision.attention import head_budget
+from moh_vision.attention.model_heads import routed_layers
 from moh_vision.attention.measure import collect, measured_table
 from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.errors import user_errors
@@ -62,6 +62,7 @@ SAMPLING = (
     "labels",
     "mixed_precision",
     "head_budget",
+    "mlp_budget",
 )
 
 
@@ -362,7 +363,7 @@ class Drawing:
         timesteps = list(dict.fromkeys(pipe.scheduler.timesteps.tolist()))
         number_of = {t: number for number, t in enumerate(timesteps)}
         groups = {"class": names, "timestep": [f"{t:g}" for t in timesteps]}
-        load = HeadLoad(head_budget(pipe.transformer)["layers"], groups)
+        load = HeadLoad(routed_layers(pipe.transformer), groups)
 
         def count(stats: list, labels: Tensor, t: Tensor) -> None:
             load.add(stats, labels, number_of[t[0].item()])

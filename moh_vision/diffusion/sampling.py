@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention import budgets_at, layer_budgets, running
+from moh_vision.attention import ModelBudgets, budgets_at, model_budgets, running
 from moh_vision.diffusion.objectives import BETA_END, BETA_START, NUM_TIMESTEPS
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def weak_predict(
             budgets = _fewer_heads(model, guide)
         else:
             weak = guide
-            budgets = layer_budgets(weak)
+            budgets = model_budgets(weak)
         sizes = ("in_channels", "sample_size", "num_classes")
         compared = [(size, weak.config[size], model.config[size]) for size in sizes]
         for key, found, needed in [*compared, *must_agree]:
@@ -148,17 +148,21 @@ def weak_predict(
     return predict
 
 
-def _fewer_heads(model: nn.Module, guide: str) -> list:
-    """Return the budgets of a model's layers for "heads:SHARE"; refuse a share that is none smaller."""
+def _fewer_heads(model: nn.Module, guide: str) -> ModelBudgets:
+    """Return the budgets of a model's layers for "heads:SHARE"; refuse a share that is none smaller.
+
+    Groups of routed MLPs run at the same share.
+    """
     word, _, share = guide.partition(":")
     if word != "heads":
         raise ValueError('expected a model, or "heads:SHARE" such as "heads:0.5"')
     budgets = budgets_at(model, share)
-    few = sum(budget.active for budget in budgets)
-    running_now = sum(budget.active for budget in layer_budgets(model))
+    few = sum(budget.active for budget in budgets.chosen)
+    running_now = sum(budget.active for budget in model_budgets(model).chosen)
     if few >= running_now:
+        parts = "groups" if budgets.chosen is budgets.groups else "heads"
         raise ValueError(
-            f"that is {few} heads, and the model runs {running_now}: give a smaller share"
+            f"that is {few} {parts}, and the model runs {running_now}: give a smaller share"
         )
     return budgets
 

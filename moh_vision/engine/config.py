@@ -25,6 +25,11 @@ class ModelConfig(Section, section="model"):
     """Share of active heads such as 0.75, "ramp:0.75" or "uniform:0.75"; a number keeps the shape of the model's budget, a
     ramp in a new one; "uniform:0.75:0.4" also says the share of shared
     heads among them; or one [shared, routed] per layer, as `python -m moh_vision search` writes it."""
+    mlp_budget: HeadBudgets | None = key(None, ge=0)
+    """Share of the MLPs' groups that run, in the forms of head_budget, of a ViT or DiT with scope "sample"; left out: the
+    MLPs are dense."""
+    mlp_groups: int | None = key(None, ge=1, needs=".mlp_budget; not .pretrained")
+    """Groups of each MLP, a divisor of its hidden width; left out: 8."""
     router: str | None = key(None, needs="not .pretrained")
     """Who chooses the heads."""
     scope: str | None = key(None, needs="not .pretrained")

@@ -2,7 +2,7 @@
 
 from timm.models import _factory, register_notrace_module
 
-from moh_vision.attention import HeadMixtureAttention
+from moh_vision.attention import GroupMixtureMlp, HeadMixtureAttention
 from moh_vision.models import dit, transnext, vit  # noqa: F401  registers
 from moh_vision.models.registry import CONVERTERS
 from moh_vision.models.weights import load_checkpoint
@@ -13,6 +13,7 @@ CONVERTERS["timm.models.eva.Eva"] = "moh_vision.models.eva:convert_eva"
 CONVERTERS[DIFFUSERS] = "moh_vision.models.dit_transformer:convert_diffusers"
 # A leaf for timm's and torchvision's feature extraction: heads are chosen at run time.
 register_notrace_module(HeadMixtureAttention)
+register_notrace_module(GroupMixtureMlp)
 
 
 def _load(model, checkpoint_path, *args, theirs=_factory.load_checkpoint, **kwargs):

@@ -24,8 +24,14 @@ from moh_vision.attention import (
 from moh_vision.attention.budget import log, shaped
 from moh_vision.attention.model_heads import single_routed
 from moh_vision.attention.routers import DenseRouter, MAERouter, MoHRouter
-from moh_vision.models.head_budgets import record_budget
+from moh_vision.models.head_budgets import record_budget, saved_budget
 from moh_vision.models.head_order import Batch, order_heads
+from moh_vision.models.mlp_groups import (
+    GROUPS,
+    converted_mlp_budgets,
+    mlp_options,
+    route_mlps,
+)
 from moh_vision.models.registry import converter_for
 
 # Routers that can start as plain attention. MoA's experts share keys, unlike a ViT's heads.
@@ -53,6 +59,8 @@ def convert(
     router_kwargs: dict | None = None,
     calibrate: Batch | Iterable[Batch] | None = None,
     group: bool = False,
+    mlp_budget: BudgetSpec | None = None,
+    mlp_groups: int = GROUPS,
 ) -> nn.Module:
     """Turn a dense ViT, DiT or LLaMA-style language model into one with routed heads, in place.
 
@@ -85,6 +93,9 @@ def convert(
             `head_lengths`), so that the strongest are shared, not the first. The dense output stays the
             same, up to the order of its sums.
         group: for language models, see `convert_llama`.
+        mlp_budget: also route groups of the MLPs, of ViTs and DiTs with scope "sample"; a float is the share in every
+            layer, 1.0 changes nothing yet. None: the MLPs stay dense.
+        mlp_groups: groups of each MLP, a divisor of its hidden width.
 
     Returns:
         The model. timm's `save_for_hf` saves a timm model as "moh_vit" with `base`, its timm name. Layers
@@ -97,11 +108,56 @@ def convert(
     # A mapping is known by its items: transformers' BatchEncoding is no dict.
     if isinstance(calibrate, Tensor) or hasattr(calibrate, "items"):
         calibrate = [calibrate]
-    converter = converter_for(model, route_heads)
-    model = converter(model, head_budget, router, scope, executor, router_kwargs, calibrate, group)
+    model = apply(
+        model,
+        (head_budget, router, scope, executor, router_kwargs, calibrate, group),
+        mlp_budget,
+        mlp_groups,
+    )
     if remark := single_routed(model):
         log.warning(remark)
     return model
+
+
+def apply(
+    model: nn.Module, of_heads: tuple, mlp_budget: BudgetSpec | None, mlp_groups: int
+) -> nn.Module:
+    """Do the work of `convert`.
+
+    Args:
+        model: dense.
+        of_heads: the arguments of a converter after the model, see `route_heads`.
+        mlp_budget, mlp_groups: see `convert`.
+    """
+    converter = converter_for(model, route_heads)
+    _, router, scope, executor, router_kwargs, *_ = of_heads
+    budgets = None
+    if mlp_budget is not None:
+        refuse_mlp_groups(model)
+        # The MLPs of our own blocks stay the same objects: what is wrong with them is told before anything changes.
+        if hasattr(model, "blocks"):
+            budgets = converted_mlp_budgets(model, mlp_budget, mlp_groups, scope)
+    model = converter(model, *of_heads)
+    if mlp_budget is not None:
+        if budgets is None:  # diffusers' DiT, of which the converter has made one of ours
+            budgets = converted_mlp_budgets(model, mlp_budget, mlp_groups, scope)
+        route_mlps(model, budgets, mlp_options(executor, router or "moh", router_kwargs))
+        record_mlp_groups(model, mlp_groups)
+    return model
+
+
+def refuse_mlp_groups(model: nn.Module) -> None:
+    """Refuse mlp_budget for models other than ViTs and DiTs."""
+    if not hasattr(model, "blocks") and not hasattr(model, "transformer_blocks"):
+        raise ValueError(f"mlp_budget is for ViTs and DiTs, not for {type(model).__name__}")
+
+
+def record_mlp_groups(model: nn.Module, groups: int) -> None:
+    """Record the groups of a converted model's MLPs, and its present budgets, for its library to save."""
+    if hasattr(model, "register_to_config"):
+        model.register_to_config(mlp_groups=groups, **saved_budget(model))
+    else:
+        update_model_args(model, mlp_groups=groups)
 
 
 def route_heads(

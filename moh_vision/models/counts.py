@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moh_vision.attention import (
     ROUTERS,
+    GroupMixtureMlp,
     HeadBudget,
     HeadMixtureAttention,
     Routing,
@@ -22,7 +23,9 @@ class ModuleMacs(NamedTuple):
     """One module in one forward of batch 1, or one part of an attention layer."""
 
     name: str  # in the model; "rest": outside of all modules here, such as position tables
-    part: str  # of attention: "projections", "scores", "router", "other"; "table": embeddings; else ""
+    # Of attention: "projections", "scores", "router", "other"; of a routed MLP: "groups", "router"; "table": embeddings;
+    # else "".
+    part: str
     parameters: int  # a shared parameter counts once, where it first appears
     dense: int  # MACs with every head and no router
     ideal: int  # MACs of the active heads and the router
@@ -177,8 +180,8 @@ def least_activations(model: nn.Module, *inputs: Tensor) -> int:
 def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
     """Count multiply-accumulates of one forward: linear layers, convolutions, attention products.
 
-    Attention layers count twice. Dense: every head, no router. Ideal: the router, queries and outputs of
-    active heads, keys and values of all heads (other tokens need them) unless the sequence runs the same
+    Routed layers count twice. Dense: every head, or group of an MLP, no router. Ideal: the router, active groups, queries
+    and outputs of active heads, keys and values of all heads (other tokens need them) unless the sequence runs the same
     heads. Anything else counts as computed. As in torch's counter, TransNeXt's products with 3 x 3
     neighbours are sums. An adaptive vocabulary counts as if all words were frequent.
 
@@ -231,7 +234,7 @@ def count_macs(model: nn.Module, *inputs: Tensor, **named: Tensor) -> Macs:
 
 
 def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, total: int) -> Macs:
-    """Make a row of every module that holds no attention layer, and four of every attention layer.
+    """Make a row of every module that holds no routed layer, four of every attention layer, two of a routed MLP.
 
     Args:
         calls: name of an attention layer -> what its call showed.
@@ -263,11 +266,22 @@ def _assemble(model: nn.Module, calls: dict[str, Watched], measured: Callable, t
         other = sum(measured(f"{name}.{key}", child) for key, child in remaining)
         add(name, "other", [layer], other, other)
 
+    def add_groups(name: str, mlp: GroupMixtureMlp) -> None:
+        dense = sum(measured(f"{name}.{key}", getattr(mlp, key)) for key in ("fc1", "fc2"))
+        ideal = dense * mlp.budget.active // mlp.num_heads
+        # One choice for all tokens.
+        routing = sum(m.weight.numel() for m in mlp.router.modules() if isinstance(m, nn.Linear))
+        add(name, "groups", mlp.projections, dense, ideal)
+        add(name, "router", [mlp.router], 0, routing)
+
     def visit(name: str, module: nn.Module) -> None:
         nonlocal left
         inner = [m for m in module.modules() if m is not module]
         if name in calls:
             add_attention(name, module)
+            left -= measured(name, module)
+        elif isinstance(module, GroupMixtureMlp):
+            add_groups(name, module)
             left -= measured(name, module)
         elif not name or any("Attention" in type(m).__name__ for m in inner):
             for key, child in module.named_children():

@@ -15,6 +15,7 @@ from moh_vision.models.counts import Macs, count_macs, count_parameters
 from moh_vision.models.mae import mae_routers
 
 LAYER = "{:5d}  {heads:5d}  {head_dim:5d}  {shared:6d}  {routed:6d}  {active:6d}  {name}"
+GROUPS = LAYER.replace("{heads:5d}", "{heads:6d}")  # under a wider title
 # Before, number and behind of the last number in a module's name: "blocks.3.mlp" -> "blocks.", "3", ".mlp".
 LAST_NUMBER = re.compile(r"^((?:.*\.)?)(\d+)((?:\..*)?)$")
 # Arguments that make a model of another size than its name says.
@@ -45,9 +46,10 @@ def full_name(name: str, arguments: dict) -> str:
     if isinstance(source, str):
         name = f"{name} ({Path(source).name})"
     changed = [f"{key} {arguments[key]}" for key in SIZES if arguments.get(key) is not None]
-    budget = arguments.get("head_budget")
-    if isinstance(budget, (int, float, str)):  # a list is left out: `describe` shows every layer
-        changed.append(f"head_budget {budget}")
+    for key in ("head_budget", "mlp_budget"):
+        budget = arguments.get(key)
+        if isinstance(budget, (int, float, str)):  # a list is left out: `describe` shows every layer
+            changed.append(f"{key} {budget}")
     if not changed:
         return name
     return f"{name} with {', '.join(changed)}"
@@ -69,6 +71,7 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
         *filter(None, [single_routed(model)]),
         *dict.fromkeys(map(mae_mixture, mae_routers(model))),
         f"active heads: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
+        *group_table(budget.get("mlp")),
         f"parameters:   {count_parameters(model):,}",
         "",
         *module_table(count_macs(model, *inputs, **named)),
@@ -76,10 +79,25 @@ def describe(name: str, model: nn.Module, *inputs: Tensor, **named: Tensor) -> s
     return "\n".join(lines)
 
 
+def group_table(budget: dict | None) -> list[str]:
+    """Return lines with the groups of every routed MLP, `mlp` of a `head_budget`; none for None."""
+    if budget is None:
+        return []
+    return [
+        "",
+        "layer  groups  width  shared  routed  active  name",
+        *(GROUPS.format(number, **layer) for number, layer in enumerate(budget["layers"])),
+        f"active groups: {budget['active']} of {budget['heads']} ({100 * budget['share']:.1f} %)",
+    ]
+
+
 def in_short(name: str, model: nn.Module) -> str:
     """Return one line: parameters, active heads, layers with one routed head, and MAE's experts."""
     budget = head_budget(model)
     share = f"{budget['active']} of {budget['heads']} heads active ({100 * budget['share']:.1f} %)"
+    mlp = budget.get("mlp")
+    if mlp is not None:
+        share += f", {mlp['active']} of {mlp['heads']} groups of MLPs ({100 * mlp['share']:.1f} %)"
     mixtures = dict.fromkeys(mae_mixture(router).partition(";")[0] for router in mae_routers(model))
     single = filter(None, [single_routed(model)])
     sizes = f"{name}: {count_parameters(model):,} parameters, {share}"
@@ -114,7 +132,7 @@ def module_table(macs: Macs) -> list[str]:
         *aligned(rows),
         "",
         f"MACs:         {macs.dense:,} dense (every head, no router); {100 * macs.ideal / macs.dense:.1f} % of dense ideal",
-        "ideal:        the active heads alone, and the routers",
+        "ideal:        the active heads and groups alone, and the routers",
     ]
 
 

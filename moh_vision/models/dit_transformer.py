@@ -8,6 +8,7 @@ Official weights fit the default; `compat="diffusers"` has diffusers' numbers.
 import math
 import warnings
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from diffusers.configuration_utils import ConfigMixin, register_to_config
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from moh_vision.attention import (
+    GroupMixtureMlp,
     HeadBudget,
     HeadMixtureAttention,
     RoutingStats,
@@ -29,6 +31,7 @@ from moh_vision.attention.linear import is_captured
 from moh_vision.models.convert import route_heads
 from moh_vision.models.dit_weights import checkpoint_filter_fn, settings_of
 from moh_vision.models.head_budgets import new_budgets
+from moh_vision.models.mlp_groups import GROUPS, mlp_options, new_mlp_budgets, run_mlp
 from moh_vision.models.velocity import PREDICTS, to_velocity
 
 FREQUENCIES = 256  # width of the sinusoidal timestep features
@@ -83,16 +86,30 @@ class DiTBlock(nn.Module):
         mlp_ratio: width of the MLP over C.
         mlp_norm_eps: epsilon of the norm before the MLP.
         attn_kwargs: arguments of `HeadMixtureAttention`.
+        mlp_budget: groups of the MLP; None: it is dense.
+        mlp_kwargs: arguments of `GroupMixtureMlp`.
     """
 
     def __init__(
-        self, dim: int, budget: HeadBudget, mlp_ratio: float, mlp_norm_eps: float, attn_kwargs: dict
+        self,
+        dim: int,
+        budget: HeadBudget,
+        mlp_ratio: float,
+        mlp_norm_eps: float,
+        attn_kwargs: dict,
+        mlp_budget: HeadBudget | None,
+        mlp_kwargs: dict,
     ):
         super().__init__()
         self.norm1 = nn.LayerNorm(dim, elementwise_affine=False, eps=1e-6)
         self.attn = HeadMixtureAttention(dim, budget, **attn_kwargs)
         self.norm2 = nn.LayerNorm(dim, elementwise_affine=False, eps=mlp_norm_eps)
-        self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=lambda: nn.GELU(approximate="tanh"))
+        act_layer = partial(nn.GELU, approximate="tanh")
+        self.mlp: nn.Module
+        if mlp_budget is None:
+            self.mlp = Mlp(dim, int(dim * mlp_ratio), act_layer=act_layer)
+        else:
+            self.mlp = GroupMixtureMlp(dim, mlp_budget, act_layer=act_layer, **mlp_kwargs)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
 
     def forward(
@@ -102,10 +119,10 @@ class DiTBlock(nn.Module):
         route_by: Tensor | None = None,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C], condition c [B, C] -> [B, N, C]; appends the layer's statistics to `stats`.
+        """x [B, N, C], condition c [B, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`.
 
-        route_by: [B, C]: one choice of heads for all tokens of an image; [1, C]: one for all images; None: every token
-            has its own.
+        route_by: [B, C]: one choice of heads and groups for all tokens of an image; [1, C]: one for all images; None:
+            every token has its own heads.
         """
         modulation = self.adaLN_modulation(c)  # [B, 6 * C]
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation.chunk(6, dim=1)  # [B, C] each
@@ -114,7 +131,8 @@ class DiTBlock(nn.Module):
         if stats is not None:
             stats.append(layer_stats)
         x = x + gate1.unsqueeze(1) * y
-        x = x + gate2.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift2, scale2))
+        y = modulate(self.norm2(x), shift2, scale2)
+        x = x + gate2.unsqueeze(1) * run_mlp(self.mlp, y, stats, route_by)
         return x
 
 
@@ -160,6 +178,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         router_kwargs: options of the router.
         kv_heads: key-value heads, a divisor of each layer's heads; 1: one for all heads (Zhang 2022);
             None: one per head.
+        mlp_budget: share of the MLP's groups that run, in any form of head_budget; None: every MLP is dense. It needs
+            scope "sample": groups are chosen by what `route_by` says, as heads are.
+        mlp_budget_shape: as head_budget_shape.
+        mlp_groups: groups of each MLP, a divisor of its hidden width.
         compat: "official", or "diffusers" for the timestep frequencies and epsilon of diffusers.
         patch_bottleneck: width of a linear map between a patch and its token (Li and He 2025); None: no such map.
         predict: "x" or "noise": the last layer predicts that, and the output is its velocity (`to_velocity`); None or
@@ -192,6 +214,9 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         executor: str = "auto",
         router_kwargs: dict | None = None,
         kv_heads: int | None = None,
+        mlp_budget=None,
+        mlp_budget_shape: str | None = None,
+        mlp_groups: int = GROUPS,
         compat: str = "official",
         patch_bottleneck: int | None = None,
         predict: str | None = None,
@@ -205,6 +230,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             num_layers, num_attention_heads, attention_head_dim, hidden_size
         )
         budgets = new_budgets(self, head_budget, head_budget_shape, router, heads, widths)
+        hidden = [int(hidden_size * mlp_ratio)] * num_layers
+        mlp_budgets = new_mlp_budgets(
+            self, mlp_budget, mlp_budget_shape, mlp_groups, hidden, scope
+        )
         attn_kwargs = dict(
             router=router,
             scope=scope,
@@ -213,6 +242,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
             kv_heads=kv_heads,
             fused_attn=use_fused_attn(),
         )
+        mlp_kwargs = mlp_options(executor, router, router_kwargs)
         self.out_channels = in_channels
         if learn_sigma:  # the variance has as many channels
             self.out_channels = 2 * in_channels
@@ -239,8 +269,10 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         pos_embed = pos_embed.float().unsqueeze(0)  # [1, N, C]
         self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
         self.blocks = nn.ModuleList(
-            DiTBlock(hidden_size, budget, mlp_ratio, mlp_norm_eps, attn_kwargs)
-            for budget in budgets
+            DiTBlock(
+                hidden_size, budget, mlp_ratio, mlp_norm_eps, attn_kwargs, of_mlp, mlp_kwargs
+            )
+            for budget, of_mlp in zip(budgets, mlp_budgets or [None] * num_layers)
         )
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)
         self.initialize_weights()

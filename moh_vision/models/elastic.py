@@ -10,10 +10,10 @@ from random import Random
 
 from torch import nn
 
-from moh_vision.attention import HeadBudget, budgets_at, running
+from moh_vision.attention import ModelBudgets, budgets_at, running
 from moh_vision.attention.budget import BudgetError, parse_share
 from moh_vision.common.seeds import Stream, derive_seed
-from moh_vision.models.head_budgets import set_head_budget
+from moh_vision.models.head_budgets import set_share
 
 SHARES = 5  # evenly from the smallest to the largest; few, because torch.compile compiles each
 CYCLE = 4  # steps
@@ -22,7 +22,8 @@ CYCLE = 4  # steps
 class ElasticBudget:
     """The shares of active heads that a model is trained at, and the share of each step.
 
-    Shared heads and all weights stay, as with `set_head_budget`. The model starts at the largest share.
+    Shared heads and all weights stay, as with `set_head_budget`. Groups of routed MLPs run at the same share. The model starts
+    at the largest share.
 
     Args:
         model: any model whose layers all route heads.
@@ -31,21 +32,21 @@ class ElasticBudget:
         seed: of the run. Seed and step give the share: equal on all processes, and after a resume.
 
     Attributes:
-        budgets: share, as `set_head_budget` takes it -> one `HeadBudget` per layer; the smallest first.
+        budgets: share, as `set_head_budget` takes it -> the budgets of the model's layers; the smallest first.
     """
 
     def __init__(self, model: nn.Module, ends: Sequence[float | str], seed: int):
         self.seed = seed
-        self.budgets: dict[str, list[HeadBudget]] = {}
+        self.budgets: dict[str, ModelBudgets] = {}
         try:
             shape, low, high = _parse_ends(ends)
             for number in range(SHARES):
                 share = f"{low + (high - low) * number / (SHARES - 1):g}"
                 if shape:
                     share = f"{shape}:{share}"
-                self.budgets[share] = list(budgets_at(model, share))
+                self.budgets[share] = budgets_at(model, share)
             self.smallest, *self.between, self.largest = self.budgets
-            set_head_budget(model, self.largest)
+            set_share(model, self.largest)
             if self.active_share(self.smallest) == self.active_share(self.largest):
                 raise ValueError("both ends run equally many heads; take them further apart")
         except BudgetError as error:
@@ -59,14 +60,16 @@ class ElasticBudget:
     def __str__(self) -> str:
         low = 100 * self.active_share(self.smallest)
         high = 100 * self.active_share(self.largest)
+        parts = "heads"
+        if self.budgets[self.largest].groups:
+            parts = "heads and of the MLPs' groups"
         return (
-            f"elastic: trained at {low:.1f} to {high:.1f} % of the heads, saved with {high:.1f} %"
+            f"elastic: trained at {low:.1f} to {high:.1f} % of the {parts}, saved with {high:.1f} %"
         )
 
     def active_share(self, share: str) -> float:
         """Return the active heads of a share over all heads, as its budgets round them to whole heads."""
-        budgets = self.budgets[share]
-        return round(sum(b.active for b in budgets) / sum(b.heads for b in budgets), 4)
+        return round(self.budgets[share].share, 4)
 
     def share_of(self, step: int) -> str:
         """Return the share of a step, counted from 0."""

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from moh_vision.attention import RoutingStats, init_routers
 from moh_vision.models.convert import join_projections, route_heads
+from moh_vision.models.mlp_groups import run_mlp
 from moh_vision.models.vit import RoutedViT, become
 
 
@@ -22,7 +23,7 @@ class MoHEvaBlock(EvaBlock):
         is_causal: bool = False,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`. Other arguments: as timm's."""
+        """x [B, N, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`. Other arguments: as timm's."""
         rotary = None if rope is None else all_tokens(rope, x.shape[1])
         y = self.norm1(x)  # [B, N, C]
         y, layer_stats = self.attn(y, attn_mask=attn_mask, is_causal=is_causal, rotary=rotary)
@@ -31,7 +32,7 @@ class MoHEvaBlock(EvaBlock):
         if self.gamma_1 is not None:
             y = self.gamma_1 * y
         x = x + self.drop_path1(y)
-        y = self.mlp(self.norm2(x))
+        y = run_mlp(self.mlp, self.norm2(x), stats)
         if self.gamma_2 is not None:
             y = self.gamma_2 * y
         return x + self.drop_path2(y)

@@ -8,8 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, attention_layers
+from moh_vision.attention import (
+    HeadBudget,
+    HeadMixtureAttention,
+    attention_layers,
+    mlp_layers,
+)
 from moh_vision.attention.executors import Sequences
+from moh_vision.attention.executors.groups import GroupsOfSequences
 from moh_vision.attention.model_heads import new_router
 from moh_vision.attention.routers.common import TopKRouter
 from moh_vision.models.convert import linear
@@ -50,7 +56,7 @@ def keep_heads(model: nn.Module, kept: Sequence[Sequence[int]]) -> None:
 
 
 def gather_heads(model: nn.Module) -> int:
-    """Compute only the heads that an image chose, by gathering their weights.
+    """Compute only the heads that an image chose, and the groups of routed MLPs, by gathering their weights.
 
     Layers with heads per token, or all heads as with MAE, stay. The output stays the same.
 
@@ -67,7 +73,18 @@ def gather_heads(model: nn.Module) -> int:
             computed += layer.budget.active
         else:
             computed += layer.num_heads
+    for mlp in mlp_layers(model):
+        if mlp.budget.active < mlp.num_heads and isinstance(mlp.router, TopKRouter):
+            mlp.executor = GroupsOfSequences
     return computed
+
+
+def computed_groups(model: nn.Module) -> tuple[int, int]:
+    """Return how many groups of routed MLPs are computed for an image after `gather_heads`, and how many there are."""
+    computed = 0
+    for mlp in mlp_layers(model):
+        computed += mlp.budget.active if mlp.executor is GroupsOfSequences else mlp.num_heads
+    return computed, sum(mlp.num_heads for mlp in mlp_layers(model))
 
 
 def busiest(shares: Tensor, shared: int, active: int) -> list[int]:

@@ -7,30 +7,42 @@ from torch import Tensor, nn
 
 from moh_vision.attention import (
     BudgetSpec,
+    GroupMixtureMlp,
     HeadBudget,
     HeadMixtureAttention,
+    RoutedLayer,
     attention_layers,
-    budgets_at,
     default_budget,
     full_budget,
-    layer_budgets,
+    mlp_layers,
+    model_budgets,
     resolve_budget,
     set_budgets,
 )
-from moh_vision.attention.budget import change_budget, log, shape_of, shaped, warn_of_rounding
-from moh_vision.attention.model_heads import shaped_as, single_routed
+from moh_vision.attention.budget import (
+    change_budget,
+    log,
+    shape_of,
+    shaped,
+    warn_of_rounding,
+)
+from moh_vision.attention.model_heads import groups_at, heads_at, shaped_as, single_routed
 from moh_vision.attention.routers import MoHRouter, shared_share
 
 
-def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
-    """Set how many routed heads of a model run; shared heads and all weights stay.
+def set_head_budget(
+    model: nn.Module, spec: BudgetSpec | None = None, mlp: BudgetSpec | None = None
+) -> nn.Module:
+    """Set how many routed heads of a model run, and how many groups of its MLPs; shared ones and all weights stay.
 
     Args:
         model: any model with head routing.
-        spec: the share of heads to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list of one
+        spec: None: the heads stay as they are. Else the share of heads to be active, such as 0.5, "ramp:0.5" or "uniform:0.5", or a list of one
             (shared, routed) pair per layer. A number keeps the shape that the model's budget has: a ramp where it
             was made so, the same share in every layer where the model was converted or made so. A list that came
             without its head_budget_shape is taken for a ramp, which is logged.
+
+        mlp: the same for groups of the MLPs, of a model that was made or converted with an mlp_budget; None: they stay.
 
     Returns:
         The model. Rounding to whole heads, and layers left with one routed head, are logged as WARNING of
@@ -39,14 +51,33 @@ def set_head_budget(model: nn.Module, spec: BudgetSpec) -> nn.Module:
     Raises:
         ValueError: naming a layer that has no routed heads or too few.
     """
-    spec = shaped_as(model, spec)
-    budgets = budgets_at(model, spec)
-    set_budgets(attention_layers(model), budgets)
-    warn_of_rounding(spec, sum(b.active for b in budgets), sum(b.heads for b in budgets))
-    if remark := single_routed(model):
-        log.warning(remark)
-    record_budget(model, spec)
+    groups = None
+    if mlp is not None:
+        mlp, groups = groups_at(model, mlp)  # what is wrong with it is told before the heads are set
+    if spec is not None:
+        spec = shaped_as(model, spec)
+        budgets = heads_at(model, spec)
+        set_budgets(attention_layers(model), budgets)
+        warn_of_rounding(spec, sum(b.active for b in budgets), sum(b.heads for b in budgets))
+        if remark := single_routed(model):
+            log.warning(remark)
+        record_budget(model, spec)
+    if groups is not None:
+        set_budgets(mlp_layers(model), groups)
+        active = sum(b.active for b in groups)
+        warn_of_rounding(mlp, active, sum(b.heads for b in groups), "mlp_budget")
+        model.mlp_budget_spec = mlp
+        model.mlp_budget_shape = shape_of(mlp) or getattr(model, "mlp_budget_shape", None)
+        _record(model, getattr(model, "head_budget_shape", None))
     return model
+
+
+def set_share(model: nn.Module, spec: BudgetSpec) -> nn.Module:
+    """Set the share of heads and, where MLPs are routed, of their groups, as `budgets_at` reads it."""
+    budgets = model_budgets(model)
+    of_heads = None if budgets.chosen is budgets.groups else spec
+    of_groups = spec if budgets.groups else None
+    return set_head_budget(model, of_heads, mlp=of_groups)
 
 
 def new_budgets(
@@ -90,10 +121,18 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
     The share of active heads stays, as if `set_head_budget` had set it after loading. Weights without
     routers change nothing. Call it before loading: the new routers are untrained.
     """
-    layers: list[HeadMixtureAttention] = []
+    _take_shared(model, state_dict, HeadMixtureAttention, "head_budget_spec")
+    _take_shared(model, state_dict, GroupMixtureMlp, "mlp_budget_spec")
+
+
+def _take_shared(
+    model: nn.Module, state_dict: dict[str, Tensor], layer_class: type, attribute: str
+) -> None:
+    """`take_shared_heads` for the layers of one class, whose budget was made of a spec that the model has as `attribute`."""
+    layers: list[RoutedLayer] = []
     trained: list[HeadBudget] = []
     for name, layer in model.named_modules():
-        if not isinstance(layer, HeadMixtureAttention) or not isinstance(layer.router, MoHRouter):
+        if not isinstance(layer, layer_class) or not isinstance(layer.router, MoHRouter):
             continue
         heads = layer.budget.heads
         shared = layer.budget.shared
@@ -106,7 +145,7 @@ def take_shared_heads(model: nn.Module, state_dict: dict[str, Tensor]) -> None:
         trained.append(HeadBudget(heads, layer.budget.head_dim, shared, heads - shared))
     if all(layer.budget.shared == b.shared for layer, b in zip(layers, trained)):
         return
-    spec = getattr(model, "head_budget_spec", None)
+    spec = getattr(model, attribute, None)
     if spec is None or isinstance(spec, (list, tuple)):
         spec = [(layer.budget.shared, layer.budget.routed) for layer in layers]
     set_budgets(layers, change_budget(spec, trained))
@@ -176,11 +215,15 @@ class RecordedArguments:
 
 
 def saved_budget(model: nn.Module) -> dict[str, Any]:
-    """Return arguments that make a model with the present budget: its pairs, and the shape that a share keeps."""
+    """Return arguments that make a model with the present budgets: their pairs, and the shapes that shares keep."""
     saved: dict[str, Any] = {"head_budget": budget_pairs(model)}
-    shape = getattr(model, "head_budget_shape", None)
-    if shape:
-        saved["head_budget_shape"] = shape
+    mlps = mlp_layers(model)
+    if mlps:
+        saved["mlp_budget"] = [[layer.budget.shared, layer.budget.routed] for layer in mlps]
+    for name in ("head_budget_shape", "mlp_budget_shape"):
+        shape = getattr(model, name, None)
+        if shape:
+            saved[name] = shape
     return saved
 
 
@@ -188,10 +231,10 @@ def recorded_budget(arguments: Any) -> dict[str, Any]:
     """Return what `saved_budget` wrote among the saved arguments of a model; empty without a head_budget."""
     if not isinstance(arguments, dict) or arguments.get("head_budget") is None:
         return {}
-    names = ("head_budget", "head_budget_shape")
+    names = ("head_budget", "head_budget_shape", "mlp_budget", "mlp_budget_shape")
     return {name: arguments[name] for name in names if name in arguments}
 
 
 def budget_pairs(model: nn.Module) -> list[list[int]]:
     """Return [shared, routed] of every attention layer."""
-    return [[b.shared, b.routed] for b in layer_budgets(model)]
+    return [[layer.budget.shared, layer.budget.routed] for layer in attention_layers(model)]

@@ -1,4 +1,7 @@
-"""Head load: how many tokens ran each head of each layer, per class, timestep, text or task."""
+"""Head load: how many tokens ran each head of each layer, per class, timestep, text or task.
+
+A routed MLP is a layer too, whose heads are groups.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ class HeadLoad:
     """Adds up routing statistics of any routed model.
 
     Args:
-        layers: `head_budget(model)["layers"]`.
+        layers: `routed_layers(model)`; in a model without routed MLPs these are the layers of `head_budget(model)`.
         groups: kinds of groups and their names: dict(class=[...]), or dict(class=[...], timestep=[...]).
 
     Attributes:

@@ -13,7 +13,7 @@ from timm.models import is_model_pretrained, load_model_config_from_hf, parse_mo
 from timm.models._hub import load_model_config_from_path
 from torch import nn
 
-from moh_vision.attention import attention_layers
+from moh_vision.attention import attention_layers, mlp_layers
 from moh_vision.attention.budget import shape_of
 from moh_vision.common.cli import refuse_missing_source
 from moh_vision.common.errors import closest, reason_of
@@ -117,8 +117,9 @@ def load_source(
 
 
 def is_dense(model: nn.Module) -> bool:
-    """Return whether no layer can leave heads out."""
-    return all(layer.router.all_heads for layer in attention_layers(model))
+    """Return whether no layer can leave heads out, nor groups of an MLP."""
+    all_heads = all(layer.router.all_heads for layer in attention_layers(model))
+    return all_heads and not mlp_layers(model)
 
 
 def of_source(source: str, wing: str) -> tuple[str, dict, dict]:

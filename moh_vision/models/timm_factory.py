@@ -33,11 +33,14 @@ def register_variants(
                 trained = trained_budget(variant, kwargs)
             if not trained:
                 return create(variant, pretrained, arguments, **kwargs)
-            wanted = kwargs.pop("head_budget", None)
+            wanted = {}
+            for name in ("head_budget", "mlp_budget"):
+                if name in trained and kwargs.get(name) not in (None, trained[name]):
+                    wanted[name] = kwargs[name]
             model = create(variant, pretrained, arguments, **{**kwargs, **trained})
-            if wanted in (None, trained["head_budget"]):
-                return model
-            return set_head_budget(model, wanted)
+            if wanted:
+                set_head_budget(model, wanted.get("head_budget"), mlp=wanted.get("mlp_budget"))
+            return model
 
         entrypoint.__name__ = entrypoint.__qualname__ = variant
         entrypoint.__module__ = module

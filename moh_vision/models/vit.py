@@ -31,14 +31,21 @@ from moh_vision.attention import (
 )
 from moh_vision.attention.budget import shaped
 from moh_vision.attention.routers import MoHRouter
-from moh_vision.models.convert import route_heads
+from moh_vision.models.convert import apply, route_heads
 from moh_vision.models.head_budgets import (
     RecordedArguments,
     new_budgets,
     run_all_heads,
     take_shared_heads,
 )
-from moh_vision.models.registry import converter_for
+from moh_vision.models.mlp_groups import (
+    GROUPS,
+    check_plain,
+    mlp_options,
+    new_mlp_budgets,
+    routed_mlp,
+    run_mlp,
+)
 from moh_vision.models.timm_factory import image_cfg, register_variants
 
 # Arguments of timm's block that its attention takes too.
@@ -62,6 +69,8 @@ class MoHBlock(Block):
         num_heads: as timm passes it; the layer has the heads of its budget.
         budgets: the budget of every layer.
         attn_kwargs: arguments of `HeadMixtureAttention`.
+        mlp_budgets: the budget of every layer's MLP groups; None: every MLP is dense.
+        mlp_kwargs: arguments of `GroupMixtureMlp`.
         depth: number of the layer.
         scale_attn_norm: refused.
         attn_layer: not used.
@@ -74,6 +83,8 @@ class MoHBlock(Block):
         num_heads,
         budgets,
         attn_kwargs,
+        mlp_budgets=None,
+        mlp_kwargs=None,
         depth=0,
         scale_attn_norm=False,
         attn_layer=None,
@@ -87,6 +98,9 @@ class MoHBlock(Block):
         super().__init__(dim, num_heads, attn_layer=nn.Identity, depth=depth, **kwargs)
         passed = {name: kwargs[name] for name in OF_ATTENTION if name in kwargs}
         self.attn = HeadMixtureAttention(dim, budgets[depth], **attn_kwargs, **passed)
+        if mlp_budgets is not None:
+            check_plain(self.mlp, f"blocks.{depth}.mlp")
+            self.mlp = routed_mlp(self.mlp, mlp_budgets[depth], **(mlp_kwargs or {}))
 
     def forward(
         self,
@@ -95,13 +109,14 @@ class MoHBlock(Block):
         is_causal: bool = False,
         stats: list[RoutingStats] | None = None,
     ) -> Tensor:
-        """x [B, N, C] -> [B, N, C]; appends the layer's statistics to `stats`."""
+        """x [B, N, C] -> [B, N, C]; appends statistics of attention, then of a routed MLP, to `stats`."""
         y = self.norm1(x)  # [B, N, C]
         y, layer_stats = self.attn(y, attn_mask=attn_mask, is_causal=is_causal)
         if stats is not None:
             stats.append(layer_stats)
         x = x + self.drop_path1(self.ls1(y))
-        x = x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
+        y = run_mlp(self.mlp, self.norm2(x), stats)
+        x = x + self.drop_path2(self.ls2(y))
         return x
 
 
@@ -143,6 +158,10 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         executor: name in `moh_vision.attention.EXECUTORS`.
         router_kwargs: options of the router, such as dict(gate_scale="paper").
         kv_heads: key-value heads, a divisor of num_heads; 1: one for all heads (Zhang 2022); None: one per head.
+        mlp_budget: share of the MLP's groups that run, in any form of head_budget; None: every MLP is dense. It needs
+            scope "sample": groups are chosen by an image's mean token, as heads are.
+        mlp_budget_shape: as head_budget_shape.
+        mlp_groups: groups of each MLP, a divisor of its hidden width.
         pos_embed_std: initial std of the position table. timm's 0.02 learns slowly from patches of a few pixels
             (8 x 8 digits: 86 against 97 % after 400 steps).
         **kwargs: of timm's VisionTransformer, except block_fn, attn_layer and scale_attn_norm.
@@ -164,6 +183,9 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         executor: str = "auto",
         router_kwargs: dict | None = None,
         kv_heads: int | None = None,
+        mlp_budget=None,
+        mlp_budget_shape: str | None = None,
+        mlp_groups: int = GROUPS,
         pos_embed_std: float = 0.02,
         dynamic_img_pad: bool = False,
         **kwargs,
@@ -186,6 +208,14 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
             [num_heads] * depth,
             [embed_dim // num_heads] * depth,
         )
+        mlp_budgets = new_mlp_budgets(
+            self,
+            mlp_budget,
+            mlp_budget_shape,
+            mlp_groups,
+            [int(embed_dim * kwargs.get("mlp_ratio", 4.0))] * depth,
+            scope,
+        )
         self.pos_embed_std = pos_embed_std
         attn_kwargs = dict(
             router=router,
@@ -202,7 +232,13 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
             depth=depth,
             num_heads=num_heads,
             dynamic_img_pad=dynamic_img_pad,
-            block_fn=partial(MoHBlock, budgets=budgets, attn_kwargs=attn_kwargs),
+            block_fn=partial(
+                MoHBlock,
+                budgets=budgets,
+                attn_kwargs=attn_kwargs,
+                mlp_budgets=mlp_budgets,
+                mlp_kwargs=mlp_options(executor, router, router_kwargs),
+            ),
             **kwargs,
         )
 
@@ -235,16 +271,19 @@ def has_routers(state_dict: dict[str, Tensor]) -> bool:
 
 
 def zero_missing_routers(state_dict: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add zeros for the MoH routers that a plain ViT lacks: plain attention while all heads run.
+    """Add zeros for the MoH routers that a plain ViT lacks: plain attention while all heads run, and plain MLPs.
 
-    Other routers keep their weights. A state dict with routers is returned unchanged.
+    Other routers keep their weights. Weights that have routers of attention, or of MLPs, get no others there.
     """
-    if has_routers(state_dict):
-        return state_dict
     moh_routers = {name for name, module in model.named_modules() if isinstance(module, MoHRouter)}
+    missing = [
+        part
+        for part in (".attn.router.", ".mlp.router.")
+        if not any(part in name for name in state_dict)
+    ]
     routers = {}
     for name, tensor in model.state_dict().items():
-        if ".attn.router." in name:
+        if any(part in name for part in missing):
             # blocks.0.attn.router.routed.weight -> blocks.0.attn.router
             router = name.rsplit(".", 2)[0]
             if router in moh_routers:
@@ -327,6 +366,9 @@ def _converted(
     scope="token",
     executor="auto",
     router_kwargs=None,
+    mlp_budget=None,
+    mlp_budget_shape=None,
+    mlp_groups=GROUPS,
     **kwargs,
 ):
     """Build timm's ViT `base` and convert it.
@@ -335,20 +377,21 @@ def _converted(
         base: name in timm's registry.
         head_budget, router, scope, executor, router_kwargs: see `convert`, but a head_budget of None is
             `default_budget`.
-        head_budget_shape: see `MoHVisionTransformer`.
+        head_budget_shape, mlp_budget, mlp_budget_shape, mlp_groups: see `MoHVisionTransformer`.
         **kwargs: arguments of `base`.
     """
     if head_budget is None:
         head_budget = default_budget(router)
     model = model_entrypoint(base)(**kwargs)
     head_budget = shaped(head_budget, head_budget_shape)
-    converter = converter_for(model, route_heads)
-    options = (head_budget, router, scope, executor, router_kwargs)
     calibrate = None
     group = False
-    model = converter(model, *options, calibrate, group)
+    of_heads = (head_budget, router, scope, executor, router_kwargs, calibrate, group)
+    model = apply(model, of_heads, shaped(mlp_budget, mlp_budget_shape), mlp_groups)
     if head_budget_shape is not None:
         model.head_budget_shape = head_budget_shape
+    if mlp_budget_shape is not None:
+        model.mlp_budget_shape = mlp_budget_shape
     return model
 
 

@@ -1,6 +1,7 @@
-"""Products of tokens with the weights of the heads that each sequence runs, for `Sequences`: three classes.
+"""Products of tokens with the weights of the heads that each sequence runs: three classes.
 
-An object of each is made for one call, and has `heads` [B or 1, K], `project` and `combine`.
+An object of each is made for one call, and has `heads` [B or 1, K], `project` for queries, keys and values, and `combine`.
+Two of them also have `linear`, one product by the rows of the heads. A layer's heads may be groups of an MLP.
 """
 
 import torch
@@ -24,7 +25,7 @@ def heads_that_run(call: Call) -> Tensor:
 class SlicedProducts:
     """One choice for all sequences [1, 1, H]: plain products of all tokens by a smaller weight.
 
-    The gate of a head is a factor of the weight of its values: softmax(q k) (x g W_v) = g softmax(q k) x W_v.
+    The gate of a head is a factor of its columns of the output weight: (g o) W = o (g W).
     """
 
     def __init__(self, layer: nn.Module, call: Call):
@@ -34,13 +35,7 @@ class SlicedProducts:
 
     def project(self, x: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x [B, N, C] and context [B, M, C], which may be x, to q [B, N, K, D], k and v [B, M, K, D]."""
-        gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [1, K]
-        queries, keys, values = self.layer.weights()
-        parts = [
-            self.slice(*queries, x.dtype),
-            self.slice(*keys, x.dtype),
-            self.slice(*values, x.dtype, gates.flatten()),
-        ]
+        parts = [self.slice(*weight_and_bias, x.dtype) for weight_and_bias in self.layer.weights()]
         if context is not x:
             results = [
                 F.linear(tokens, *part) for tokens, part in zip((x, context, context), parts)
@@ -54,32 +49,30 @@ class SlicedProducts:
         q, k, v = (result.unflatten(-1, (self.heads.shape[1], -1)) for result in results)
         return q, k, v
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Project x [B, N, C] to [B, N, K, D], with weight [H*D, C] and bias [H*D] of all heads."""
+        y = F.linear(x, *self.slice(weight, bias, x.dtype))
+        return y.unflatten(-1, (self.heads.shape[1], -1))
+
     def slice(
-        self,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        gates: Tensor | None = None,
+        self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None]:
-        """Return rows of a weight [H*D, C] and a bias, those of the heads, times their gates [K]: [K*D, C] and [K*D]."""
+        """Return rows of a weight [H*D, C] and a bias, those of the heads: [K*D, C] and [K*D]."""
         H = self.layer.num_heads
         heads = self.heads.flatten()
         weight = weight.unflatten(0, (H, -1)).index_select(0, heads)  # [K, D, C]
-        if gates is not None:
-            weight = weight * gates[:, None, None]
         if bias is not None:
             bias = bias.unflatten(0, (H, -1)).index_select(0, heads)  # [K, D]
-            if gates is not None:
-                bias = bias * gates[:, None]
             bias = bias.flatten().to(dtype)
         return weight.flatten(0, 1).to(dtype), bias
 
-    def combine(self, o: Tensor) -> Tensor:
-        """o [B, N, K, D] -> [B, N, C]."""
-        proj = self.layer.proj
-        weight = proj.weight.unflatten(1, (self.layer.num_heads, -1))  # [C, H, D]
-        weight = weight.index_select(1, self.heads.flatten()).flatten(1)
-        return F.linear(o.flatten(2), weight.to(o.dtype), cast_bias(proj.bias, o.dtype))
+    def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Weigh and project o [B, N, K, D] to [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
+        heads = self.heads.flatten()
+        gates = self.call.routing.weights.flatten().index_select(0, heads)  # [K]
+        weight = weight.unflatten(1, (self.layer.num_heads, -1)).index_select(1, heads)  # [C, K, D]
+        weight = (weight * gates[:, None]).flatten(1)
+        return F.linear(o.flatten(2), weight.to(o.dtype), bias)
 
 
 class LookedUpProducts:
@@ -99,10 +92,9 @@ class LookedUpProducts:
         bias = cast_bias(qkv.bias, x.dtype)
         return kernels.project_heads(x, qkv.weight.to(x.dtype), bias, self.plan)
 
-    def combine(self, o: Tensor) -> Tensor:
-        proj = self.layer.proj
-        bias = cast_bias(proj.bias, o.dtype)
-        return kernels.combine_heads(o, proj.weight.to(o.dtype), bias, self.plan)
+    def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Project o [B, N, K, D], which the gates of the values weigh, to [B, N, C]."""
+        return kernels.combine_heads(o, weight.to(o.dtype), bias, self.plan)
 
 
 def why_not_looked_up(layer: nn.Module, call: Call) -> str:
@@ -145,19 +137,18 @@ class GatheredProducts:
             y = y + bias.to(x.dtype).view(H, -1)[self.rows].view(S, 1, -1)
         return y.view(B, M, K, -1)
 
-    def combine(self, o: Tensor) -> Tensor:
-        """o [B, N, K, D] -> [B, N, C]."""
-        proj = self.layer.proj
+    def combine(self, o: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Weigh and project o [B, N, K, D] to [B, N, C], with weight [C, H*D] of all heads and bias [C]."""
         B, N, K, D = o.shape
         S = self.rows.shape[0]
-        C = proj.weight.shape[0]
+        C = weight.shape[0]
         gates = self.call.routing.weights.squeeze(1).gather(1, self.heads)  # [B, K]
         o = o * gates[:, None, :, None].to(o.dtype)
-        weight = proj.weight.to(o.dtype).view(C, -1, D)
+        weight = weight.to(o.dtype).view(C, -1, D)
         y = GatheredLinear.apply(o.reshape(S, -1, K * D), weight, self.rows, 1).view(B, N, C)
-        if proj.bias is None:
+        if bias is None:
             return y
-        return y + proj.bias.to(y.dtype)
+        return y + bias
 
 
 class GatheredLinear(torch.autograd.Function):

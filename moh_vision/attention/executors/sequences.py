@@ -18,7 +18,7 @@ from moh_vision.attention.executors.reasons import (
     one_choice_for_all,
     path_of,
 )
-from moh_vision.attention.linear import product_dtype
+from moh_vision.attention.linear import cast_bias, product_dtype
 from moh_vision.attention.routing import Call
 
 
@@ -82,4 +82,6 @@ class Sequences(Executor):
         return attend(q, k, v, mask, call.is_causal, call.dropout_p)
 
     def combine(self, o: Tensor) -> Tensor:
-        return self.products.combine(o.transpose(1, 2))
+        proj = self.layer.proj
+        bias = cast_bias(proj.bias, o.dtype)
+        return self.products.combine(o.transpose(1, 2), proj.weight, bias)

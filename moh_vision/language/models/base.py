@@ -9,9 +9,9 @@ from moh_vision.attention import (
     HeadMixtureAttention,
     RoutingStats,
     attention_layers,
-    budgets_at,
     set_budgets,
 )
+from moh_vision.attention.model_heads import heads_at
 from moh_vision.attention.budget import shape_of
 from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
@@ -73,7 +73,7 @@ class TextModel(RoutedLoss, PreTrainedModel):
     def post_init(self) -> None:
         super().post_init()
         if self.config.layer_budgets is not None:
-            set_budgets(attention_layers(self), budgets_at(self, self.config.layer_budgets))
+            set_budgets(attention_layers(self), heads_at(self, self.config.layer_budgets))
 
     @property
     def head_budget_shape(self) -> str | None:

@@ -1,0 +1,51 @@
+"""`RoutedLayer`: what attention and the MLP of groups have in common."""
+
+from torch import nn
+
+from moh_vision.attention.budget import HeadBudget
+from moh_vision.attention.executors import Executor, select_executor
+from moh_vision.attention.routing import Call
+
+
+class RoutedLayer(nn.Module):
+    """A layer whose router chooses and weighs its parts, and whose executors leave out what was not chosen.
+
+    The parts are heads of attention or groups of an MLP's hidden channels. Routers, budgets and executors call both heads.
+
+    Attributes:
+        dim: C, width of the tokens.
+        num_heads, head_dim: H parts, each D wide.
+        kv_heads: G, key-value heads; H in an MLP.
+        q_dim: H * D.
+        router: chooses the parts.
+        scope: "token" or "sample".
+        executor: a name in EXECUTORS, or a class.
+        fused_attn: False: `unfused_executor` takes every call.
+    """
+
+    dim: int
+    num_heads: int
+    head_dim: int
+    kv_heads: int
+    q_dim: int
+    router: nn.Module
+    scope: str
+    executor: str | type[Executor]
+    fused_attn = True
+
+    # Classes of executors. Names in EXECUTORS, which a user gives as `executor`, choose among them: those that skip heads,
+    # in the order of trial; that of all heads; that where `fused_attn` is False; the oracle.
+    skipping_executors: tuple[type[Executor], ...]
+    all_heads_executor: type[Executor]
+    unfused_executor: type[Executor]
+    reference_executor: type[Executor]
+    variant = ""  # what decides the time of a call beside its sizes
+
+    @property
+    def budget(self) -> HeadBudget:
+        """The budget of the router, which `set_budgets` changes."""
+        return self.router.budget
+
+    def make_executor(self, call: Call) -> Executor:
+        """Return the executor of a call."""
+        return select_executor(self, call)(self, call)
