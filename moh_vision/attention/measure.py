@@ -21,9 +21,9 @@ from moh_vision.attention.executors.measurement_table import (
     current_table,
     measuring_is_off,
 )
-from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.linear import is_traced
 from moh_vision.attention.model_heads import attention_layers
+from moh_vision.attention.routed_layer import RoutedLayer
 from moh_vision.attention.routing import Call
 from moh_vision.attention.trial import (
     Recorded,

@@ -89,7 +89,9 @@ def budgets_at(model: nn.Module, spec: BudgetSpec) -> ModelBudgets:
     heads, groups = model_budgets(model)
     if groups and not isinstance(spec, (list, tuple)):
         groups = groups_at(model, spec)[1]
-        if not any(budget.candidates for budget in heads):  # all heads run, and groups alone are chosen
+        if not any(
+            budget.candidates for budget in heads
+        ):  # all heads run, and groups alone are chosen
             return ModelBudgets(heads, groups)
     return ModelBudgets(heads_at(model, spec), groups)
 
@@ -202,7 +204,9 @@ def head_budget(model: nn.Module) -> dict:
     """
     budget = _totals(named_layers(model))
     mlps = {
-        name: module for name, module in model.named_modules() if isinstance(module, GroupMixtureMlp)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GroupMixtureMlp)
     }
     if mlps:
         budget["mlp"] = _totals(mlps)

@@ -17,8 +17,8 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 
-from moh_vision.attention.model_heads import routed_layers
 from moh_vision.attention.measure import collect, measured_table
+from moh_vision.attention.model_heads import routed_layers
 from moh_vision.common.cli import refuse_unwritable
 from moh_vision.common.errors import user_errors
 from moh_vision.common.io import only_one, sha256_of, step_of, tensor_files

@@ -48,7 +48,9 @@ def full_name(name: str, arguments: dict) -> str:
     changed = [f"{key} {arguments[key]}" for key in SIZES if arguments.get(key) is not None]
     for key in ("head_budget", "mlp_budget"):
         budget = arguments.get(key)
-        if isinstance(budget, (int, float, str)):  # a list is left out: `describe` shows every layer
+        if isinstance(
+            budget, (int, float, str)
+        ):  # a list is left out: `describe` shows every layer
             changed.append(f"{key} {budget}")
     if not changed:
         return name

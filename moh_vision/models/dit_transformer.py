@@ -231,9 +231,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         )
         budgets = new_budgets(self, head_budget, head_budget_shape, router, heads, widths)
         hidden = [int(hidden_size * mlp_ratio)] * num_layers
-        mlp_budgets = new_mlp_budgets(
-            self, mlp_budget, mlp_budget_shape, mlp_groups, hidden, scope
-        )
+        mlp_budgets = new_mlp_budgets(self, mlp_budget, mlp_budget_shape, mlp_groups, hidden, scope)
         attn_kwargs = dict(
             router=router,
             scope=scope,
@@ -269,9 +267,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         pos_embed = pos_embed.float().unsqueeze(0)  # [1, N, C]
         self.pos_embed = nn.Parameter(pos_embed, requires_grad=False)
         self.blocks = nn.ModuleList(
-            DiTBlock(
-                hidden_size, budget, mlp_ratio, mlp_norm_eps, attn_kwargs, of_mlp, mlp_kwargs
-            )
+            DiTBlock(hidden_size, budget, mlp_ratio, mlp_norm_eps, attn_kwargs, of_mlp, mlp_kwargs)
             for budget, of_mlp in zip(budgets, mlp_budgets or [None] * num_layers)
         )
         self.final_layer = FinalLayer(hidden_size, patch_size**2 * self.out_channels)

@@ -53,7 +53,9 @@ def set_head_budget(
     """
     groups = None
     if mlp is not None:
-        mlp, groups = groups_at(model, mlp)  # what is wrong with it is told before the heads are set
+        mlp, groups = groups_at(
+            model, mlp
+        )  # what is wrong with it is told before the heads are set
     if spec is not None:
         spec = shaped_as(model, spec)
         budgets = heads_at(model, spec)

@@ -192,9 +192,7 @@ def test_auto_without_measurements(groups, conditions, executor):
 def test_measure_times_groups_too(monkeypatch, capsys):
     """A model of attention and groups: a line for each of their calls."""
     monkeypatch.setattr(moh_vision.attention.trial, "timed", lambda *call: (0.5, 0.0))
-    attention = moh_vision.attention.HeadMixtureAttention(
-        C, HeadBudget(4, 6, 1, 1), scope="sample"
-    )
+    attention = moh_vision.attention.HeadMixtureAttention(C, HeadBudget(4, 6, 1, 1), scope="sample")
     model = Both(attention, build(dtype=torch.float32)).eval()
     rows = moh_vision.measure(model, torch.randn(2, N, C))
     assert len(rows) == 2

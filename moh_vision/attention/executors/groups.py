@@ -80,9 +80,7 @@ class GroupPairs(Executor):
         if reason:
             return reason
         if one_choice_for_all(call):
-            return (
-                "one choice serves all sequences, which plain products by a smaller weight do faster"
-            )
+            return "one choice serves all sequences, which plain products by a smaller weight do faster"
         if compiling:
             return "compiled, and the list of pairs has no fixed length"
         return ""

@@ -11,8 +11,8 @@ from moh_vision.attention import (
     attention_layers,
     set_budgets,
 )
-from moh_vision.attention.model_heads import heads_at
 from moh_vision.attention.budget import shape_of
+from moh_vision.attention.model_heads import heads_at
 from moh_vision.attention.routers import MAERouter, MoARouter, MoHRouter
 from moh_vision.attention.routers.gate_norm import GateNorm
 from moh_vision.language.models.blocks import ExpertBiasAttention
