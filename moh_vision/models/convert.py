@@ -50,7 +50,7 @@ WHY_NOT = {
 }
 
 
-def convert(
+def convert(  # noqa: PLR0913
     model: nn.Module,
     head_budget: BudgetSpec | None = None,
     router: str | None = None,

@@ -77,7 +77,7 @@ class MoHBlock(Block):
         **kwargs: of timm's block.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         dim,
         num_heads,
@@ -358,7 +358,7 @@ def become(model: nn.Module, model_class: type, block_class: type) -> nn.Module:
     return model
 
 
-def _converted(
+def _converted(  # noqa: PLR0913
     base: str,
     head_budget=None,
     head_budget_shape=None,

@@ -9,10 +9,17 @@ import torch
 from torch import nn
 
 import moh_vision
-from moh_vision.attention import HeadBudget, HeadMixtureAttention, kernels, trial
+from moh_vision.attention import (
+    GroupMixtureMlp,
+    HeadBudget,
+    HeadMixtureAttention,
+    kernels,
+    trial,
+)
 from moh_vision.attention.executors import Executor, Sequences, measurement_table
 from moh_vision.attention.executors.choice import say
 from moh_vision.attention.kernels import route as routing_kernels
+from moh_vision.attention.routing import Call
 from tests.support.refusals import refuse
 from tests.support.small_runs import same
 from tests.support.small_transnext import scramble, small
@@ -422,3 +429,26 @@ def test_compiled_calls_have_rows_of_their_own(path, takes, caplog):
         y = compiled(x)[0]
     assert [r.message for r in caplog.records] == ["auto picked Tokens: measured on this machine"]
     torch.testing.assert_close(y, layer(x)[0])
+
+
+def test_groups_of_an_mlp_are_measured_beside_heads(path, takes, capsys):
+    """Its call is compared with all groups in plain PyTorch, and its line names groups by the words of heads."""
+    takes(0.5)
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = HeadMixtureAttention(32, HeadBudget(4, 8, 1, 1), scope="sample")
+            self.mlp = GroupMixtureMlp(32, HeadBudget(8, 16, 2, 3))
+
+        def forward(self, x):
+            return self.mlp(x + self.attn(x)[0])[0]
+
+    block = Block().eval()
+    rows = moh_vision.measure(block, tokens())
+    executor = "GroupPairs" if path == "cpp" else "GroupsOfSequences"
+    assert [found[0][4:] for found in rows.values()][-1] == [executor, 0.5]
+    assert "5 of 8 heads run: heads are skipped" in capsys.readouterr().out
+    with torch.no_grad():
+        call = Call(tokens(), block.mlp.route(tokens()))
+        assert type(block.mlp.make_executor(call)).__name__ == executor

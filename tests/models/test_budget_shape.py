@@ -71,7 +71,7 @@ def test_a_list_without_a_shape_is_taken_for_a_ramp_and_it_is_said(caplog):
 @pytest.mark.parametrize("make, expected", [(converted, UNIFORM), (vit, RAMP)])
 def test_elastic_budgets_and_curves_keep_it(make, expected):
     curve = budgets_of(make(), ["0.5"])
-    assert [b.active for b in curve[0.5]] == expected
+    assert [b.active for b in curve[0.5].heads] == expected
     elastic = ElasticBudget(make(), (0.5, 1.0), seed=0)
     assert [b.active for b in elastic.budgets["0.5"]] == expected
 

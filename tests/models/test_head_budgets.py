@@ -99,4 +99,4 @@ def test_budgets_at_another_share_leave_the_model_as_it_is():
     budgets = budgets_at(model, 0.5)
     assert head_budget(model) == before
     moh_vision.set_head_budget(model, 0.5)
-    assert tuple(layer.budget for layer in attention_layers(model)) == budgets
+    assert tuple(layer.budget for layer in attention_layers(model)) == budgets.heads

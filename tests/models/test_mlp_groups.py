@@ -54,7 +54,12 @@ def run(model):
     with torch.no_grad():
         if isinstance(model, MoHDiTTransformer2DModel):
             return model(*noisy()).sample
-        return model(images())
+        return model(seeded_images())
+
+
+def seeded_images():
+    torch.manual_seed(1)
+    return images()
 
 
 MAKERS = {"DiT": dit, "ViT": vit}
@@ -80,7 +85,7 @@ def test_every_form_of_a_budget(family, form):
 @pytest.mark.parametrize("family", MAKERS)
 def test_attention_and_mlps_hand_on_statistics_in_turn(family):
     model = MAKERS[family](head_budget=0.5, mlp_budget=0.5)
-    inputs = noisy() if family == "DiT" else (images(),)
+    inputs = noisy() if family == "DiT" else (seeded_images(),)
     _, stats = model.forward_routed(*inputs)
     names = [row["name"] for row in routed_layers(model)]
     assert names == [f"blocks.{n}.{part}" for n in range(3) for part in ("attn", "mlp")]
@@ -133,7 +138,7 @@ def test_checkpointing_changes_no_gradient(family):
             model.enable_gradient_checkpointing()
         elif checkpointing:
             model.set_grad_checkpointing()
-        inputs = noisy() if family == "DiT" else (images(),)
+        inputs = noisy() if family == "DiT" else (seeded_images(),)
         output, stats = model.forward_routed(*inputs)
         loss = output.square().mean() + moh_vision.attention.load_balance_loss(stats)
         loss.backward()
@@ -188,7 +193,7 @@ def output(model):
             latents = torch.randn(2, model.config.in_channels, size, size)
             out = model(latents, torch.tensor([10, 900]), class_labels=torch.tensor([0, 1]))
             return out.sample
-        return model(images())
+        return model(seeded_images())
 
 
 @pytest.mark.parametrize("name", CONVERTED)
@@ -216,7 +221,7 @@ def test_a_converted_model_keeps_the_modules_of_its_mlps():
 @pytest.mark.parametrize("family", MAKERS)
 def test_saved_and_loaded(family, tmp_path):
     """With the present budgets, by diffusers or timm."""
-    model = MAKERS[family](head_budget=0.75, mlp_budget=0.75, mlp_groups=4)
+    model = MAKERS[family](head_budget=0.75, mlp_budget=0.75, mlp_groups=6)
     moh_vision.set_head_budget(model, 0.75, mlp=0.5)
     if family == "DiT":
         model.save_pretrained(tmp_path)
@@ -227,8 +232,8 @@ def test_saved_and_loaded(family, tmp_path):
     loaded.eval()
     assert saved_budget(loaded) == saved_budget(model)
     assert torch.equal(run(loaded), run(model))
-    moh_vision.set_head_budget(loaded, mlp=0.75)
-    assert moh_vision.head_budget(loaded)["mlp"]["share"] == 0.75
+    moh_vision.set_head_budget(loaded, mlp=1.0)
+    assert moh_vision.head_budget(loaded)["mlp"]["share"] == 1
 
 
 REFUSED = {
