@@ -35,7 +35,7 @@ def vit(budget, **kwargs):
 
 
 def active(budgets):
-    return {share: [b.active for b in of] for share, of in budgets.items()}
+    return {share: [b.active for b in of.heads] for share, of in budgets.items()}
 
 
 def test_shares_are_spread_as_the_model_s_own():

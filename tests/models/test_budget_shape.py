@@ -73,7 +73,7 @@ def test_elastic_budgets_and_curves_keep_it(make, expected):
     curve = budgets_of(make(), ["0.5"])
     assert [b.active for b in curve[0.5].heads] == expected
     elastic = ElasticBudget(make(), (0.5, 1.0), seed=0)
-    assert [b.active for b in elastic.budgets["0.5"]] == expected
+    assert [b.active for b in elastic.budgets["0.5"].heads] == expected
 
 
 @pytest.mark.parametrize("spec, expected", [("uniform:0.75", UNIFORM), (0.75, RAMP)])
