@@ -67,6 +67,7 @@ def _cfg(size: int = 32, **kwargs) -> dict:
 
 
 def _published(pixels: int) -> dict:
+    """Config of the official DiT-XL/2 for images of `pixels` x `pixels`."""
     file = f"DiT-XL-2-{pixels}x{pixels}.pt"
     return dict(
         _cfg(pixels // 8, url=f"https://dl.fbaipublicfiles.com/DiT/models/{file}"),
