@@ -151,7 +151,8 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75 if the router can leave heads out,
             else all heads (`default_budget`).
         head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
-            layers. None: as head_budget says, else a ramp. It is saved with the budget's (shared, routed) pairs.
+            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
+            from which it cannot be told.
         router: name in `moh_vision.attention.ROUTERS`; None: "moh" with a head_budget, else "dense".
         scope: "token": each token has its own heads (Jin 2024); "sample": all tokens of an image run the
             same heads, and the other heads cost nothing, not even keys and values.

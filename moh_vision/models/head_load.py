@@ -23,7 +23,7 @@ class HeadLoad:
 
     Args:
         layers: `head_budget(model)["layers"]`.
-        groups: by what samples are grouped -> the groups' names: dict(class=[...]), or dict(class=[...], timestep=[...]).
+        groups: by what samples are grouped -> names of the groups: dict(class=[...], timestep=[...]).
 
     Attributes:
         sums: float64 [groups of all kinds, columns]. The columns of a layer are H numbers of tokens that ran each
@@ -88,7 +88,7 @@ class HeadLoad:
         return indices
 
     def save(self, path: Path) -> None:
-        """Write JSON with `of`, `layers`, and for each kind of groups their names, tokens per layer, and counts per head.
+        """Write JSON: `of`, `layers`, and for each kind of groups their names, tokens per layer and counts per head.
 
         Counts of shared heads are left out, because all tokens run them. 1,000 classes and 400 heads, 120 of them
         shared, take 1.6 MB.

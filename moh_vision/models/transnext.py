@@ -249,7 +249,8 @@ class TransNeXt(nn.Module):
         head_budget: see `moh_vision.attention.resolve_budget`; or a list of one (shared, routed) pair per
             stage. None: all heads.
         head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
-            layers. None: as head_budget says, else a ramp. It is saved with the budget's (shared, routed) pairs.
+            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
+            from which it cannot be told.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: see `CosineAttention`.
@@ -390,7 +391,7 @@ class TransNeXt(nn.Module):
         return super().load_state_dict(checkpoint_filter_fn(state_dict, self), strict, assign)
 
     def no_weight_decay(self) -> set:
-        """Return the names of parameters that scale attention or encode positions, as published; routers are decayed."""
+        """Return names of parameters that scale attention or encode positions, as published; routers are decayed."""
         spared = ("query_embedding", "relative_pos_bias_local", "cpb_", "temperature")
         return {name for name, _ in self.named_parameters() if any(word in name for word in spared)}
 

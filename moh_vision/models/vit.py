@@ -137,7 +137,8 @@ class MoHVisionTransformer(RoutedViT, VisionTransformer):
         head_budget: see `moh_vision.attention.resolve_budget`; None: 0.75 if the router can leave heads out,
             else all heads (`default_budget`).
         head_budget_shape: "ramp" or "uniform": how a head_budget that is a number, now or later, is spread over the
-            layers. None: as head_budget says, else a ramp. It is saved with the budget's (shared, routed) pairs.
+            layers. None: as head_budget says, else a ramp. The shape is saved beside the (shared, routed) pairs,
+            from which it cannot be told.
         router: name in `moh_vision.attention.ROUTERS`.
         scope: "token" or "sample".
         executor: name in `moh_vision.attention.EXECUTORS`.

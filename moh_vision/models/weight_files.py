@@ -171,7 +171,7 @@ def unpickling_problem(error: Exception, file: Path) -> str:
 
 
 def _state_key(content: object, weights: str) -> str | None:
-    """Return the key of the state dict in a pickled file's content; None: there is none, or the content is one itself."""
+    """Return the key of a state dict in a pickled file's content; None: the content itself is one, or has none."""
     if not isinstance(content, dict):
         return None
     keys = STATE_KEYS if weights == "ema" else MODEL_KEYS
