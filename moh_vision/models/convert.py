@@ -76,7 +76,8 @@ def convert(
             any pooling) or Eva (DINOv3, EVA-02; rotary positions that all heads share), one of our dense
             models, diffusers' DiTTransformer2DModel, or a language model as above.
         head_budget: see `moh_vision.attention.resolve_budget`; a float is the share in every layer, here and in
-            later calls of set_head_budget. None: all heads run, a fifth (at least one) is shared; with fewer than four heads none is.
+            later calls of set_head_budget. None: all heads run, and a fifth of them (at least one) is shared;
+            layers with fewer than four heads share none.
         router: "moh", "query_norm", "mae", or "dense" for a baseline with all heads (not in language
             models). None: "moh", in language models "query_norm".
         scope, executor, router_kwargs: see `HeadMixtureAttention`.
@@ -308,9 +309,9 @@ def zero_router(router: nn.Module) -> None:
     """
     if isinstance(router, MoHRouter):
         zeroed = router
-    elif isinstance(router, MAERouter):
+    elif isinstance(router, MAERouter) and router.out is not None:
         zeroed = router.out
-    else:  # the other routers have no parameters
+    else:  # no parameters, as of `query_norm`, or of MAE with mode "uniform"
         return
     for parameter in zeroed.parameters():
         nn.init.zeros_(parameter)
