@@ -281,7 +281,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         class_labels: Tensor,
         tokens: list[Tensor] | None = None,
     ) -> tuple[Tensor, list[RoutingStats]]:
-        """Like `forward`, but return the sample tensor and the statistics of every layer.
+        """Compute `forward`; return the sample tensor and the routing statistics of every layer.
 
         tokens: a list to which the tokens [B, N, C] after every block are appended, or None.
         """

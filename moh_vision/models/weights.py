@@ -93,6 +93,7 @@ def check_side(model: nn.Module, side: int | None) -> None:
     patch = getattr(embed, "patch_size", (1,))[0]
     if not side or side % patch == 0 or embed.dynamic_img_pad:
         return
+    # The side that the model was made for is accepted, too.
     if side != model.pretrained_cfg["input_size"][-1]:
         raise ValueError(
             f"data.img_size {side}: not a multiple of {patch}, the side of a patch of the model"
@@ -165,7 +166,7 @@ def _warn_of_first_weights(file: Path, metadata: dict) -> None:
 
 
 def described_by(path: str, wing: str | None) -> dict:
-    """Read the metadata of a run's file or folder; empty for files without metadata."""
+    """Return the metadata of a run's file or folder; {} for files without metadata."""
     file = weights_file(path)
     if file.suffix != ".safetensors" or not tensor_files(file):
         return {}
