@@ -228,11 +228,12 @@ def _refuse_sizes(file: Path, state: dict[str, Tensor], arguments: dict) -> None
 
     Anyone can write metadata, so metadata alone must not decide how much memory is allocated.
     """
-    most = max((tensor.numel() for tensor in state.values()), default=0)
-    limits = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(most)}
+    largest = max((tensor.numel() for tensor in state.values()), default=0)
+    # Every layer has a tensor of its own; the position table bounds the patches of a side, here of up to 64 pixels.
+    limits = {"depth": len(state), "depths": len(state), "img_size": 64 * math.isqrt(largest)}
     for key, number in _numbers(arguments):
-        if not abs(number) <= limits.get(key, most):  # also true for NaN
-            size = f"the largest of its {len(state)} tensors has {most} numbers"
+        if not abs(number) <= limits.get(key, largest):  # also true for NaN
+            size = f"the largest of its {len(state)} tensors has {largest} numbers"
             raise ValueError(f"{file}: {key} {number} in its metadata cannot be; {size}")
 
 
