@@ -357,7 +357,7 @@ class MoHDiTTransformer2DModel(ModelMixin, ConfigMixin):
         condition = c
         if self.config.route_by == "timestep":
             condition = t
-            if timestep.numel() == 1:  # all images have this timestep, and share one choice of heads
+            if timestep.numel() == 1:  # all images have this timestep: one choice of heads
                 condition = t[:1]
         return F.layer_norm(condition, c.shape[1:])
 

@@ -52,7 +52,8 @@ class ElasticBudget:
                 raise ValueError("both ends run equally many heads; take them further apart")
         except BudgetError as error:
             reason = error.reason
-            if error.advice:  # the advice is for a single share, and does not fit the end of a range
+            # The error's own advice is for a single share, and does not fit the ends of a range.
+            if error.advice:
                 reason += "; model.head_budget says how many heads are shared: give the smallest share there"
             raise ValueError(f"budget_range {list(ends)}: {reason}") from None
         except ValueError as error:

@@ -244,7 +244,8 @@ class AggregatedPairs(CosinePairs):
         near = near + layer.relative_pos_bias_local.t().index_select(1, head)
         near = near.masked_fill(positions.outside.index_select(0, n).t(), float("-inf"))
 
-        total = torch.logaddexp(near.logsumexp(0), far_sum)  # [P] log of the joint softmax's denominator
+        # [P], the logarithm of the denominator of the joint softmax.
+        total = torch.logaddexp(near.logsumexp(0), far_sum)
         o = far * (far_sum - total).exp().unsqueeze(1)
         by_head = q.split(pairs.offsets[::B].diff().tolist())  # pairs are sorted by head
         near = (near - total).exp() + layer.learnable_bias.squeeze(1).t().index_select(1, head)

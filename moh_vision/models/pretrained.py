@@ -69,7 +69,8 @@ def described(config, wing: str, fresh: bool = False) -> tuple[str, dict]:
             routed = not is_dense(create(name, wing, **arguments))
     except Exception as error:  # files of others may hold anything
         near = ""
-        if wing == "classification":  # for diffusion the error from `check_name` has a suggestion already
+        # For diffusion the error is from `check_name`, which has suggested a name already.
+        if wing == "classification":
             near = near_model(section.pretrained)
         raise ValueError(
             f"model.pretrained {section.pretrained}: {reason_of(error)}{near}"
