@@ -305,7 +305,7 @@ def share_strongest_heads(model: nn.Module, batches: Iterable[Batch]) -> None:
 def zero_router(router: nn.Module) -> None:
     """Zero a router's parameters, so that its layer is plain attention while all heads run.
 
-    MoH's routers become zero. Of MAE's gate the last linear layer does: the gate is then uniform.
+    In MoH's router all parameters become zero; in MAE's those of the last linear layer, which makes the gate uniform.
     """
     if isinstance(router, MoHRouter):
         zeroed = router

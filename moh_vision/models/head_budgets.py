@@ -156,7 +156,7 @@ def _record_in_transformers(config: Any, pairs: list[list[int]], shape: str | No
     if hasattr(config, "layer_budgets"):
         config.layer_budgets = pairs
         config.head_budget_shape = shape
-    elif config.moh is not None:  # None: a dense LLaMA, without a budget
+    elif config.moh is not None:  # a LLaMA with routed heads: a dense one has no budget
         config.moh = dict(config.moh, head_budget=pairs, head_budget_shape=shape)
 
 
