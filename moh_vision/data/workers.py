@@ -28,5 +28,5 @@ def end_workers() -> None:
         worker.kill()
 
 
-# atexit calls the function that was registered last first: this one before multiprocessing's, which the import registered.
+# atexit calls functions in reverse order: this one before multiprocessing's, which its import registered.
 atexit.register(end_workers)

@@ -223,9 +223,14 @@ def open_images(source, name: str):
 
 
 def open_set(key: str, path: str, split: str | None, default_split: str):
-    """Return the `SourceImages` of a data set, as in data.root; any other path, which must exist, unchanged.
+    """Open a data set, given as in data.root, as `SourceImages`; return any other path unchanged.
 
-    `key` is the option that named the path; a `split` of anything but a data set is refused.
+    Raise an error for a path that does not exist, and for the `split` of a path that is no data set.
+
+    Args:
+        key: the option that named the path, for messages.
+        path: of a data set, a folder of images or an .npz file.
+        split: of a data set, "train" or "val"; None: `default_split`.
     """
     if not _is_data_set(path):
         refuse_missing(key, path)
@@ -233,10 +238,7 @@ def open_set(key: str, path: str, split: str | None, default_split: str):
             raise ValueError(f"{key} {path} is no data set, so a split ({split}) has no effect")
         return path
     split = split or default_split
-    try:
-        return SourceImages(open_source(path, split), f"{path}, {split} split")
-    except (ValueError, OSError) as error:
-        raise ValueError(str(error).replace("data.root", key, 1)) from None
+    return SourceImages(open_source(path, split, key), f"{path}, {split} split")
 
 
 def _is_data_set(path: str) -> bool:
