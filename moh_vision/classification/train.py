@@ -311,7 +311,7 @@ class Evaluation:
             loop.log.say(f"{loop.folder / FILE} could not be written: {message_of(error)}")
 
     def score_shares(self, scores: dict) -> tuple[dict, HeadLoad]:
-        """Validate an elastic model at each of its shares, and print the scores.
+        """Score an elastic model at its smallest, middle and largest share, and print the scores.
 
         Args:
             scores: those of the largest share, which was validated before.
