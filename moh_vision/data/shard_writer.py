@@ -55,7 +55,7 @@ class ShardWriter:
         plan: file name of each shard -> sample indices.
         images: the source.
         options: name -> value; shards made with other options are refused.
-        more: further entries of the record.
+        more: further keys of the record, with their values.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ShardWriter:
         self.entries = existing
         todo = [name for name in self.plan if name not in existing]
         if todo:
-            # Make the record unfinished again: the entries return to the hidden folder.
+            # The record is unfinished until `end`: the entries so far are in the hidden folder.
             for entry in existing.values():
                 self._keep(entry)
             self._write(None)
