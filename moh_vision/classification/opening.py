@@ -172,7 +172,7 @@ def open_classifier(
     """Open the classifier of --checkpoint, in eval mode; also return its metadata, with img_size and of_run.
 
     A run, or a folder saved by timm or publish, brings its model: only `model.head_budget` may change it. Other weights
-    need the configuration's `model` and `arguments`. `images` is the number of images, which bounds the size of a batch.
+    need the configuration's `model` and `arguments`. `images` is the number of images, which limits a batch's size.
     """
     path = config.checkpoint
     data = config.data

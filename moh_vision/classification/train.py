@@ -219,7 +219,7 @@ class Evaluation:
             self.task = self.loop.task
 
     def validate(self) -> tuple[dict, HeadLoad, torch.Tensor]:
-        """Score the taken weights, see `scores.validate`."""
+        """Score the weights that `take` has set, see `scores.validate`."""
         loop = self.loop
         data = loop.config.data
         with loop.setup.errors((BadData,), every_rank=True):

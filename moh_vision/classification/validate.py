@@ -51,7 +51,7 @@ def report(config: ValidateConfig, accelerator) -> None:
         task = ClassificationTask(opened.model, 0.0)
         split = "val"
         shown_split = split
-    os.environ.setdefault(BUILD, "auto")  # build the operators if they are missing
+    os.environ.setdefault(BUILD, "auto")  # on a CPU, build the operators if they are missing
     task = accelerator.prepare_model(task, evaluation_mode=True)
     is_main = accelerator.is_main_process
     progress = partial(Progress.over, enabled=is_main)

@@ -154,6 +154,7 @@ class StreamDataset(IterableDataset):
         images = self.images
         parts = self.sampler.world * workers
         samples = images.source.samples(images.seed, self.sampler.start, parts)
+        # A DataLoader takes batches from its workers in turn, so each worker makes every `workers`-th one.
         for positions in itertools.islice(self.sampler.positions(), worker, None, workers):
             yield self.collate([images.item(position, samples) for position in positions])
 

@@ -1,4 +1,4 @@
-"""Decode image files as users have them to upright grey or RGB images, always in the same way; and crop their centre."""
+"""Decode image files as users have them to upright grey or RGB images, always in the same way; crop their centre."""
 
 import io
 import math

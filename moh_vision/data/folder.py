@@ -36,8 +36,8 @@ def subfolders(folder: str | Path) -> list[str]:
 def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirEntry, str]]:
     """Yield (entry, `prefix` + path) of all files below a folder, and of hidden folders without what is in them.
 
-    Raise ValueError for a link to a folder above it, which would never end. `above` holds (device, inode) of the folders
-    on the way to this one.
+    Raise ValueError for a link to a folder above it, because the walk would never end. `above` holds (device, inode) of
+    the folders on the way to this one.
     """
     here = folder.stat()
     if (here.st_dev, here.st_ino) in above:
@@ -52,10 +52,10 @@ def walk(folder: Path, prefix: str, above: tuple = ()) -> Iterator[tuple[os.DirE
 
 
 def image_files(folder: Path, prefix: str = "") -> tuple[list[str], list[tuple[str, str]]]:
-    """Return the images below a folder at any depth, sorted, as `prefix` + path; and (path, reason) of what is left out.
+    """Return the images below a folder at any depth, sorted, as `prefix` + path; and (path, reason) of other files.
 
-    Every reader of image files has this rule: an image has one of the endings IMAGES, and neither the image nor a folder
-    on the way to it is hidden. Hidden files with other endings are in neither list.
+    Every reader of image files has this rule: an image has one of the endings IMAGES, and neither the image nor a
+    folder on the way to it is hidden. Hidden files with other endings are in neither list.
     """
     images = []
     left_out = []

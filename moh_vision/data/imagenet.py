@@ -46,9 +46,9 @@ def imagenet_train_transform(
 def validation_transform(cfg: dict) -> Callable:
     """Return timm's validation transform of a pretrained_cfg: PIL image -> normalised float tensor of its input_size.
 
-    Images are resized to length = floor(side / crop_pct). crop_mode "center": the shorter side gets this length, then
-    the centre is cropped. "squash": both sides get it, so that with crop_pct 1 the whole image is seen (as the papers do
-    at 384 pixels). "border": the longer side gets it, and a border fills the rest.
+    Images are first resized to length = floor(side / crop_pct). crop_mode "center": the shorter side gets this length,
+    then the centre is cropped. "squash": both sides get it, so that with crop_pct 1 the whole image is seen (as the
+    papers do at 384 pixels). "border": the longer side gets it, and a border fills the rest.
     """
     channels, _, side = cfg["input_size"]
     cropping = {key: cfg[key] for key in ("interpolation", "crop_pct", "crop_mode")}

@@ -85,7 +85,7 @@ class ShardWriter:
             )
 
     def _earlier(self) -> dict[str, dict]:
-        """Return the entries from an earlier run of the same command; raise ValueError if another command wrote them."""
+        """Return the entries of an earlier run of the same command; raise ValueError if another wrote the shards."""
         if not self.record.exists():
             return {}
         record = read_record(self.record, unfinished=True)

@@ -81,7 +81,10 @@ def open_stream(data, given: Collection[str], accelerator) -> "ShardStream | Non
 
 
 def _shard_urls(data, given: Collection[str]) -> list[str]:
-    """Return the URLs of data.stream, or the shards in data.root; refuse unknown schemes and a configuration's commands."""
+    """Return the URLs of data.stream, or the shards in data.root.
+
+    Raise ValueError for an unknown scheme, and for a command that a configuration file names.
+    """
     if data.stream:
         try:
             urls = webdataset.shardlists.expand_urls(data.stream)

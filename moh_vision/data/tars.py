@@ -1,4 +1,4 @@
-"""Read the tar files of shards to their last byte; refuse those that are damaged, cut off, or go on behind their end."""
+"""Read the tar files of shards to their last byte; refuse files that are damaged, cut off, or continue past their end."""
 
 import math
 import re

@@ -253,7 +253,10 @@ class ImageShards(ShardWriter):
         self.report(f"{len(source)} images {of_classes(source)}", origin)
 
     def _in_processes(self, names: list[str], count: int) -> Iterator[dict]:
-        """Write shards in worker processes and yield their entries; if stopped, end workers and remove unfinished files."""
+        """Write shards in worker processes and yield their entries.
+
+        If the iterator ends early, kill the workers and remove unfinished shards.
+        """
         with ProcessPoolExecutor(
             count, CONTEXT, initializer=_start_worker, initargs=(self, os.getpid())
         ) as pool:

@@ -183,7 +183,7 @@ class ImageTensors:
         self.name = name
 
     def batches(self, batch_size: int, rank: int = 0, world: int = 1) -> Iterator[Batch]:
-        """Yield batches as `ImageSet.batches` does; but those of an iterator keep their size, and all ranks read all."""
+        """Yield batches as `ImageSet.batches` does, but an iterator's keep their size, and every rank reads them all."""
         batches = self.images
         if isinstance(batches, Tensor):
             batches = batches.split(batch_size)

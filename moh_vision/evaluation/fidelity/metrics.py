@@ -68,7 +68,8 @@ def precision_recall(
 def kernel_distance(generated: Tensor, reference: Tensor) -> float:
     """KID (Binkowski 2018): squared MMD, kernel (x.y / F + 1)^3, mean over 100 subsets of up to 1000 images.
 
-    Subsets are drawn as in torch-fidelity, but in float64: in its float32 the difference of cubes would lose its digits.
+    Subsets are drawn as in torch-fidelity. The kernel is computed in float64, because in float32 the difference of cubes
+    would lose its digits.
     """
     from torch_fidelity.metric_kid import kernel_mmd
 

@@ -1,4 +1,4 @@
-"""`score`: all numbers of generated images in one pass of the extractor; and `table`, the result as text."""
+"""`score` computes all scores of generated images in one pass of the extractor; `table` formats them as text."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +24,7 @@ from moh_vision.evaluation.fidelity.statistics import Statistics
 
 ImageSource = str | Path | Tensor | Iterable[Tensor]
 LOSSY = ("JPEG", "WEBP")  # formats that may change pixels
-# Names of the numbers without Inception's published weights.
+# Names of the scores if the extractor is not Inception with its published weights.
 OTHER_NAMES = dict(
     fid="fd",
     sfid="spatial_fd",
@@ -74,10 +74,10 @@ def score(
 
     Returns:
         dict(fid, sfid, inception_score, inception_score_std, kid, precision, recall, num_generated, num_reference,
-        extractor, weights_sha256, label, missing, notes, reference_sha256: of its file). Unavailable numbers are None,
-        and `missing` says why; `notes` are lines on the numbers' limits. Without Inception's published weights the
-        numbers have other keys (`OTHER_NAMES`), because they are not FID; `label` is "FID", "FID@N", "FD-NAME"
-        or "FD-NAME@N".
+        extractor, weights_sha256, label, missing, notes, reference_sha256: of the reference's file). Scores that could
+        not be computed are None, and `missing` says why; `notes` are lines on the limits of the scores. Without
+        Inception's published weights the scores have other keys (`OTHER_NAMES`), because they are not FID; `label` is
+        "FID", "FID@N", "FD-NAME" or "FD-NAME@N".
     """
     network = make_extractor(extractor, inception_weights).eval()
     if not device:

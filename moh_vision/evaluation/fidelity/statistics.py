@@ -118,7 +118,7 @@ class ClassScore:
         """A note if the images come class by class, else None.
 
         Splits lower the logarithm of the score by KL(p(y) of a split || p(y) of all images), averaged over the splits.
-        In mixed order, chance alone makes this about (classes - 1)(splits - 1) / 2N (half a chi-squared variable over N).
+        In mixed order, chance alone makes this about (classes - 1)(splits - 1) / 2N (half a chi-squared variable, by N).
         """
         sums = torch.stack(list(self.splits.values()))  # [splits, 2 + classes]
         count = sums[:, 0]
