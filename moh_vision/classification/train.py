@@ -185,7 +185,7 @@ def train(setup: RunSetup) -> None:  # noqa: PLR0915
                 values = loop.averages()
                 accuracy = f"acc {100 * values['batch_accuracy']:.0f} %"
                 loop.metrics(values, f"loss {values['loss']:.4f}, {accuracy}")
-            # Validate before saving, so that the checkpoint of this step has the result.
+            # Validate before saving, so that the checkpoint of this step has the result. `finish` validates the last step.
             if loop.due(config.eval_every) and loop.done < span.stop:
                 evaluation.judge()
             loop.save()

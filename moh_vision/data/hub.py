@@ -47,7 +47,7 @@ class HubDataset(ImageSource):
 
     def __init__(self, root: str, split: str, key: str = "data.root"):
         self.root = root
-        self.named = f"{key} {root}"  # with which messages begin
+        self.named = f"{key} {root}"  # the beginning of messages
         table_path, _, chosen = root.partition("?")
         self.chosen = self._chosen(chosen)
         table, self.table_name = hub_split(table_path, SPLITS[split], key)

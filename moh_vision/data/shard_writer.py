@@ -74,6 +74,7 @@ class ShardWriter:
         self.header = dict(format=FORMAT, made_from=made_from, **more)
         self.parts = parts_path(record)
         self.entries = self._earlier()
+        # Refuse files that this command did not write: without its record any of the split's, else shards alone.
         patterns = [f"{self.split}[-.]*", f".{self.split}-*"]
         if record.exists():
             patterns = [f"{self.split}-*{Path(next(iter(plan))).suffix}"]

@@ -38,7 +38,7 @@ class Shards(ImageSource):
         for path in self.paths:
             refuse_special(path)
         record = record_path(folder, split)
-        self._entries = None
+        self._entries = None  # of the record, by the names of the shards
         if record.exists():
             self._entries = entries_for(record, read_record(record), self.paths)
         self._stats = [
@@ -49,9 +49,9 @@ class Shards(ImageSource):
         if not sum(self.shard_sizes):
             raise ValueError(f"{folder}: the shards hold no samples")
         self._ends = np.cumsum(self.shard_sizes)  # of each shard: the index after its last sample
-        self.offset, self.bytes, self.labels = (
-            np.concatenate([t[:, column] for t in tables]) for column in range(3)
-        )
+        self.offset = np.concatenate([table[:, 0] for table in tables])
+        self.bytes = np.concatenate([table[:, 1] for table in tables])
+        self.labels = np.concatenate([table[:, 2] for table in tables])
         names_file = folder / "classes.txt"
         numbers = range(int(self.labels.max()) + 1)
         self.numbered = not names_file.exists()
@@ -77,7 +77,7 @@ class Shards(ImageSource):
             found[origin].append(path)
             if entry is not None:
                 refuse_difference(path, size_and_time[0], len(table), entry, record)
-            # Only after the comparison: an index must not outlive a shard that the record refuses.
+            # Write the index after the comparison, so that a shard that the record refuses is read again next time.
             if origin != "kept":
                 _write_index(index_file(path), size_and_time, table)
             tables.append(table)

@@ -105,7 +105,7 @@ def match_classes(expected: list[str], owner: str, val: ImageSource, named: str)
         expected: names of classes.
         owner: what has these classes, for messages: "train", or a checkpoint.
         val: the source that is changed.
-        named: with which a message begins.
+        named: the beginning of messages.
     """
     numbers = [str(c) for c in range(len(expected))]
     both_numbered = val.numbered and expected == numbers

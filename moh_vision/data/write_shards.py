@@ -184,6 +184,7 @@ def _read_folders(options: Namespace) -> dict[str, ImageFolder]:
         splits = {"train": images.subset(~in_val), "val": images.subset(in_val)}
     for name, images in splits.items():
         say(f"{name}: {len(images)} images {of_classes(images)} in {images.folder}")
+        # --val-fraction may have given all files of a class to the other split.
         for label in set(range(len(images.classes) or 1)).difference(images.labels.tolist()):
             missing = "no file"
             if images.classes:
